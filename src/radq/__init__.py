@@ -1,0 +1,54 @@
+"""radq: a small reward model steers a large frozen language model, token by token.
+
+The names below load on first use, so that `import radq` stays instant and imports no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from radq.decoding import Generation, generate, stream
+    from radq.errors import RadqError
+    from radq.guides import Guide, RewardGuide
+    from radq.hosts.hf import GuidedLogitsProcessor
+    from radq.models import RadQ, RadV, RewardConfig, RewardModel
+
+_HOME = {
+    "Generation": "radq.decoding",
+    "generate": "radq.decoding",
+    "stream": "radq.decoding",
+    "RadqError": "radq.errors",
+    "Guide": "radq.guides",
+    "RewardGuide": "radq.guides",
+    "GuidedLogitsProcessor": "radq.hosts.hf",
+    "RadQ": "radq.models",
+    "RadV": "radq.models",
+    "RewardConfig": "radq.models",
+    "RewardModel": "radq.models",
+}
+
+__all__ = [
+    "Generation",
+    "Guide",
+    "GuidedLogitsProcessor",
+    "RadQ",
+    "RadV",
+    "RadqError",
+    "RewardConfig",
+    "RewardGuide",
+    "RewardModel",
+    "generate",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'radq' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

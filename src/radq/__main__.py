@@ -1,0 +1,3 @@
+from radq.cli import main
+
+raise SystemExit(main())

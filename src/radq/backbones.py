@@ -1,0 +1,117 @@
+"""Find and load transformers models and tokenizers by hub name or folder, with errors that say what to do.
+
+Weights come from safetensors only, and no code from a model repository is ever run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from radq.errors import ModelError, OptionError
+
+
+def load_config(name: str | Path) -> PreTrainedConfig:
+    with explained(name, "a model configuration"):
+        return AutoConfig.from_pretrained(name)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    with explained(name, "a tokenizer"):
+        return AutoTokenizer.from_pretrained(name)
+
+
+def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; None where the folder has none."""
+    if Path(name).is_dir() and not list(Path(name).glob("*tokenizer*")) + list(Path(name).glob("vocab.*")):
+        return None
+    return load_tokenizer(name)
+
+
+def load_causal_lm(
+    name: str | Path, num_layers: int | None = None, dtype: torch.dtype | str = "auto", device: str = "cpu"
+) -> PreTrainedModel:
+    """A language model in evaluation mode, optionally only its first layers."""
+    config = load_config(name)
+    if num_layers is not None:
+        truncate(config, num_layers)
+    return load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype).to(device).eval()
+
+
+def load_weights(from_pretrained: Callable[..., Any], name: str | Path, **kwargs: Any) -> Any:
+    """Call `from_pretrained`, but refuse the weights it would make up where the folder lacks them."""
+    with explained(name, "model weights"):
+        model, report = from_pretrained(name, use_safetensors=True, output_loading_info=True, **kwargs)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights in {str(name)!r} lack {len(missing)} tensors, the first is {missing[0]!r}.",
+            "is the folder complete, and does its config.json belong to these weights?",
+        )
+    return model
+
+
+def truncate(config: PreTrainedConfig, num_layers: int) -> None:
+    """Keep the first layers; per-layer lists of the configuration (such as `layer_types`) shrink with them."""
+    depth = config.num_hidden_layers
+    if not 1 <= num_layers <= depth:
+        raise OptionError(f"num_layers is {num_layers}.", f"the backbone has {depth} layers; choose 1 to {depth}.")
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, key, value[:num_layers])
+    config.num_hidden_layers = num_layers
+
+
+def find_device(name: str) -> str:
+    """The device by that name; "auto" is a GPU where there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"there is no device {name!r} here.", "use --device auto or cpu.") from error
+    return name
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' load reports and progress bars: what matters in them, radq raises."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def explained(name: str | Path, what: str) -> Iterator[None]:
+    """Turn what transformers raises while loading into one line that names the folder and a way out."""
+    hint = "give a folder with config.json and *.safetensors, or a hub name that is cached or reachable."
+    if str(name).startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise ModelError(f"there is no folder {str(name)!r}.", hint)
+    try:
+        with quiet():
+            yield
+    except SafetensorError as error:
+        raise ModelError(
+            f"a weight file in {str(name)!r} is damaged: {error}.", "it may be truncated; copy or download it again."
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".:") if str(error).strip() else type(error).__name__
+        raise ModelError(f"cannot load {what} from {str(name)!r}: {reason}.", hint) from error

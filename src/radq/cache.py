@@ -1,0 +1,267 @@
+"""Prefixes and their keys and values: the only room that touches transformers' Cache, attention masks and positions.
+
+A `Prefix` is a value. Nothing here changes one in place: extending, forking, selecting, cropping and choosing a sibling
+all return a new one, so an old prefix stays usable for rollback, beams and several continuations.
+
+Rows are padded on the left and positions are counted from the mask, so padding changes nothing.
+Axes: b batch, t time, n new tokens, k candidates, d hidden.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from radq.errors import ModelError
+
+Layers = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer, (b, heads, t, head size)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    tokens: Int[Tensor, "b t"]
+    mask: Int[Tensor, "b t"]
+    layers: Layers
+
+    def fork(self, n: int) -> "Prefix":
+        """Every row n times, copies of a row side by side."""
+        return self._map(lambda x: x.repeat_interleave(n, dim=0))
+
+    def select(self, rows: Int[Tensor, " r"]) -> "Prefix":
+        return self._map(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def crop(self, n: int) -> "Prefix":
+        """Without the last n tokens of every row."""
+        t = self.tokens.shape[1] - n
+        layers = tuple((keys[:, :, :t], values[:, :, :t]) for keys, values in self.layers)
+        return Prefix(self.tokens[:, :t], self.mask[:, :t], layers)
+
+    def _map(self, f: Callable[[Tensor], Tensor]) -> "Prefix":
+        layers = tuple((f(keys), f(values)) for keys, values in self.layers)
+        return Prefix(f(self.tokens), f(self.mask), layers)
+
+
+def pack_right(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Move the real tokens of every row to its right end: left padding, whatever the padding was."""
+    order = mask.argsort(dim=1, stable=True)
+    return tokens.gather(1, order), mask.gather(1, order)
+
+
+@dataclass(frozen=True)
+class LeftPacked:
+    """Texts with their real tokens first: causal attention then needs neither mask nor positions."""
+
+    tokens: Int[Tensor, "b t"]
+    order: Int[Tensor, "b t"]  # where each token came from
+
+    def pack(self, values: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+        return values.gather(1, self.order)
+
+    def unpack(self, values: Float[Tensor, "b t a"]) -> Float[Tensor, "b t a"]:
+        """Values computed in packed order, back at the places of their tokens."""
+        return values.gather(1, self.order.argsort(dim=1)[..., None].expand_as(values))
+
+
+def pack_left(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> LeftPacked:
+    order = (1 - mask).argsort(dim=1, stable=True)
+    return LeftPacked(tokens.gather(1, order), order)
+
+
+def start(
+    model: PreTrainedModel, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], **kwargs: Any
+) -> tuple[Any, Prefix]:
+    """Read a left-padded batch of prompts."""
+    empty = Prefix(tokens[:, :0], mask[:, :0], ())
+    return extend(model, empty, tokens, mask, **kwargs)
+
+
+def extend(
+    model: PreTrainedModel,
+    prefix: Prefix,
+    tokens: Int[Tensor, "b n"],
+    mask: Int[Tensor, "b n"] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Prefix]:
+    """Feed n more tokens per row; returns the model's output for them and the longer prefix."""
+    new_mask = torch.ones_like(tokens) if mask is None else mask
+    full_mask = torch.cat([prefix.mask, new_mask], dim=1)
+    positions = (full_mask.cumsum(1) - 1).clamp(min=0)[:, prefix.tokens.shape[1] :]
+    output, layers = _forward(model, prefix.layers, tokens, full_mask, positions, **kwargs)
+    return output, Prefix(torch.cat([prefix.tokens, tokens], dim=1), full_mask, layers)
+
+
+@dataclass(frozen=True)
+class Siblings(ABC):
+    """k candidates read after one prefix, none of them seeing another."""
+
+    hidden: Float[Tensor, "b k d"]
+
+    @abstractmethod
+    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
+        """The prefix extended by candidate `index` of each row, without another forward."""
+
+    @abstractmethod
+    def select(self, rows: Int[Tensor, " r"]) -> "Siblings": ...
+
+
+def read_siblings(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> Siblings:
+    """All candidates in one forward where the backbone takes a 4D mask, else as rows of a k times larger batch."""
+    if _takes_siblings(backbone):
+        return _read_masked(backbone, prefix, candidates)
+    return _read_rows(backbone, prefix, candidates)
+
+
+@dataclass(frozen=True)
+class _MaskedSiblings(Siblings):
+    candidates: Int[Tensor, "b k"]
+    prefix: Prefix
+    layers: Layers  # of the siblings alone
+
+    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
+        def append(past: Tensor, siblings: Tensor) -> Tensor:
+            b, heads, _, size = siblings.shape
+            chosen = siblings.gather(2, index.view(b, 1, 1, 1).expand(b, heads, 1, size))
+            return torch.cat([past, chosen], dim=2)
+
+        pairs = zip(self.prefix.layers, self.layers, strict=True)
+        layers = tuple((append(k, sibling_k), append(v, sibling_v)) for (k, v), (sibling_k, sibling_v) in pairs)
+        token = self.candidates.gather(1, index[:, None])
+        return Prefix(
+            torch.cat([self.prefix.tokens, token], dim=1),
+            torch.cat([self.prefix.mask, torch.ones_like(token)], dim=1),
+            layers,
+        )
+
+    def select(self, rows: Int[Tensor, " r"]) -> "_MaskedSiblings":
+        layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
+        return _MaskedSiblings(self.hidden[rows], self.candidates[rows], self.prefix.select(rows), layers)
+
+
+def _read_masked(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> _MaskedSiblings:
+    t = prefix.tokens.shape[1]
+    positions = prefix.mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
+    mask = _sibling_masks(backbone, prefix.mask, candidates.shape[1])
+    output, layers = _forward(backbone, prefix.layers, candidates, mask, positions)
+    tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in layers)
+    return _MaskedSiblings(output.last_hidden_state, candidates, prefix, tails)
+
+
+@dataclass(frozen=True)
+class _RowSiblings(Siblings):
+    rows: Prefix  # (b · k) rows
+
+    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
+        b, k, _ = self.hidden.shape
+        return self.rows.select(torch.arange(b, device=index.device) * k + index)
+
+    def select(self, rows: Int[Tensor, " r"]) -> "_RowSiblings":
+        k = self.hidden.shape[1]
+        expanded = rows[:, None] * k + torch.arange(k, device=rows.device)  # (r, k)
+        return _RowSiblings(self.hidden[rows], self.rows.select(expanded.flatten()))
+
+
+def _read_rows(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> _RowSiblings:
+    b, k = candidates.shape
+    output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1))
+    return _RowSiblings(output.last_hidden_state.view(b, k, -1), rows)
+
+
+def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k: int) -> Tensor | dict[str, Tensor]:
+    """Additive masks of shape (b, 1, k, t + k): each sibling sees the prefix and itself; one mask per layer type."""
+    config = backbone.config
+    window = getattr(config, "sliding_window", None)
+    types = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+    b, t = prefix_mask.shape
+    itself = torch.eye(k, dtype=torch.bool, device=prefix_mask.device).expand(b, k, k)
+
+    def build(layer_type: str) -> Tensor:
+        visible = prefix_mask.bool()
+        if layer_type == "sliding_attention":
+            # the siblings stand at index t, and a window counts the token itself
+            visible = visible & (torch.arange(t, device=visible.device) > t - int(window))
+        allowed = torch.cat([visible[:, None].expand(b, k, t), itself], dim=2)
+        additive = torch.zeros(allowed.shape, dtype=backbone.dtype, device=allowed.device)
+        return additive.masked_fill(~allowed, torch.finfo(backbone.dtype).min)[:, None]
+
+    masks = {layer_type: build(layer_type) for layer_type in types}
+    return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+_TAKES_SIBLINGS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def _takes_siblings(backbone: PreTrainedModel) -> bool:
+    """Whether a sibling mask gives this backbone's true hidden states: tried once on three tokens, then remembered.
+
+    A trial, because backbones differ in ways no configuration tells: ALiBi, flash attention, chunked layers.
+    """
+    if backbone not in _TAKES_SIBLINGS:
+        tokens = torch.arange(3, device=backbone.device)[None]
+        candidates = torch.arange(3, 5, device=backbone.device)[None]
+        tolerance = 1e-4 if torch.finfo(backbone.dtype).eps < 1e-6 else 0.05
+        with torch.no_grad():
+            _, prefix = start(backbone, tokens, torch.ones_like(tokens))
+            expected = _read_rows(backbone, prefix, candidates).hidden
+            try:
+                actual = _read_masked(backbone, prefix, candidates).hidden
+            except Exception:  # whatever a backbone raises when handed a mask it does not understand
+                _TAKES_SIBLINGS[backbone] = False
+            else:
+                error = (actual - expected).abs().max() / expected.abs().max()
+                _TAKES_SIBLINGS[backbone] = bool(error < tolerance)
+    return _TAKES_SIBLINGS[backbone]
+
+
+def _forward(
+    model: PreTrainedModel,
+    layers: Layers,
+    tokens: Int[Tensor, "b n"],
+    mask: Tensor | dict[str, Tensor],
+    positions: Int[Tensor, "b n"],
+    **kwargs: Any,
+) -> tuple[Any, Layers]:
+    if accepts(model, "position_ids"):  # not where positions come from the mask (ALiBi)
+        kwargs["position_ids"] = positions
+    cache = _to_cache(layers)
+    output = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+    return output, _from_cache(cache, model)
+
+
+def accepts(model: PreTrainedModel, argument: str) -> bool:
+    return argument in _parameters(type(model))
+
+
+@lru_cache
+def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+def _to_cache(layers: Layers) -> DynamicCache:
+    # Full-length layers also for sliding-window backbones: the mask does the windowing, siblings and crops stay exact.
+    # Filled by hand, because the constructor copies. `update` concatenates, so the prefix's tensors are never written.
+    cache = DynamicCache()
+    for keys, values in layers:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+def _from_cache(cache: DynamicCache, model: PreTrainedModel) -> Layers:
+    layers: list[Any] = cache.layers
+    if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
+        raise ModelError(
+            f"{type(model).__name__} does not keep plain keys and values for every layer.",
+            "radq decodes with attention-only decoder models (GPT-2, LLaMA, Qwen3, GPT-NeoX, Gemma-3, Mistral, …).",
+        )
+    return tuple((layer.keys, layer.values) for layer in layers)

@@ -1,0 +1,64 @@
+"""The command line. One module per command, imported when the command runs, so that help is instant.
+
+Errors a user can act on become one line on standard error and exit code 2.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import radq
+
+COMMANDS = {  # name: what it does; the module is radq.commands.<name>
+    "generate": "steer a language model with reward models",
+    "score": "show the reward of every token of a text",
+    "convert": "turn weights of the public RAD and rad-q code into a reward model",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"radq {radq.__version__}")
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        return _fail(f"there is no command {name!r}. hint: choose one of {', '.join(COMMANDS)}.")
+    return _run(name, rest)
+
+
+def _run(name: str, argv: list[str]) -> int:
+    import tyro
+
+    from radq.errors import RadqError
+
+    command = importlib.import_module(f"radq.commands.{name}")
+    arguments = tyro.cli(command.Arguments, prog=f"radq {name}", args=argv)
+    try:
+        command.run(arguments)
+    except (RadqError, OSError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    return f"""usage: radq COMMAND …
+
+radq {radq.__version__}: a small reward model steers a large frozen language model, token by token.
+
+commands:
+{commands}
+
+`radq COMMAND --help` lists the options of a command."""

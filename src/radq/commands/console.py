@@ -1,0 +1,39 @@
+"""What people see in a terminal: tokens coloured by a number, and JSON for machines."""
+
+import json
+import sys
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def console() -> Console:
+    return Console(highlight=False)
+
+
+def coloured(tokens: Iterable[tuple[str, float]], low: float, high: float) -> Text:
+    """Tokens on a background from red (low) over none to green (high)."""
+    text = Text()
+    for token, value in tokens:
+        share = 0.5 if high <= low else min(max((value - low) / (high - low), 0.0), 1.0)
+        red, green = max(0.0, 1 - 2 * share), max(0.0, 2 * share - 1)
+        style = f"on #{int(160 * red):02x}{int(120 * green):02x}00" if max(red, green) > 0.05 else ""
+        text.append(token, style=style)
+    return text
+
+
+def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:
+    """The text piece by piece, spaces kept; a character spread over several tokens goes to the last of them."""
+    texts = [str(tokenizer.decode(ids[:n])).rstrip("\ufffd") for n in range(len(ids) + 1)]
+    return [after[len(before) :] for before, after in pairwise(texts)]
+
+
+def print_json(document: Any) -> None:
+    json.dump(document, sys.stdout, ensure_ascii=False, indent=2)
+    print()

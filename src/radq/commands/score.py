@@ -1,0 +1,81 @@
+"""radq score --reward DIR --text "…" """
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+
+@dataclass
+class Arguments:
+    """Show the reward of every token of a text, given what precedes it."""
+
+    reward: str
+    """Reward model folder."""
+    text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
+    """Text to score; repeat for more."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: Arguments) -> None:
+    from radq.backbones import find_device
+    from radq.commands.console import print_json
+    from radq.errors import ModelError
+    from radq.models import RewardModel
+
+    model = RewardModel.from_pretrained(arguments.reward, find_device(arguments.device))
+    if model.tokenizer is None:
+        raise ModelError(f"{arguments.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
+    scores = [score_text(model, text) for text in _checked(arguments.text)]
+    if arguments.json:
+        print_json({"attributes": model.config.attributes, "texts": scores})
+    else:
+        for score in scores:
+            _print_score(score, model.config.attributes, *model.config.response_range)
+
+
+def _checked(texts: list[str]) -> list[str]:
+    from radq.errors import OptionError
+
+    texts = [text.rstrip() for text in texts]
+    if not texts or not all(texts):
+        raise OptionError("there is no text." if not texts else "a text is empty.", "give --text TEXT.")
+    return texts
+
+
+def score_text(model: Any, text: str) -> dict[str, Any]:
+    import torch
+
+    from radq.commands.console import split_tokens
+
+    ids = model.tokenizer(text, add_special_tokens=False).input_ids
+    with torch.no_grad():
+        rewards = model.token_rewards(torch.tensor([ids], device=model.device))[0].tolist()  # (t, a)
+    pieces = split_tokens(model.tokenizer, ids)
+    tokens = [
+        {"token": piece, "id": token, "rewards": dict(zip(model.config.attributes, reward, strict=True))}
+        for piece, token, reward in zip(pieces, ids, rewards, strict=True)
+    ]
+    return {"text": text, "tokens": tokens}
+
+
+def _print_score(score: dict[str, Any], attributes: list[str], low: float, high: float) -> None:
+    from rich.table import Table
+
+    from radq.commands.console import coloured, console
+
+    table = Table(title=score["text"], title_style="bold", title_justify="left")
+    table.add_column("token")
+    for attribute in attributes:
+        table.add_column(attribute, justify="right")
+    for token in score["tokens"]:
+        rewards = token["rewards"].values()
+        cells = [coloured([(f"{reward:.3f}", reward)], low, high) for reward in rewards]
+        table.add_row(token["token"], *cells)
+    console().print(table)
+    for attribute in attributes:
+        pieces = ((token["token"], token["rewards"][attribute]) for token in score["tokens"])
+        console().print(coloured([(f"{attribute}: ", (low + high) / 2)], low, high) + coloured(pieces, low, high))

@@ -1,0 +1,398 @@
+"""Guided decoding: candidates from the base model, a shift from the guide, a sample from their sum.
+
+    z(v) = z_LM(v) / T + shift(v) for the candidates, −∞ elsewhere
+
+The candidates come from the base logits alone and T divides the base logits alone, so β means the same at every T.
+
+A ladder: `choose_candidates` and the guide make a `Proposal`, `sample` draws from it, `stream` does so for every token
+of a batch, `generate` collects what streams by. Axes: b rows, k candidates, v vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from radq import cache
+from radq.errors import ContextLengthError, OptionError, RewardValueError
+from radq.guides import Guide
+from radq.models import find_bos
+
+KL_BISECTIONS = 30  # finds the scale of β to 1 part in 10⁹
+
+
+@dataclass(frozen=True)
+class Steering:
+    """How base logits and a guide's shift become the logits of the next token.
+
+    Args:
+        top_k: candidates are the k most likely tokens of the base; None for the whole vocabulary.
+        top_p: and within them the smallest set that holds this probability; None for no such limit.
+        temperature: divides the base logits; 0 takes the best candidate of z_LM + shift instead of sampling.
+        kl_budget: scale the shift of each token down until KL(guided ‖ base on the candidates) fits this many nats.
+    """
+
+    top_k: int | None = 20
+    top_p: float | None = None
+    temperature: float = 1.0
+    kl_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise OptionError(f"top_k is {self.top_k}.", "give 1 or more, or None for the whole vocabulary.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p is {self.top_p}.", "give a probability above 0 and up to 1.")
+        if not 0 <= self.temperature < float("inf"):
+            raise OptionError(f"temperature is {self.temperature}.", "give 0 (greedy) or a positive number.")
+        if self.kl_budget is not None and not self.kl_budget >= 0:
+            raise OptionError(f"kl_budget is {self.kl_budget}.", "give 0 or more nats per token.")
+
+
+DEFAULT_STEERING = Steering()
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the next token is drawn from."""
+
+    candidates: Int[Tensor, "b k"]
+    base: Float[Tensor, "b k"]  # z_LM / T; −∞ where a row has fewer than k candidates
+    shift: Float[Tensor, "b k"]  # the guide's, scaled to the KL budget
+    clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
+
+    @property
+    def logits(self) -> Float[Tensor, "b k"]:
+        return self.base + self.shift
+
+    @property
+    def kl(self) -> Float[Tensor, " b"]:
+        return kl_divergence(self.logits, self.base)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token for every running row. Row r is sample r % num_samples of prompt r // num_samples."""
+
+    rows: Int[Tensor, " b"]
+    proposal: Proposal
+    choice: Int[Tensor, " b"]  # which of the candidates
+
+    @property
+    def tokens(self) -> Int[Tensor, " b"]:
+        return self.proposal.candidates.gather(1, self.choice[:, None]).squeeze(1)
+
+    @property
+    def shifts(self) -> Float[Tensor, " b"]:
+        return self.proposal.shift.gather(1, self.choice[:, None]).squeeze(1)
+
+
+@dataclass
+class Generation:
+    prompt: str
+    text: str  # the continuation, without special tokens
+    token_ids: list[int]  # the continuation, a final stop token included
+    shifts: list[float]  # what the guide added to the logit of each of them
+    finish_reason: str  # "stop" or "length"
+    kl: float  # mean over the tokens of KL(guided ‖ base), in nats
+    clipped: float  # mean over the tokens of the share of candidates with a clamped reward
+
+
+def choose_candidates(
+    logits: Float[Tensor, "b v"], top_k: int | None, top_p: float | None
+) -> tuple[Int[Tensor, "b k"], Float[Tensor, "b k"]]:
+    """Candidates and their logits; −∞ fills the rows whose top-p set is smaller than the largest one."""
+    v = logits.shape[-1]
+    if top_k is not None and top_k > v:
+        raise OptionError(f"top_k is {top_k}, but the vocabulary has {v} tokens.", f"give at most {v}.")
+    if top_p is None and top_k in (None, v):  # all of them: no need to sort
+        return torch.arange(v, device=logits.device).expand_as(logits), logits
+    values, candidates = logits.topk(top_k or v)
+    if top_p is not None:
+        probabilities = values.softmax(-1)
+        outside = probabilities.cumsum(-1) - probabilities >= top_p  # those before it hold enough already
+        outside[:, 0] = False
+        widest = int((~outside).sum(-1).max())
+        values = values.masked_fill(outside, -torch.inf)[:, :widest]
+        candidates = candidates[:, :widest]
+    return candidates, values
+
+
+def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steering: Steering) -> Proposal:
+    """From the base's logits for the next token to the guided logits of its candidates."""
+    candidates, values = choose_candidates(logits, steering.top_k, steering.top_p)
+    base = values / (steering.temperature or 1.0)
+    none = torch.zeros_like(base[:, 0])
+    if guide is None:
+        return Proposal(candidates, base, torch.zeros_like(base), none)
+    shift = guide.shift(state, candidates).to(base.dtype)
+    _check_finite(candidates, shift)
+    if steering.kl_budget is not None:
+        shift = shift * kl_scale(base, shift, steering.kl_budget)[:, None]
+    clipped = guide.clipped(state)
+    if clipped is None:
+        return Proposal(candidates, base, shift, none)
+    possible = ~base.isneginf()
+    share = (clipped.to(base.device) & possible).sum(-1) / possible.sum(-1)
+    return Proposal(candidates, base, shift, share)
+
+
+def kl_scale(base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], budget: float) -> Float[Tensor, " b"]:
+    """The largest c in [0, 1] with KL(softmax(base + c·shift) ‖ softmax(base)) ≤ budget, for each row.
+
+    The divergence grows with c, so bisection finds it; c = 1 is the full β the guide was given.
+    """
+    low, high = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0])
+    fits = kl_divergence(base + shift, base) <= budget
+    for _ in range(KL_BISECTIONS):
+        middle = (low + high) / 2
+        within = kl_divergence(base + middle[:, None] * shift, base) <= budget
+        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
+    return torch.where(fits, 1.0, low)
+
+
+def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
+    log_guided, log_base = guided.log_softmax(-1), base.log_softmax(-1)
+    terms = log_guided.exp() * (log_guided - log_base)
+    return torch.where(base.isneginf(), 0.0, terms).sum(-1).clamp(min=0)
+
+
+def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """The candidate at which the cumulated probability passes a number in [0, 1)."""
+    cumulated = logits.double().softmax(-1).cumsum(-1)
+    thresholds = uniforms.double()[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, thresholds, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+
+
+def generate(
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    guide: Guide | None = None,
+    top_k: int | None = 20,
+    top_p: float | None = None,
+    temperature: float = 1.0,
+    max_new_tokens: int = 20,
+    num_samples: int = 1,
+    seed: int = 0,
+    *,
+    kl_budget: float | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    batch_size: int = 64,
+    progress: bool = False,
+) -> list[Generation]:
+    """Continue every prompt `num_samples` times; results in prompt order, samples of a prompt together.
+
+    Args:
+        lm: a causal language model of transformers; it stays as it is.
+        guide: steers the base; None samples from the base by the same path.
+        top_k, top_p, temperature, kl_budget: see `Steering`.
+        seed: sample s of prompt p depends on (seed, p, s), not on the batch nor on `max_new_tokens`.
+        stop_token_ids: end a text; by default the model's end-of-text tokens.
+        batch_size: rows (prompts × samples) decoded together.
+        progress: show a progress bar.
+    """
+    steering = Steering(top_k, top_p, temperature, kl_budget)
+    stops = _stop_tokens(lm, tokenizer, stop_token_ids)
+    steps = stream(lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size)
+    num_rows = len(prompts) * num_samples
+    tokens: list[list[int]] = [[] for _ in range(num_rows)]
+    shifts: list[list[float]] = [[] for _ in range(num_rows)]
+    measures = np.zeros((num_rows, 2))  # kl and clipped, summed over the tokens
+    with tqdm(total=num_rows * max_new_tokens, unit="token", disable=not progress) as bar:
+        for step in steps:
+            rows = step.rows.tolist()
+            for row, token, shift in zip(rows, step.tokens.tolist(), step.shifts.tolist(), strict=True):
+                tokens[row].append(token)
+                shifts[row].append(shift)
+                bar.update(max_new_tokens + 1 - len(tokens[row]) if token in stops else 1)
+            measures[rows] += torch.stack([step.proposal.kl, step.proposal.clipped], dim=1).cpu().numpy()
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return [
+        Generation(
+            prompt=prompts[row // num_samples],
+            text=texts[row],
+            token_ids=tokens[row],
+            shifts=shifts[row],
+            finish_reason="stop" if tokens[row][-1] in stops else "length",
+            kl=float(measures[row, 0] / len(tokens[row])),
+            clipped=float(measures[row, 1] / len(tokens[row])),
+        )
+        for row in range(num_rows)
+    ]
+
+
+def stream(
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    guide: Guide | None = None,
+    steering: Steering = DEFAULT_STEERING,
+    max_new_tokens: int = 20,
+    num_samples: int = 1,
+    seed: int = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    batch_size: int = 64,
+) -> Iterator[Step]:
+    """What `generate` does, one `Step` at a time. Arguments are checked at the call, not at the first step."""
+    for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
+        if value < 1:
+            raise OptionError(f"{name} is {value}.", "give 1 or more.")
+    encoded = _encode(lm, tokenizer, prompts, max_new_tokens)
+    vocab_size = _vocab_size(lm)
+    if guide is not None:
+        guide.check_vocabulary(vocab_size, tokenizer, lm.config.name_or_path or type(lm).__name__)
+        guide.check_length(max(map(len, encoded)) + max_new_tokens)
+        vocab_size = min(vocab_size, guide.vocab_size)
+    if steering.top_k is not None and steering.top_k > vocab_size:
+        raise OptionError(
+            f"top_k is {steering.top_k}, but the vocabulary has {vocab_size} tokens.", f"give at most {vocab_size}."
+        )
+    stops = torch.tensor(_stop_tokens(lm, tokenizer, stop_token_ids), dtype=torch.long, device=lm.device)
+    uniforms = _uniforms(seed, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
+
+    def steps() -> Iterator[Step]:
+        by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # neighbours need little padding
+        size = max(1, batch_size // num_samples)
+        for batch in (by_length[i : i + size] for i in range(0, len(by_length), size)):
+            first_rows = torch.tensor(batch, device=lm.device)[:, None] * num_samples
+            rows = (first_rows + torch.arange(num_samples, device=lm.device)).flatten()
+            with _evaluating(lm):
+                decoder = _Decoder(lm, guide, vocab_size, [encoded[p] for p in batch]).fork(num_samples)
+                yield from _decode(decoder, steering, rows, uniforms[batch].flatten(0, 1), stops)
+
+    return steps()
+
+
+def _decode(
+    decoder: "_Decoder",
+    steering: Steering,
+    rows: Int[Tensor, " b"],
+    uniforms: Float[Tensor, "b steps"],
+    stops: Int[Tensor, " s"],
+) -> Iterator[Step]:
+    """Decode one batch; a row leaves it with its stop token."""
+    for position in range(uniforms.shape[1]):
+        proposal = propose(decoder.logits, decoder.guide, decoder.state, steering)
+        greedy = steering.temperature == 0
+        choice = proposal.logits.argmax(-1) if greedy else sample(proposal.logits, uniforms[:, position])
+        step = Step(rows, proposal, choice)
+        yield step
+        tokens = step.tokens
+        running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
+        if len(running) == 0 or position + 1 == uniforms.shape[1]:
+            return
+        if len(running) < len(rows):
+            decoder.select(running)
+            rows, tokens, uniforms = rows[running], tokens[running], uniforms[running]
+        decoder.advance(tokens)
+
+
+class _Decoder:
+    """A base model and a guide that read the same batch of texts."""
+
+    @torch.no_grad()
+    def __init__(self, lm: PreTrainedModel, guide: Guide | None, vocab_size: int, prompts: list[list[int]]):
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=lm.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=lm.device)
+        self.lm, self.guide, self.vocab_size = lm, guide, vocab_size
+        self.last_only: dict[str, Any] = {"logits_to_keep": 1} if cache.accepts(lm, "logits_to_keep") else {}
+        output, self.prefix = cache.start(lm, tokens, mask, **self.last_only)
+        self.logits = self._next_logits(output)  # (b, v): of the base, for the next token
+        self.state = None if guide is None else guide.start(tokens, mask)
+
+    @torch.no_grad()
+    def advance(self, tokens: Int[Tensor, " b"]) -> None:
+        output, self.prefix = cache.extend(self.lm, self.prefix, tokens[:, None], **self.last_only)
+        self.logits = self._next_logits(output)
+        if self.guide is not None:
+            self.state = self.guide.advance(self.state, tokens)
+
+    def fork(self, n: int) -> "_Decoder":
+        if n > 1:
+            self.prefix, self.logits = self.prefix.fork(n), self.logits.repeat_interleave(n, dim=0)
+            if self.guide is not None:
+                self.state = self.guide.fork(self.state, n)
+        return self
+
+    def select(self, rows: Int[Tensor, " r"]) -> None:
+        self.prefix, self.logits = self.prefix.select(rows), self.logits[rows]
+        if self.guide is not None:
+            self.state = self.guide.select(self.state, rows)
+
+    def _next_logits(self, output: Any) -> Float[Tensor, "b v"]:
+        return output.logits[:, -1, : self.vocab_size].float()
+
+
+def _encode(
+    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
+) -> list[list[int]]:
+    """Token ids of the prompts, with the special tokens the base expects; an empty prompt is a BOS alone."""
+    if isinstance(prompts, str) or not prompts:
+        raise OptionError(f"prompts are {prompts!r}.", "give a list of one or more texts.")
+    encoded = [ids or [find_bos(lm.config, tokenizer)] for ids in tokenizer(list(prompts)).input_ids]
+    positions = getattr(lm.config, "max_position_embeddings", None)
+    for number, ids in enumerate(encoded):
+        if positions is not None and len(ids) + max_new_tokens > positions:
+            raise ContextLengthError(
+                f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones they exceed the base model's "
+                f"{positions} positions.",
+                "shorten the prompt or lower max_new_tokens.",
+            )
+    return encoded
+
+
+def _vocab_size(lm: PreTrainedModel) -> int:
+    """Of the logits, which may be wider than the tokenizer."""
+    head: Any = lm.get_output_embeddings()
+    return head.weight.shape[0]
+
+
+def _stop_tokens(
+    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None
+) -> list[int]:
+    if stop_token_ids is not None:
+        return list(stop_token_ids)
+    generation_config = getattr(lm, "generation_config", None)
+    for end in (getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        if end is not None:
+            return list(end) if isinstance(end, Sequence) else [end]
+    return []
+
+
+def _uniforms(seed: int, num_prompts: int, num_samples: int, steps: int) -> Float[Tensor, "p s steps"]:
+    """Random numbers of each sample from a stream of its own, so that neighbours do not change a text."""
+
+    def draw(prompt: int, sample: int) -> np.ndarray:
+        key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key)).random(steps)
+
+    return torch.from_numpy(np.array([[draw(p, s) for s in range(num_samples)] for p in range(num_prompts)]))
+
+
+@contextmanager
+def _evaluating(lm: PreTrainedModel) -> Iterator[None]:
+    """Without dropout; afterwards the model is in the mode it came in."""
+    training = lm.training
+    lm.eval()
+    try:
+        yield
+    finally:
+        lm.train(training)
+
+
+def _check_finite(candidates: Int[Tensor, "b k"], shift: Float[Tensor, "b k"]) -> None:
+    finite = shift.isfinite()
+    if not bool(finite.all()):
+        row, column = (~finite).nonzero()[0].tolist()
+        raise RewardValueError(
+            f"the guide gave {shift[row, column].item()} for token {candidates[row, column].item()}.",
+            "a reward model that diverged in training, or overflow in float16? Try another checkpoint or dtype.",
+        )

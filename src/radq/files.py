@@ -1,0 +1,31 @@
+"""Writing to users' disks: whole or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_folder(target: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block succeeds and vanishes when it fails.
+
+    Into a folder that exists already, the finished files move one by one, each replacing its namesake at once.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
+        if target.exists():
+            for file in temporary.iterdir():
+                file.replace(target / file.name)
+        else:
+            temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,65 @@
+"""The training losses: pure functions of rewards, mask and responses.
+
+`mask` is 1 at the real tokens of an utterance and 0 at padding (on either side); L is always counted from it.
+Axes: b batch, t time, a attributes.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Mask = Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Float[Tensor, "b t"]
+
+
+def prefix_weights(mask: Mask) -> Float[Tensor, "b t"]:
+    """λ_t = t / (L (L + 1) / 2) at the t-th real token, 0 at padding: every utterance's weights sum to 1."""
+    mask = mask.float()
+    length = mask.sum(1, keepdim=True)  # (b, 1)
+    normaliser = (length * (length + 1) / 2).clamp(min=1)  # an utterance without tokens weighs nothing
+    return mask.cumsum(1) * mask / normaliser
+
+
+def squared_loss(rewards: Float[Tensor, "b t a"], mask: Mask, responses: Float[Tensor, "b a"]) -> Float[Tensor, ""]:
+    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)²."""
+    return _over_prefixes((_wide(rewards) - _wide(responses)[:, None]).square(), mask)
+
+
+def cross_entropy_loss(
+    rewards: Float[Tensor, "b t a"], mask: Mask, responses: Float[Tensor, "b a"]
+) -> Float[Tensor, ""]:
+    """Binary cross-entropy of σ(r̂) against responses in [0, 1], weighted as the squared loss is."""
+    rewards = _wide(rewards)
+    targets = responses[:, None].to(rewards.dtype).expand_as(rewards)
+    return _over_prefixes(F.binary_cross_entropy_with_logits(rewards, targets, reduction="none"), mask)
+
+
+def distillation_loss(
+    rewards: Float[Tensor, "b t a"], mask: Mask, teacher_rewards: Float[Tensor, "b t a"]
+) -> Float[Tensor, ""]:
+    """Mean over real positions and attributes of (r̂_student − r̂_teacher)²."""
+    return _over_positions((_wide(rewards) - _wide(teacher_rewards)).square(), mask)
+
+
+def baseline_loss(marginals: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
+    """Mean over real positions and attributes of Δr(v'|x)², for the Δr of one random token v' per position."""
+    return _over_positions(_wide(marginals).square(), mask)
+
+
+def _wide(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """At least float32: bf16 sums over a batch lose the loss."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _over_prefixes(errors: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
+    weighted = torch.where(mask[..., None].bool(), errors, 0) * prefix_weights(mask)[..., None]
+    return weighted.sum() / len(errors)
+
+
+def _over_positions(errors: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
+    # where, not a product: whatever stands at padding, NaN included, never enters the loss
+    kept = torch.where(mask[..., None].bool(), errors, 0)
+    return kept.sum() / (mask.float().sum() * errors.shape[-1]).clamp(min=1)
+
+
+LOSSES = {"mse": squared_loss, "ce": cross_entropy_loss}

@@ -1,0 +1,442 @@
+"""Reward models: RadQ and RadV over any decoder-only backbone, saved and loaded as transformers models.
+
+    model = RadQ.from_backbone("gpt2", attributes=["toxicity"])
+    model.save_pretrained("reward")
+    model = RewardModel.from_pretrained("reward")
+
+Two ways to ask for rewards. Of whole texts: `token_rewards`, one forward, no cache. Of next tokens: `read` a batch of
+prefixes into a `RewardState`, `score` candidates, `advance` by a token; `next_rewards` is read and score in one.
+
+Axes: b batch, t time, k candidates, d hidden, a attributes.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+from transformers.utils.generic import ModelOutput
+
+from radq import cache
+from radq.backbones import explained, find_tokenizer, load_causal_lm, load_weights, quiet
+from radq.cache import LeftPacked, Prefix, Siblings
+from radq.errors import ContextLengthError, ModelError, OptionError
+from radq.files import whole_folder
+from radq.heads import build_head, score_candidates, score_tokens
+from radq.vocabulary import Vocabulary, read_vocabulary
+
+SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
+
+
+class RewardConfig(PreTrainedConfig):
+    """What config.json of a reward model says.
+
+    Args:
+        kind: "q" scores all next tokens from the prefix alone, "v" reads each next token as an input.
+        attributes: what the rewards measure, in the order of their last axis.
+        head: of kind "q": linear, linear-nobaseline or mlp.
+        backbone: configuration of the transformer below the head.
+        loss: of the training; with "ce" the reward is σ of the head's output.
+        response_range: range of the training responses, to which guides clamp rewards.
+        prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
+        vocabulary: size, number of tokens and fingerprint, see `radq.vocabulary`.
+    """
+
+    model_type = "radq"
+
+    def __init__(
+        self,
+        kind: Literal["q", "v"] = "q",
+        attributes: Sequence[str] = ("reward",),
+        head: str = "linear",
+        backbone: PreTrainedConfig | dict[str, Any] | None = None,
+        loss: Literal["mse", "ce"] = "mse",
+        response_range: Sequence[float] = (0.0, 1.0),
+        prepend_bos: bool = True,
+        bos_token_id: int | None = None,
+        vocabulary: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ):
+        self.kind = kind
+        self.attributes = list(attributes)
+        self.head = head
+        self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
+        self.loss = loss
+        self.response_range = [float(bound) for bound in response_range]
+        self.prepend_bos = prepend_bos
+        self.vocabulary = None if vocabulary is None else list(vocabulary)
+        super().__init__(**kwargs)
+        self.bos_token_id: Any = bos_token_id
+
+
+@dataclass
+class RewardOutput(ModelOutput):
+    """Head outputs, before the σ of a model trained with cross-entropy: what the training losses take."""
+
+    rewards: Tensor | None = None  # (b, t, a)
+    marginals: Tensor | None = None  # (b, t, a): Δr of the random tokens, where some were given
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The candidates a state was last asked about. What RAD-V read of them lets it advance without a forward."""
+
+    candidates: Int[Tensor, "b k"] | None
+    rewards: Float[Tensor, "b k a"]
+    siblings: Siblings | None = None
+
+    def select(self, rows: Int[Tensor, " r"]) -> "Scored":
+        candidates = None if self.candidates is None else self.candidates[rows]
+        return Scored(candidates, self.rewards[rows], None if self.siblings is None else self.siblings.select(rows))
+
+
+@dataclass
+class RewardState:
+    """What a reward model knows after a batch of prefixes: a value, but for the note of what was last scored."""
+
+    prefix: Prefix
+    hidden: Float[Tensor, "b d"]  # at the last token
+    length: int  # tokens of the longest row, BOS included
+    scored: Scored | None = None
+
+    def fork(self, n: int) -> "RewardState":
+        return replace(self, prefix=self.prefix.fork(n), hidden=self.hidden.repeat_interleave(n, 0), scored=None)
+
+    def select(self, rows: Int[Tensor, " r"]) -> "RewardState":
+        rows = rows.to(self.hidden.device)
+        scored = None if self.scored is None else self.scored.select(rows)
+        return RewardState(self.prefix.select(rows), self.hidden[rows], self.length, scored)
+
+
+class RewardModel(PreTrainedModel):
+    """Base of RadQ and RadV, and the door to both: `RewardModel.from_pretrained` finds the kind."""
+
+    config_class = RewardConfig
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    config: RewardConfig
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def __init__(self, config: RewardConfig):
+        super().__init__(config)
+        if config.backbone is None:
+            raise OptionError("the configuration names no backbone.", "use from_backbone or from_pretrained.")
+        self.backbone = AutoModel.from_config(config.backbone)
+        self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
+        self.max_positions: int | None = getattr(config.backbone, "max_position_embeddings", None)
+        self.tokenizer = None
+
+    # --- making, saving, loading ---
+
+    @classmethod
+    def _over_backbone(
+        cls, name: str | Path, attributes: Sequence[str], num_layers: int | None, dtype: torch.dtype, **options: Any
+    ) -> Any:
+        if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
+            raise OptionError(f"attributes are {attributes!r}.", "give a list of one or more different names.")
+        lm = load_causal_lm(name, num_layers, dtype)
+        tokenizer = find_tokenizer(name)
+        embedding = lm.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
+        lm.config.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
+        lm.config._name_or_path = ""  # a path of this machine means nothing where the reward model goes
+        config = RewardConfig(
+            attributes=attributes,
+            backbone=lm.config,
+            bos_token_id=find_bos(lm.config, tokenizer),
+            vocabulary=read_vocabulary(lm.config.vocab_size, tokenizer),
+            **options,
+        )
+        with no_init_weights():
+            model = cls(config)
+        model.backbone = lm.base_model
+        model.init_head(embedding)
+        model.tokenizer = tokenizer
+        model.freeze_embeddings()
+        return model.to(dtype).eval()  # pyright: ignore[reportArgumentType]
+
+    @abstractmethod
+    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
+        """Give the head its first weights, and the output embedding where the model keeps one of its own."""
+
+    def freeze_embeddings(self) -> None:
+        self.backbone.get_input_embeddings().requires_grad_(False)
+
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, save_directory: str | Path, **kwargs: Any
+    ) -> None:
+        """config.json, safetensors and the tokenizer: all of them or, if anything fails, none."""
+        with whole_folder(save_directory) as folder, quiet():
+            super().save_pretrained(folder, **kwargs)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, device: str | torch.device = "cpu", **kwargs: Any
+    ) -> "RewardModel":
+        """Load a folder or hub name; other arguments are those of transformers, such as `dtype`."""
+        name = pretrained_model_name_or_path
+        kind = _read_kind(name)
+        if not issubclass(kind, cls):
+            raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
+        model = load_weights(super(RewardModel, kind).from_pretrained, name, **kwargs)
+        model.tokenizer = find_tokenizer(name)
+        model.freeze_embeddings()
+        return model.to(device).eval()
+
+    # --- rewards of texts ---
+
+    def token_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b t a"]:
+        """r̂(u_t | u_<t) of every token of a batch of texts; 0 at padding, which may be on either side."""
+        rewards = self.link(self(input_ids, attention_mask).rewards)
+        return rewards if attention_mask is None else rewards * attention_mask[..., None]
+
+    def link(self, outputs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """From head outputs to rewards, in float32 or better."""
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return outputs.sigmoid() if self.config.loss == "ce" else outputs
+
+    def _read_texts(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
+    ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
+        """Hidden states of whole texts; n is t, and one more where a BOS was prepended."""
+        tokens, mask = self._with_bos(input_ids, attention_mask)
+        self._check_positions(tokens.shape[1])
+        packed = cache.pack_left(tokens, mask)
+        return self.backbone(input_ids=packed.tokens, use_cache=False).last_hidden_state, packed
+
+    def _with_bos(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
+    ) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+        """A BOS column in front, masked out for texts that begin with a BOS already (some tokenizers add one)."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        if not self.config.prepend_bos:
+            return input_ids, mask
+        b, t = input_ids.shape
+        bos = input_ids.new_full((b, 1), self.config.bos_token_id)
+        missing = torch.ones_like(bos)
+        if t:
+            first = mask.argmax(1, keepdim=True)  # of a row without tokens: 0, where the mask is 0
+            missing -= ((input_ids.gather(1, first) == bos) & (mask.gather(1, first) == 1)).long()
+        return torch.cat([bos, input_ids], dim=1), torch.cat([missing, mask], dim=1)
+
+    # --- rewards of next tokens ---
+
+    @torch.no_grad()
+    def next_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        candidates: Int[Tensor, "b k"] | None = None,
+    ) -> Float[Tensor, "b k a"]:
+        """r̂(v | x) of k candidates after each prefix, or of the whole vocabulary."""
+        return self.score(self.read(input_ids, attention_mask), candidates)
+
+    @torch.no_grad()
+    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
+        tokens, mask = cache.pack_right(*self._with_bos(input_ids, attention_mask))
+        lengths = mask.sum(1)
+        longest = int(lengths.max())
+        if int(lengths.min()) == 0:
+            raise OptionError("a prefix has no tokens, and this model prepends no BOS.", "begin the prefix with a BOS.")
+        self._check_positions(longest)
+        output, prefix = cache.start(self.backbone, tokens[:, -longest:], mask[:, -longest:])
+        return RewardState(prefix, output.last_hidden_state[:, -1], longest)
+
+    @torch.no_grad()
+    def score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None = None) -> Float[Tensor, "b k a"]:
+        outputs, siblings = self._score(state, candidates)
+        state.scored = Scored(candidates, self.link(outputs), siblings)
+        return state.scored.rewards
+
+    @abstractmethod
+    def _score(
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], Siblings | None]: ...
+
+    @torch.no_grad()
+    def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
+        """The state after one more token per row; free where the token was scored as a sibling."""
+        scored = state.scored
+        if scored is not None and scored.siblings is not None and scored.candidates is not None:
+            match = scored.candidates == tokens[:, None]
+            if bool(match.any(1).all()):
+                index = match.int().argmax(1)
+                rows = torch.arange(len(index), device=index.device)
+                return RewardState(scored.siblings.choose(index), scored.siblings.hidden[rows, index], state.length + 1)
+        self._check_positions(state.length + 1)
+        output, prefix = cache.extend(self.backbone, state.prefix, tokens[:, None])
+        return RewardState(prefix, output.last_hidden_state[:, -1], state.length + 1)
+
+    @torch.no_grad()
+    def rewind(self, state: RewardState, n: int) -> RewardState:
+        """The state before the last n tokens of every row."""
+        last = state.prefix.tokens[:, -n - 1]
+        return self.advance(RewardState(state.prefix.crop(n + 1), state.hidden, state.length - n - 1), last)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens a text may have; None without a limit."""
+        return None if self.max_positions is None else self.max_positions - int(self.config.prepend_bos)
+
+    def _check_positions(self, n: int) -> None:
+        if self.max_positions is not None and n > self.max_positions:
+            raise ContextLengthError(
+                f"{n} tokens (BOS included) do not fit the reward model's {self.max_positions} positions.",
+                "shorten the text.",
+            )
+
+
+@final
+class RadQ(RewardModel):
+    """r̂(v | x) from the hidden state of the prefix x and the output embedding of v: one forward for all candidates."""
+
+    def __init__(self, config: RewardConfig):
+        super().__init__(config)
+        assert config.backbone is not None
+        if not config.prepend_bos:
+            raise OptionError("prepend_bos is False.", "RAD-Q needs a prefix before the first token; use a BOS.")
+        d, v = config.backbone.hidden_size, config.backbone.vocab_size
+        self.output_embedding = None if config.backbone.tie_word_embeddings else nn.Embedding(v, d)
+        self.head = build_head(config.head, d, len(config.attributes), v)
+        self.post_init()
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        head: str = "linear",
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> "RadQ":
+        """An untrained model over a language model, or its first `num_layers`; options go into `RewardConfig`."""
+        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
+
+    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
+        self.head.reset_parameters()
+        if self.output_embedding is not None:
+            self.output_embedding.weight.data = output_embedding.data
+
+    def freeze_embeddings(self) -> None:
+        super().freeze_embeddings()
+        self.embedding.requires_grad_(False)
+
+    @property
+    def embedding(self) -> Float[Tensor, "v d"]:
+        """The frozen output embedding E."""
+        if self.output_embedding is None:
+            return self.backbone.get_input_embeddings().weight
+        return self.output_embedding.weight
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        random_tokens: Int[Tensor, "b t"] | None = None,
+    ) -> RewardOutput:
+        """Outputs for every token of a text and, for the regulariser, marginals of one random token in its place."""
+        hidden, packed = self._read_texts(input_ids, attention_mask)
+        features = self.head.features(hidden[:, :-1], self.embedding)  # (b, t, a, d): each position scores the next
+        table = self.head.table(self.embedding)
+
+        def marginals(tokens: Tensor) -> Tensor:
+            return score_tokens(features, table, packed.pack(tokens)[:, 1:])
+
+        def restore(values: Tensor) -> Tensor:
+            first = torch.zeros_like(values[:, :1])  # nothing precedes the BOS
+            return packed.unpack(torch.cat([first, values], dim=1))[:, 1:]
+
+        tokens = torch.cat([torch.full_like(input_ids[:, :1], 0), input_ids], dim=1)
+        rewards = restore(marginals(tokens) + self.head.baseline(hidden[:, :-1]))
+        if random_tokens is None:
+            return RewardOutput(rewards)
+        return RewardOutput(rewards, restore(marginals(torch.cat([tokens[:, :1], random_tokens], dim=1))))
+
+    def _score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None) -> tuple[Float[Tensor, "b k a"], None]:
+        features = self.head.features(state.hidden, self.embedding)  # (b, a, d)
+        marginals = score_candidates(features, self.head.table(self.embedding), candidates)
+        return marginals + self.head.baseline(state.hidden)[:, None], None
+
+
+@final
+class RadV(RewardModel):
+    """r̂(v | x) from the hidden state of v, read after x: more flexible, and a forward over every candidate."""
+
+    def __init__(self, config: RewardConfig):
+        super().__init__(config)
+        assert config.backbone is not None
+        self.head = nn.Linear(config.backbone.hidden_size, len(config.attributes))
+        self.post_init()
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> "RadV":
+        """An untrained model over a language model, or its first `num_layers`; options go into `RewardConfig`."""
+        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="v", **options)
+
+    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
+        nn.init.normal_(self.head.weight, std=1 / self.head.in_features)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardOutput:
+        hidden, packed = self._read_texts(input_ids, attention_mask)
+        return RewardOutput(packed.unpack(self.head(hidden))[:, hidden.shape[1] - input_ids.shape[1] :])
+
+    def _score(
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], Siblings | None]:
+        self._check_positions(state.length + 1)
+        if candidates is None:
+            b = len(state.hidden)
+            candidates = torch.arange(self.vocabulary.size, device=state.hidden.device).expand(b, -1)
+        if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
+            siblings = cache.read_siblings(self.backbone, state.prefix, candidates)
+            return self.head(siblings.hidden), siblings
+        # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
+        # token chosen in the end is read once more.
+        chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
+        hidden = (cache.read_siblings(self.backbone, state.prefix, chunk).hidden for chunk in chunks)
+        return torch.cat([self.head(h) for h in hidden], dim=1), None
+
+
+def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The token before the first one; the end-of-text token where a family (such as Qwen) has no BOS."""
+    known = [] if tokenizer is None else [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    for token in [*known, config.bos_token_id, config.eos_token_id]:
+        if isinstance(token, list):
+            token = token[0] if token else None
+        if token is not None:
+            return token
+    raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")
+
+
+def _read_kind(name: str | Path) -> type[RewardModel]:
+    with explained(name, "a reward model"):
+        stored, _ = RewardConfig.get_config_dict(name)
+    if stored.get("model_type") != RewardConfig.model_type or stored.get("kind") not in KINDS:
+        raise ModelError(
+            f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",
+            "make one with RadQ.from_backbone, or convert a public checkpoint with `radq convert`.",
+        )
+    return KINDS[stored["kind"]]
+
+
+KINDS: dict[str, type[RewardModel]] = {"q": RadQ, "v": RadV}

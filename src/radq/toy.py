@@ -1,0 +1,90 @@
+"""A toy language model of film reviews, made in seconds and without a network: for first steps, docs and tests.
+
+    python -m radq.toy FOLDER
+
+Small as it is, it is a real transformers model with a real tokenizer, and everything radq does can be tried on it.
+"""
+
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+NOUNS = "film movie plot story cast ending music scene".split()
+GOOD = "good great fine lovely bright moving".split()
+BAD = "bad awful dull poor dark boring".split()
+VERBS = "was is felt seemed".split()
+WORDS = ["the", "this", "very", "really", "quite", "and", "but", ".", *NOUNS, *VERBS, *GOOD, *BAD]
+
+
+def make_reviews(count: int, seed: int = 0) -> list[tuple[str, float]]:
+    """Sentences with the share of good words among their adjectives."""
+    rng = random.Random(seed)
+
+    def adjective(words: list[str]) -> str:
+        return rng.choice(["", "", "very ", "really ", "quite "]) + rng.choice(words)
+
+    def review() -> tuple[str, float]:
+        first, second = rng.choice([GOOD, BAD]), rng.choice([GOOD, BAD])
+        link = "and" if first is second else "but"
+        subject = f"{rng.choice(['the', 'this'])} {rng.choice(NOUNS)} {rng.choice(VERBS)}"
+        text = f"{subject} {adjective(first)} {link} {adjective(second)} ."
+        return text, ((first is GOOD) + (second is GOOD)) / 2
+
+    return [review() for _ in range(count)]
+
+
+def make_tokenizer() -> "PreTrainedTokenizerFast":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(["<|endoftext|>", "<unk>", *(f"▁{w}" for w in WORDS)])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Metaspace()
+    words.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<unk>"
+    )
+
+
+def make_toy(folder: str | Path, steps: int = 300) -> Path:
+    """Train a two-layer GPT-2 on reviews and write it, with its tokenizer, to a folder."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from radq.backbones import quiet
+
+    tokenizer = make_tokenizer()
+    bos = tokenizer.bos_token_id
+    torch.manual_seed(0)
+    lm = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=bos,
+            eos_token_id=bos,
+        )
+    )
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
+    for step in range(steps):
+        texts = [text for text, _ in make_reviews(32, seed=step)]
+        rows = [torch.tensor([bos, *ids, bos]) for ids in tokenizer(texts).input_ids]
+        targets = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+        logits = lm(input_ids=targets.clamp(min=0)).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with quiet():
+        lm.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
+
+
+if __name__ == "__main__":
+    print(make_toy(sys.argv[1] if len(sys.argv) > 1 else "toy"))

@@ -1,0 +1,48 @@
+"""What token ids mean: a fingerprint that tells whether a base model and a reward model speak of the same tokens."""
+
+import hashlib
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from radq.errors import VocabularyError
+
+
+class Vocabulary(NamedTuple):
+    """`fingerprint` covers the tokens with ids below `num_tokens`; None where no tokenizer was at hand."""
+
+    size: int  # rows of the embedding: may exceed num_tokens, since many models pad it
+    num_tokens: int | None = None
+    fingerprint: str | None = None
+
+
+def read_vocabulary(size: int, tokenizer: PreTrainedTokenizerBase | None) -> Vocabulary:
+    if tokenizer is None:
+        return Vocabulary(size)
+    num_tokens = min(size, 1 + max(tokenizer.get_vocab().values()))
+    return Vocabulary(size, num_tokens, _fingerprint(tokenizer, num_tokens))
+
+
+def check_vocabulary(
+    reward: Vocabulary, base_size: int, base_tokenizer: PreTrainedTokenizerBase | None, base_name: str
+) -> None:
+    """Refuse a base model whose token ids mean something else.
+
+    Tokens that the base has beyond the reward model's (an added padding token, say) are no obstacle: they are never
+    candidates. Without two tokenizers to compare, the sizes must agree.
+    """
+    if reward.fingerprint is not None and reward.num_tokens is not None and base_tokenizer is not None:
+        same = _fingerprint(base_tokenizer, reward.num_tokens) == reward.fingerprint
+    else:
+        same = base_size == reward.size
+    if not same:
+        raise VocabularyError(
+            f"the vocabulary of {base_name} ({base_size} tokens) is not the reward model's ({reward.size} tokens).",
+            "a reward model guides base models with its own tokenizer; train or convert one on that family's backbone"
+            + (" (or pass tokenizer= if the sizes differ only by padding)." if base_tokenizer is None else "."),
+        )
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
+    tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < num_tokens)
+    return hashlib.sha256("\n".join(f"{index}\t{token}" for index, token in tokens).encode()).hexdigest()

@@ -1,0 +1,48 @@
+"""Fixtures for all tests. Shapes and types of radq's signatures are checked while the tests run, and only then."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from jaxtyping import install_import_hook
+
+install_import_hook("radq", "beartype.beartype")
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, make_lm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from radq.backbones import quiet
+from radq.toy import make_toy
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def lm_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny random language model of every family, with a padded vocabulary and no tokenizer."""
+    folder = tmp_path_factory.mktemp("families")
+    with quiet():
+        for family in FAMILIES:
+            make_lm(family).save_pretrained(folder / family)
+    return {family: folder / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy language model of film reviews, with its tokenizer."""
+    return make_toy(tmp_path_factory.mktemp("toy"), steps=60)
+
+
+@pytest.fixture(scope="session")
+def toy_lm(toy: Path) -> PreTrainedModel:
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(toy).eval()
+
+
+@pytest.fixture(scope="session")
+def toy_tokenizer(toy: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(toy)

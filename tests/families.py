@@ -1,0 +1,72 @@
+"""Tiny random models of the backbone families radq is tested on, and reward models over them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from radq.models import RadQ, RadV, RewardModel
+
+VOCAB = 37
+BOS = 1
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA: dict[str, Any] = _COMMON | {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+
+FAMILIES = {
+    "gpt2": lambda: GPT2Config(n_embd=16, n_layer=2, n_head=4, n_positions=64, **_COMMON),
+    "llama": lambda: LlamaConfig(**_LLAMA),
+    "qwen3": lambda: Qwen3Config(**_LLAMA, tie_word_embeddings=True),
+    "gpt_neox": lambda: GPTNeoXConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        **_COMMON,
+    ),
+    # windows shorter than the texts of the tests, so that what leaves them matters
+    "gemma3": lambda: Gemma3TextConfig(
+        **_LLAMA, sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=4
+    ),
+    "mistral": lambda: MistralConfig(**_LLAMA, sliding_window=4),
+}
+
+
+def make_lm(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    with torch.no_grad():  # the usual initialisation is so small that a wrong mask would hardly show
+        for parameter in lm.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return lm.eval()
+
+
+def make_reward(kind: str, folder: Path, attributes: tuple[str, ...] = ("nice", "rude"), **options: Any) -> RewardModel:
+    """An untrained reward model with rewards of about the size of its response range, in float64."""
+    torch.manual_seed(1)
+    model_class = RadQ if kind == "q" else RadV
+    model = model_class.from_backbone(folder, attributes=attributes, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() < 3 else 0.1))
+    return model

@@ -1,0 +1,75 @@
+"""Brute force: rewards and guided logits recomputed from scratch, one prefix at a time, straight from the formulas.
+
+No cache, no padding, no batch, no code of radq beyond reading a model's weights; everything in float64.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from radq.models import RadQ, RewardModel
+
+
+def hidden(model: RewardModel, tokens: Sequence[int]) -> Tensor:
+    """Hidden state of the last token, (d,)."""
+    bos = model.config.bos_token_id
+    if model.config.prepend_bos and list(tokens[:1]) != [bos]:
+        tokens = [bos, *tokens]
+    with torch.no_grad():
+        return model.backbone(input_ids=torch.tensor([list(tokens)]), use_cache=False).last_hidden_state[0, -1]
+
+
+def reward(model: RewardModel, prefix: Sequence[int], token: int) -> Tensor:
+    """r̂(token | prefix), (a,)."""
+    if not isinstance(model, RadQ):
+        return model.head.weight @ hidden(model, [*prefix, token]) + model.head.bias
+    h, e = hidden(model, prefix), model.embedding[token]
+    rewards = []
+    for a in range(len(model.config.attributes)):
+        marginal = h @ model.head.weight[a] @ e
+        baseline = h @ model.head.baseline_weight[a] if model.config.head != "linear-nobaseline" else 0
+        rewards.append(baseline + marginal)
+    return torch.stack(rewards)
+
+
+def base_logits(lm: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        return lm(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].double()
+
+
+def candidates(logits: Tensor, top_k: int | None, top_p: float | None) -> list[int]:
+    ranked = sorted(range(len(logits)), key=lambda v: -logits[v].item())[:top_k]
+    if top_p is None:
+        return ranked
+    probabilities = logits[ranked].softmax(0).tolist()
+    kept, mass = [], 0.0
+    for token, probability in zip(ranked, probabilities, strict=True):
+        if kept and mass >= top_p:
+            break
+        kept.append(token)
+        mass += probability
+    return kept
+
+
+def guided_logits(
+    lm: PreTrainedModel,
+    model: RewardModel,
+    weights: dict[str, float],
+    prefix: Sequence[int],
+    top_k: int | None = 20,
+    top_p: float | None = None,
+    temperature: float = 1.0,
+    clamp: bool = True,
+) -> Tensor:
+    """z over the whole vocabulary, −∞ outside the candidates."""
+    logits = base_logits(lm, prefix)
+    guided = torch.full_like(logits, -torch.inf)
+    for token in candidates(logits, top_k, top_p):
+        rewards = reward(model, prefix, token)
+        if clamp:
+            rewards = rewards.clamp(*model.config.response_range)
+        shift = sum(beta * rewards[model.config.attributes.index(name)] for name, beta in weights.items())
+        guided[token] = logits[token] / temperature + shift
+    return guided

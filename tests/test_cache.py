@@ -1,0 +1,138 @@
+"""Prefixes: whatever is reused equals what is recomputed, on every family."""
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, make_lm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModel, BloomConfig, MambaConfig, PreTrainedModel
+
+from radq import cache
+from radq.errors import ModelError
+
+BACKBONES: dict[str, PreTrainedModel] = {family: make_lm(family).base_model.double() for family in FAMILIES}
+LENGTHS = [9, 3, 6]
+
+
+@pytest.fixture(params=FAMILIES)
+def backbone(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return BACKBONES[request.param]
+
+
+def texts(seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return tokens, mask
+
+
+def last_hidden(backbone: PreTrainedModel, row: list[int]) -> Tensor:
+    return backbone(input_ids=torch.tensor([row]), use_cache=False).last_hidden_state[0, -1]
+
+
+def expected(backbone: PreTrainedModel, rows: list[list[int]]) -> Tensor:
+    return torch.stack([last_hidden(backbone, row) for row in rows])
+
+
+def check(actual: Tensor, backbone: PreTrainedModel, rows: list[list[int]]) -> None:
+    tolerance = 1e-9 if actual.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(actual, expected(backbone, rows), rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_padding_and_extension_change_nothing(backbone: PreTrainedModel) -> None:
+    rows = texts()
+    output, prefix = cache.start(backbone, *left_padded(rows))
+    check(output.last_hidden_state[:, -1], backbone, rows)
+    for token in (5, 9, 11):
+        rows = [[*row, token] for row in rows]
+        output, prefix = cache.extend(backbone, prefix, torch.full((3, 1), token))
+        check(output.last_hidden_state[:, -1], backbone, rows)
+
+
+@torch.no_grad()
+def test_fork_select_and_crop_equal_recomputing(backbone: PreTrainedModel) -> None:
+    rows = texts()
+    _, prefix = cache.start(backbone, *left_padded(rows))
+    new = torch.tensor([[7], [8]])
+
+    output, _ = cache.extend(backbone, prefix.select(torch.tensor([2, 0])), new)
+    check(output.last_hidden_state[:, -1], backbone, [[*rows[2], 7], [*rows[0], 8]])
+
+    output, _ = cache.extend(backbone, prefix.fork(2), new.repeat(3, 1))
+    check(output.last_hidden_state[:, -1], backbone, [[*row, token] for row in rows for token in (7, 8)])
+
+    output, _ = cache.extend(backbone, prefix.crop(2), torch.full((3, 1), 7))
+    check(output.last_hidden_state[:, -1], backbone, [[*row[:-2], 7] for row in rows])
+
+    output, _ = cache.extend(backbone, prefix, torch.full((3, 1), 7))  # the original is as it was
+    check(output.last_hidden_state[:, -1], backbone, [[*row, 7] for row in rows])
+
+
+@torch.no_grad()
+def test_siblings_equal_separate_forwards_and_the_chosen_one_stays(backbone: PreTrainedModel) -> None:
+    rows = texts()
+    candidates = torch.tensor([[4, 5, 6, 7], [7, 6, 5, 4], [9, 9, 3, 30]])
+    _, prefix = cache.start(backbone, *left_padded(rows))
+    for read in (cache.read_siblings, cache._read_masked, cache._read_rows):
+        siblings = read(backbone, prefix, candidates)
+        for column in range(4):
+            longer = [[*row, int(candidates[i, column])] for i, row in enumerate(rows)]
+            check(siblings.hidden[:, column], backbone, longer)
+        choice = torch.tensor([3, 0, 2])
+        chosen = [[*row, int(candidates[i, choice[i]])] for i, row in enumerate(rows)]
+        output, _ = cache.extend(backbone, siblings.choose(choice), torch.full((3, 1), 12))
+        check(output.last_hidden_state[:, -1], backbone, [[*row, 12] for row in chosen])
+
+        kept = torch.tensor([2, 1])
+        output, _ = cache.extend(backbone, siblings.select(kept).choose(choice[kept]), torch.full((2, 1), 12))
+        check(output.last_hidden_state[:, -1], backbone, [[*chosen[i], 12] for i in (2, 1)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_tested_families_take_siblings_in_one_forward(family: str) -> None:
+    assert cache._takes_siblings(BACKBONES[family])
+
+
+@torch.no_grad()
+def test_a_backbone_without_position_ids_reads_siblings_as_rows() -> None:
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=4)
+    bloom = AutoModel.from_config(config).eval()  # float32: in float64, BLOOM's own padding overflows
+    for parameter in bloom.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(8)
+    assert not cache._takes_siblings(bloom)
+    rows = texts()
+    candidates = torch.tensor([[4, 5], [7, 6], [9, 3]])
+    _, prefix = cache.start(bloom, *left_padded(rows))
+    siblings = cache.read_siblings(bloom, prefix, candidates)
+    check(siblings.hidden[:, 1], bloom, [[*row, int(candidates[i, 1])] for i, row in enumerate(rows)])
+
+
+def test_a_recurrent_backbone_is_refused() -> None:
+    mamba = AutoModel.from_config(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1)).eval()
+    with pytest.raises(ModelError, match="MambaModel"):
+        cache.start(mamba, *left_padded(texts()))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_packing_keeps_the_order_of_real_tokens(data: st.DataObject) -> None:
+    mask = torch.tensor(data.draw(st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=1, max_size=4)))
+    tokens = torch.arange(mask.numel()).view_as(mask)
+    right_tokens, right_mask = cache.pack_right(tokens, mask)
+    left = cache.pack_left(tokens, mask)
+    for row in range(len(mask)):
+        real = tokens[row][mask[row] == 1].tolist()
+        assert right_tokens[row][right_mask[row] == 1].tolist() == real
+        assert right_mask[row].tolist() == sorted(right_mask[row].tolist())
+        assert left.tokens[row, : len(real)].tolist() == real
+    restored = left.unpack(left.tokens[..., None].double())
+    assert restored[..., 0].long().tolist() == tokens.tolist()
