@@ -6,7 +6,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from jaxtyping import install_import_hook
 
-install_import_hook("radq", "beartype.beartype")
+install_import_hook("radq", "checker.check")
 
 from pathlib import Path
 

@@ -12,19 +12,19 @@ from transformers import PreTrainedModel
 from radq.models import RadQ, RewardModel
 
 
-def hidden(model: RewardModel, tokens: Sequence[int]) -> Tensor:
-    """Hidden state of the last token, (d,)."""
+def hidden(model: RewardModel, prefix: Sequence[int], *token: int) -> Tensor:
+    """Hidden state at the end of a prefix, or at a token after it, (d,)."""
     bos = model.config.bos_token_id
-    if model.config.prepend_bos and list(tokens[:1]) != [bos]:
-        tokens = [bos, *tokens]
+    if model.config.prepend_bos and list(prefix[:1]) != [bos]:
+        prefix = [bos, *prefix]
     with torch.no_grad():
-        return model.backbone(input_ids=torch.tensor([list(tokens)]), use_cache=False).last_hidden_state[0, -1]
+        return model.backbone(input_ids=torch.tensor([[*prefix, *token]]), use_cache=False).last_hidden_state[0, -1]
 
 
 def reward(model: RewardModel, prefix: Sequence[int], token: int) -> Tensor:
     """r̂(token | prefix), (a,)."""
     if not isinstance(model, RadQ):
-        return model.head.weight @ hidden(model, [*prefix, token]) + model.head.bias
+        return model.head.weight @ hidden(model, prefix, token) + model.head.bias
     h, e = hidden(model, prefix), model.embedding[token]
     rewards = []
     for a in range(len(model.config.attributes)):

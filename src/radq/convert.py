@@ -7,6 +7,7 @@ rad-q writes a language model and a head beside it: `model.*`, `head.lm_projecti
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -81,27 +82,31 @@ def read_weights(checkpoint: str | Path) -> Weights:
     """The tensors of a checkpoint. Pickles are read without running what is in them."""
     weights: Weights = {}
     for file in _find_files(Path(checkpoint)):
-        try:
-            if file.suffix == ".safetensors":
-                part = load_file(file)
-            else:
-                part = torch.load(file, map_location="cpu", weights_only=True)
-        except UnpicklingError as error:
-            raise CheckpointError(
-                f"{str(file)!r} is not a plain pickle of tensors; it may run code when opened, so it was not.",
-                "save its state dict alone: torch.save(model.state_dict(), file).",
-            ) from error
-        except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CheckpointError(
-                f"{str(file)!r} is damaged or of another format: {reason}", "copy or download it again."
-            ) from error
+        part = _read_file(file)
         if not isinstance(part, dict) or not all(isinstance(value, Tensor) for value in part.values()):
             raise CheckpointError(
                 f"{str(file)!r} holds no state dict.", "save one: torch.save(model.state_dict(), file)."
             )
         weights |= part
     return weights
+
+
+def _read_file(file: Path) -> Any:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        with warnings.catch_warnings(action="ignore"):  # about foreign pickles, which end in an error below
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{str(file)!r} is not a plain pickle of tensors: opening it could run code, so it was not opened.",
+            "save its state dict alone: torch.save(model.state_dict(), file).",
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{str(file)!r} is damaged or of another format: {reason}", "copy or download it again."
+        ) from error
 
 
 def _find_files(checkpoint: Path) -> list[Path]:

@@ -22,14 +22,15 @@ def prefix_weights(mask: Mask) -> Float[Tensor, "b t"]:
 
 def squared_loss(rewards: Float[Tensor, "b t a"], mask: Mask, responses: Float[Tensor, "b a"]) -> Float[Tensor, ""]:
     """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)²."""
-    return _over_prefixes((_wide(rewards) - _wide(responses)[:, None]).square(), mask)
+    rewards = _real(rewards, mask)
+    return _over_prefixes((rewards - responses[:, None].to(rewards.dtype)).square(), mask)
 
 
 def cross_entropy_loss(
     rewards: Float[Tensor, "b t a"], mask: Mask, responses: Float[Tensor, "b a"]
 ) -> Float[Tensor, ""]:
     """Binary cross-entropy of σ(r̂) against responses in [0, 1], weighted as the squared loss is."""
-    rewards = _wide(rewards)
+    rewards = _real(rewards, mask)
     targets = responses[:, None].to(rewards.dtype).expand_as(rewards)
     return _over_prefixes(F.binary_cross_entropy_with_logits(rewards, targets, reduction="none"), mask)
 
@@ -38,28 +39,25 @@ def distillation_loss(
     rewards: Float[Tensor, "b t a"], mask: Mask, teacher_rewards: Float[Tensor, "b t a"]
 ) -> Float[Tensor, ""]:
     """Mean over real positions and attributes of (r̂_student − r̂_teacher)²."""
-    return _over_positions((_wide(rewards) - _wide(teacher_rewards)).square(), mask)
+    return _over_positions((_real(rewards, mask) - _real(teacher_rewards, mask)).square(), mask)
 
 
 def baseline_loss(marginals: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
     """Mean over real positions and attributes of Δr(v'|x)², for the Δr of one random token v' per position."""
-    return _over_positions(_wide(marginals).square(), mask)
+    return _over_positions(_real(marginals, mask).square(), mask)
 
 
-def _wide(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """At least float32: bf16 sums over a batch lose the loss."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+def _real(rewards: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, "b t a"]:
+    """Rewards with 0 at padding, where not even a NaN may reach loss or gradient; float32 or better, for the sums."""
+    return torch.where(mask[..., None].bool(), rewards.to(torch.promote_types(rewards.dtype, torch.float32)), 0)
 
 
 def _over_prefixes(errors: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
-    weighted = torch.where(mask[..., None].bool(), errors, 0) * prefix_weights(mask)[..., None]
-    return weighted.sum() / len(errors)
+    return (errors * prefix_weights(mask)[..., None]).sum() / len(errors)
 
 
 def _over_positions(errors: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
-    # where, not a product: whatever stands at padding, NaN included, never enters the loss
-    kept = torch.where(mask[..., None].bool(), errors, 0)
-    return kept.sum() / (mask.float().sum() * errors.shape[-1]).clamp(min=1)
+    return (errors * mask[..., None]).sum() / (mask.float().sum() * errors.shape[-1]).clamp(min=1)
 
 
 LOSSES = {"mse": squared_loss, "ce": cross_entropy_loss}
