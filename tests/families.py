@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -12,15 +15,16 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
 from radq.models import RadQ, RadV, RewardModel
 
 VOCAB = 37
-BOS = 1
+BOS, EOS = 1, 2
 
-_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": 2, "pad_token_id": 0}
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}
 _LLAMA: dict[str, Any] = _COMMON | {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -61,12 +65,26 @@ def make_lm(family: str) -> PreTrainedModel:
     return lm.eval()
 
 
+def make_number_tokenizer() -> PreTrainedTokenizerFast:
+    """Reads "5 9 3" as the tokens 5, 9 and 3, so that tests can write prompts for models that have no tokenizer."""
+    special = ["<pad>", "<s>", "</s>"]
+    names = special + [str(number) for number in range(len(special), VOCAB)]
+    numbers = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<pad>"))
+    numbers.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=numbers, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
+    )
+
+
 def make_reward(kind: str, folder: Path, attributes: tuple[str, ...] = ("nice", "rude"), **options: Any) -> RewardModel:
-    """An untrained reward model with rewards of about the size of its response range, in float64."""
+    """An untrained reward model in float64."""
     torch.manual_seed(1)
     model_class = RadQ if kind == "q" else RadV
     model = model_class.from_backbone(folder, attributes=attributes, dtype=torch.float64, **options)
     with torch.no_grad():
         for parameter in model.head.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() < 3 else 0.1))
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() < 3 else 0.5))
+    if "response_range" not in options:  # such that clamping meets some of the rewards
+        rewards = model.next_rewards(torch.tensor([[5, 6, 7], [8, 9, 10]]))
+        model.config.response_range = rewards.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
     return model

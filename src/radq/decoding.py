@@ -158,9 +158,9 @@ def kl_scale(base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], budget: fl
 
 
 def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
-    log_guided, log_base = guided.log_softmax(-1), base.log_softmax(-1)
+    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # small differences of sums
     terms = log_guided.exp() * (log_guided - log_base)
-    return torch.where(base.isneginf(), 0.0, terms).sum(-1).clamp(min=0)
+    return torch.where(base.isneginf(), 0.0, terms).sum(-1).clamp(min=0).to(base.dtype)
 
 
 def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:

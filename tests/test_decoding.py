@@ -1,0 +1,322 @@
+"""Guided decoding: every step equals brute force; seeds, batches, budgets and stops behave."""
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from radq.decoding import Steering, choose_candidates, generate, kl_divergence, kl_scale, propose, sample, stream
+from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
+from radq.guides import Guide, RewardGuide
+from radq.models import RadQ, RewardModel
+
+TOKENIZER = make_number_tokenizer()
+WEIGHTS = {"nice": 4.0, "rude": -6.0}
+PROMPTS = ["5 9 3 12 30", "11", "6 6 31 14 3 8 20 21", ""]
+
+
+def make(family: str, kind: str, lm_folders: dict[str, Path]) -> tuple[PreTrainedModel, RewardModel]:
+    return make_lm(family).double(), make_reward(kind, lm_folders[family])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["q", "v"])
+@pytest.mark.parametrize("clamp", [True, False])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature"),
+    [(1, None, 1.0), (5, None, 1.0), (VOCAB, None, 1.0), (None, None, 0.7), (5, 0.6, 1.0), (None, 0.8, 1.3)],
+)
+def test_every_step_equals_brute_force(
+    family: str,
+    kind: str,
+    clamp: bool,
+    top_k: int | None,
+    top_p: float | None,
+    temperature: float,
+    lm_folders: dict[str, Path],
+) -> None:
+    """Left-padded batch, two samples of each prompt, two attributes."""
+    lm, model = make(family, kind, lm_folders)
+    guide = RewardGuide(model, WEIGHTS, clamp)
+    texts = [[int(word) for word in prompt.split()] or [BOS] for prompt in PROMPTS for _ in range(2)]
+    steering = Steering(top_k, top_p, temperature)
+    count = 0
+    for step in stream(lm, TOKENIZER, PROMPTS, guide, steering, max_new_tokens=4, num_samples=2, seed=3):
+        proposal = step.proposal
+        for i, row in enumerate(step.rows.tolist()):
+            expected = oracle.guided_logits(lm, model, WEIGHTS, texts[row], top_k, top_p, temperature, clamp)
+            actual = torch.full_like(expected, -torch.inf)
+            possible = ~proposal.base[i].isneginf()
+            actual[proposal.candidates[i][possible]] = proposal.logits[i][possible].double()
+            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+            texts[row].append(int(step.tokens[i]))
+            count += 1
+    assert count > 16
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, VOCAB), st.one_of(st.none(), st.floats(0.05, 1.0)), st.integers(0, 99))
+def test_candidates_are_the_smallest_likely_set(top_k: int, top_p: float | None, seed: int) -> None:
+    logits = 3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
+    candidates, values = choose_candidates(logits, top_k, top_p)
+    for row in range(4):
+        kept = candidates[row][~values[row].isneginf()].tolist()
+        assert sorted(kept) == sorted(oracle.candidates(logits[row].double(), top_k, top_p))
+        torch.testing.assert_close(values[row][~values[row].isneginf()], logits[row][kept])
+
+
+def test_excluded_tokens_are_never_revived(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", "q", lm_folders)
+    guide = RewardGuide(model, {"nice": 1000.0}, clamp=False)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, ::2] = -torch.inf
+    proposal = propose(logits, guide, guide.start(torch.tensor([[5]])), Steering(top_k=None))
+    assert proposal.logits[0, ::2].isneginf().all()
+    assert proposal.logits[0, 1::2].isfinite().all()
+
+
+# --- invariants ---
+
+
+class ConstantGuide(Guide):
+    """Adds fixed numbers, whatever the text: for distributions one can work out by hand."""
+
+    def __init__(self, shift: Tensor):
+        self.values, self.vocab_size = shift, len(shift)
+
+    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None: ...
+    def advance(self, state: None, tokens: Tensor) -> None: ...
+    def fork(self, state: None, n: int) -> None: ...
+    def select(self, state: None, rows: Tensor) -> None: ...
+    def rewind(self, state: None, n: int) -> None: ...
+    def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None: ...
+    def check_length(self, num_tokens: int) -> None: ...
+
+    def shift(self, state: None, candidates: Tensor) -> Tensor:
+        return self.values[candidates]
+
+
+def test_temperature_divides_the_base_alone() -> None:
+    guide = ConstantGuide(torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    logits = torch.tensor([[4.0, 2.0, 0.0, -2.0]])
+    proposal = propose(logits, guide, None, Steering(top_k=None, temperature=2.0))
+    assert proposal.logits.tolist() == [[2.0, 2.0, 2.0, 2.0]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-50, 50), st.integers(0, 99))
+def test_a_constant_added_to_all_rewards_changes_nothing(constant: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, shift = torch.randn(2, 9, generator=generator), torch.randn(9, generator=generator)
+    one, two = (propose(logits, ConstantGuide(s), None, Steering(5)) for s in (shift, shift + constant))
+    torch.testing.assert_close(one.logits.softmax(-1), two.logits.softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+def test_beta_zero_is_the_base(kind: str, lm_folders: dict[str, Path]) -> None:
+    lm, model = make("llama", kind, lm_folders)
+    plain = generate(lm, TOKENIZER, PROMPTS, num_samples=3, max_new_tokens=6)
+    guided = generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, {"nice": 0.0}), num_samples=3, max_new_tokens=6)
+    assert [g.token_ids for g in plain] == [g.token_ids for g in guided]
+    assert all(g.kl == 0 for g in guided)
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+def test_texts_do_not_depend_on_the_batch(kind: str, lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", kind, lm_folders)
+    guide = RewardGuide(model, WEIGHTS)
+    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 6, "seed": 7}
+    together = [g.token_ids for g in generate(lm, TOKENIZER, PROMPTS, guide, **options)]
+    in_twos = [g.token_ids for g in generate(lm, TOKENIZER, PROMPTS, guide, **options, batch_size=2)]
+    assert together == in_twos
+    alone = [g.token_ids for g in generate(lm, TOKENIZER, PROMPTS[:1], guide, **options)]
+    assert together[:2] == alone
+    longer = generate(lm, TOKENIZER, PROMPTS, guide, **(options | {"max_new_tokens": 9}))
+    assert [g.token_ids[:6] for g in longer] == together
+    more = generate(lm, TOKENIZER, PROMPTS, guide, **(options | {"num_samples": 5}))
+    assert [g.token_ids for i, g in enumerate(more) if i % 5 < 2] == together
+
+
+def test_same_seed_same_text_other_seed_other_text(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", "q", lm_folders)
+    one, two, other = (
+        [g.token_ids for g in generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, WEIGHTS), seed=seed)]
+        for seed in (0, 0, 1)
+    )
+    assert one == two != other
+
+
+def test_samples_follow_the_distribution() -> None:
+    logits = torch.tensor([0.5, 0.0, 2.0, -torch.inf, 1.0])
+    uniforms = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
+    drawn = sample(logits.expand(20000, -1), uniforms).bincount(minlength=5) / 20000
+    torch.testing.assert_close(drawn.float(), logits.softmax(0), atol=1e-3, rtol=0)
+    assert drawn[3] == 0
+    ends = sample(torch.tensor([[-torch.inf, 0.0, -torch.inf]] * 2), torch.tensor([0.0, 1 - 1e-16], dtype=torch.float64))
+    assert ends.tolist() == [1, 1]
+
+
+# --- KL budget ---
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1e-4, 3), st.floats(0.1, 100), st.integers(0, 99))
+def test_the_kl_budget_is_used_up_but_not_passed(budget: float, size: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+    base[0, 5:] = -torch.inf
+    shift = size * torch.randn(3, 8, generator=generator, dtype=torch.float64)
+    scale = kl_scale(base, shift, budget)
+    kl = kl_divergence(base + scale[:, None] * shift, base)
+    assert (kl <= budget + 1e-9).all()
+    full = kl_divergence(base + shift, base) <= budget
+    assert (scale[full] == 1).all()
+    torch.testing.assert_close(kl[~full], torch.full_like(kl[~full], budget), rtol=1e-4, atol=1e-6)
+
+
+def test_kl_by_hand() -> None:
+    base, guided = torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([[0.75, 0.25, 0.0]]).log()
+    expected = 0.75 * torch.tensor(1.5).log() + 0.25 * torch.tensor(0.5).log()
+    torch.testing.assert_close(kl_divergence(guided, base)[0], expected)
+
+
+def test_generations_report_the_divergence_they_used(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", "q", lm_folders)
+    guide = RewardGuide(model, {"nice": 100.0}, clamp=False)
+    free = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5)
+    tied = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5, kl_budget=0.1)
+    assert all(g.kl <= 0.1 + 1e-4 for g in tied)
+    assert max(g.kl for g in free) > 0.5
+    none = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5, kl_budget=0.0)
+    plain = generate(lm, TOKENIZER, PROMPTS, max_new_tokens=5)
+    assert [g.token_ids for g in none] == [g.token_ids for g in plain]
+
+
+# --- results ---
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+def test_results_come_in_prompt_order_and_end_at_stop_tokens(kind: str, lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", kind, lm_folders)
+    guide = RewardGuide(model, WEIGHTS)
+    stops = [3, 5, 9, 12, 30]  # rows leave the batch at different steps
+    out = generate(lm, TOKENIZER, PROMPTS, guide, None, max_new_tokens=8, num_samples=4, stop_token_ids=stops)
+    assert [g.prompt for g in out] == [prompt for prompt in PROMPTS for _ in range(4)]
+    assert {g.finish_reason for g in out} == {"stop", "length"}
+    for g in out:
+        assert len(g.token_ids) == len(g.shifts) <= 8
+        assert not set(g.token_ids[:-1]) & set(stops)
+        assert (g.token_ids[-1] in stops) == (g.finish_reason == "stop")
+        assert g.finish_reason == "stop" or len(g.token_ids) == 8
+    free = generate(lm, TOKENIZER, PROMPTS, guide, None, max_new_tokens=8, num_samples=4, stop_token_ids=[])
+    assert [f.token_ids[: len(g.token_ids)] for f, g in zip(free, out, strict=True)] == [g.token_ids for g in out]
+
+
+def test_the_models_end_of_text_stops_by_default(lm_folders: dict[str, Path]) -> None:
+    lm, _ = make("gpt2", "q", lm_folders)
+    ends = ConstantGuide(torch.eye(VOCAB)[EOS] * 100)
+    out = generate(lm, TOKENIZER, ["5"], ends, top_k=None)
+    assert out[0].token_ids == [EOS]
+    assert out[0].finish_reason == "stop"
+    assert out[0].text == ""
+
+
+def test_the_clipped_share_is_reported(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", "v", lm_folders)
+    steering = Steering(top_k=None, top_p=0.7)
+    for step in stream(lm, TOKENIZER, ["5 6"], RewardGuide(model, WEIGHTS), steering, max_new_tokens=1):
+        proposal = step.proposal
+    possible = proposal.candidates[0][~proposal.base[0].isneginf()].tolist()
+    low, high = model.config.response_range
+    rewards = [oracle.reward(model, [5, 6], token) for token in possible]
+    outside = [bool(((reward < low) | (reward > high)).any()) for reward in rewards]
+    assert proposal.clipped.item() == pytest.approx(sum(outside) / len(outside))
+    assert 0 < sum(outside) < len(outside)
+    out = generate(lm, TOKENIZER, ["5 6"], RewardGuide(model, WEIGHTS), None, 0.7, max_new_tokens=1)
+    assert out[0].clipped == pytest.approx(proposal.clipped.item())
+
+
+def test_greedy_takes_the_best_guided_candidate(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("llama", "q", lm_folders)
+    out = generate(lm, TOKENIZER, ["5 9"], RewardGuide(model, WEIGHTS), temperature=0, max_new_tokens=5)
+    text = [5, 9]
+    for token in out[0].token_ids:
+        assert token == int(oracle.guided_logits(lm, model, WEIGHTS, text).argmax())
+        text.append(token)
+
+
+def test_the_base_model_is_left_in_its_mode(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", "q", lm_folders)
+    calm = generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, WEIGHTS), temperature=0)
+    lm.train()
+    assert generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, WEIGHTS), temperature=0) == calm
+    assert lm.training
+
+
+def test_guides_steer_a_real_tokenizer_and_text(
+    toy: Path, toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = RadQ.from_backbone(toy, attributes=["praise"])
+    out = generate(toy_lm, toy_tokenizer, ["the film was", ""], RewardGuide(model, {"praise": 5.0}), num_samples=2)
+    assert len(out) == 4
+    assert all(g.text == toy_tokenizer.decode(g.token_ids, skip_special_tokens=True) for g in out)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": VOCAB + 1}, f"top_k is {VOCAB + 1}.*{VOCAB} tokens"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"kl_budget": -0.1}, "kl_budget is -0.1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"prompts": []}, "prompts are"),
+        ({"prompts": "5 6"}, "prompts are '5 6'"),
+    ],
+)
+def test_bad_options_are_named_with_their_value(options: dict[str, Any], message: str) -> None:
+    prompts = options.pop("prompts", PROMPTS)
+    with pytest.raises(OptionError, match=message) as caught:
+        generate(make_lm("gpt2"), TOKENIZER, prompts, **options)
+    assert caught.value.hint
+
+
+def test_a_prompt_longer_than_the_context(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", "q", lm_folders)
+    with pytest.raises(ContextLengthError, match="prompt 1 has 60 tokens.*64 positions"):
+        generate(lm, TOKENIZER, ["5", "5 " * 60])
+    generate(lm, TOKENIZER, ["5 " * 60], max_new_tokens=4)
+    with pytest.raises(ContextLengthError, match="64 tokens.*room for 63"):  # the reward model has a BOS to fit in
+        generate(lm, TOKENIZER, ["5 " * 60], RewardGuide(model, WEIGHTS), max_new_tokens=4)
+
+
+def test_another_vocabulary(toy: Path, lm_folders: dict[str, Path]) -> None:
+    guide = RewardGuide(RadQ.from_backbone(toy, attributes=["praise"]), {"praise": 1.0})
+    with pytest.raises(VocabularyError, match="GPT2LMHeadModel"):
+        generate(make_lm("gpt2"), TOKENIZER, ["5"], guide)
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rewards_that_are_no_numbers(kind: str, value: float, lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", kind, lm_folders)
+    with torch.no_grad():
+        model.head.weight[0] = value
+    with pytest.raises(RewardValueError, match="for token"):
+        generate(lm, TOKENIZER, ["5 6"], RewardGuide(model, {"nice": 1.0}, clamp=False))
