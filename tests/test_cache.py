@@ -125,7 +125,9 @@ def test_a_recurrent_backbone_is_refused() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_packing_keeps_the_order_of_real_tokens(data: st.DataObject) -> None:
-    mask = torch.tensor(data.draw(st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=1, max_size=4)))
+    mask = torch.tensor(
+        data.draw(st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=1, max_size=4))
+    )
     tokens = torch.arange(mask.numel()).view_as(mask)
     right_tokens, right_mask = cache.pack_right(tokens, mask)
     left = cache.pack_left(tokens, mask)

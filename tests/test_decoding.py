@@ -159,7 +159,9 @@ def test_samples_follow_the_distribution() -> None:
     drawn = sample(logits.expand(20000, -1), uniforms).bincount(minlength=5) / 20000
     torch.testing.assert_close(drawn.float(), logits.softmax(0), atol=1e-3, rtol=0)
     assert drawn[3] == 0
-    ends = sample(torch.tensor([[-torch.inf, 0.0, -torch.inf]] * 2), torch.tensor([0.0, 1 - 1e-16], dtype=torch.float64))
+    ends = sample(
+        torch.tensor([[-torch.inf, 0.0, -torch.inf]] * 2), torch.tensor([0.0, 1 - 1e-16], dtype=torch.float64)
+    )
     assert ends.tolist() == [1, 1]
 
 

@@ -70,13 +70,17 @@ def test_one_forward_per_step_whatever_k(kind: str, lm_folders: dict[str, Path])
     guide = RewardGuide(model, {"nice": 1.0})
     guide.shift(guide.start(PREFIXES), CANDIDATES)  # past the first use, which tries what the backbone can do
     read = []
-    model.backbone.register_forward_pre_hook(lambda _, __, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    model.backbone.register_forward_pre_hook(
+        lambda _, __, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     state = guide.start(PREFIXES)
     for candidates in (CANDIDATES, torch.arange(VOCAB).expand(2, -1)):
         guide.shift(state, candidates)
         state = guide.advance(state, candidates[:, 1])
     prompt = PREFIXES.shape[1] + 1  # and the BOS
-    assert read == ([prompt, 1, 1] if kind == "q" else [prompt, CANDIDATES.shape[1], VOCAB])  # RAD-V keeps the chosen one
+    assert read == (
+        [prompt, 1, 1] if kind == "q" else [prompt, CANDIDATES.shape[1], VOCAB]
+    )  # RAD-V keeps the chosen one
 
 
 def test_a_guide_turns_dropout_off(lm_folders: dict[str, Path]) -> None:

@@ -61,7 +61,9 @@ def test_the_baseline_is_linear_in_the_hidden_state(name: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(HEADS)), st.integers(1, 2 * V), st.integers(1, 4), st.integers(0, 99))
 @torch.no_grad()
-def test_candidates_agree_with_the_whole_vocabulary_in_any_order_and_number(name: str, k: int, b: int, seed: int) -> None:
+def test_candidates_agree_with_the_whole_vocabulary_in_any_order_and_number(
+    name: str, k: int, b: int, seed: int
+) -> None:
     head, embedding = make(name)
     generator = torch.Generator().manual_seed(seed)
     features = head.features(torch.randn(b, D, generator=generator, dtype=torch.float64), embedding)

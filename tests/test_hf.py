@@ -120,7 +120,9 @@ def test_one_processor_serves_prompt_after_prompt(kind: str, lm_folders: dict[st
     guide = RewardGuide(model, WEIGHTS)
     plain = GuidedLogitsProcessor(guide)
     for prompt in ("5 9 3", "5 9 3", "5 9 4 4", "7", "5 9 3 12 30 8"):  # equal, related, shorter, longer
-        assert run(lm, plain, [prompt], do_sample=False) == run(lm, GuidedLogitsProcessor(guide), [prompt], do_sample=False)
+        assert run(lm, plain, [prompt], do_sample=False) == run(
+            lm, GuidedLogitsProcessor(guide), [prompt], do_sample=False
+        )
     padded = GuidedLogitsProcessor(guide, encode(PROMPTS)["attention_mask"])
     for prompts in (PROMPTS, PROMPTS, ["5", "6 7 8"], ["5 6"], [*PROMPTS, "9 9"]):
         fresh = GuidedLogitsProcessor(guide, encode(prompts)["attention_mask"])
@@ -169,7 +171,9 @@ def test_a_step_reads_one_token(kind: str, lm_folders: dict[str, Path]) -> None:
     lm, model = make(kind, lm_folders)
     run(lm, GuidedLogitsProcessor(RewardGuide(model, WEIGHTS)), PROMPTS[:1], do_sample=False)
     shapes: list[tuple[int, int]] = []
-    model.backbone.register_forward_pre_hook(lambda _, __, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    model.backbone.register_forward_pre_hook(
+        lambda _, __, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    )
     processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), top_k=7)
     run(lm, processor, PROMPTS[:1], do_sample=False, num_beams=3)
     prompt = (1, 6)  # once, BOS included, not once per beam

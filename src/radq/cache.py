@@ -178,8 +178,8 @@ def _read_rows(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor
 def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k: int) -> Tensor | dict[str, Tensor]:
     """Additive masks of shape (b, 1, k, t + k): each sibling sees the prefix and itself; one mask per layer type."""
     config = backbone.config
-    window = getattr(config, "sliding_window", None)
-    types = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+    window: int = getattr(config, "sliding_window", None) or 0
+    types = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     b, t = prefix_mask.shape
     itself = torch.eye(k, dtype=torch.bool, device=prefix_mask.device).expand(b, k, k)
 
@@ -187,7 +187,7 @@ def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k
         visible = prefix_mask.bool()
         if layer_type == "sliding_attention":
             # the siblings stand at index t, and a window counts the token itself
-            visible = visible & (torch.arange(t, device=visible.device) > t - int(window))
+            visible = visible & (torch.arange(t, device=visible.device) > t - window)
         allowed = torch.cat([visible[:, None].expand(b, k, t), itself], dim=2)
         additive = torch.zeros(allowed.shape, dtype=backbone.dtype, device=allowed.device)
         return additive.masked_fill(~allowed, torch.finfo(backbone.dtype).min)[:, None]

@@ -7,8 +7,9 @@ Small as it is, it is a real transformers model with a real tokenizer, and every
 
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,7 +25,7 @@ def make_reviews(count: int, seed: int = 0) -> list[tuple[str, float]]:
     """Sentences with the share of good words among their adjectives."""
     rng = random.Random(seed)
 
-    def adjective(words: list[str]) -> str:
+    def adjective(words: Sequence[str]) -> str:
         return rng.choice(["", "", "very ", "really ", "quite "]) + rng.choice(words)
 
     def review() -> tuple[str, float]:
@@ -58,7 +59,7 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     from radq.backbones import quiet
 
     tokenizer = make_tokenizer()
-    bos = tokenizer.bos_token_id
+    bos: Any = tokenizer.bos_token_id
     torch.manual_seed(0)
     lm = GPT2LMHeadModel(
         GPT2Config(

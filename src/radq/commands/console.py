@@ -29,8 +29,10 @@ def coloured(tokens: Iterable[tuple[str, float]], low: float, high: float) -> Te
 
 
 def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:
-    """The text piece by piece, spaces kept; a character spread over several tokens goes to the last of them."""
-    texts = [str(tokenizer.decode(ids[:n])).rstrip("\ufffd") for n in range(len(ids) + 1)]
+    """The text piece by piece, spaces kept; special tokens are empty, and of a character that is spread over several
+    tokens all but the last.
+    """
+    texts = [str(tokenizer.decode(ids[:n], skip_special_tokens=True)).rstrip("\ufffd") for n in range(len(ids) + 1)]
     return [after[len(before) :] for before, after in pairwise(texts)]
 
 

@@ -67,7 +67,7 @@ def _print_score(score: dict[str, Any], attributes: list[str], low: float, high:
 
     from radq.commands.console import coloured, console
 
-    table = Table(title=score["text"], title_style="bold", title_justify="left")
+    table = Table()
     table.add_column("token")
     for attribute in attributes:
         table.add_column(attribute, justify="right")

@@ -1,0 +1,264 @@
+"""The command line, run in this process: what people and machines read, and one line with exit code 2 for mistakes."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_convert import PublicRad, RunsCode, config_folder
+
+from radq.cli import COMMANDS, main
+from radq.commands.generate import parse_guide
+from radq.errors import OptionError
+from radq.models import RadQ, RadV, RewardModel
+
+
+@pytest.fixture(scope="module")
+def reward(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards") / "praise"
+    torch.manual_seed(0)
+    RadQ.from_backbone(toy, attributes=["praise", "length"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def value_reward(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards") / "value"
+    RadV.from_backbone(toy, attributes=["calm"]).save_pretrained(folder)
+    return folder
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line on standard error of a command that fails as a user's mistake should."""
+    assert main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert "hint: " in captured.err
+    return captured.err
+
+
+# --- the program ---
+
+
+def test_importing_radq_and_asking_for_help_import_no_torch() -> None:
+    for code in ("import radq", "import radq.cli as c; c.main(['--help'])"):
+        check = f"{code}; import sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", check], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_public_names_are_there() -> None:
+    import radq
+
+    for name in radq.__all__:
+        assert getattr(radq, name).__name__ == name
+        assert name in dir(radq)
+    with pytest.raises(AttributeError, match="Nonsense"):
+        radq.Nonsense  # noqa: B018
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("radq 0.")
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"radq {command}" in capsys.readouterr().out
+
+
+def test_unknown_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "generate, score, convert" in fails(capsys, "genrate")
+    with pytest.raises(SystemExit) as exit_:
+        main(["score", "--nonsense"])
+    assert exit_.value.code == 2
+
+
+# --- generate ---
+
+
+def test_generate_prints_json(toy: Path, reward: Path, value_reward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "generate",
+        "--base",
+        str(toy),
+        "--guide",
+        f"{reward}:praise=20,length=-1",
+        "--guide",
+        f"{value_reward}:calm=3",
+    ]
+    argv += [
+        "--prompt",
+        "the film",
+        "--prompt",
+        "",
+        "--num-samples",
+        "2",
+        "--max-new-tokens",
+        "6",
+        "--seed",
+        "5",
+        "--json",
+    ]
+    assert main(argv) == 0
+    first = capsys.readouterr().out
+    generations = json.loads(first)["generations"]
+    assert [g["prompt"] for g in generations] == ["the film", "the film", "", ""]
+    assert {"text", "token_ids", "shifts", "finish_reason", "kl", "clipped"} < generations[0].keys()
+    assert all(1 <= len(g["token_ids"]) <= 6 for g in generations)
+    assert main(argv) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_generate_prints_a_table(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("the film\nthis plot was\n")
+    argv = [
+        "generate",
+        "--base",
+        str(toy),
+        "--guide",
+        f"{reward}:praise=20",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+    ]
+    assert main([*argv, "--top-k", "0", "--top-p", "0.9", "--kl-budget", "0.5", "--no-clamp"]) == 0
+    text = capsys.readouterr().out
+    assert "this plot was" in text
+    assert "KL/token" in text
+
+
+def test_generate_without_a_guide(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--base", str(toy), "--prompt", "the film", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["generations"][0]["kl"] == 0
+    assert main(["generate", "--base", str(toy), "--prompt", "the film"]) == 0
+
+
+def test_generate_names_mistakes(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["generate", "--base", str(toy)]
+    prompt = ["--prompt", "the film"]
+    guide = ["--guide", f"{reward}:praise=5"]
+    assert "no prompt" in fails(capsys, *base)
+    assert "top_p is 1.5" in fails(capsys, *base, *prompt, "--top-p", "1.5")
+    assert "top_k is 999" in fails(capsys, *base, *prompt, "--top-k", "999")
+    assert "'toxicity'" in fails(capsys, *base, *prompt, "--guide", f"{reward}:toxicity=-5")
+    assert "praise, length" in fails(capsys, *base, *prompt, "--guide", f"{reward}:toxicity=-5")
+    assert "DIR:attribute=weight" in fails(capsys, *base, *prompt, "--guide", str(reward))
+    assert "nowhere" in fails(capsys, *base, *prompt, "--guide", f"{tmp_path}/nowhere:praise=5")
+    assert "nowhere" in fails(capsys, "generate", "--base", f"{tmp_path}/nowhere", *prompt)
+    assert "exceed" in fails(capsys, *base, *guide, "--prompt", "the film " * 40)
+    assert "no device 'abacus'" in fails(capsys, *base, *prompt, "--device", "abacus")
+    assert main([*base, "--prompts", str(tmp_path / "missing.txt")]) == 2
+    assert "missing.txt" in capsys.readouterr().err
+
+
+def test_generate_refuses_another_vocabulary(reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from radq.toy import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["opera"])
+    GPT2LMHeadModel(GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "opera")
+    small = json.loads(tokenizer.backend_tokenizer.to_str())
+    small["model"]["vocab"] = {"<|endoftext|>": 0, "<unk>": 1, "▁opera": 2}
+    small["added_tokens"] = []
+    from tokenizers import Tokenizer
+
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(small))
+    tokenizer.save_pretrained(tmp_path / "opera")
+    capsys.readouterr()
+    line = fails(
+        capsys, "generate", "--base", str(tmp_path / "opera"), "--guide", f"{reward}:praise=1", "--prompt", "opera"
+    )
+    assert "opera" in line
+    assert "vocabulary" in line
+
+
+def test_guides_are_read_from_text() -> None:
+    assert parse_guide("a/b:toxicity=-50") == ("a/b", {"toxicity": -50.0})
+    assert parse_guide("C:\\x:nice=1.5, rude=-2e1") == ("C:\\x", {"nice": 1.5, "rude": -20.0})
+    for wrong in ("folder", "folder:", "folder:nice", "folder:nice=much", ":nice=1"):
+        with pytest.raises(OptionError, match="DIR:attribute"):
+            parse_guide(wrong)
+
+
+# --- score ---
+
+
+def test_score_prints_json(reward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", "--reward", str(reward), "--text", "the film was good  ", "--text", "dull", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["attributes"] == ["praise", "length"]
+    first, second = document["texts"]
+    assert first["text"] == "the film was good"
+    assert "".join(token["token"] for token in first["tokens"]) == "the film was good"
+    model = RewardModel.from_pretrained(reward)
+    assert model.tokenizer is not None
+    ids = model.tokenizer("the film was good").input_ids
+    assert [token["id"] for token in first["tokens"]] == ids
+    expected = model.token_rewards(torch.tensor([ids]))[0, :, 1].tolist()
+    assert [token["rewards"]["length"] for token in first["tokens"]] == pytest.approx(expected, abs=1e-6)
+    assert len(second["tokens"]) == 1
+
+
+def test_score_prints_a_table(reward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", "--reward", str(reward), "--text", "the film was good"]) == 0
+    text = capsys.readouterr().out
+    assert "praise" in text
+    assert "film" in text
+
+
+def test_score_names_mistakes(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no text" in fails(capsys, "score", "--reward", str(reward))
+    assert "empty" in fails(capsys, "score", "--reward", str(reward), "--text", "  ")
+    assert "not a reward model" in fails(capsys, "score", "--reward", str(toy), "--text", "a")
+    assert "positions" in fails(capsys, "score", "--reward", str(reward), "--text", "film " * 70)
+    broken = tmp_path / "broken"
+    RewardModel.from_pretrained(reward).save_pretrained(broken)
+    (broken / "model.safetensors").write_bytes(b"\x00" * 20)
+    assert "damaged" in fails(capsys, "score", "--reward", str(broken), "--text", "a")
+    for file in broken.glob("tokenizer*"):
+        file.unlink()
+    RewardModel.from_pretrained(reward)
+    (broken / "model.safetensors").write_bytes((reward / "model.safetensors").read_bytes())
+    assert "no tokenizer" in fails(capsys, "score", "--reward", str(broken), "--text", "a")
+
+
+# --- convert ---
+
+
+def test_convert_writes_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(PublicRad("gpt2", 7).state_dict(), tmp_path / "pytorch_model.bin")
+    backbone = str(config_folder("gpt2", tmp_path / "backbone"))
+    argv = ["convert", str(tmp_path / "pytorch_model.bin"), str(tmp_path / "out"), "--backbone", backbone]
+    assert main([*argv, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == "RadV"
+    assert document["attributes"][0] == "toxicity"
+    assert type(RewardModel.from_pretrained(tmp_path / "out")) is RadV
+    assert "exists" in fails(capsys, *argv)
+    assert main([*argv, "--overwrite", "--attributes", "a,b,c,d,e,f,g", "--prepend-bos", "True"]) == 0
+    assert "RadV with a, b, c" in capsys.readouterr().out
+    assert RewardModel.from_pretrained(tmp_path / "out").config.prepend_bos
+
+
+def test_convert_names_mistakes_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backbone = str(config_folder("gpt2", tmp_path / "backbone"))
+    (tmp_path / "code.pt").write_bytes(pickle.dumps(RunsCode()))
+    torch.save({"x": torch.ones(2)}, tmp_path / "other.pt")
+    before = sorted(tmp_path.iterdir())
+    out = str(tmp_path / "out")
+    assert "run code" in fails(capsys, "convert", str(tmp_path / "code.pt"), out, "--backbone", backbone)
+    assert "layout is unknown" in fails(capsys, "convert", str(tmp_path / "other.pt"), out, "--backbone", backbone)
+    assert "no checkpoint" in fails(capsys, "convert", str(tmp_path / "none.pt"), out, "--backbone", backbone)
+    assert sorted(tmp_path.iterdir()) == before
