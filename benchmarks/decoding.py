@@ -35,17 +35,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, quiet():
         GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
         models = [
-            nn.Module.to(
-                kind.from_backbone(folder, ["toxicity"], dtype=getattr(torch, arguments.dtype)), arguments.device
-            )
-            for kind in (RadQ, RadV)
+            kind.from_backbone(folder, ["toxicity"], dtype=getattr(torch, arguments.dtype)) for kind in (RadQ, RadV)
         ]
+    for model in models:
+        nn.Module.to(model, arguments.device)
     guide_q, guide_v = (RewardGuide(model, {"toxicity": -50.0}) for model in models)
     seconds = measure(variants(guide_q, guide_v, arguments.device), arguments.rounds)
+    on_cpu = arguments.device == "cpu"
     report = {
-        "machine": torch.cuda.get_device_name()
-        if arguments.device != "cpu"
-        else f"CPU, {torch.get_num_threads()} threads",
+        "machine": f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name(),
         "dtype": arguments.dtype,
         "torch": torch.__version__,
         "milliseconds": {name: round(1000 * value, 2) for name, value in seconds.items()},
