@@ -26,6 +26,10 @@ class CheckpointError(RadqError, ValueError):
     """A checkpoint of the public code that cannot be converted."""
 
 
+class DataError(RadqError, ValueError):
+    """A file that cannot be read, or a row in it that makes no sense."""
+
+
 class UnknownAttributeError(RadqError, KeyError):
     """An attribute the reward model was not trained on."""
 

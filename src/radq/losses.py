@@ -20,19 +20,27 @@ def prefix_weights(mask: Mask) -> Float[Tensor, "b t"]:
     return mask.cumsum(1) * mask / normaliser
 
 
-def squared_loss(rewards: Float[Tensor, "b t a"], mask: Mask, responses: Float[Tensor, "b a"]) -> Float[Tensor, ""]:
-    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)²."""
+def squared_loss(
+    rewards: Float[Tensor, "b t a"],
+    mask: Mask,
+    responses: Float[Tensor, "b a"],
+    weights: Float[Tensor, " b"] | None = None,
+) -> Float[Tensor, ""]:
+    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)², each utterance i times its weight if there are weights."""
     rewards = _real(rewards, mask)
-    return _over_prefixes((rewards - responses[:, None].to(rewards.dtype)).square(), mask)
+    return _over_prefixes((rewards - responses[:, None].to(rewards.dtype)).square(), mask, weights)
 
 
 def cross_entropy_loss(
-    rewards: Float[Tensor, "b t a"], mask: Mask, responses: Float[Tensor, "b a"]
+    rewards: Float[Tensor, "b t a"],
+    mask: Mask,
+    responses: Float[Tensor, "b a"],
+    weights: Float[Tensor, " b"] | None = None,
 ) -> Float[Tensor, ""]:
     """Binary cross-entropy of σ(r̂) against responses in [0, 1], weighted as the squared loss is."""
     rewards = _real(rewards, mask)
     targets = responses[:, None].to(rewards.dtype).expand_as(rewards)
-    return _over_prefixes(F.binary_cross_entropy_with_logits(rewards, targets, reduction="none"), mask)
+    return _over_prefixes(F.binary_cross_entropy_with_logits(rewards, targets, reduction="none"), mask, weights)
 
 
 def distillation_loss(
@@ -52,8 +60,11 @@ def _real(rewards: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, "b t a"]
     return torch.where(mask[..., None].bool(), rewards.to(torch.promote_types(rewards.dtype, torch.float32)), 0)
 
 
-def _over_prefixes(errors: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
-    return (errors * prefix_weights(mask)[..., None]).sum() / len(errors)
+def _over_prefixes(
+    errors: Float[Tensor, "b t a"], mask: Mask, weights: Float[Tensor, " b"] | None
+) -> Float[Tensor, ""]:
+    utterances = (errors * prefix_weights(mask)[..., None]).sum((1, 2))  # (b,)
+    return (utterances if weights is None else utterances * weights).sum() / len(errors)
 
 
 def _over_positions(errors: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
