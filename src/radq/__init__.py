@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from radq.guides import Guide, RewardGuide
     from radq.hosts.hf import GuidedLogitsProcessor
     from radq.models import RadQ, RadV, RewardConfig, RewardModel
+    from radq.settings import RewardTrainingConfig
+    from radq.training import RewardTrainer, train
 
 _HOME = {
     "Generation": "radq.decoding",
@@ -27,6 +29,9 @@ _HOME = {
     "RadV": "radq.models",
     "RewardConfig": "radq.models",
     "RewardModel": "radq.models",
+    "RewardTrainer": "radq.training",
+    "RewardTrainingConfig": "radq.settings",
+    "train": "radq.training",
 }
 
 __all__ = [
@@ -39,8 +44,11 @@ __all__ = [
     "RewardConfig",
     "RewardGuide",
     "RewardModel",
+    "RewardTrainer",
+    "RewardTrainingConfig",
     "generate",
     "stream",
+    "train",
 ]
 
 

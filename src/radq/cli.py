@@ -12,6 +12,8 @@ import radq
 COMMANDS = {  # name: what it does; the module is radq.commands.<name>
     "generate": "steer a language model with reward models",
     "score": "show the reward of every token of a text",
+    "train": "train a reward model on texts and responses",
+    "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
     "convert": "turn weights of the public RAD and rad-q code into a reward model",
 }
 
@@ -36,9 +38,11 @@ def _run(name: str, argv: list[str]) -> int:
     from radq.errors import RadqError
 
     command = importlib.import_module(f"radq.commands.{name}")
-    arguments = tyro.cli(command.Arguments, prog=f"radq {name}", args=argv)
     try:
-        command.run(arguments)
+        default = command.defaults(argv) if hasattr(command, "defaults") else None
+        command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, default=default))
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        return 0
     except (RadqError, OSError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:

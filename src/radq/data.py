@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.errors import DataError, OptionError
 from radq.files import whole_folder
 
-if TYPE_CHECKING:
-    import pandas
-
+Table = Any  # a pandas.DataFrame, which is imported only where a table is read
 ROWS_PER_PIECE = 5_000
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -145,9 +143,9 @@ def _weightless(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 class GlobalBatches(torch.utils.data.Sampler[list[int]]):
     """Deals the rows of an epoch to processes: batches of rows of similar length, in random order.
 
-    An epoch is a list of global batches that depends on seed and epoch alone. Each is cut into
-    `num_micro_batches` × `world_size` parts, so that the rows of an optimizer step are the same for any number of processes
-    and of accumulated parts. Parts may differ by a row, and be empty at the end of an epoch.
+    An epoch is a list of global batches that depends on seed and epoch alone. Each is cut into `num_micro_batches` ×
+    `world_size` parts, so that the rows of an optimizer step are the same for any number of processes and accumulated
+    parts. Parts may differ by a row, and be empty at the end of an epoch.
     """
 
     POOL = 50  # batches sorted by length together: less padding, still random
@@ -242,12 +240,10 @@ def _tokenise(
             lengths.append(np.array([len(row) for row in rows]))
             prompt_lengths.append(np.array([len(prompt) for prompt in kept]))
             counts.empty += piece.empty
-            counts.truncated += sum(
-                len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True)
-            )
+            counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
             labels.append(piece.labels)
             weights.append(piece.weights)
-            if columns.labels:
+            if columns.labels and rows:
                 counts.label_low = np.minimum(counts.label_low, piece.labels.min(0)).tolist()
                 counts.label_high = np.maximum(counts.label_high, piece.labels.max(0)).tolist()
             bar.update(len(rows))
@@ -301,7 +297,9 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
             row = table.index[int(np.argmin(full))]
             raise DataError(f"{source}, row {row}: {columns.text!r} is empty.", "leave such rows out by --skip-empty.")
         table = table[full]
-        labels = np.array([_numbers(source, table, name) for name in columns.labels]).T.reshape(len(table), -1)
+        labels = np.array([_numbers(source, table, name) for name in columns.labels]).T.reshape(
+            len(table), len(columns.labels)
+        )
         if columns.label_range is not None:
             low, high = columns.label_range
             labels = (labels - low) / (high - low)
@@ -316,15 +314,15 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
         )
 
 
-def _texts(table: "pandas.DataFrame", column: str) -> list[str]:
+def _texts(table: Table, column: str) -> list[str]:
     """Texts without trailing whitespace; what is missing is empty."""
     return ["" if value is None or value != value else str(value).rstrip() for value in table[column]]
 
 
-def _numbers(source: str | Path, table: "pandas.DataFrame", column: str) -> np.ndarray:
+def _numbers(source: str | Path, table: Table, column: str) -> np.ndarray:
     import pandas
 
-    numbers = pandas.to_numeric(table[column], errors="coerce").to_numpy(dtype=np.float64)
+    numbers = np.asarray(pandas.to_numeric(table[column], errors="coerce"), dtype=np.float64)
     wrong = np.flatnonzero(~np.isfinite(numbers))
     if len(wrong):
         row, value = table.index[wrong[0]], table[column].iloc[int(wrong[0])]
@@ -332,7 +330,7 @@ def _numbers(source: str | Path, table: "pandas.DataFrame", column: str) -> np.n
     return numbers
 
 
-def read_table(source: str | Path) -> Iterator["pandas.DataFrame"]:
+def read_table(source: str | Path) -> Iterator[Table]:
     """Pieces of a table: csv, tsv, jsonl or parquet, maybe compressed, or a hub data set."""
     path = Path(source)
     if not path.is_file():
@@ -355,7 +353,7 @@ def read_table(source: str | Path) -> Iterator["pandas.DataFrame"]:
         raise DataError(f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.", "is the file whole?") from error
 
 
-def _read_stream(stream: IO[bytes], kind: str) -> Iterator["pandas.DataFrame"]:
+def _read_stream(stream: Any, kind: str) -> Iterator[Table]:
     import pandas
 
     if kind == ".parquet":
@@ -366,15 +364,13 @@ def _read_stream(stream: IO[bytes], kind: str) -> Iterator["pandas.DataFrame"]:
             for piece in ParquetFile(seekable).iter_batches(ROWS_PER_PIECE):
                 yield piece.to_pandas()
     elif kind == ".jsonl":
-        with pandas.read_json(stream, lines=True, chunksize=ROWS_PER_PIECE, dtype=False, convert_dates=False) as pieces:
-            yield from pieces
+        options: Any = {"dtype": False}  # as they stand: no guesses at dates and types
+        yield from pandas.read_json(stream, lines=True, chunksize=ROWS_PER_PIECE, **options)
     else:  # as text, so that "NA" and "null" stay words
         separator = "," if kind == ".csv" else "\t"
-        quoting = {} if kind == ".csv" else {"quoting": 3}  # tab separated files quote nothing
-        with pandas.read_csv(
-            stream, sep=separator, chunksize=ROWS_PER_PIECE, dtype=str, keep_default_na=False, **quoting
-        ) as pieces:
-            yield from pieces
+        options = {} if kind == ".csv" else {"quoting": 3}  # tab separated files quote nothing
+        options |= {"sep": separator, "dtype": str, "keep_default_na": False, "chunksize": ROWS_PER_PIECE}
+        yield from pandas.read_csv(stream, **options)
 
 
 def _open(path: Path) -> Any:
@@ -389,7 +385,7 @@ def _open(path: Path) -> Any:
     return path.open("rb")
 
 
-def _read_hub(name: str) -> Iterator["pandas.DataFrame"]:
+def _read_hub(name: str) -> Iterator[Table]:
     """`name` or `name:split` of a data set on the hub."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]

@@ -10,6 +10,7 @@ prefixes into a `RewardState`, `score` candidates, `advance` by a token; `next_r
 Axes: b batch, t time, k candidates, d hidden, a attributes.
 """
 
+import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
@@ -46,6 +48,8 @@ class RewardConfig(PreTrainedConfig):
         response_range: range of the training responses, to which guides clamp rewards.
         prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
         vocabulary: size, number of tokens and fingerprint, see `radq.vocabulary`.
+        lora_rank: of the adapters that were trained beside a frozen backbone; 0 without.
+        backbone_name: where that backbone is found, since the folder then holds adapters and head only.
     """
 
     model_type = "radq"
@@ -61,6 +65,8 @@ class RewardConfig(PreTrainedConfig):
         prepend_bos: bool = True,
         bos_token_id: int | None = None,
         vocabulary: Sequence[Any] | None = None,
+        lora_rank: int = 0,
+        backbone_name: str | None = None,
         **kwargs: Any,
     ):
         self.kind = kind
@@ -71,6 +77,8 @@ class RewardConfig(PreTrainedConfig):
         self.response_range = [float(bound) for bound in response_range]
         self.prepend_bos = prepend_bos
         self.vocabulary = None if vocabulary is None else list(vocabulary)
+        self.lora_rank = lora_rank
+        self.backbone_name = backbone_name
         super().__init__(**kwargs)
         self.bos_token_id: Any = bos_token_id
 
@@ -173,6 +181,9 @@ class RewardModel(PreTrainedModel):
         self, save_directory: str | Path, **kwargs: Any
     ) -> None:
         """config.json, safetensors and the tokenizer: all of them or, if anything fails, none."""
+        if self.config.lora_rank:
+            state = kwargs.get("state_dict") or self.state_dict()
+            kwargs["state_dict"] = {key: value for key, value in state.items() if _is_own(key)}
         with whole_folder(save_directory) as folder, quiet():
             super().save_pretrained(folder, **kwargs)
             if self.tokenizer is not None:
@@ -184,13 +195,31 @@ class RewardModel(PreTrainedModel):
     ) -> "RewardModel":
         """Load a folder or hub name; other arguments are those of transformers, such as `dtype`."""
         name = pretrained_model_name_or_path
-        kind = _read_kind(name)
+        stored = _read_stored_config(name)
+        kind = KINDS[stored["kind"]]
         if not issubclass(kind, cls):
             raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
-        model = load_weights(super(RewardModel, kind).from_pretrained, name, **kwargs)
+        if stored.get("lora_rank"):
+            model: Any = _load_adapters(kind, RewardConfig.from_dict(stored), Path(name), **kwargs)
+        else:
+            model = load_weights(super(RewardModel, kind).from_pretrained, name, **kwargs)
         model.tokenizer = find_tokenizer(name)
         model.freeze_embeddings()
         return model.to(device).eval()
+
+    def add_lora(self, rank: int, backbone_name: str) -> None:
+        """Freeze the backbone and put adapters of this rank beside its linear layers; the head still trains."""
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError as error:
+            raise ModelError("LoRA needs the package peft.", "pip install 'radq[train]'.") from error
+        linear = ("Linear", "Conv1D")
+        names = {name.split(".")[-1] for name, m in self.backbone.named_modules() if type(m).__name__ in linear}
+        conv = any(type(module).__name__ == "Conv1D" for module in self.backbone.modules())  # GPT-2's transposed layers
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=sorted(names), fan_in_fan_out=conv)
+        self.backbone.requires_grad_(False)
+        inject_adapter_in_model(config, self.backbone)
+        self.config.lora_rank, self.config.backbone_name = rank, str(backbone_name)
 
     # --- rewards of texts ---
 
@@ -324,6 +353,25 @@ class RadQ(RewardModel):
         """An untrained model over a language model, or its first `num_layers`; options go into `RewardConfig`."""
         return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
 
+    @classmethod
+    def from_teacher(cls, teacher: "RadV", head: str = "linear") -> "RadQ":
+        """A student over a copy of the teacher's backbone; its baseline begins as the teacher's value of the prefix."""
+        backbone = teacher.config.backbone
+        if backbone is None or not backbone.tie_word_embeddings:
+            raise OptionError("the teacher holds no output embedding.", "name the backbone it was made from.")
+        options = ("attributes", "backbone", "response_range", "bos_token_id", "vocabulary")
+        with no_init_weights():
+            student = cls(
+                RewardConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in options})
+            )
+        student.backbone = copy.deepcopy(teacher.backbone)
+        student.init_head(student.embedding)
+        if student.head.has_baseline:
+            student.head.baseline_weight.data.copy_(teacher.head.weight.data)
+        student.tokenizer = teacher.tokenizer
+        student.freeze_embeddings()
+        return student.to(teacher.dtype).eval()  # pyright: ignore[reportArgumentType]
+
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
         self.head.reset_parameters()
         if self.output_embedding is not None:
@@ -428,7 +476,33 @@ def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
     raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")
 
 
-def _read_kind(name: str | Path) -> type[RewardModel]:
+def _is_own(key: str) -> bool:
+    """Whether a tensor belongs to the adapters or the head, and not to the backbone they stand beside."""
+    return key.startswith("head.") or ".lora_" in key
+
+
+def _load_adapters(kind: Any, config: RewardConfig, folder: Path, dtype: Any = "auto", **kwargs: Any) -> RewardModel:
+    """A model of which the folder holds adapters and head; the backbone comes from where the configuration says."""
+    assert config.backbone is not None
+    assert config.backbone_name is not None
+    dtype = torch.float32 if dtype in ("auto", None) else getattr(torch, str(dtype).removeprefix("torch."))
+    options = {name: getattr(config, name) for name in ("loss", "response_range", "prepend_bos")}
+    if kind is RadQ:
+        options["head"] = config.head
+    model = kind.from_backbone(
+        config.backbone_name, config.attributes, num_layers=config.backbone.num_hidden_layers, dtype=dtype, **options
+    )
+    model.add_lora(config.lora_rank, config.backbone_name)
+    with explained(folder, "adapters"):
+        weights = load_file(folder / "model.safetensors")
+    missing = [key for key in model.state_dict() if _is_own(key) and key not in weights]
+    if missing:
+        raise ModelError(f"the adapters in {str(folder)!r} lack {missing[0]!r}.", "is the folder complete?")
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def _read_stored_config(name: str | Path) -> dict[str, Any]:
     with explained(name, "a reward model"):
         stored, _ = RewardConfig.get_config_dict(name)
     if stored.get("model_type") != RewardConfig.model_type or stored.get("kind") not in KINDS:
@@ -436,7 +510,7 @@ def _read_kind(name: str | Path) -> type[RewardModel]:
             f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",
             "make one with RadQ.from_backbone, or convert a public checkpoint with `radq convert`.",
         )
-    return KINDS[stored["kind"]]
+    return stored
 
 
 KINDS: dict[str, type[RewardModel]] = {"q": RadQ, "v": RadV}

@@ -2,167 +2,49 @@
 
     train(RewardTrainingConfig(data=["reviews.csv"], labels="praise", backbone="gpt2", out="praise"))
 
-The loss of an optimizer step is the loss of its whole batch, however that is cut: sums are divided by the utterances and
-positions of all micro-batches of all processes. Random tokens of the regulariser depend on row, position and epoch. So
-padding, micro-batches and the number of processes change nothing, and a run that was killed resumes to the same weights.
+The loss of an optimizer step is the loss of its whole batch, however that is cut: sums are divided by the utterances
+and positions of all micro-batches of all processes. Random tokens of the regulariser depend on row, position and epoch.
+So padding, micro-batches and the number of processes change nothing, and a killed run resumes to the same weights.
 """
 
 import json
 import shutil
 import time
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from accelerate import PartialState
 from jaxtyping import Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EvalPrediction,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from radq.data import DataColumns, GlobalBatches, RewardData, load_data
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
 from radq.models import RadQ, RadV, RewardModel
+from radq.settings import RewardTrainingConfig
 
 CHECKPOINTS_KEPT = 2
 
 
-@dataclass
-class RewardTrainingConfig:
-    """Settings of a training run. The defaults are the paper's recipe."""
-
-    data: list[str] = field(default_factory=list)
-    """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
-    labels: str = ""
-    """Columns with the responses, separated by commas; they become the attributes."""
-    out: str = ""
-    """Run folder: the reward model, config.yaml, metrics.jsonl and checkpoints."""
-    backbone: str = ""
-    """Language model to start from: hub name or folder."""
-    init: str = ""
-    """Reward model to start from instead of a backbone: the second stage of a training."""
-    teacher: str = ""
-    """RAD-V folder to distil from, in place of labels."""
-    kind: Literal["q", "v"] = "q"
-    """RAD-Q scores all next tokens in one forward; RAD-V reads each as an input."""
-    head: Literal["linear", "linear-nobaseline", "mlp"] = "linear"
-    """Of RAD-Q."""
-    num_layers: int | None = None
-    """Keep only the first layers of the backbone."""
-    lora_rank: int = 0
-    """Train adapters of this rank beside a frozen backbone; 0 trains the backbone."""
-    loss: Literal["mse", "ce"] = "mse"
-    """Squared error, or cross-entropy for responses in [0, 1]."""
-    reg_weight: float = 1.0
-    """Of the regulariser that keeps marginal rewards of random tokens near 0; RAD-Q only."""
-    text: str = "text"
-    """Column with the texts."""
-    prompt: str | None = None
-    """Column with context before each text; it carries no loss."""
-    weight: str | None = None
-    """Column with the weight of each row."""
-    label_range: tuple[float, float] | None = None
-    """Low and high of the labels, to be mapped to [0, 1]; by default labels stay as they are."""
-    skip_empty: bool = False
-    """Leave rows with an empty text out, and say how many."""
-    max_length: int = 512
-    """Longer texts are cut off; how many is said."""
-    eval_data: list[str] = field(default_factory=list)
-    """Files to evaluate on during training."""
-    eval_share: float = 0.0
-    """Without eval data: hold this share of the rows out."""
-    cache: str | None = None
-    """Folder for tokenised data; by default in the user's cache."""
-    cache_targets: bool = False
-    """Distillation: compute the teacher's rewards once, on disk, instead of online."""
-    epochs: float = 5.0
-    """Passes over the data."""
-    max_steps: int = -1
-    """Stop after so many optimizer steps; -1 goes by epochs."""
-    batch_size: int = 100
-    """Texts per optimizer step, over all processes."""
-    micro_batch_size: int | None = None
-    """Texts per forward and process; the rest is accumulated. By default all at once."""
-    learning_rate: float = 1e-5
-    """Falls linearly to 0."""
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises from 0."""
-    weight_decay: float = 0.01
-    """Of AdamW."""
-    adam_beta1: float = 0.9
-    """Of AdamW."""
-    adam_beta2: float = 0.95
-    """Of AdamW."""
-    adam_epsilon: float = 1e-12
-    """Of AdamW."""
-    max_grad_norm: float = 2.0
-    """Longer gradients are cut to this norm."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forwards; weights stay float32. auto is bfloat16 on a GPU."""
-    gradient_checkpointing: bool = False
-    """Compute activations twice, to save memory."""
-    seed: int = 0
-    """Of initialisation, order of the data and random tokens."""
-    log_steps: int = 10
-    """Steps between lines of metrics.jsonl."""
-    eval_steps: int = 500
-    """Steps between evaluations."""
-    save_steps: int = 500
-    """Steps between checkpoints."""
-    report_to: str = "none"
-    """tensorboard or wandb, where installed."""
-    trainer: dict[str, Any] = field(default_factory=dict)
-    """Any other field of transformers' TrainingArguments."""
-
-    @property
-    def attributes(self) -> list[str]:
-        return [name.strip() for name in self.labels.split(",") if name.strip()]
-
-    @property
-    def columns(self) -> DataColumns:
-        return DataColumns(self.text, self.attributes, self.prompt, self.weight, self.label_range, self.skip_empty)
-
-    def check(self) -> None:
-        if not self.data:
-            raise OptionError("there is no data.", "give --data FILE.")
-        if not self.out:
-            raise OptionError("there is no run folder.", "give --out DIR.")
-        if not self.attributes and not self.teacher:
-            raise OptionError("there are no labels.", "give --labels with one or more columns.")
-        if not self.backbone and not self.init:
-            raise OptionError("there is no model to start from.", "give --backbone or --init.")
-        if self.teacher and self.kind != "q":
-            raise OptionError("kind is 'v'.", "distillation trains RAD-Q.")
-        for name in ("batch_size", "max_length", "log_steps", "eval_steps", "save_steps"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}.", "give 1 or more.")
-        if not 0 <= self.eval_share < 1:
-            raise OptionError(f"eval_share is {self.eval_share}.", "give 0 or more and less than 1.")
-
-
-def load_config(file: str | Path) -> RewardTrainingConfig:
-    """A configuration from YAML."""
-    try:
-        stored = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise OptionError(f"cannot read {str(file)!r}: {str(error).splitlines()[0]}.", "give a YAML file.") from error
-    known = {option.name: option for option in fields(RewardTrainingConfig)}
-    for name in stored:
-        if name not in known:
-            raise OptionError(f"{str(file)!r} sets {name!r}, which is no option.", f"there are {', '.join(known)}.")
-    if "label_range" in stored and stored["label_range"] is not None:
-        stored["label_range"] = tuple(stored["label_range"])
-    return RewardTrainingConfig(**stored)
-
-
 class RewardTrainer(Trainer):
-    """transformers' Trainer for reward models: their losses, their metrics, exact accumulation and whole checkpoints."""
+    """transformers' Trainer for reward models: their losses and metrics, exact accumulation, whole checkpoints."""
 
     def __init__(
         self,
@@ -180,7 +62,7 @@ class RewardTrainer(Trainer):
         super().__init__(
             model=model,
             args=arguments,
-            data_collator=lambda batch: batch,  # the data set returns whole batches
+            data_collator=_whole,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             compute_metrics=self._metrics,
@@ -198,26 +80,29 @@ class RewardTrainer(Trainer):
             config.seed,
         )
         self.add_callback(_EpochCallback(self.batches))
+        if not progress:
+            self.remove_callback(PrinterCallback)
         if self.is_world_process_zero():
             self.add_callback(_MetricsCallback(Path(config.out) / "metrics.jsonl"))
 
     def get_train_dataloader(self) -> DataLoader:
         # not prepared by accelerate, which would repeat rows to fill the last batch
+        data: Any = self.train_dataset
         return DataLoader(
-            self.train_dataset,
+            data,
             batch_sampler=self.batches,
-            collate_fn=self.data_collator,
+            collate_fn=_whole,
             pin_memory=self.args.device.type == "cuda",
         )
 
     # --- losses ---
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Utterances and positions of the whole optimizer step, over all micro-batches and processes."""
         counts = torch.stack([_count(batch["loss_mask"]) for batch in batch_samples]).sum(0).to(device)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
 
-    def compute_loss(
+    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         model: torch.nn.Module,
         inputs: dict[str, Tensor],
@@ -263,11 +148,12 @@ class RewardTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, and per utterance: weighted squared errors (a), rewards at the last token (a), distance to the teacher."""
+        """Loss, and of each utterance: rewards at its last token, weighted squared errors, distance to the teacher."""
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss, output = self.compute_loss(model, inputs, return_outputs=True)
-        rewards = self.model.link(output.rewards)  # pyright: ignore[reportCallIssue]
+        reward_model: Any = self.model
+        rewards = reward_model.link(output.rewards)
         mask, responses = inputs["loss_mask"], inputs["responses"]
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         last_rewards = rewards[torch.arange(len(last), device=last.device), last]
@@ -353,6 +239,11 @@ def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
     positive = labels > 0.5
     n, m = int(positive.sum()), int((~positive).sum())
     return float((rankdata(scores)[positive].sum() - n * (n + 1) / 2) / (n * m))
+
+
+def _whole(batch: Any) -> Any:
+    """In place of a collator: the data set returns whole batches."""
+    return batch
 
 
 def _count(mask: Tensor) -> Float[Tensor, "2"]:
@@ -447,13 +338,16 @@ def train(
     """Train or distil as the configuration says; returns the final metrics. The run folder is then a reward model."""
     config.check()
     out = Path(config.out)
+    processes = PartialState()  # of a launch of several; alone, the only one
     checkpoint = _open_run(out, resume, overwrite)
-    teacher = None if not config.teacher else RewardModel.from_pretrained(config.teacher)
+    processes.wait_for_everyone()  # all have looked before one writes
+    teacher = None if not config.teacher else RadV.from_pretrained(config.teacher)
     torch.manual_seed(config.seed)
     model = _make_model(config, teacher)
-    data, eval_data = _load(config, model, progress)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+    with processes.main_process_first():  # the others find the data tokenised
+        data, eval_data = _load(config, model, progress and processes.is_main_process)
+    if processes.is_main_process:
+        _begin_run(out, config, fresh=checkpoint is None)
     trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
     if teacher is not None and config.cache_targets:
         for part in (data, eval_data):
@@ -461,13 +355,11 @@ def train(
                 part.targets = _cache_targets(part, teacher, config, trainer, progress)
     result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = dict(result.metrics) | (trainer.evaluate() if eval_data is not None else {})
-    trainer.save_model(str(out)) if trainer.is_fsdp_enabled else _save(trainer, out)
+    if trainer.is_fsdp_enabled:
+        trainer.save_model(str(out))  # gathers the shards
+    elif trainer.is_world_process_zero():
+        model.save_pretrained(out)
     return metrics
-
-
-def _save(trainer: RewardTrainer, out: Path) -> None:
-    if trainer.is_world_process_zero():
-        trainer.model.save_pretrained(out)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _open_run(out: Path, resume: bool, overwrite: bool) -> Path | None:
@@ -479,17 +371,26 @@ def _open_run(out: Path, resume: bool, overwrite: bool) -> Path | None:
         return checkpoints[-1] if checkpoints else None
     if not overwrite:
         raise OptionError(f"{str(out)!r} holds a run already.", "go on with --resume, or start anew with --overwrite.")
-    for checkpoint in find_checkpoints(out):
-        shutil.rmtree(checkpoint)
-    (out / "metrics.jsonl").unlink(missing_ok=True)
     return None
 
 
-def _make_model(config: RewardTrainingConfig, teacher: RewardModel | None) -> RewardModel:
+def _begin_run(out: Path, config: RewardTrainingConfig, fresh: bool) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        for checkpoint in find_checkpoints(out):
+            shutil.rmtree(checkpoint)
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+    (out / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+
+
+def _make_model(config: RewardTrainingConfig, teacher: Any) -> RewardModel:
     if config.init:
         model = RewardModel.from_pretrained(config.init)
         if isinstance(model, RadQ) != (config.kind == "q"):
             raise OptionError(f"{config.init!r} is a {type(model).__name__}.", f"kind is {config.kind!r}; set --kind.")
+        wanted = config.attributes or model.config.attributes
+    elif teacher is not None and not config.backbone:
+        model = RadQ.from_teacher(teacher, config.head)
         wanted = config.attributes or model.config.attributes
     else:
         wanted = config.attributes or (teacher.config.attributes if teacher is not None else [])
@@ -499,9 +400,13 @@ def _make_model(config: RewardTrainingConfig, teacher: RewardModel | None) -> Re
         else:
             model = RadV.from_backbone(config.backbone, wanted, **options)
     if model.tokenizer is None:
-        raise ModelError(f"{config.backbone or config.init!r} has no tokenizer.", "put its files into the folder.")
+        source = config.backbone or config.init or config.teacher
+        raise ModelError(f"{source!r} has no tokenizer.", "put its files into the folder.")
     if list(wanted) != list(model.config.attributes):
-        raise OptionError(f"labels are {wanted}.", f"{config.init!r} has {', '.join(model.config.attributes)}.")
+        raise OptionError(
+            f"labels are {', '.join(wanted)}.",
+            f"{config.init or config.teacher!r} has {', '.join(model.config.attributes)}.",
+        )
     if teacher is not None:
         _check_teacher(teacher, model, config)
         model.config.response_range = teacher.config.response_range
@@ -528,9 +433,13 @@ def _load(config: RewardTrainingConfig, model: RewardModel, progress: bool) -> t
     assert model.tokenizer is not None
     max_length = min(config.max_length, model.max_tokens or config.max_length)
 
+    columns = DataColumns(
+        config.text, config.attributes, config.prompt, config.weight, config.label_range, config.skip_empty
+    )
+
     def load(sources: list[str]) -> RewardData:
         assert model.tokenizer is not None
-        return load_data(sources, model.tokenizer, config.columns, max_length, config.cache, progress)
+        return load_data(sources, model.tokenizer, columns, max_length, config.cache, progress)
 
     data = load(config.data)
     _check_labels(config, data)

@@ -1,0 +1,431 @@
+"""Training: tasks with known answers are learnt, and neither batches, processes nor crashes change a run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from radq.cli import main
+from radq.errors import DataError, ModelError, OptionError, VocabularyError
+from radq.losses import baseline_loss, squared_loss
+from radq.models import RadQ, RadV, RewardModel
+from radq.settings import RewardTrainingConfig, load_settings
+from radq.toy import BAD, GOOD, NOUNS, make_reviews
+from radq.training import area_under_curve, compute_metrics, find_checkpoints, random_tokens, train
+
+SMALL: dict[str, Any] = {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3, "log_steps": 1}
+
+
+@pytest.fixture(scope="session")
+def calm_toy(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy without dropout, so that runs which differ in batches can be compared number by number."""
+    folder = tmp_path_factory.mktemp("calm") / "toy"
+    shutil.copytree(toy, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "reviews.csv"
+    pandas.DataFrame(make_reviews(200), columns=["text", "praise"]).to_csv(file, index=False)
+    return file
+
+
+@pytest.fixture
+def settings(reviews: Path, calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
+    return RewardTrainingConfig(
+        data=[str(reviews)],
+        labels="praise",
+        backbone=str(calm_toy),
+        out=str(tmp_path / "run"),
+        cache=str(tmp_path / "cache"),
+        **SMALL,
+    )
+
+
+def changed(settings: RewardTrainingConfig, **changes: Any) -> RewardTrainingConfig:
+    return RewardTrainingConfig(**(vars(settings) | changes))
+
+
+def losses(run: str | Path) -> list[float]:
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def weights(run: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(run) / "model.safetensors")
+
+
+# --- what is learnt ---
+
+
+def one_word() -> list[tuple[str, float]]:
+    return [(text, float("film" in text)) for text, _ in make_reviews(2000)]
+
+
+def word_order() -> list[tuple[str, float]]:
+    """1 if the good word comes before the bad one."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(2000):
+        pair = [rng.choice(GOOD), rng.choice(BAD)]
+        first = int(rng.integers(2))
+        rows.append((f"the {rng.choice(NOUNS)} was {pair[1 - first]} but {pair[first]} .", float(first)))
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+@pytest.mark.parametrize("task", ["one word", "several words", "word order"])
+def test_known_answers_are_learnt(kind: str, task: str, calm_toy: Path, tmp_path: Path) -> None:
+    rows = {"one word": one_word, "several words": lambda: make_reviews(2000), "word order": word_order}[task]()
+    pandas.DataFrame(rows, columns=["text", "answer"]).to_csv(tmp_path / "rows.csv", index=False)
+    settings = RewardTrainingConfig(
+        data=[str(tmp_path / "rows.csv")],
+        labels="answer",
+        backbone=str(calm_toy),
+        out=str(tmp_path / "run"),
+        cache=str(tmp_path / "cache"),
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        learning_rate=3e-3,
+        epochs=8,
+        batch_size=32,
+        eval_share=0.1,
+        reg_weight=0.1,
+    )
+    metrics = train(settings)
+    assert metrics["eval_last_token_mse"] < 0.01
+    assert ("eval_auc_answer" in metrics) == (task != "several words")
+
+    model = RewardModel.from_pretrained(tmp_path / "run")
+    assert model.tokenizer is not None
+    ids = model.tokenizer("the plot was", return_tensors="pt").input_ids
+    expected = np.mean([answer for text, answer in rows if task == "several words" or "plot was" in text])
+    with torch.no_grad():
+        assert model.token_rewards(ids)[0, -1, 0].item() == pytest.approx(expected, abs=0.1)
+
+
+def test_a_student_learns_its_teachers_rewards(settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path) -> None:
+    teacher = changed(settings, kind="v", epochs=12, learning_rate=3e-3, out=str(tmp_path / "teacher"))
+    train(teacher)
+    before = (tmp_path / "teacher" / "model.safetensors").read_bytes()
+    student = changed(settings, teacher=str(tmp_path / "teacher"), labels="", learning_rate=3e-3, eval_share=0.1)
+    one = train(changed(student, backbone="", epochs=6))
+    assert one["eval_distillation_mse"] < 0.02
+    assert "eval_weighted_mse" not in one  # no labels were given
+    model = RewardModel.from_pretrained(settings.out)
+    assert type(model) is RadQ
+    assert model.config.attributes == ["praise"]
+    assert not [name for name in weights(settings.out) if "teacher" in name]
+    assert (tmp_path / "teacher" / "model.safetensors").read_bytes() == before
+
+    online = changed(student, backbone=str(calm_toy), out=str(tmp_path / "online"))
+    cached = changed(online, cache_targets=True, out=str(tmp_path / "cached"))
+    train(online)
+    train(cached)
+    assert losses(cached.out) == pytest.approx(losses(online.out), abs=1e-5)
+    assert list((tmp_path / "cached" / "targets").iterdir())
+
+
+def test_a_student_starts_from_its_teacher(calm_toy: Path) -> None:
+    teacher = RadV.from_backbone(calm_toy, attributes=["a", "b"], response_range=(-1, 1))
+    student = RadQ.from_teacher(teacher)
+    assert student.config.attributes == ["a", "b"]
+    assert student.config.response_range == [-1.0, 1.0]
+    assert student.vocabulary == teacher.vocabulary
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        values = teacher.token_rewards(ids) - teacher.head.bias
+        student.head.weight.zero_()
+        torch.testing.assert_close(student.token_rewards(ids)[:, 1:], values[:, :-1])
+    assert student.backbone is not teacher.backbone
+
+
+def test_a_second_stage_goes_on_from_the_first(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+    train(settings)
+    second = changed(settings, backbone="", init=settings.out, out=str(tmp_path / "second"), learning_rate=1e-9)
+    train(second)
+    for name, values in weights(settings.out).items():
+        torch.testing.assert_close(weights(second.out)[name], values, atol=1e-5, rtol=1e-3)
+    with pytest.raises(OptionError, match="RadQ"):
+        train(changed(second, kind="v", out=str(tmp_path / "third")))
+
+
+def test_adapters_and_head_are_all_a_lora_folder_holds(settings: RewardTrainingConfig) -> None:
+    train(changed(settings, lora_rank=4))
+    stored = weights(settings.out)
+    assert any("lora_A" in name for name in stored)
+    assert all(name.startswith("head.") or ".lora_" in name for name in stored)
+    model = RewardModel.from_pretrained(settings.out)
+    assert model.config.lora_rank == 4
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert {name for name in model.state_dict() if not (name.startswith("head.") or ".lora_" in name)} == frozen
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        rewards = model.token_rewards(ids)
+        plain = RadQ.from_backbone(settings.backbone, ["praise"])
+        plain.head.load_state_dict(model.head.state_dict())
+        assert not torch.allclose(plain.token_rewards(ids), rewards, atol=1e-4)  # the adapters matter
+    model.save_pretrained(Path(settings.out) / "again")
+    with torch.no_grad():
+        assert torch.equal(RewardModel.from_pretrained(Path(settings.out) / "again").token_rewards(ids), rewards)
+    (Path(settings.out) / "again" / "model.safetensors").unlink()
+    with pytest.raises(ModelError):
+        RewardModel.from_pretrained(Path(settings.out) / "again")
+
+
+# --- what must not matter ---
+
+
+@pytest.mark.parametrize("distils", [False, True])
+def test_accumulation_does_not_change_the_losses(
+    distils: bool, settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
+) -> None:
+    settings = changed(settings, batch_size=24)  # and a last batch of 8
+    if distils:
+        RadV.from_backbone(calm_toy, attributes=["praise"]).save_pretrained(tmp_path / "teacher")
+        settings = changed(settings, teacher=str(tmp_path / "teacher"))
+    train(settings)
+    for micro_batch_size in (3, 8):
+        cut = changed(settings, micro_batch_size=micro_batch_size, out=str(tmp_path / f"cut{micro_batch_size}"))
+        train(cut)
+        assert losses(cut.out) == pytest.approx(losses(settings.out), abs=1e-5)
+
+
+def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig) -> None:
+    from radq.data import DataColumns, GlobalBatches, load_data
+
+    train(changed(settings, learning_rate=1e-12))
+    torch.manual_seed(settings.seed)
+    model = RadQ.from_backbone(settings.backbone, ["praise"])
+    assert model.tokenizer is not None
+    data = load_data(settings.data, model.tokenizer, DataColumns(labels=["praise"]), cache_folder=settings.cache)
+    expected = []
+    for indices in GlobalBatches(data.lengths, 16):
+        batch = data.batch(indices)
+        tokens = random_tokens(batch, model.vocabulary.size, 0, 0)
+        with torch.no_grad():
+            output = model(batch["input_ids"], batch["attention_mask"], tokens)
+        loss = squared_loss(output.rewards, batch["loss_mask"], batch["responses"])
+        expected.append((loss + baseline_loss(output.marginals, batch["loss_mask"])).item())
+    assert losses(settings.out) == pytest.approx(expected, abs=1e-5)
+
+
+def test_random_tokens_belong_to_rows_and_are_uniform() -> None:
+    rows = torch.arange(3000)
+    batch = {"rows": rows, "input_ids": torch.zeros(3000, 20, dtype=torch.long)}
+    tokens = random_tokens(batch, 50, seed=1, epoch=2)
+    assert tokens.min() >= 0
+    frequency = tokens.flatten().bincount(minlength=50) / tokens.numel()
+    assert (frequency - 1 / 50).abs().max() < 0.003
+    part = {"rows": rows[7:9], "input_ids": torch.zeros(2, 5, dtype=torch.long)}
+    assert torch.equal(random_tokens(part, 50, 1, 2), tokens[7:9, :5])
+    assert not torch.equal(random_tokens(part, 50, 1, 3), tokens[7:9, :5])
+
+
+def arguments(settings: RewardTrainingConfig, **more: Any) -> list[str]:
+    values = {"data": settings.data[0], "labels": settings.labels, "backbone": settings.backbone, "out": settings.out}
+    values |= {"cache": settings.cache, "epochs": settings.epochs, "batch_size": settings.batch_size, "log_steps": 1}
+    values |= {"learning_rate": settings.learning_rate, **more}
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def test_two_processes_have_the_losses_of_one(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+    train(settings)
+    two = changed(settings, out=str(tmp_path / "two"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, "-m", "radq", "train", *arguments(two), "--json"]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert losses(two.out) == pytest.approx(losses(settings.out), abs=1e-5)
+    assert type(RewardModel.from_pretrained(two.out)) is RadQ
+
+
+def test_a_killed_run_resumes_to_the_same_weights(settings: RewardTrainingConfig, toy: Path, tmp_path: Path) -> None:
+    settings = changed(settings, backbone=str(toy), epochs=6)  # with dropout
+    command = [sys.executable, "-m", "radq", "train", "--save-steps", "10", "--json"]
+    whole = changed(settings, out=str(tmp_path / "whole"))
+    subprocess.run([*command, *arguments(whole)], env=ENVIRONMENT, check=True, capture_output=True)
+
+    killed = subprocess.Popen([*command, *arguments(settings)], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not find_checkpoints(settings.out) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (Path(settings.out) / "model.safetensors").exists()
+    half = Path(settings.out) / ".saving" / "checkpoint-9999"  # as a kill in the middle of saving leaves it
+    half.mkdir(parents=True)
+
+    resumed = [sys.executable, "-m", "radq", "train", "--resume", "--out", settings.out, "--json"]
+    subprocess.run(resumed, env=ENVIRONMENT, check=True, capture_output=True)
+    assert losses(settings.out) == losses(whole.out)
+    for name, values in weights(whole.out).items():
+        assert torch.equal(weights(settings.out)[name], values), name
+
+
+# --- a run folder ---
+
+
+def test_a_run_folder_tells_what_happened(settings: RewardTrainingConfig) -> None:
+    metrics = train(changed(settings, eval_share=0.2, eval_steps=5, save_steps=4))
+    out = Path(settings.out)
+    stored = load_settings(out / "config.yaml")
+    assert stored.labels == "praise"
+    assert stored.eval_share == 0.2
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
+    assert [line["step"] for line in lines if "eval_weighted_mse" in line][:2] == [5, 10]
+    assert all(line["tokens_per_second"] > 0 for line in lines if "loss" in line)
+    assert metrics["eval_weighted_mse"] > 0
+    assert [path.name for path in find_checkpoints(out)] == ["checkpoint-8", "checkpoint-10"]
+    assert not (out / ".saving").exists()
+    assert RewardModel.from_pretrained(out).config.response_range == [0.0, 1.0]
+
+
+def test_a_run_is_not_overwritten_by_accident(settings: RewardTrainingConfig) -> None:
+    train(settings)
+    with pytest.raises(OptionError, match="holds a run already.*--resume"):
+        train(settings)
+    first = losses(settings.out)
+    train(changed(settings, seed=1), overwrite=True)
+    assert losses(settings.out) != first
+    assert len(losses(settings.out)) == len(first)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(
+    settings: RewardTrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Trainer
+
+    original = Trainer._save_optimizer_and_scheduler
+
+    def full(self: Trainer, output_dir: str) -> None:
+        if self.state.global_step == 8:
+            raise OSError("No space left on device")
+        original(self, output_dir)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(OSError, match="No space"):
+        train(changed(settings, save_steps=4))
+    assert [path.name for path in find_checkpoints(settings.out)] == ["checkpoint-4"]
+    monkeypatch.undo()
+    train(changed(settings, save_steps=4), resume=True)
+    assert (Path(settings.out) / "model.safetensors").exists()
+
+
+def test_responses_outside_the_unit_interval_set_the_range(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+    rows = pandas.DataFrame({"text": ["the film was good ."] * 8, "stars": [1, 2, 3, 4, 5, 5, 5, 1]})
+    rows.to_csv(tmp_path / "stars.csv", index=False)
+    stars = changed(settings, data=[str(tmp_path / "stars.csv")], labels="stars")
+    train(stars)
+    assert RewardModel.from_pretrained(settings.out).config.response_range == [1.0, 5.0]
+    with pytest.raises(DataError, match="from 1 to 5.*label-range"):
+        train(changed(stars, loss="ce"), overwrite=True)
+    train(changed(stars, loss="ce", label_range=(1, 5)), overwrite=True)
+    assert RewardModel.from_pretrained(settings.out).config.loss == "ce"
+
+
+# --- metrics ---
+
+
+def test_metrics_by_hand() -> None:
+    assert area_under_curve(np.array([0.1, 0.9, 0.4, 0.4]), np.array([0, 1, 0, 1])) == pytest.approx(3.5 / 4)
+    stats = np.array([[0.2, 0.9, 0.1, 0.3], [0.8, 0.1, 0.3, 0.1]])  # last rewards of two attributes, weighted errors
+    labels = np.array([[0.0, 0.5], [1.0, 0.5]])
+    metrics = compute_metrics(stats, labels, ["a", "b"])
+    assert metrics["weighted_mse"] == pytest.approx(0.2)
+    assert metrics["last_token_mse"] == pytest.approx((0.04 + 0.16 + 0.04 + 0.16) / 4)
+    assert metrics["auc_a"] == metrics["accuracy_a"] == 1.0
+    assert "auc_b" not in metrics
+    distilled = compute_metrics(np.array([[0.5, 6.0, 3.0], [0.5, 2.0, 1.0]]), np.empty((2, 0)), ["a"])
+    assert distilled == {"distillation_mse": 2.0}
+
+
+# --- mistakes ---
+
+
+def test_mistakes_are_named(settings: RewardTrainingConfig, calm_toy: Path, lm_folders: dict[str, Path]) -> None:
+    for change, message in [
+        ({"data": []}, "no data"),
+        ({"out": ""}, "no run folder"),
+        ({"labels": ""}, "no labels"),
+        ({"backbone": ""}, "no model to start from"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"eval_share": 1.0}, "eval_share is 1.0"),
+        ({"labels": "praise,blame"}, "no column 'blame'.*text, praise"),
+        ({"teacher": "x", "kind": "v"}, "kind is 'v'"),
+        ({"backbone": str(lm_folders["gpt2"])}, "no tokenizer"),
+    ]:
+        with pytest.raises((OptionError, DataError, ModelError), match=message):
+            train(changed(settings, **change))
+
+
+def test_teachers_that_do_not_fit(settings: RewardTrainingConfig, calm_toy: Path, toy: Path, tmp_path: Path) -> None:
+    RadV.from_backbone(calm_toy, attributes=["blame"]).save_pretrained(tmp_path / "blame")
+    with pytest.raises(OptionError, match="teacher's attributes are blame.*praise"):
+        train(changed(settings, teacher=str(tmp_path / "blame")))
+    RadQ.from_backbone(calm_toy, attributes=["praise"]).save_pretrained(tmp_path / "q")
+    with pytest.raises(ModelError, match="RadQ, not a RadV"):
+        train(changed(settings, teacher=str(tmp_path / "q")))
+    other = RadV.from_backbone(calm_toy, attributes=["praise"])
+    other.config.vocabulary = [*other.config.vocabulary[:2], "another"]  # pyright: ignore[reportOptionalSubscript]
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(VocabularyError, match="other"):
+        train(changed(settings, teacher=str(tmp_path / "other")))
+
+
+def test_a_constant_label_is_warned_of(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+    pandas.DataFrame({"text": ["film", "plot"], "praise": [1, 1]}).to_csv(tmp_path / "same.csv", index=False)
+    with pytest.warns(UserWarning, match="'praise' is 1 in every row"):
+        train(changed(settings, data=[str(tmp_path / "same.csv")]))
+
+
+# --- the command line ---
+
+
+def test_settings_come_from_yaml_and_flags_win(
+    settings: RewardTrainingConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"data: [{settings.data[0]}]\nlabels: praise\nbackbone: {settings.backbone}\nbatch_size: 50\n")
+    out = ["--out", settings.out, "--cache", str(settings.cache)]
+    assert main(["train", "--config", str(file), *out, "--max-steps", "2", "--batch-size", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["train_loss"] > 0
+    stored = load_settings(Path(settings.out) / "config.yaml")
+    assert (stored.batch_size, stored.max_steps, stored.labels) == (20, 2, "praise")
+
+    file.write_text("learning_rat: 1\n")
+    assert main(["train", "--config", str(file), *out]) == 2
+    assert "learning_rat" in capsys.readouterr().err
+    assert main(["train", "--config", str(tmp_path / "none.yaml"), *out]) == 2
+    assert main(["train", *arguments(settings)]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_distil_from_the_command_line(
+    settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RadV.from_backbone(calm_toy, attributes=["praise"]).save_pretrained(tmp_path / "teacher")
+    argv = ["--data", settings.data[0], "--out", settings.out, "--cache", str(settings.cache), "--max-steps", "2"]
+    assert main(["distill", "--teacher", str(tmp_path / "teacher"), *argv]) == 0
+    assert "RAD-Q" in capsys.readouterr().out
+    assert type(RewardModel.from_pretrained(settings.out)) is RadQ
+    assert main(["distill", *argv]) == 2
+    assert "no teacher" in capsys.readouterr().err
