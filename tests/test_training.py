@@ -411,6 +411,13 @@ def test_settings_come_from_yaml_and_flags_win(
     stored = load_settings(Path(settings.out) / "config.yaml")
     assert (stored.batch_size, stored.max_steps, stored.labels) == (20, 2, "praise")
 
+    file.write_text("learning_rate: 1e-5\nepochs: 3\nlabel_range: [1, 5]\n")  # YAML takes 1e-5 for a text
+    numbers = load_settings(file)
+    assert (numbers.learning_rate, numbers.epochs, numbers.label_range) == (1e-5, 3.0, (1.0, 5.0))
+    for wrong in ("learning_rate: fast", "batch_size: many", "label_range: 3"):
+        file.write_text(wrong)
+        with pytest.raises(OptionError, match="numbers are needed"):
+            load_settings(file)
     file.write_text("learning_rat: 1\n")
     assert main(["train", "--config", str(file), *out]) == 2
     assert "learning_rat" in capsys.readouterr().err

@@ -129,6 +129,18 @@ def load_settings(file: str | Path) -> RewardTrainingConfig:
     for name in stored:
         if name not in known:
             raise OptionError(f"{str(file)!r} sets {name!r}, which is no option.", f"there are {', '.join(known)}.")
-    if "label_range" in stored and stored["label_range"] is not None:
-        stored["label_range"] = tuple(stored["label_range"])
+        stored[name] = _converted(stored[name], known[name].type, f"{str(file)!r} sets {name!r} to {stored[name]!r}.")
     return RewardTrainingConfig(**stored)
+
+
+def _converted(value: Any, wanted: Any, problem: str) -> Any:
+    """What YAML means by a value: it reads 1e-5 as text, and knows no tuples."""
+    try:
+        if wanted in (int, float):
+            return wanted(value)
+        if wanted == tuple[float, float] | None and value is not None:
+            low, high = value
+            return float(low), float(high)
+    except (TypeError, ValueError) as error:
+        raise OptionError(problem, "numbers are needed there.") from error
+    return value

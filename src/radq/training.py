@@ -4,7 +4,8 @@
 
 The loss of an optimizer step is the loss of its whole batch, however that is cut: sums are divided by the utterances
 and positions of all micro-batches of all processes. Random tokens of the regulariser depend on row, position and epoch.
-So padding, micro-batches and the number of processes change nothing, and a killed run resumes to the same weights.
+So padding, micro-batches and the number of processes change nothing but the draws of a backbone's dropout, and a killed
+run resumes to the same weights.
 """
 
 import json

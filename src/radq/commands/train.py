@@ -32,8 +32,12 @@ def defaults(argv: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> None:
     from radq.commands.console import print_json
-    from radq.training import train
+    from radq.errors import ModelError
 
+    try:
+        from radq.training import train
+    except ImportError as error:
+        raise ModelError(f"training needs the package {error.name}.", "pip install 'radq[train]'.") from error
     settings = RewardTrainingConfig(**_values(arguments))
     metrics = train(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
     if arguments.json:
