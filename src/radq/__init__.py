@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from radq.guides import Guide, RewardGuide
     from radq.hosts.hf import GuidedLogitsProcessor
     from radq.models import RadQ, RadV, RewardConfig, RewardModel
+    from radq.runs import train
     from radq.settings import RewardTrainingConfig
-    from radq.training import RewardTrainer, train
+    from radq.training import RewardTrainer
 
 _HOME = {
     "Generation": "radq.decoding",
@@ -31,7 +32,7 @@ _HOME = {
     "RewardModel": "radq.models",
     "RewardTrainer": "radq.training",
     "RewardTrainingConfig": "radq.settings",
-    "train": "radq.training",
+    "train": "radq.runs",
 }
 
 __all__ = [

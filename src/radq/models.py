@@ -19,13 +19,13 @@ from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils.generic import ModelOutput
 
 from radq import cache
+from radq.adapters import add_adapters, load_adapters, without_backbone
 from radq.backbones import explained, find_tokenizer, load_causal_lm, load_weights, quiet
 from radq.cache import LeftPacked, Prefix, Siblings
 from radq.errors import ContextLengthError, ModelError, OptionError
@@ -182,8 +182,7 @@ class RewardModel(PreTrainedModel):
     ) -> None:
         """config.json, safetensors and the tokenizer: all of them or, if anything fails, none."""
         if self.config.lora_rank:
-            state = kwargs.get("state_dict") or self.state_dict()
-            kwargs["state_dict"] = {key: value for key, value in state.items() if _is_own(key)}
+            kwargs["state_dict"] = without_backbone(kwargs.get("state_dict") or self.state_dict())
         with whole_folder(save_directory) as folder, quiet():
             super().save_pretrained(folder, **kwargs)
             if self.tokenizer is not None:
@@ -200,7 +199,7 @@ class RewardModel(PreTrainedModel):
         if not issubclass(kind, cls):
             raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
         if stored.get("lora_rank"):
-            model: Any = _load_adapters(kind, RewardConfig.from_dict(stored), Path(name), **kwargs)
+            model: Any = _load_beside_backbone(kind, stored, Path(name), **kwargs)
         else:
             model = load_weights(super(RewardModel, kind).from_pretrained, name, **kwargs)
         model.tokenizer = find_tokenizer(name)
@@ -208,17 +207,8 @@ class RewardModel(PreTrainedModel):
         return model.to(device).eval()
 
     def add_lora(self, rank: int, backbone_name: str) -> None:
-        """Freeze the backbone and put adapters of this rank beside its linear layers; the head still trains."""
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError as error:
-            raise ModelError("LoRA needs the package peft.", "pip install 'radq[train]'.") from error
-        linear = ("Linear", "Conv1D")
-        names = {name.split(".")[-1] for name, m in self.backbone.named_modules() if type(m).__name__ in linear}
-        conv = any(type(module).__name__ == "Conv1D" for module in self.backbone.modules())  # GPT-2's transposed layers
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=sorted(names), fan_in_fan_out=conv)
-        self.backbone.requires_grad_(False)
-        inject_adapter_in_model(config, self.backbone)
+        """Freeze the backbone and train adapters beside it, and the head; saved are then these alone."""
+        add_adapters(self.backbone, rank)
         self.config.lora_rank, self.config.backbone_name = rank, str(backbone_name)
 
     # --- rewards of texts ---
@@ -476,29 +466,20 @@ def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
     raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")
 
 
-def _is_own(key: str) -> bool:
-    """Whether a tensor belongs to the adapters or the head, and not to the backbone they stand beside."""
-    return key.startswith("head.") or ".lora_" in key
-
-
-def _load_adapters(kind: Any, config: RewardConfig, folder: Path, dtype: Any = "auto", **kwargs: Any) -> RewardModel:
+def _load_beside_backbone(kind: Any, stored: dict[str, Any], folder: Path, dtype: Any = "auto") -> RewardModel:
     """A model of which the folder holds adapters and head; the backbone comes from where the configuration says."""
+    config = RewardConfig.from_dict(stored)
     assert config.backbone is not None
     assert config.backbone_name is not None
     dtype = torch.float32 if dtype in ("auto", None) else getattr(torch, str(dtype).removeprefix("torch."))
     options = {name: getattr(config, name) for name in ("loss", "response_range", "prepend_bos")}
     if kind is RadQ:
         options["head"] = config.head
-    model = kind.from_backbone(
-        config.backbone_name, config.attributes, num_layers=config.backbone.num_hidden_layers, dtype=dtype, **options
-    )
+    num_layers = config.backbone.num_hidden_layers
+    model = kind.from_backbone(config.backbone_name, config.attributes, num_layers=num_layers, dtype=dtype, **options)
     model.add_lora(config.lora_rank, config.backbone_name)
     with explained(folder, "adapters"):
-        weights = load_file(folder / "model.safetensors")
-    missing = [key for key in model.state_dict() if _is_own(key) and key not in weights]
-    if missing:
-        raise ModelError(f"the adapters in {str(folder)!r} lack {missing[0]!r}.", "is the folder complete?")
-    model.load_state_dict(weights, strict=False)
+        load_adapters(model, folder / "model.safetensors")
     return model
 
 

@@ -1,6 +1,4 @@
-"""Training and distillation of reward models, on transformers' Trainer.
-
-    train(RewardTrainingConfig(data=["reviews.csv"], labels="praise", backbone="gpt2", out="praise"))
+"""The trainer of reward models, on transformers' Trainer; `radq.runs` makes a whole run of it.
 
 The loss of an optimizer step is the loss of its whole batch, however that is cut: sums are divided by the utterances
 and positions of all micro-batches of all processes. Random tokens of the regulariser depend on row, position and epoch.
@@ -11,20 +9,15 @@ run resumes to the same weights.
 import json
 import shutil
 import time
-import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from accelerate import PartialState
 from jaxtyping import Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import (
     EvalPrediction,
     PrinterCallback,
@@ -35,10 +28,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from radq.data import DataColumns, GlobalBatches, RewardData, load_data
-from radq.errors import DataError, ModelError, OptionError, VocabularyError
+from radq.data import GlobalBatches, RewardData
 from radq.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
-from radq.models import RadQ, RadV, RewardModel
+from radq.models import RewardModel
 from radq.settings import RewardTrainingConfig
 
 CHECKPOINTS_KEPT = 2
@@ -328,166 +320,3 @@ class _MetricsCallback(TrainerCallback):
     ) -> None:
         with self.file.open("a") as stream:
             stream.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **(logs or {})}) + "\n")
-
-
-# --- a run ---
-
-
-def train(
-    config: RewardTrainingConfig, resume: bool = False, overwrite: bool = False, progress: bool = False
-) -> dict[str, float]:
-    """Train or distil as the configuration says; returns the final metrics. The run folder is then a reward model."""
-    config.check()
-    out = Path(config.out)
-    processes = PartialState()  # of a launch of several; alone, the only one
-    checkpoint = _open_run(out, resume, overwrite)
-    processes.wait_for_everyone()  # all have looked before one writes
-    teacher = None if not config.teacher else RadV.from_pretrained(config.teacher)
-    torch.manual_seed(config.seed)
-    model = _make_model(config, teacher)
-    with processes.main_process_first():  # the others find the data tokenised
-        data, eval_data = _load(config, model, progress and processes.is_main_process)
-    if processes.is_main_process:
-        _begin_run(out, config, fresh=checkpoint is None)
-    trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
-    if teacher is not None and config.cache_targets:
-        for part in (data, eval_data):
-            if part is not None:
-                part.targets = _cache_targets(part, teacher, config, trainer, progress)
-    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    metrics = dict(result.metrics) | (trainer.evaluate() if eval_data is not None else {})
-    if trainer.is_fsdp_enabled:
-        trainer.save_model(str(out))  # gathers the shards
-    elif trainer.is_world_process_zero():
-        model.save_pretrained(out)
-    return metrics
-
-
-def _open_run(out: Path, resume: bool, overwrite: bool) -> Path | None:
-    """The checkpoint to go on from; refuses to write over a run by accident."""
-    if not (out / "config.yaml").exists():
-        return None
-    if resume:
-        checkpoints = find_checkpoints(out)
-        return checkpoints[-1] if checkpoints else None
-    if not overwrite:
-        raise OptionError(f"{str(out)!r} holds a run already.", "go on with --resume, or start anew with --overwrite.")
-    return None
-
-
-def _begin_run(out: Path, config: RewardTrainingConfig, fresh: bool) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        for checkpoint in find_checkpoints(out):
-            shutil.rmtree(checkpoint)
-        (out / "metrics.jsonl").unlink(missing_ok=True)
-    (out / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
-
-
-def _make_model(config: RewardTrainingConfig, teacher: Any) -> RewardModel:
-    if config.init:
-        model = RewardModel.from_pretrained(config.init)
-        if isinstance(model, RadQ) != (config.kind == "q"):
-            raise OptionError(f"{config.init!r} is a {type(model).__name__}.", f"kind is {config.kind!r}; set --kind.")
-        wanted = config.attributes or model.config.attributes
-    elif teacher is not None and not config.backbone:
-        model = RadQ.from_teacher(teacher, config.head)
-        wanted = config.attributes or model.config.attributes
-    else:
-        wanted = config.attributes or (teacher.config.attributes if teacher is not None else [])
-        options: dict[str, Any] = {"num_layers": config.num_layers, "loss": "mse" if config.teacher else config.loss}
-        if config.kind == "q":
-            model = RadQ.from_backbone(config.backbone, wanted, config.head, **options)
-        else:
-            model = RadV.from_backbone(config.backbone, wanted, **options)
-    if model.tokenizer is None:
-        source = config.backbone or config.init or config.teacher
-        raise ModelError(f"{source!r} has no tokenizer.", "put its files into the folder.")
-    if list(wanted) != list(model.config.attributes):
-        raise OptionError(
-            f"labels are {', '.join(wanted)}.",
-            f"{config.init or config.teacher!r} has {', '.join(model.config.attributes)}.",
-        )
-    if teacher is not None:
-        _check_teacher(teacher, model, config)
-        model.config.response_range = teacher.config.response_range
-    if config.lora_rank:
-        model.add_lora(config.lora_rank, config.backbone or config.init)
-    return model
-
-
-def _check_teacher(teacher: RewardModel, student: RewardModel, config: RewardTrainingConfig) -> None:
-    if teacher.config.attributes != student.config.attributes:
-        raise OptionError(
-            f"the teacher's attributes are {', '.join(teacher.config.attributes)}, "
-            f"the student's {', '.join(student.config.attributes)}.",
-            "leave --labels out, or name the teacher's.",
-        )
-    if teacher.vocabulary != student.vocabulary:
-        raise VocabularyError(
-            f"the vocabulary of the teacher {config.teacher!r} is not that of {config.backbone or config.init!r}.",
-            "student and teacher need one tokenizer.",
-        )
-
-
-def _load(config: RewardTrainingConfig, model: RewardModel, progress: bool) -> tuple[RewardData, RewardData | None]:
-    assert model.tokenizer is not None
-    max_length = min(config.max_length, model.max_tokens or config.max_length)
-
-    columns = DataColumns(
-        config.text, config.attributes, config.prompt, config.weight, config.label_range, config.skip_empty
-    )
-
-    def load(sources: list[str]) -> RewardData:
-        assert model.tokenizer is not None
-        return load_data(sources, model.tokenizer, columns, max_length, config.cache, progress)
-
-    data = load(config.data)
-    _check_labels(config, data)
-    if not config.teacher:
-        model.config.response_range = list(data.response_range)
-    if progress:
-        counts = data.counts
-        print(f"{counts.rows} rows, {counts.tokens} tokens; {counts.truncated} cut off, {counts.empty} empty left out")
-    if config.eval_data:
-        return data, load(config.eval_data)
-    if config.eval_share:
-        return data.split(config.eval_share, config.seed)
-    return data, None
-
-
-def _check_labels(config: RewardTrainingConfig, data: RewardData) -> None:
-    for attribute, low, high in zip(config.attributes, data.counts.label_low, data.counts.label_high, strict=True):
-        if low == high:
-            warnings.warn(f"label {attribute!r} is {low:g} in every row: there is nothing to learn.", stacklevel=2)
-        if config.loss == "ce" and not (low >= 0 and high <= 1):
-            raise DataError(
-                f"label {attribute!r} runs from {low:g} to {high:g}.",
-                "cross-entropy needs responses in [0, 1]; map them with --label-range, or use --loss mse.",
-            )
-
-
-@torch.no_grad()
-def _cache_targets(
-    data: RewardData, teacher: RewardModel, config: RewardTrainingConfig, trainer: RewardTrainer, progress: bool
-) -> np.ndarray:
-    """The teacher's rewards of all tokens, (tokens, a), computed once and mapped from the run folder."""
-    file = Path(config.out) / "targets" / f"{data.folder.name}-{len(data)}.npy"
-    with trainer.args.main_process_first():
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")
-            shape = (len(data.tokens), len(teacher.config.attributes))
-            targets = np.lib.format.open_memmap(temporary, "w+", np.float32, shape)
-            order = np.argsort(data.lengths, kind="stable")
-            chunks = np.array_split(order, -(-len(order) // config.batch_size))
-            for chunk in tqdm(chunks, desc="teacher", disable=not progress):
-                batch = data.batch(chunk.tolist())
-                mask = batch["attention_mask"]
-                rewards = teacher.token_rewards(batch["input_ids"].to(teacher.device), mask.to(teacher.device)).cpu()
-                starts = data.offsets[batch["rows"].numpy()]
-                where = (starts[:, None] + np.arange(mask.shape[1]))[mask.bool().numpy()]
-                targets[where] = rewards[mask.bool()].numpy()
-            targets.flush()
-            temporary.replace(file)
-    return np.load(file, mmap_mode="r")

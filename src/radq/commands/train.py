@@ -35,7 +35,7 @@ def run(arguments: Arguments) -> None:
     from radq.errors import ModelError
 
     try:
-        from radq.training import train
+        from radq.runs import train
     except ImportError as error:
         raise ModelError(f"training needs the package {error.name}.", "pip install 'radq[train]'.") from error
     settings = RewardTrainingConfig(**_values(arguments))
