@@ -25,9 +25,9 @@ from radq import RadQ
 from radq.backbones import quiet
 from radq.data import DataColumns, read_examples
 from radq.losses import baseline_loss, squared_loss
+from radq.runs import train
 from radq.settings import RewardTrainingConfig, load_settings
 from radq.toy import make_reviews
-from radq.training import train
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
