@@ -369,6 +369,7 @@ def test_mistakes_are_named(settings: RewardTrainingConfig, calm_toy: Path, lm_f
         ({"labels": ""}, "no labels"),
         ({"backbone": ""}, "no model to start from"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"lora_rank": 4, "backbone": "", "init": "x"}, "lora_rank is 4"),
         ({"eval_share": 1.0}, "eval_share is 1.0"),
         ({"labels": "praise,blame"}, "no column 'blame'.*text, praise"),
         ({"teacher": "x", "kind": "v"}, "kind is 'v'"),

@@ -1,6 +1,8 @@
 """A training run: from settings to a folder with a reward model, metrics and checkpoints.
 
-train(RewardTrainingConfig(data=["reviews.csv"], labels="praise", backbone="gpt2", out="praise"))
+    train(RewardTrainingConfig(data=["reviews.csv"], labels="praise", backbone="gpt2", out="praise"))
+
+On several processes each runs this; the first one writes.
 """
 
 import shutil
@@ -101,7 +103,7 @@ def _make_model(config: RewardTrainingConfig, teacher: Any) -> RewardModel:
         _check_teacher(teacher, model, config)
         model.config.response_range = teacher.config.response_range
     if config.lora_rank:
-        model.add_lora(config.lora_rank, config.backbone or config.init)
+        model.add_lora(config.lora_rank, config.backbone)
     return model
 
 

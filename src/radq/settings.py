@@ -110,6 +110,8 @@ class RewardTrainingConfig:
             raise OptionError("there are no labels.", "give --labels with one or more columns.")
         if not self.backbone and not self.init and not self.teacher:
             raise OptionError("there is no model to start from.", "give --backbone or --init.")
+        if self.lora_rank and not self.backbone:
+            raise OptionError(f"lora_rank is {self.lora_rank}.", "adapters stand beside a --backbone; name it.")
         if self.teacher and self.kind != "q":
             raise OptionError("kind is 'v'.", "distillation trains RAD-Q.")
         for name in ("batch_size", "max_length", "log_steps", "eval_steps", "save_steps"):
