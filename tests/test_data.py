@@ -208,6 +208,14 @@ def test_files_that_are_none(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: P
         load_data([], toy_tokenizer, PRAISE)
 
 
+def test_data_sets_by_name(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="hub data sets need the package datasets, an extra of radq")
+    (tmp_path / "reviews").mkdir()
+    table().to_parquet(tmp_path / "reviews" / "train.parquet")  # a folder is a data set of its own
+    for name in (f"{tmp_path}/reviews", f"{tmp_path}/reviews:train"):
+        assert len(load_data([name], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")) == 40
+
+
 # --- batches ---
 
 

@@ -433,7 +433,10 @@ def test_distil_from_the_command_line(
 ) -> None:
     RadV.from_backbone(calm_toy, attributes=["praise"]).save_pretrained(tmp_path / "teacher")
     argv = ["--data", settings.data[0], "--out", settings.out, "--cache", str(settings.cache), "--max-steps", "2"]
-    assert main(["distill", "--teacher", str(tmp_path / "teacher"), *argv]) == 0
+    teacher = ["--teacher", str(tmp_path / "teacher")]
+    assert main(["distill", *teacher, *argv, "--online", "--cache-targets"]) == 2
+    assert "choose one" in capsys.readouterr().err
+    assert main(["distill", *teacher, *argv, "--online"]) == 0
     assert "RAD-Q" in capsys.readouterr().out
     assert type(RewardModel.from_pretrained(settings.out)) is RadQ
     assert main(["distill", *argv]) == 2

@@ -10,6 +10,9 @@ from radq.errors import OptionError
 class Arguments(train.Arguments):
     """Train a RAD-Q to give the rewards of a RAD-V. Labels are not needed; given ones are used for evaluation."""
 
+    online: bool = False
+    """Compute the teacher's rewards in every step, which is the default; the opposite of --cache-targets."""
+
 
 def defaults(argv: list[str]) -> Arguments:
     return Arguments(**vars(train.defaults(argv)))
@@ -18,4 +21,6 @@ def defaults(argv: list[str]) -> Arguments:
 def run(arguments: Arguments) -> None:
     if not arguments.teacher:
         raise OptionError("there is no teacher.", "give --teacher DIR, a RAD-V folder.")
+    if arguments.online and arguments.cache_targets:
+        raise OptionError("both --online and --cache-targets are given.", "choose one.")
     train.run(arguments)

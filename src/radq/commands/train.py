@@ -1,5 +1,6 @@
 """radq train --data reviews.csv --labels praise --backbone gpt2 --out praise"""
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def run(arguments: Arguments) -> None:
         raise ModelError(f"training needs the package {error.name}.", "pip install 'radq[train]'.") from error
     settings = RewardTrainingConfig(**_values(arguments))
     metrics = train(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
+    if int(os.environ.get("RANK", 0)) > 0:
+        return  # of several processes, one speaks
     if arguments.json:
         print_json(metrics)
     else:
