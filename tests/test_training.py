@@ -153,6 +153,9 @@ def test_a_student_starts_from_its_teacher(calm_toy: Path) -> None:
         student.head.weight.zero_()
         torch.testing.assert_close(student.token_rewards(ids)[:, 1:], values[:, :-1])
     assert student.backbone is not teacher.backbone
+    teacher.add_lora(2, str(calm_toy))
+    with pytest.raises(OptionError, match="only adapters"):
+        RadQ.from_teacher(teacher)
 
 
 def test_a_second_stage_goes_on_from_the_first(settings: RewardTrainingConfig, tmp_path: Path) -> None:
@@ -161,6 +164,8 @@ def test_a_second_stage_goes_on_from_the_first(settings: RewardTrainingConfig, t
     train(second)
     for name, values in weights(settings.out).items():
         torch.testing.assert_close(weights(second.out)[name], values, atol=1e-5, rtol=1e-3)
+    train(changed(second, loss="ce", out=str(tmp_path / "entropy")))
+    assert RewardModel.from_pretrained(tmp_path / "entropy").config.loss == "ce"  # not the first stage's
     with pytest.raises(OptionError, match="RadQ"):
         train(changed(second, kind="v", out=str(tmp_path / "third")))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -347,8 +348,10 @@ class RadQ(RewardModel):
     def from_teacher(cls, teacher: "RadV", head: str = "linear") -> "RadQ":
         """A student over a copy of the teacher's backbone; its baseline begins as the teacher's value of the prefix."""
         backbone = teacher.config.backbone
-        if backbone is None or not backbone.tie_word_embeddings:
-            raise OptionError("the teacher holds no output embedding.", "name the backbone it was made from.")
+        if backbone is None or not backbone.tie_word_embeddings or teacher.config.lora_rank:
+            raise OptionError(
+                "the teacher keeps no output embedding, or only adapters.", "name the backbone it was made from."
+            )
         options = ("attributes", "backbone", "response_range", "bos_token_id", "vocabulary")
         with no_init_weights():
             student = cls(
@@ -390,17 +393,14 @@ class RadQ(RewardModel):
         table = self.head.table(self.embedding)
 
         def marginals(tokens: Tensor) -> Tensor:
-            return score_tokens(features, table, packed.pack(tokens)[:, 1:])
+            return score_tokens(features, table, packed.pack(F.pad(tokens, (1, 0)))[:, 1:])
 
         def restore(values: Tensor) -> Tensor:
             first = torch.zeros_like(values[:, :1])  # nothing precedes the BOS
             return packed.unpack(torch.cat([first, values], dim=1))[:, 1:]
 
-        tokens = torch.cat([torch.full_like(input_ids[:, :1], 0), input_ids], dim=1)
-        rewards = restore(marginals(tokens) + self.head.baseline(hidden[:, :-1]))
-        if random_tokens is None:
-            return RewardOutput(rewards)
-        return RewardOutput(rewards, restore(marginals(torch.cat([tokens[:, :1], random_tokens], dim=1))))
+        rewards = restore(marginals(input_ids) + self.head.baseline(hidden[:, :-1]))
+        return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)))
 
     def _score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None) -> tuple[Float[Tensor, "b k a"], None]:
         features = self.head.features(state.hidden, self.embedding)  # (b, a, d)

@@ -86,11 +86,11 @@ def _make_model(config: RewardTrainingConfig, teacher: Any) -> RewardModel:
         wanted = config.attributes or model.config.attributes
     else:
         wanted = config.attributes or (teacher.config.attributes if teacher is not None else [])
-        options: dict[str, Any] = {"num_layers": config.num_layers, "loss": "mse" if config.teacher else config.loss}
         if config.kind == "q":
-            model = RadQ.from_backbone(config.backbone, wanted, config.head, **options)
+            model = RadQ.from_backbone(config.backbone, wanted, config.head, config.num_layers)
         else:
-            model = RadV.from_backbone(config.backbone, wanted, **options)
+            model = RadV.from_backbone(config.backbone, wanted, config.num_layers)
+    model.config.loss = "mse" if config.teacher else config.loss  # also of a model that was trained otherwise before
     if model.tokenizer is None:
         source = config.backbone or config.init or config.teacher
         raise ModelError(f"{source!r} has no tokenizer.", "put its files into the folder.")
