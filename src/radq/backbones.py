@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -29,8 +34,25 @@ def load_config(name: str | Path) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """By hub name or folder; also a tokenizer.json alone, or a folder with GPT-2's encoder.json and vocab.bpe."""
+    path = Path(name)
+    if path.suffix == ".json" and path.is_file():
+        with explained(path.parent.resolve(), "a tokenizer"):
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    if (path / "encoder.json").is_file() and (path / "vocab.bpe").is_file():
+        with explained(name, "a tokenizer"):
+            return _read_gpt2_tokenizer(path)
     with explained(name, "a tokenizer"):
         return AutoTokenizer.from_pretrained(name)
+
+
+def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Byte-level BPE from the two files that GPT-2 was published with."""
+    backend = Tokenizer(BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]
+    end = "<|endoftext|>"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end)
 
 
 def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:

@@ -34,6 +34,7 @@ ROWS_PER_PIECE = 5_000
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".xz", ".zst")
 CACHE_FORMAT = 1
+NO_LIMIT = 2**31  # more tokens than any text has
 
 
 @dataclass(frozen=True)

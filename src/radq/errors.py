@@ -44,3 +44,7 @@ class ContextLengthError(RadqError, ValueError):
 
 class RewardValueError(RadqError, ArithmeticError):
     """A reward model that returned NaN or infinity."""
+
+
+class MemoryLimitError(RadqError, MemoryError):
+    """Work that does not fit this machine, refused before it begins."""

@@ -29,3 +29,16 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
             temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(target: str | Path) -> Iterator[Path]:
+    """A temporary file beside `target` that takes its place when the block succeeds and vanishes when it fails."""
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
