@@ -106,7 +106,10 @@ def main(arguments: Arguments) -> None:
         schedule.step()
         if step % 500 == 0 or step == arguments.steps:
             error = matrix_error(model, first, last, n)
-            print(f"RAD-{arguments.kind.upper()} step {step}: MSE {error:.3g}, {time.perf_counter() - began:.0f} s", flush=True)
+            print(
+                f"RAD-{arguments.kind.upper()} step {step}: MSE {error:.3g}, {time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
             if error < arguments.target:
                 break
     print(f"RAD-{arguments.kind.upper()}, n = {n}, d = {arguments.hidden}: MSE {error:.3g} over {len(first)} entries")

@@ -36,12 +36,13 @@ def load_config(name: str | Path) -> PreTrainedConfig:
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """By hub name or folder; also a tokenizer.json alone, or a folder with GPT-2's encoder.json and vocab.bpe."""
     path = Path(name)
-    if path.suffix == ".json" and path.is_file():
-        with explained(path.parent.resolve(), "a tokenizer"):
+    try:
+        if path.suffix == ".json" and path.is_file():
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    if (path / "encoder.json").is_file() and (path / "vocab.bpe").is_file():
-        with explained(name, "a tokenizer"):
+        if (path / "encoder.json").is_file() and (path / "vocab.bpe").is_file():
             return _read_gpt2_tokenizer(path)
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise ModelError(f"cannot read a tokenizer from {str(name)!r}: {error}.", "is the file whole?") from error
     with explained(name, "a tokenizer"):
         return AutoTokenizer.from_pretrained(name)
 

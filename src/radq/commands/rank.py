@@ -1,4 +1,7 @@
-"""radq rank data reviews.csv --labels praise --tokenizer gpt2; radq rank model DIR --data reviews.csv; radq rank verify"""
+"""radq rank data reviews.csv --labels praise --tokenizer gpt2
+
+Also `radq rank model DIR --data reviews.csv` and `radq rank verify MATRIX CERTIFICATE`.
+"""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +24,7 @@ class Data:
     labels: str = ""
     """Column with the response."""
     tokenizer: str = ""
-    """Hub name, folder, tokenizer.json, or a folder with GPT-2's encoder.json and vocab.bpe; by default the backbone's."""
+    """Hub name, folder, tokenizer.json, or folder with GPT-2's encoder.json and vocab.bpe; by default the backbone's."""
     backbone: str | None = None
     """Language model whose hidden size the verdict is about."""
     ranks: str = ""
@@ -130,9 +133,14 @@ def rank_data(arguments: Data) -> None:
 
     from radq.backbones import find_device, load_config
     from radq.commands.console import console, print_json
+    from radq.errors import OptionError
     from radq.memory import peak_memory
     from radq.rank.analysis import complete_all, describe, give_verdict, suggest_ranks
+    from radq.rank.completion import check_options
 
+    check_options(arguments.penalty, arguments.iterations)
+    if not 0 <= arguments.eps < float("inf"):
+        raise OptionError(f"eps is {arguments.eps}.", "give a mean squared error, 1e-6 say.")
     device = find_device(arguments.device)
     hidden_size = None if arguments.backbone is None else load_config(arguments.backbone).hidden_size
     given = parse_numbers(arguments.ranks, "ranks")
@@ -213,15 +221,16 @@ def parse_numbers(text: str, what: str) -> list[int]:
 def _print_facts(facts: dict[str, Any]) -> None:
     from radq.commands.console import console
 
-    shares = {name: facts[name] / max(1, facts["entries"]) for name in ("ambiguous_entries", "contradicting_entries")}
-    console().print(
-        f"{facts['utterances']:,} utterances, {facts['prefixes']:,} prefixes (rows), {facts['entries']:,} entries; "
-        f"{shares['ambiguous_entries']:.2%} average over several utterances, {shares['contradicting_entries']:.2%} over "
-        "different responses"
+    ambiguous, contradicting = (
+        f"{facts[name] / max(1, facts['entries']):.2%}" for name in ("ambiguous_entries", "contradicting_entries")
     )
     console().print(
-        f"Ω_2, the rows with two or more continuations: {facts['omega2_rows']:,} rows, {facts['omega2_columns']:,} columns, "
-        f"{facts['omega2_entries']:,} entries"
+        f"{facts['utterances']:,} utterances, {facts['prefixes']:,} prefixes (rows), {facts['entries']:,} entries; "
+        f"{ambiguous} average over several utterances, {contradicting} over different responses"
+    )
+    console().print(
+        f"Ω_2, the rows with two or more continuations: {facts['omega2_rows']:,} rows, "
+        f"{facts['omega2_columns']:,} columns, {facts['omega2_entries']:,} entries"
     )
 
 
@@ -302,7 +311,9 @@ def _print_ranks(document: dict[str, Any], ranks: "list[NumericalRank]") -> None
 
     from radq.commands.console import console
 
-    title = f"{document['attribute']}: {document['vocabulary']} tokens, d = {document['hidden_size']}, {document['dtype']}"
+    title = (
+        f"{document['attribute']}: {document['vocabulary']} tokens, d = {document['hidden_size']}, {document['dtype']}"
+    )
     table = Table(title=title)
     for column in ("prefixes", "rank", "σ_1", "cutoff", "σ at a tenth of N"):
         table.add_column(column, justify="right")
@@ -340,6 +351,6 @@ def verify_certificate(arguments: Verify) -> None:
         print_json(result)
         return
     console().print(
-        f"rank {result['rank']}: MSE {result['mse']:.3g} over Ω_2, {result['mse_nm']:.3g} over nm; for any ε from there on, the "
-        f"minimal ε-rank is at most {result['bound']}"
+        f"rank {result['rank']}: MSE {result['mse']:.3g} over Ω_2, {result['mse_nm']:.3g} over nm; for any ε from there "
+        f"on, the minimal ε-rank is at most {result['bound']}"
     )

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from radq.errors import OptionError
-from radq.rank.completion import complete
+from radq.rank.completion import check_rank, complete
 from radq.rank.factors import Factors
 from radq.rank.matrix import RewardMatrix
 from radq.rank.peeling import degeneracy
@@ -62,8 +62,9 @@ def complete_all(
     are gone on from.
     """
     omega2 = matrix.omega2
-    _check(ranks, eps)
     n, m = omega2.shape
+    for rank in ranks:  # all of them before the work of one
+        check_rank(omega2, rank)
     beyond = int(matrix.prefixes > n)  # rows with one entry take one more rank
     for rank in ranks:
         file = None if certificates is None else Path(certificates) / f"rank-{rank}.safetensors"
@@ -98,12 +99,12 @@ def give_verdict(
     if reached is None:
         best = min(results, key=lambda result: result.mse)
         return (
-            f"No rank tried reaches {eps:g} over Ω_2; the best was rank {best.rank} with {best.mse:.2g}. Try higher ranks "
-            f"(values in general position are met from rank {degeneracy(matrix.omega2)} on) or prefer RAD-V."
+            f"No rank tried reaches {eps:g} over Ω_2; the best was rank {best.rank} with {best.mse:.2g}. Try higher "
+            f"ranks (values in general position are met from rank {degeneracy(matrix.omega2)} on) or prefer RAD-V."
         )
     found = (
-        f"Rank {reached.rank} meets the responses with an error of {reached.mse:.2g} ≤ {eps:g} over Ω_2, so the data need "
-        f"rank {reached.bound} at most"
+        f"Rank {reached.rank} meets the responses with an error of {reached.mse:.2g} ≤ {eps:g} over Ω_2, so the data "
+        f"need rank {reached.bound} at most"
     )
     assert reached.bound is not None
     if hidden_size is None:
@@ -111,16 +112,9 @@ def give_verdict(
     if reached.bound <= hidden_size:
         return f"{found}, which RAD-Q over {backbone} has: its hidden size is {hidden_size}."
     return (
-        f"{found}, more than the hidden size {hidden_size} of {backbone} gives RAD-Q: try lower ranks, a wider backbone, or "
-        "RAD-V."
+        f"{found}, more than the hidden size {hidden_size} of {backbone} gives RAD-Q: try lower ranks, a wider "
+        "backbone, or RAD-V."
     )
-
-
-def _check(ranks: Sequence[int], eps: float) -> None:
-    if not ranks or min(ranks) < 0:
-        raise OptionError(f"the ranks are {list(ranks)}.", "give one or more, each 0 or above.")
-    if not 0 <= eps < float("inf"):
-        raise OptionError(f"eps is {eps}.", "give a mean squared error, 1e-6 say.")
 
 
 def verify(matrix: RewardMatrix, certificate: str | Path) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def complete(
         progress: called after every iteration with its mean squared error.
     """
     n, m = observed.shape
-    _check(observed, rank, penalty, iterations)
+    check_options(penalty, iterations)
+    check_rank(observed, rank)
     began = time.perf_counter()
     if rank == 0:
         zero = Factors(torch.zeros(n, 0, dtype=dtype), torch.zeros(m, 0, dtype=dtype))
@@ -173,12 +174,11 @@ def solve(
             part = slice(first, first + rows_per_chunk)
             rows, values = group.rows[part], group.values[part, :, None]
             near = F.embedding(group.neighbours[part], padded)  # (b, k, r)
-            if anchored:
-                anchor = target[rows, :, None]
+            anchor = target[rows, :, None] if anchored else None  # (b, r, 1)
+            if anchor is not None:  # near is 0 where values are padding, and so is what is left of them
                 values = values - near @ anchor
-                values = values.masked_fill_((group.neighbours[part] == len(known))[..., None], 0.0)
             x, residuals = _ridge(near, values, penalty)
-            target.index_copy_(0, rows, (x + anchor if anchored else x).squeeze(2))
+            target.index_copy_(0, rows, (x if anchor is None else x + anchor).squeeze(2))
             squares += residuals.square().sum()
     return squares
 
@@ -227,19 +227,21 @@ def group_entries(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, kno
 
 
 def _random_factors(n: int, m: int, rank: int, seed: int, device: str, dtype: torch.dtype) -> Factors:
-    """Rows of length about 1."""
+    """Rows of length about 1. The first number of A's is 1: the mean of a column is then a first guess, not luck."""
     generator = torch.Generator(device).manual_seed(seed)
-    a, b = (
-        torch.randn(size, rank, generator=generator, dtype=dtype, device=device) / rank**0.5 for size in (n, m)
-    )
+    a, b = (torch.randn(size, rank, generator=generator, dtype=dtype, device=device) / rank**0.5 for size in (n, m))
+    a[:, 0] = 1.0
     return Factors(a, b)
 
 
-def _check(observed: Observed, rank: int, penalty: float, iterations: int) -> None:
-    n, m = observed.shape
-    if not 0 <= rank <= min(n, m):
-        raise OptionError(f"the rank is {rank}, but the matrix is {n} × {m}.", f"give 0 to {min(n, m)}.")
+def check_options(penalty: float, iterations: int) -> None:
     if not 0 < penalty < float("inf"):
         raise OptionError(f"the penalty is {penalty}.", "give a positive number, 1e-4 say.")
     if iterations < 1:
         raise OptionError(f"iterations is {iterations}.", "give 1 or more.")
+
+
+def check_rank(observed: Observed, rank: int) -> None:
+    n, m = observed.shape
+    if not 0 <= rank <= min(n, m):
+        raise OptionError(f"the rank is {rank}, but the matrix is {n} × {m}.", f"give 0 to {min(n, m)}.")

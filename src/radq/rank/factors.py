@@ -56,7 +56,8 @@ class Factors:
                 matrix = (stored.metadata() or {}).get("matrix")
         except (OSError, SafetensorError) as error:
             raise DataError(
-                f"{str(file)!r} cannot be read as a certificate: {error}.", "`radq rank data --certificates` makes them."
+                f"{str(file)!r} cannot be read as a certificate: {error}.",
+                "`radq rank data --certificates` makes them.",
             ) from error
         wanted = [(size, a.shape[-1]) for size in observed.shape]
         if [tuple(a.shape), tuple(b.shape)] != wanted or matrix != fingerprint(observed):

@@ -51,7 +51,7 @@ class Observed:
 class RewardMatrix:
     """P_Ω(R) in compressed rows, with where each row's prefix is found: the first tokens of an utterance."""
 
-    starts: Int[Array, " rows+1"]  # row r has the entries starts[r] to starts[r + 1]
+    starts: Int[Array, " bounds"]  # row r has the entries starts[r] to starts[r + 1]
     tokens: Int[Array, " e"]
     values: Float[Array, " e"]
     prefix_utterance: Int[Array, " rows"]
@@ -117,7 +117,8 @@ class RewardMatrix:
         except (OSError, ValueError, KeyError, EOFError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
             raise DataError(
-                f"{str(file)!r} cannot be read as a reward matrix: {reason}.", "`radq rank data --save-matrix` makes one."
+                f"{str(file)!r} cannot be read as a reward matrix: {reason}.",
+                "`radq rank data --save-matrix` makes one.",
             ) from error
 
 

@@ -49,7 +49,9 @@ def reward_rows(
     n, v = len(prefixes), model.vocabulary.size
     dtype = torch.promote_types(model.dtype, torch.float32)
     hint = "use fewer --rows."
-    require_memory(3 * n * v * torch.float64.itemsize, "cpu", f"a matrix of {n} × {v} rewards and its factorisation", hint)
+    require_memory(
+        3 * n * v * torch.float64.itemsize, "cpu", f"a matrix of {n} × {v} rewards and its factorisation", hint
+    )
     rows = torch.empty(n, v, dtype=dtype)
     by_length = sorted(range(n), key=lambda index: len(prefixes[index]))  # little padding
     for first in tqdm(range(0, n, batch_size), desc="rewards", unit="batch", disable=not progress):
@@ -65,7 +67,9 @@ def reward_rows(
     return rows
 
 
-def numerical_ranks(rows: Float[Tensor, "n v"], sizes: Sequence[int], eps: float, device: str = "cpu") -> list[NumericalRank]:
+def numerical_ranks(
+    rows: Float[Tensor, "n v"], sizes: Sequence[int], eps: float, device: str = "cpu"
+) -> list[NumericalRank]:
     """Ranks of the first N rows, for each N.
 
     With rowsᵀ = Q R, the first N rows have the singular values of the first N columns of R, which is small.
