@@ -24,7 +24,7 @@ class Data:
     labels: str = ""
     """Column with the response."""
     tokenizer: str = ""
-    """Hub name, folder, tokenizer.json, or folder with GPT-2's encoder.json and vocab.bpe; by default the backbone's."""
+    """Hub name, folder, tokenizer.json, or a folder with GPT-2's encoder.json and vocab.bpe; else the backbone's."""
     backbone: str | None = None
     """Language model whose hidden size the verdict is about."""
     ranks: str = ""
@@ -351,6 +351,6 @@ def verify_certificate(arguments: Verify) -> None:
         print_json(result)
         return
     console().print(
-        f"rank {result['rank']}: MSE {result['mse']:.3g} over Ω_2, {result['mse_nm']:.3g} over nm; for any ε from there "
-        f"on, the minimal ε-rank is at most {result['bound']}"
+        f"rank {result['rank']}: MSE {result['mse']:.3g} over Ω_2, {result['mse_nm']:.3g} over nm; for any ε from "
+        f"there on, the minimal ε-rank is at most {result['bound']}"
     )
