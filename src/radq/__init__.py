@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from radq.decoding import Generation, generate, stream
     from radq.errors import RadqError
-    from radq.guides import Guide, RewardGuide
+    from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
     from radq.hosts.hf import GuidedLogitsProcessor
     from radq.models import RadQ, RadV, RewardConfig, RewardModel
     from radq.runs import train
@@ -23,6 +23,8 @@ _HOME = {
     "generate": "radq.decoding",
     "stream": "radq.decoding",
     "RadqError": "radq.errors",
+    "DExpertsGuide": "radq.guides",
+    "GeDiGuide": "radq.guides",
     "Guide": "radq.guides",
     "RewardGuide": "radq.guides",
     "GuidedLogitsProcessor": "radq.hosts.hf",
@@ -36,6 +38,8 @@ _HOME = {
 }
 
 __all__ = [
+    "DExpertsGuide",
+    "GeDiGuide",
     "Generation",
     "Guide",
     "GuidedLogitsProcessor",
