@@ -4,9 +4,9 @@
         generate(lm, tokenizer, prompts, meter)
     meter.calls_per_step, meter.tokens_per_token
 
-A call is one forward of one transformer over a batch. Tokens are those it reads, padding excluded, over all rows; RAD-V's
-candidates count as tokens, and so do both classes of GeDi. Reading the prompts is counted apart. The last token of a
-text is never read, so per token the numbers of a short text are a little lower than those of a step.
+A call is one forward of one transformer over a batch. Tokens are those it reads, over all rows, padding excluded:
+RAD-V's candidates count, and so do both classes of GeDi. Reading the prompts is counted apart. The last token of a text
+is never read, so in a short text the numbers per token are a little lower than those of a step.
 """
 
 from dataclasses import dataclass

@@ -50,14 +50,7 @@ class DExpertsGuide(Guide):
         cls, folder: str | Path, alpha: float, device: str = "cpu", dtype: torch.dtype | str = "auto"
     ) -> "DExpertsGuide":
         """The experts in `folder`/expert and `folder`/anti, as `radq train-experts` writes them."""
-        if not holds_experts(folder):
-            raise ModelError(
-                f"{str(folder)!r} has no folders {EXPERT!r} and {ANTI_EXPERT!r}.",
-                "make them with `radq train-experts --method dexperts`.",
-            )
-        parts = [Path(folder) / name for name in (EXPERT, ANTI_EXPERT)]
-        expert, anti_expert = (load_causal_lm(part, dtype=dtype, device=device) for part in parts)
-        return cls(expert, anti_expert, alpha, find_tokenizer(parts[0]))
+        return cls(alpha=alpha, **load_experts(folder, device, dtype))
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> State:
         return self.expert.read(input_ids, attention_mask), self.anti_expert.read(input_ids, attention_mask)
@@ -95,3 +88,15 @@ class DExpertsGuide(Guide):
 
 def holds_experts(folder: str | Path) -> bool:
     return all((Path(folder) / name).is_dir() for name in (EXPERT, ANTI_EXPERT))
+
+
+def load_experts(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str = "auto") -> dict[str, Any]:
+    """What `DExpertsGuide` needs beside α."""
+    if not holds_experts(folder):
+        raise ModelError(
+            f"{str(folder)!r} has no folders {EXPERT!r} and {ANTI_EXPERT!r}.",
+            "make them with `radq train-experts --method dexperts`.",
+        )
+    parts = [Path(folder) / name for name in (EXPERT, ANTI_EXPERT)]
+    expert, anti_expert = (load_causal_lm(part, dtype=dtype, device=device) for part in parts)
+    return {"expert": expert, "anti_expert": anti_expert, "tokenizer": find_tokenizer(parts[0])}

@@ -9,9 +9,9 @@ from typing import Any, final
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import find_tokenizer, load_causal_lm, load_config
+from radq.backbones import explained, find_tokenizer, load_causal_lm
 from radq.errors import ModelError, OptionError
 from radq.experts import Expert, ExpertState, class_log_posterior
 from radq.guides.base import Guide
@@ -97,17 +97,10 @@ class GeDiGuide(Guide):
         omega: float = 30.0,
         device: str = "cpu",
         dtype: torch.dtype | str = "auto",
-        **options: float,
+        **options: Any,
     ) -> "GeDiGuide":
         """A folder that `radq train-experts --method gedi` has written; its config.json holds codes and scale."""
-        stored = read_codes(folder)
-        if stored is None:
-            raise ModelError(
-                f"{str(folder)!r} names no control codes.", "make it with `radq train-experts --method gedi`."
-            )
-        lm = load_causal_lm(folder, dtype=dtype, device=device)
-        high, low = stored["codes"]
-        return cls(lm, (high, low), omega, scale=stored["scale"], tokenizer=find_tokenizer(folder), **options)
+        return cls(omega=omega, **load_gedi(folder, device, dtype), **options)
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> GeDiState:
         run, scores = self.expert.read_scored(input_ids, attention_mask, self._codes)
@@ -172,6 +165,18 @@ def filter_candidates(
     return torch.zeros_like(kept).scatter(1, order, kept)
 
 
+def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str = "auto") -> dict[str, Any]:
+    """What `GeDiGuide` needs beside ω and the filter."""
+    stored = read_codes(folder)
+    if stored is None:
+        raise ModelError(f"{str(folder)!r} names no control codes.", "make it with `radq train-experts --method gedi`.")
+    high, low = stored["codes"]
+    lm = load_causal_lm(folder, dtype=dtype, device=device)
+    return {"lm": lm, "codes": (high, low), "scale": stored["scale"], "tokenizer": find_tokenizer(folder)}
+
+
 def read_codes(folder: str | Path) -> dict[str, Any] | None:
     """Control codes and scale that config.json of a GeDi records; None of another model."""
-    return getattr(load_config(folder), "gedi", None)
+    with explained(folder, "a model configuration"):
+        stored, _ = PreTrainedConfig.get_config_dict(folder)
+    return stored.get("gedi")
