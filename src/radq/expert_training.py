@@ -8,9 +8,10 @@ of its class; config.json records the codes. Texts begin with a BOS, and end wit
 cut off.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,14 @@ class ExpertTrainer(BatchTrainer):
         own_scores = scores.gather(0, own[..., None].expand(1, *mask.shape))[0]
         return ClassScores(own_scores, posterior.gather(0, own)[0])
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with quiet():
+            super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with quiet():  # it would report that tied weights are stored once
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     @torch.no_grad()
     def prediction_step(
         self,
@@ -172,8 +181,8 @@ def train_experts(
     for part in parts:
         if progress and processes.is_main_process:
             print(f"{part.name or config.method}: {len(part.data)} texts")
-        results = _train_part(config, part, frame, tokenizer, resume, progress)
-        metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in results.items()}
+        found = _train_part(config, part, frame, tokenizer, resume, progress)
+        metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in found.items()}
     return metrics
 
 
@@ -223,24 +232,38 @@ def _train_part(
     progress: bool,
 ) -> dict[str, float]:
     folder = Path(config.out) / part.name
+    results = folder / "results.json"  # written last
+    if resume and results.exists():
+        stored = json.loads(results.read_text())
+        if stored["settings"] == asdict(config):
+            return stored["metrics"]
     checkpoint = next(reversed(find_checkpoints(folder)), None) if resume else None
-    PartialState().wait_for_everyone()
-    if checkpoint is None and PartialState().is_main_process:
-        forget_run(folder)
+    processes = PartialState()
+    processes.wait_for_everyone()  # all have looked before one writes
+    if processes.is_main_process:
+        results.unlink(missing_ok=True)
+        if checkpoint is None:
+            forget_run(folder)
     torch.manual_seed(config.seed)
     model = load_causal_lm(config.backbone, config.num_layers, torch.float32)
     trainer = ExpertTrainer(model, replace(config, out=str(folder)), frame, part.data, part.eval_data, progress)
     result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = dict(result.metrics) | (trainer.evaluate() if part.eval_data is not None else {})
-    if config.method == "gedi":
-        scale: Any = model.gedi_scale
-        del model.gedi_scale  # a plain language model again
-        model.config.gedi = {"codes": [head[1:] for head in frame.heads], "scale": scale.item()}
     if trainer.is_world_process_zero():
-        with whole_folder(folder) as temporary, quiet():
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+        _save_model(trainer, folder, tokenizer)
+        results.write_text(json.dumps({"settings": asdict(config), "metrics": metrics}))
     return metrics
+
+
+def _save_model(trainer: ExpertTrainer, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """As a plain language model, with what GeDi needs to know in its config.json."""
+    model: Any = trainer.model
+    if trainer.config.method == "gedi":
+        model.config.gedi = {"codes": [head[1:] for head in trainer.frame.heads], "scale": model.gedi_scale.item()}
+        del model.gedi_scale
+    with whole_folder(folder) as temporary, quiet():
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
 
 
 def _make_frame(config: ExpertTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Frame:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 import yaml
@@ -157,8 +157,6 @@ class ExpertTrainingConfig(TrainingConfig):
             raise OptionError(f"labels are {self.labels!r}.", "give --labels with one column.")
         if not self.backbone:
             raise OptionError("there is no model to start from.", "give --backbone.")
-        if self.method not in ("dexperts", "gedi"):
-            raise OptionError(f"method is {self.method!r}.", "choose dexperts or gedi.")
         if not 0 <= self.gen_weight <= 1:
             raise OptionError(f"gen_weight is {self.gen_weight}.", "give a number from 0 to 1.")
 
@@ -190,4 +188,6 @@ def _converted(value: Any, wanted: Any, problem: str) -> Any:
             return float(low), float(high)
     except (TypeError, ValueError) as error:
         raise OptionError(problem, "numbers are needed there.") from error
+    if get_origin(wanted) is Literal and value not in get_args(wanted):
+        raise OptionError(problem, f"choose one of {', '.join(get_args(wanted))}.")
     return value
