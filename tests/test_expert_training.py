@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,6 @@ from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
 from radq.training import find_checkpoints
 
 METHODS = ["dexperts", "gedi"]
-
-
-@pytest.fixture(scope="session")
-def calm_toy(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy without dropout, so that runs which differ in batches can be compared number by number."""
-    folder = tmp_path_factory.mktemp("calm") / "toy"
-    shutil.copytree(toy, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -151,6 +139,7 @@ def test_the_folders_are_plain_language_models(method: str, settings: ExpertTrai
     for folder in folders:
         lm = AutoModelForCausalLM.from_pretrained(folder)
         assert lm.config.num_hidden_layers == 1
+        assert lm.config.use_cache
         assert "gedi_scale" not in load_file(folder / "model.safetensors")
         assert (folder / "tokenizer.json").exists()
         assert str(settings.backbone) not in (folder / "config.json").read_text()

@@ -12,7 +12,7 @@ from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_rewar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from radq.decoding import Steering, generate, kl_divergence, propose, stream
 from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyError
@@ -256,27 +256,48 @@ def test_forbidden_tokens_are_never_drawn() -> None:
 # --- in a host ---
 
 
+class Fresh(LogitsProcessor):
+    """A new processor at every call: nothing remembered, every text read from its beginning."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self.make = lambda mask: GuidedLogitsProcessor(*args, mask, **options)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore
+        return self.make((input_ids != 0).long())(input_ids, scores)
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("options", [{"num_beams": 1}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
-def test_greedy_in_transformers_agrees_with_our_own_loop(method: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}])
+def test_transformers_generate_follows_the_guide(method: str, options: dict[str, Any]) -> None:
     lm, guide = make_lm("gpt2").double(), make_guide(method, "llama", 4.0)
-    for prompt in PROMPTS[:3]:
+    inputs = TOKENIZER(PROMPTS[:3], padding=True, return_tensors="pt")
+
+    def run(processor: LogitsProcessor) -> list[list[int]]:
+        torch.manual_seed(0)
+        limits: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None, "bad_words_ids": [[0]]}
+        common = {"do_sample": False} | limits | options
+        output = lm.generate(
+            inputs.input_ids, attention_mask=inputs.attention_mask, logits_processor=[processor], **common
+        )
+        return output[:, inputs.input_ids.shape[1] :].tolist()
+
+    texts = run(GuidedLogitsProcessor(guide, inputs.attention_mask, top_k=8))
+    assert texts == run(Fresh(guide, top_k=8))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_in_transformers_agrees_with_our_own_loop(method: str) -> None:
+    lm, guide = make_lm("gpt2").double(), make_guide(method, "llama", 4.0)
+    own = generate(lm, TOKENIZER, PROMPTS[:3], guide, 8, temperature=0, max_new_tokens=6, stop_token_ids=[])
+    for prompt, expected in zip(PROMPTS, own, strict=False):
         inputs = TOKENIZER([prompt], return_tensors="pt")
-        processor = GuidedLogitsProcessor(guide, top_k=8)
-        out = lm.generate(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            logits_processor=[processor],
-            max_new_tokens=6,
-            do_sample=False,
-            eos_token_id=None,
-            **options,
-        )[0, inputs.input_ids.shape[1] :].tolist()
-        own = generate(lm, TOKENIZER, [prompt], guide, 8, temperature=0, max_new_tokens=6, stop_token_ids=[])
-        if options.get("num_beams") == 1 or "prompt_lookup_num_tokens" in options:
-            assert out == own[0].token_ids
-        else:  # beams look further than greed, never to a forbidden token
-            assert len(out) == 6
+        for options in ({}, {"prompt_lookup_num_tokens": 3}):
+            processor = GuidedLogitsProcessor(guide, top_k=8)
+            common: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **options}
+            output = lm.generate(
+                inputs.input_ids, attention_mask=inputs.attention_mask, logits_processor=[processor], **common
+            )
+            assert output[0, inputs.input_ids.shape[1] :].tolist() == expected.token_ids
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -246,10 +246,12 @@ def _train_part(
             forget_run(folder)
     torch.manual_seed(config.seed)
     model = load_causal_lm(config.backbone, config.num_layers, torch.float32)
+    use_cache = model.config.use_cache
     trainer = ExpertTrainer(model, replace(config, out=str(folder)), frame, part.data, part.eval_data, progress)
     result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = dict(result.metrics) | (trainer.evaluate() if part.eval_data is not None else {})
     if trainer.is_world_process_zero():
+        model.config.use_cache = use_cache  # which the Trainer has turned off
         _save_model(trainer, folder, tokenizer)
         results.write_text(json.dumps({"settings": asdict(config), "metrics": metrics}))
     return metrics
