@@ -233,9 +233,10 @@ def _train_part(
 ) -> dict[str, float]:
     folder = Path(config.out) / part.name
     results = folder / "results.json"  # written last
+    settings = json.loads(json.dumps(asdict(config)))
     if resume and results.exists():
         stored = json.loads(results.read_text())
-        if stored["settings"] == asdict(config):
+        if stored["settings"] == settings:
             return stored["metrics"]
     checkpoint = next(reversed(find_checkpoints(folder)), None) if resume else None
     processes = PartialState()
@@ -253,7 +254,9 @@ def _train_part(
     if trainer.is_world_process_zero():
         model.config.use_cache = use_cache  # which the Trainer has turned off
         _save_model(trainer, folder, tokenizer)
-        results.write_text(json.dumps({"settings": asdict(config), "metrics": metrics}))
+        temporary = results.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"settings": settings, "metrics": metrics}))
+        temporary.replace(results)
     return metrics
 
 
