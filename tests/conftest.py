@@ -8,6 +8,8 @@ from jaxtyping import install_import_hook
 
 install_import_hook("radq", "checker.check")
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,17 @@ def lm_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy language model of film reviews, with its tokenizer."""
     return make_toy(tmp_path_factory.mktemp("toy"), steps=60)
+
+
+@pytest.fixture(scope="session")
+def calm_toy(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy without dropout, so that runs which differ in batches can be compared number by number."""
+    folder = tmp_path_factory.mktemp("calm") / "toy"
+    shutil.copytree(toy, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 No cache, no padding, no batch, no code of radq beyond reading a model's weights; everything in float64.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -73,3 +74,51 @@ def guided_logits(
         shift = sum(beta * rewards[model.config.attributes.index(name)] for name, beta in weights.items())
         guided[token] = logits[token] / temperature + shift
     return guided
+
+
+# --- rivals ---
+
+
+def _run(lm: PreTrainedModel, code: Sequence[int], text: Sequence[int]) -> tuple[list[int], Tensor]:
+    """BOS, control code and text, which does not bring a second BOS; and the logits at each of these tokens."""
+    bos = lm.config.bos_token_id
+    tokens = [bos, *code, *(text[1:] if list(text[:1]) == [bos] else text)]
+    with torch.no_grad():
+        return tokens, lm(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double()
+
+
+def dexperts_shift(
+    expert: PreTrainedModel, anti_expert: PreTrainedModel, alpha: float, text: Sequence[int], tokens: Sequence[int]
+) -> list[float]:
+    wanted, unwanted = (_run(lm, [], text)[1][-1] for lm in (expert, anti_expert))
+    return [alpha * (wanted[token] - unwanted[token]).item() for token in tokens]
+
+
+def gedi_posterior(
+    lm: PreTrainedModel,
+    codes: Sequence[Sequence[int]],
+    text: Sequence[int],
+    tokens: Sequence[int],
+    scale: float = 1.0,
+    priors: Sequence[float] = (0.5, 0.5),
+) -> list[float]:
+    """P(c | text, token) of the first class, for each token."""
+    weights = []
+    for code, prior in zip(codes, priors, strict=True):
+        read, logits = _run(lm, code, text)
+        log_probabilities = logits.log_softmax(-1)
+        first = 1 + len(code)
+        past = sum(log_probabilities[j - 1, read[j]].item() for j in range(first, len(read)))
+        length = len(read) - first + 1
+        weights.append([prior * math.exp(past + log_probabilities[-1, v].item()) ** (scale / length) for v in tokens])
+    return [wanted / (wanted + other) for wanted, other in zip(*weights, strict=True)]
+
+
+def gedi_kept(posteriors: Sequence[float], logits: Sequence[float], filter_p: float, target_p: float) -> list[bool]:
+    """Candidate by candidate: the worst go while what has gone holds less than filter_p."""
+    probabilities = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
+    kept, gone = [True] * len(posteriors), 0.0
+    for index in sorted(range(len(posteriors)), key=lambda i: posteriors[i]):
+        gone += probabilities[index]
+        kept[index] = gone >= filter_p or posteriors[index] >= target_p
+    return kept

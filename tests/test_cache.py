@@ -97,7 +97,7 @@ def test_siblings_equal_separate_forwards_and_the_chosen_one_stays(backbone: Pre
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_tested_families_take_siblings_in_one_forward(family: str) -> None:
-    assert cache._takes_siblings(BACKBONES[family])
+    assert cache.takes_siblings(BACKBONES[family])
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def test_a_backbone_without_position_ids_reads_siblings_as_rows() -> None:
     for parameter in bloom.parameters():
         if parameter.dim() > 1:
             parameter.mul_(8)
-    assert not cache._takes_siblings(bloom)
+    assert not cache.takes_siblings(bloom)
     rows = texts()
     candidates = torch.tensor([[4, 5], [7, 6], [9, 3]])
     _, prefix = cache.start(bloom, *left_padded(rows))

@@ -11,9 +11,9 @@ import torch
 from test_convert import PublicRad, RunsCode, config_folder
 
 from radq.cli import COMMANDS, main
-from radq.commands.generate import parse_guide
 from radq.errors import OptionError
 from radq.models import RadQ, RadV, RewardModel
+from radq.specifications import parse_guide
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,17 +25,6 @@ from radq.toy import BAD, GOOD, NOUNS, make_reviews
 from radq.training import area_under_curve, compute_metrics, find_checkpoints, random_tokens
 
 SMALL: dict[str, Any] = {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3, "log_steps": 1}
-
-
-@pytest.fixture(scope="session")
-def calm_toy(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy without dropout, so that runs which differ in batches can be compared number by number."""
-    folder = tmp_path_factory.mktemp("calm") / "toy"
-    shutil.copytree(toy, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="session")

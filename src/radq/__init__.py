@@ -11,11 +11,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from radq.decoding import Generation, generate, stream
     from radq.errors import RadqError
-    from radq.guides import Guide, RewardGuide
+    from radq.expert_training import train_experts
+    from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
     from radq.hosts.hf import GuidedLogitsProcessor
+    from radq.metering import Meter
     from radq.models import RadQ, RadV, RewardConfig, RewardModel
+    from radq.reranking import best_of_n
     from radq.runs import train
-    from radq.settings import RewardTrainingConfig
+    from radq.settings import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training import RewardTrainer
 
 _HOME = {
@@ -23,22 +26,32 @@ _HOME = {
     "generate": "radq.decoding",
     "stream": "radq.decoding",
     "RadqError": "radq.errors",
+    "train_experts": "radq.expert_training",
+    "DExpertsGuide": "radq.guides",
+    "GeDiGuide": "radq.guides",
     "Guide": "radq.guides",
     "RewardGuide": "radq.guides",
     "GuidedLogitsProcessor": "radq.hosts.hf",
+    "Meter": "radq.metering",
     "RadQ": "radq.models",
     "RadV": "radq.models",
     "RewardConfig": "radq.models",
     "RewardModel": "radq.models",
-    "RewardTrainer": "radq.training",
-    "RewardTrainingConfig": "radq.settings",
+    "best_of_n": "radq.reranking",
     "train": "radq.runs",
+    "ExpertTrainingConfig": "radq.settings",
+    "RewardTrainingConfig": "radq.settings",
+    "RewardTrainer": "radq.training",
 }
 
 __all__ = [
+    "DExpertsGuide",
+    "ExpertTrainingConfig",
+    "GeDiGuide",
     "Generation",
     "Guide",
     "GuidedLogitsProcessor",
+    "Meter",
     "RadQ",
     "RadV",
     "RadqError",
@@ -47,9 +60,11 @@ __all__ = [
     "RewardModel",
     "RewardTrainer",
     "RewardTrainingConfig",
+    "best_of_n",
     "generate",
     "stream",
     "train",
+    "train_experts",
 ]
 
 

@@ -97,6 +97,12 @@ def truncate(config: PreTrainedConfig, num_layers: int) -> None:
     config.num_hidden_layers = num_layers
 
 
+def num_logits(lm: PreTrainedModel) -> int:
+    """Tokens that a language model scores: may be more than its tokenizer has."""
+    head: Any = lm.get_output_embeddings()
+    return head.weight.shape[0]
+
+
 def find_device(name: str) -> str:
     """The device by that name; "auto" is a GPU where there is one."""
     if name == "auto":

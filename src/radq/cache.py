@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -48,6 +48,11 @@ class Prefix:
     def _map(self, f: Callable[[Tensor], Tensor]) -> "Prefix":
         layers = tuple((f(keys), f(values)) for keys, values in self.layers)
         return Prefix(f(self.tokens), f(self.mask), layers)
+
+
+def leading(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], token: int) -> Bool[Tensor, "b t"]:
+    """Marks the first real token of each row where it is `token`, such as the BOS that some tokenizers add."""
+    return (mask.cumsum(1) == 1) & (mask == 1) & (tokens == token)
 
 
 def pack_right(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
@@ -115,7 +120,7 @@ class Siblings(ABC):
 
 def read_siblings(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> Siblings:
     """All candidates in one forward where the backbone takes a 4D mask, else as rows of a k times larger batch."""
-    if _takes_siblings(backbone):
+    if takes_siblings(backbone):
         return _read_masked(backbone, prefix, candidates)
     return _read_rows(backbone, prefix, candidates)
 
@@ -199,7 +204,7 @@ def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k
 _TAKES_SIBLINGS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
-def _takes_siblings(backbone: PreTrainedModel) -> bool:
+def takes_siblings(backbone: PreTrainedModel) -> bool:
     """Whether a sibling mask gives this backbone's true hidden states: tried once on three tokens, then remembered.
 
     A trial, because backbones differ in ways no configuration tells: ALiBi, flash attention, chunked layers.

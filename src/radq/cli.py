@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import radq
 
-COMMANDS = {  # name: what it does; the module is radq.commands.<name>
+COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ for -
     "generate": "steer a language model with reward models",
     "score": "show the reward of every token of a text",
     "train": "train a reward model on texts and responses",
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
     "rank": "say whether a low-rank reward model fits a data set; ranks of trained models",
+    "train-experts": "train the language models of the rivals DExperts and GeDi",
     "convert": "turn weights of the public RAD and rad-q code into a reward model",
 }
 
@@ -38,7 +39,7 @@ def _run(name: str, argv: list[str]) -> int:
 
     from radq.errors import RadqError
 
-    command = importlib.import_module(f"radq.commands.{name}")
+    command = importlib.import_module(f"radq.commands.{name.replace('-', '_')}")
     try:
         options = {"default": command.defaults(argv)} if hasattr(command, "defaults") else {}
         command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, **options))

@@ -114,6 +114,10 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         cut = max(1, round(len(order) * share))
         return RewardData(self.folder, np.sort(order[cut:])), RewardData(self.folder, np.sort(order[:cut]))
 
+    def where(self, chosen: np.ndarray) -> "RewardData":
+        """The rows that are marked."""
+        return RewardData(self.folder, self.rows[chosen])
+
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Rows side by side, padded on the right to the longest of them. No rows make a batch that weighs nothing."""
         rows = self.rows[np.asarray(indices, dtype=np.int64)]

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq import cache
+from radq.backbones import num_logits
 from radq.errors import ContextLengthError, OptionError, RewardValueError
 from radq.guides import Guide
 from radq.models import find_bos
@@ -64,7 +65,7 @@ class Proposal:
 
     candidates: Int[Tensor, "b k"]
     base: Float[Tensor, "b k"]  # z_LM / T; −∞ where a row has fewer than k candidates
-    shift: Float[Tensor, "b k"]  # the guide's, scaled to the KL budget
+    shift: Float[Tensor, "b k"]  # the guide's, scaled to the KL budget; −∞ where it forbids a candidate
     clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
 
     @property
@@ -133,8 +134,11 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steer
         return Proposal(candidates, base, torch.zeros_like(base), none)
     shift = guide.shift(state, candidates).to(base.dtype)
     _check_finite(candidates, shift)
+    barrier = _barrier(base, guide.allowed(state, candidates, base + shift))
     if steering.kl_budget is not None:
-        shift = shift * kl_scale(base, shift, steering.kl_budget)[:, None]
+        barrier, scale = fit_budget(base, shift, barrier, steering.kl_budget)
+        shift = shift * scale[:, None]
+    shift = shift + barrier
     clipped = guide.clipped(state)
     if clipped is None:
         return Proposal(candidates, base, shift, none)
@@ -143,16 +147,40 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steer
     return Proposal(candidates, base, shift, share)
 
 
-def kl_scale(base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], budget: float) -> Float[Tensor, " b"]:
-    """The largest c in [0, 1] with KL(softmax(base + c·shift) ‖ softmax(base)) ≤ budget, for each row.
+def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"] | None) -> Float[Tensor, "b k"]:
+    """−∞ for the candidates that a guide forbids, 0 elsewhere and in rows where it would leave none."""
+    barrier = torch.zeros_like(base)
+    if allowed is None:
+        return barrier
+    allowed = allowed.to(base.device)
+    some_left = (allowed & ~base.isneginf()).any(-1, keepdim=True)
+    return barrier.masked_fill(~allowed & some_left, -torch.inf)
+
+
+def fit_budget(
+    base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], barrier: Float[Tensor, "b k"], budget: float
+) -> tuple[Float[Tensor, "b k"], Float[Tensor, " b"]]:
+    """The barrier, without the rows where it alone would cost more than the budget, and the scale of the shift."""
+    affordable = kl_divergence(base + barrier, base) <= budget
+    barrier = torch.where(affordable[:, None], barrier, 0.0)
+    return barrier, kl_scale(base, shift, budget, barrier)
+
+
+def kl_scale(
+    base: Float[Tensor, "b k"],
+    shift: Float[Tensor, "b k"],
+    budget: float,
+    barrier: Float[Tensor, "b k"] | float = 0.0,
+) -> Float[Tensor, " b"]:
+    """The largest c in [0, 1] with KL(softmax(base + c·shift + barrier) ‖ softmax(base)) ≤ budget, for each row.
 
     The divergence grows with c, so bisection finds it; c = 1 is the full β the guide was given.
     """
     low, high = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0])
-    fits = kl_divergence(base + shift, base) <= budget
+    fits = kl_divergence(base + shift + barrier, base) <= budget
     for _ in range(KL_BISECTIONS):
         middle = (low + high) / 2
-        within = kl_divergence(base + middle[:, None] * shift, base) <= budget
+        within = kl_divergence(base + middle[:, None] * shift + barrier, base) <= budget
         low, high = torch.where(within, middle, low), torch.where(within, high, middle)
     return torch.where(fits, 1.0, low)
 
@@ -160,7 +188,7 @@ def kl_scale(base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], budget: fl
 def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
     log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # small differences of sums
     terms = log_guided.exp() * (log_guided - log_base)
-    return torch.where(base.isneginf(), 0.0, terms).sum(-1).clamp(min=0).to(base.dtype)
+    return torch.where(base.isneginf() | guided.isneginf(), 0.0, terms).sum(-1).clamp(min=0).to(base.dtype)
 
 
 def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
@@ -244,8 +272,8 @@ def stream(
     for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
         if value < 1:
             raise OptionError(f"{name} is {value}.", "give 1 or more.")
-    encoded = _encode(lm, tokenizer, prompts, max_new_tokens)
-    vocab_size = _vocab_size(lm)
+    encoded = encode_prompts(lm, tokenizer, prompts, max_new_tokens)
+    vocab_size = num_logits(lm)
     if guide is not None:
         guide.check_vocabulary(vocab_size, tokenizer, lm.config.name_or_path or type(lm).__name__)
         guide.check_length(max(map(len, encoded)) + max_new_tokens)
@@ -331,7 +359,7 @@ class _Decoder:
         return output.logits[:, -1, : self.vocab_size].float()
 
 
-def _encode(
+def encode_prompts(
     lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
     """Token ids of the prompts, with the special tokens the base expects; an empty prompt is a BOS alone."""
@@ -347,12 +375,6 @@ def _encode(
                 "shorten the prompt or lower max_new_tokens.",
             )
     return encoded
-
-
-def _vocab_size(lm: PreTrainedModel) -> int:
-    """Of the logits, which may be wider than the tokenizer."""
-    head: Any = lm.get_output_embeddings()
-    return head.weight.shape[0]
 
 
 def _stop_tokens(

@@ -1,4 +1,4 @@
-"""The training losses: pure functions of rewards, mask and responses.
+"""The training losses: pure functions of rewards, mask and responses; of log-probabilities for experts.
 
 `mask` is 1 at the real tokens of an utterance and 0 at padding (on either side); L is always counted from it.
 Axes: b batch, t time, a attributes.
@@ -53,6 +53,28 @@ def distillation_loss(
 def baseline_loss(marginals: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
     """Mean over real positions and attributes of Δr(v'|x)², for the Δr of one random token v' per position."""
     return _over_positions(_real(marginals, mask).square(), mask)
+
+
+def text_loss(log_probabilities: Float[Tensor, "b t"], mask: Mask, weights: Float[Tensor, " b"]) -> Float[Tensor, ""]:
+    """Of DExperts' language models: the mean of −log P over real positions, each text times its weight."""
+    texts = torch.where(mask.bool(), -log_probabilities, 0).sum(1)  # (b,)
+    return (texts * weights).sum() / mask.sum().clamp(min=1)
+
+
+def gedi_loss(
+    log_probabilities: Float[Tensor, "b t"],
+    log_posterior: Float[Tensor, " b"],
+    mask: Mask,
+    weights: Float[Tensor, " b"],
+    gen_weight: float,
+) -> Float[Tensor, ""]:
+    """λ · generative + (1 − λ) · discriminative, both of the class that a text belongs to; the mean over texts.
+
+    Generative is the mean of −log P(x_t | x_<t, c) over the tokens of a text, discriminative −log P(c | x).
+    """
+    generative = torch.where(mask.bool(), -log_probabilities, 0).sum(1) / mask.sum(1).clamp(min=1)
+    losses = gen_weight * generative + (1 - gen_weight) * -log_posterior
+    return (losses * mask.any(1) * weights).sum() / len(losses)
 
 
 def _real(rewards: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, "b t a"]:

@@ -242,13 +242,9 @@ class RewardModel(PreTrainedModel):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         if not self.config.prepend_bos:
             return input_ids, mask
-        b, t = input_ids.shape
-        bos = input_ids.new_full((b, 1), self.config.bos_token_id)
-        missing = torch.ones_like(bos)
-        if t:
-            first = mask.argmax(1, keepdim=True)  # of a row without tokens: 0, where the mask is 0
-            missing -= ((input_ids.gather(1, first) == bos) & (mask.gather(1, first) == 1)).long()
-        return torch.cat([bos, input_ids], dim=1), torch.cat([missing, mask], dim=1)
+        bos = input_ids.new_full((len(input_ids), 1), self.config.bos_token_id)
+        present = cache.leading(input_ids, mask, self.config.bos_token_id).any(1, keepdim=True)
+        return torch.cat([bos, input_ids], dim=1), torch.cat([1 - present.long(), mask], dim=1)
 
     # --- rewards of next tokens ---
 

@@ -16,11 +16,12 @@ import torch
 import yaml
 from accelerate import PartialState
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from radq.data import DataColumns, RewardData, load_data
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.models import RadQ, RadV, RewardModel
-from radq.settings import RewardTrainingConfig
+from radq.settings import RewardTrainingConfig, TrainingConfig
 from radq.training import RewardTrainer, find_checkpoints
 
 
@@ -31,7 +32,7 @@ def train(
     config.check()
     out = Path(config.out)
     processes = PartialState()  # of a launch of several; alone, the only one
-    checkpoint = _open_run(out, resume, overwrite)
+    checkpoint = open_run(out, resume, overwrite)
     processes.wait_for_everyone()  # all have looked before one writes
     teacher = None if not config.teacher else RadV.from_pretrained(config.teacher)
     torch.manual_seed(config.seed)
@@ -39,7 +40,7 @@ def train(
     with processes.main_process_first():  # the others find the data tokenised
         data, eval_data = _load(config, model, progress and processes.is_main_process)
     if processes.is_main_process:
-        _begin_run(out, config, fresh=checkpoint is None)
+        begin_run(out, config, fresh=checkpoint is None)
     trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
     if teacher is not None and config.cache_targets:
         for part in (data, eval_data):
@@ -54,7 +55,7 @@ def train(
     return metrics
 
 
-def _open_run(out: Path, resume: bool, overwrite: bool) -> Path | None:
+def open_run(out: Path, resume: bool, overwrite: bool) -> Path | None:
     """The checkpoint to go on from; refuses to write over a run by accident."""
     if not (out / "config.yaml").exists():
         return None
@@ -66,13 +67,18 @@ def _open_run(out: Path, resume: bool, overwrite: bool) -> Path | None:
     return None
 
 
-def _begin_run(out: Path, config: RewardTrainingConfig, fresh: bool) -> None:
+def begin_run(out: Path, config: TrainingConfig, fresh: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if fresh:
-        for checkpoint in find_checkpoints(out):
-            shutil.rmtree(checkpoint)
-        (out / "metrics.jsonl").unlink(missing_ok=True)
+        forget_run(out)
     (out / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+
+
+def forget_run(out: Path) -> None:
+    """Without what an earlier run has left for one to go on from."""
+    for checkpoint in find_checkpoints(out):
+        shutil.rmtree(checkpoint)
+    (out / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def _make_model(config: RewardTrainingConfig, teacher: Any) -> RewardModel:
@@ -123,20 +129,26 @@ def _check_teacher(teacher: RewardModel, student: RewardModel, config: RewardTra
 
 def _load(config: RewardTrainingConfig, model: RewardModel, progress: bool) -> tuple[RewardData, RewardData | None]:
     assert model.tokenizer is not None
-    max_length = min(config.max_length, model.max_tokens or config.max_length)
+    data, eval_data = load_parts(config, model.tokenizer, model.max_tokens, progress)
+    _check_labels(config, data)
+    if not config.teacher:
+        model.config.response_range = list(data.response_range)
+    return data, eval_data
 
+
+def load_parts(
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, progress: bool
+) -> tuple[RewardData, RewardData | None]:
+    """What to train on and what to evaluate on."""
+    max_length = min(config.max_length, max_tokens or config.max_length)
     columns = DataColumns(
         config.text, config.attributes, config.prompt, config.weight, config.label_range, config.skip_empty
     )
 
     def load(sources: list[str]) -> RewardData:
-        assert model.tokenizer is not None
-        return load_data(sources, model.tokenizer, columns, max_length, config.cache, progress)
+        return load_data(sources, tokenizer, columns, max_length, config.cache, progress)
 
     data = load(config.data)
-    _check_labels(config, data)
-    if not config.teacher:
-        model.config.response_range = list(data.response_range)
     if progress:
         counts = data.counts
         print(f"{counts.rows} rows, {counts.tokens} tokens; {counts.truncated} cut off, {counts.empty} empty left out")

@@ -1,8 +1,8 @@
-"""Settings of a training run: a dataclass whose docstrings are the help, read from YAML and the command line."""
+"""Settings of training runs: dataclasses whose docstrings are the help, read from YAML and the command line."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 import yaml
@@ -11,33 +11,19 @@ from radq.errors import OptionError
 
 
 @dataclass
-class RewardTrainingConfig:
-    """Settings of a training run. The defaults are the paper's recipe."""
+class TrainingConfig:
+    """What every training run is told."""
 
     data: list[str] = field(default_factory=list)
     """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
     labels: str = ""
-    """Columns with the responses, separated by commas; they become the attributes."""
+    """Columns with the responses, separated by commas."""
     out: str = ""
-    """Run folder: the reward model, config.yaml, metrics.jsonl and checkpoints."""
+    """Run folder: what was trained, config.yaml, metrics.jsonl and checkpoints."""
     backbone: str = ""
-    """Language model to start from: hub name or folder. A student may go without: it starts from its teacher's."""
-    init: str = ""
-    """Reward model to start from instead of a backbone: the second stage of a training."""
-    teacher: str = ""
-    """RAD-V folder to distil from, in place of labels."""
-    kind: Literal["q", "v"] = "q"
-    """RAD-Q scores all next tokens in one forward; RAD-V reads each as an input."""
-    head: Literal["linear", "linear-nobaseline", "mlp"] = "linear"
-    """Of RAD-Q."""
+    """Language model to start from: hub name or folder."""
     num_layers: int | None = None
     """Keep only the first layers of the backbone."""
-    lora_rank: int = 0
-    """Train adapters of this rank beside a frozen backbone; 0 trains the backbone."""
-    loss: Literal["mse", "ce"] = "mse"
-    """Squared error, or cross-entropy for responses in [0, 1]."""
-    reg_weight: float = 1.0
-    """Of the regulariser that keeps marginal rewards of random tokens near 0; RAD-Q only."""
     text: str = "text"
     """Column with the texts."""
     prompt: str | None = None
@@ -56,8 +42,6 @@ class RewardTrainingConfig:
     """Without eval data: hold this share of the rows out."""
     cache: str | None = None
     """Folder for tokenised data; by default in the user's cache."""
-    cache_targets: bool = False
-    """Distillation: compute the teacher's rewards once, on disk, instead of online."""
     epochs: float = 5.0
     """Passes over the data."""
     max_steps: int = -1
@@ -106,6 +90,40 @@ class RewardTrainingConfig:
             raise OptionError("there is no data.", "give --data FILE.")
         if not self.out:
             raise OptionError("there is no run folder.", "give --out DIR.")
+        for name in ("batch_size", "max_length", "log_steps", "eval_steps", "save_steps"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}.", "give 1 or more.")
+        if not 0 <= self.eval_share < 1:
+            raise OptionError(f"eval_share is {self.eval_share}.", "give 0 or more and less than 1.")
+
+
+@dataclass
+class RewardTrainingConfig(TrainingConfig):
+    """Settings of the training of a reward model. The defaults are the paper's recipe."""
+
+    labels: str = ""
+    """Columns with the responses, separated by commas; they become the attributes."""
+    backbone: str = ""
+    """Language model to start from: hub name or folder. A student may go without: it starts from its teacher's."""
+    init: str = ""
+    """Reward model to start from instead of a backbone: the second stage of a training."""
+    teacher: str = ""
+    """RAD-V folder to distil from, in place of labels."""
+    kind: Literal["q", "v"] = "q"
+    """RAD-Q scores all next tokens in one forward; RAD-V reads each as an input."""
+    head: Literal["linear", "linear-nobaseline", "mlp"] = "linear"
+    """Of RAD-Q."""
+    lora_rank: int = 0
+    """Train adapters of this rank beside a frozen backbone; 0 trains the backbone."""
+    loss: Literal["mse", "ce"] = "mse"
+    """Squared error, or cross-entropy for responses in [0, 1]."""
+    reg_weight: float = 1.0
+    """Of the regulariser that keeps marginal rewards of random tokens near 0; RAD-Q only."""
+    cache_targets: bool = False
+    """Distillation: compute the teacher's rewards once, on disk, instead of online."""
+
+    def check(self) -> None:
+        super().check()
         if not self.attributes and not self.teacher:
             raise OptionError("there are no labels.", "give --labels with one or more columns.")
         if not self.backbone and not self.init and not self.teacher:
@@ -114,25 +132,50 @@ class RewardTrainingConfig:
             raise OptionError(f"lora_rank is {self.lora_rank}.", "adapters stand beside a --backbone; name it.")
         if self.teacher and self.kind != "q":
             raise OptionError("kind is 'v'.", "distillation trains RAD-Q.")
-        for name in ("batch_size", "max_length", "log_steps", "eval_steps", "save_steps"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}.", "give 1 or more.")
-        if not 0 <= self.eval_share < 1:
-            raise OptionError(f"eval_share is {self.eval_share}.", "give 0 or more and less than 1.")
 
 
-def load_settings(file: str | Path) -> RewardTrainingConfig:
+@dataclass
+class ExpertTrainingConfig(TrainingConfig):
+    """Settings of the training of the language models that DExperts and GeDi need."""
+
+    labels: str = ""
+    """Column with the response."""
+    method: Literal["dexperts", "gedi"] = "dexperts"
+    """Two language models, one for each class; or one with two control codes."""
+    threshold: float = 0.5
+    """Responses from here on make a text one of the high class, those below one of the low class."""
+    code_high: str = "positive"
+    """GeDi: control code of the high class."""
+    code_low: str = "negative"
+    """GeDi: control code of the low class."""
+    gen_weight: float = 0.8
+    """GeDi: λ, the share of the generative loss; the rest is discriminative."""
+
+    def check(self) -> None:
+        super().check()
+        if len(self.attributes) != 1:
+            raise OptionError(f"labels are {self.labels!r}.", "give --labels with one column.")
+        if not self.backbone:
+            raise OptionError("there is no model to start from.", "give --backbone.")
+        if not 0 <= self.gen_weight <= 1:
+            raise OptionError(f"gen_weight is {self.gen_weight}.", "give a number from 0 to 1.")
+
+
+Settings = TypeVar("Settings", bound=TrainingConfig)
+
+
+def load_settings(file: str | Path, kind: type[Settings] = RewardTrainingConfig) -> Settings:
     """A configuration from YAML."""
     try:
         stored = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
         raise OptionError(f"cannot read {str(file)!r}: {str(error).splitlines()[0]}.", "give a YAML file.") from error
-    known = {option.name: option for option in fields(RewardTrainingConfig)}
+    known = {option.name: option for option in fields(kind)}
     for name in stored:
         if name not in known:
             raise OptionError(f"{str(file)!r} sets {name!r}, which is no option.", f"there are {', '.join(known)}.")
         stored[name] = _converted(stored[name], known[name].type, f"{str(file)!r} sets {name!r} to {stored[name]!r}.")
-    return RewardTrainingConfig(**stored)
+    return kind(**stored)
 
 
 def _converted(value: Any, wanted: Any, problem: str) -> Any:
@@ -145,4 +188,6 @@ def _converted(value: Any, wanted: Any, problem: str) -> Any:
             return float(low), float(high)
     except (TypeError, ValueError) as error:
         raise OptionError(problem, "numbers are needed there.") from error
+    if get_origin(wanted) is Literal and value not in get_args(wanted):
+        raise OptionError(problem, f"choose one of {', '.join(get_args(wanted))}.")
     return value

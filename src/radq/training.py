@@ -1,4 +1,5 @@
-"""The trainer of reward models, on transformers' Trainer; `radq.runs` makes a whole run of it.
+"""The trainer of reward models, and what all of radq's trainers share; on transformers' Trainer. `radq.runs` makes a
+whole run of it.
 
 The loss of an optimizer step is the loss of its whole batch, however that is cut: sums are divided by the utterances
 and positions of all micro-batches of all processes. Random tokens of the regulariser depend on row, position and epoch.
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
+    PreTrainedModel,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -31,37 +33,35 @@ from transformers import (
 from radq.data import GlobalBatches, RewardData
 from radq.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
 from radq.models import RewardModel
-from radq.settings import RewardTrainingConfig
+from radq.settings import RewardTrainingConfig, TrainingConfig
 
 CHECKPOINTS_KEPT = 2
 
 
-class RewardTrainer(Trainer):
-    """transformers' Trainer for reward models: their losses and metrics, exact accumulation, whole checkpoints."""
+class BatchTrainer(Trainer):
+    """transformers' Trainer over whole batches: exact accumulation, checkpoints that are whole, metrics.jsonl.
+
+    A subclass has `compute_loss`, and `prediction_step` and `metrics` where it is evaluated.
+    """
 
     def __init__(
         self,
-        model: RewardModel,
-        config: RewardTrainingConfig,
+        model: PreTrainedModel,
+        config: TrainingConfig,
         train_dataset: RewardData,
         eval_dataset: RewardData | None = None,
-        teacher: RewardModel | None = None,
         progress: bool = False,
     ):
-        self.config = config
-        self.teacher = teacher  # outside the module: never trained, never saved
+        self.settings = config
         self.tokens_seen = 0
-        arguments = _training_arguments(config, eval_dataset is not None, progress)
         super().__init__(
             model=model,
-            args=arguments,
-            data_collator=_whole,
+            args=_training_arguments(config, eval_dataset is not None, progress),
+            data_collator=self.collate,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            compute_metrics=self._metrics,
+            compute_metrics=self.metrics,
         )
-        if teacher is not None:
-            teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
         self.model_accepts_loss_kwargs = True  # the loss is divided by what the whole optimizer step holds,
         self.loss_is_scaled_for_ga = True  # so the Trainer must not divide it again
         self.batches = GlobalBatches(
@@ -78,22 +78,83 @@ class RewardTrainer(Trainer):
         if self.is_world_process_zero():
             self.add_callback(_MetricsCallback(Path(config.out) / "metrics.jsonl"))
 
+    def collate(self, batch: Any) -> Any:
+        """The data set returns whole batches."""
+        return batch
+
+    def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """From what `prediction_step` returns of all batches."""
+        raise NotImplementedError
+
     def get_train_dataloader(self) -> DataLoader:
         # not prepared by accelerate, which would repeat rows to fill the last batch
         data: Any = self.train_dataset
         return DataLoader(
             data,
             batch_sampler=self.batches,
-            collate_fn=_whole,
+            collate_fn=self.collate,
             pin_memory=self.args.device.type == "cuda",
         )
-
-    # --- losses ---
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Utterances and positions of the whole optimizer step, over all micro-batches and processes."""
         counts = torch.stack([_count(batch["loss_mask"]) for batch in batch_samples]).sum(0).to(device)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
+
+    def share(self, mask: Tensor, num_items_in_batch: Tensor | None) -> Float[Tensor, "2"]:
+        """How much of the utterances and positions of the whole optimizer step is here."""
+        here = _count(mask)
+        if num_items_in_batch is None:
+            return here / here.clamp(min=1)
+        return here / num_items_in_batch.clamp(min=1) * self.args.world_size  # processes are averaged later
+
+    # --- log, checkpoints ---
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and start_time is not None:
+            logs["tokens_per_second"] = round(self.tokens_seen * self.args.world_size / (time.time() - start_time))
+        super().log(logs, start_time)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(Path(self.settings.out) / ".saving")
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Beside, then in one move to its place: a checkpoint is whole or not there."""
+        saving = Path(self._get_output_dir(trial))
+        if self.is_world_process_zero():
+            shutil.rmtree(saving, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            name = f"checkpoint-{self.state.global_step}"
+            shutil.rmtree(Path(self.settings.out) / name, ignore_errors=True)
+            (saving / name).rename(Path(self.settings.out) / name)
+            shutil.rmtree(saving, ignore_errors=True)
+            for old in find_checkpoints(self.settings.out)[:-CHECKPOINTS_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+
+class RewardTrainer(BatchTrainer):
+    """transformers' Trainer for reward models: their losses and metrics."""
+
+    def __init__(
+        self,
+        model: RewardModel,
+        config: RewardTrainingConfig,
+        train_dataset: RewardData,
+        eval_dataset: RewardData | None = None,
+        teacher: RewardModel | None = None,
+        progress: bool = False,
+    ):
+        self.config = config
+        self.teacher = teacher  # outside the module: never trained, never saved
+        super().__init__(model, config, train_dataset, eval_dataset, progress)
+        if teacher is not None:
+            teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
+
+    # --- losses ---
 
     def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -104,8 +165,7 @@ class RewardTrainer(Trainer):
     ) -> Any:
         mask = inputs["loss_mask"]
         here = _count(mask)
-        share = here / (here if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
-        share = share * (1 if num_items_in_batch is None else self.args.world_size)  # processes are averaged later
+        share = self.share(mask, num_items_in_batch)
         output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._extra(inputs))
         if self.config.teacher:
             loss = distillation_loss(output.rewards, mask, self._targets(inputs)) * share[1]
@@ -159,35 +219,8 @@ class RewardTrainer(Trainer):
             columns += [distance.sum(1, keepdim=True), mask.sum(1, keepdim=True).float()]
         return loss.detach(), torch.cat(columns, dim=1), responses
 
-    def _metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+    def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         return compute_metrics(prediction.predictions, prediction.label_ids, self.model.config.attributes)  # pyright: ignore
-
-    # --- log, checkpoints ---
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and start_time is not None:
-            logs["tokens_per_second"] = round(self.tokens_seen * self.args.world_size / (time.time() - start_time))
-        super().log(logs, start_time)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(Path(self.config.out) / ".saving")
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Beside, then in one move to its place: a checkpoint is whole or not there."""
-        saving = Path(self._get_output_dir(trial))
-        if self.is_world_process_zero():
-            shutil.rmtree(saving, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            name = f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(Path(self.config.out) / name, ignore_errors=True)
-            (saving / name).rename(Path(self.config.out) / name)
-            shutil.rmtree(saving, ignore_errors=True)
-            for old in find_checkpoints(self.config.out)[:-CHECKPOINTS_KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
 
 
 def find_checkpoints(run: str | Path) -> list[Path]:
@@ -234,17 +267,12 @@ def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
     return float((rankdata(scores)[positive].sum() - n * (n + 1) / 2) / (n * m))
 
 
-def _whole(batch: Any) -> Any:
-    """In place of a collator: the data set returns whole batches."""
-    return batch
-
-
 def _count(mask: Tensor) -> Float[Tensor, "2"]:
     """Utterances and positions."""
     return torch.stack([mask.any(1).sum(), mask.sum()]).float()
 
 
-def _training_arguments(config: RewardTrainingConfig, evaluates: bool, progress: bool) -> TrainingArguments:
+def _training_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> TrainingArguments:
     cuda = torch.cuda.is_available()
     arguments: dict[str, Any] = {
         "output_dir": config.out,

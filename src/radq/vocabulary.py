@@ -24,21 +24,25 @@ def read_vocabulary(size: int, tokenizer: PreTrainedTokenizerBase | None) -> Voc
 
 
 def check_vocabulary(
-    reward: Vocabulary, base_size: int, base_tokenizer: PreTrainedTokenizerBase | None, base_name: str
+    guide: Vocabulary,
+    base_size: int,
+    base_tokenizer: PreTrainedTokenizerBase | None,
+    base_name: str,
+    guide_name: str = "reward model",
 ) -> None:
     """Refuse a base model whose token ids mean something else.
 
-    Tokens that the base has beyond the reward model's (an added padding token, say) are no obstacle: they are never
+    Tokens that the base has beyond the guide's (an added padding token, say) are no obstacle: they are never
     candidates. Without two tokenizers to compare, the sizes must agree.
     """
-    if reward.fingerprint is not None and reward.num_tokens is not None and base_tokenizer is not None:
-        same = _fingerprint(base_tokenizer, reward.num_tokens) == reward.fingerprint
+    if guide.fingerprint is not None and guide.num_tokens is not None and base_tokenizer is not None:
+        same = _fingerprint(base_tokenizer, guide.num_tokens) == guide.fingerprint
     else:
-        same = base_size == reward.size
+        same = base_size == guide.size
     if not same:
         raise VocabularyError(
-            f"the vocabulary of {base_name} ({base_size} tokens) is not the reward model's ({reward.size} tokens).",
-            "a reward model guides base models with its own tokenizer; train or convert one on that family's backbone"
+            f"the vocabulary of {base_name} ({base_size} tokens) is not the {guide_name}'s ({guide.size} tokens).",
+            f"a {guide_name} guides base models with its own tokenizer; train or convert one on that family's backbone"
             + (" (or pass tokenizer= if the sizes differ only by padding)." if base_tokenizer is None else "."),
         )
 

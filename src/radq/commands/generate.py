@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from radq.decoding import Generation
-    from radq.guides import Guide
 
 
 @dataclass
 class Arguments:
-    """Continue prompts with a language model, steered by reward models."""
+    """Continue prompts with a language model, steered by reward models, or by experts of DExperts or GeDi."""
 
     base: str
     """Language model: hub name or folder."""
     guide: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR:ATTR=BETA,…")] = field(
         default_factory=list
     )
-    """Reward model folder, attributes and weights; a negative weight steers away. Repeat for more; none: unguided."""
+    """Reward model folder, attributes and weights; a negative weight steers away. Of `radq train-experts`: DIR:alpha=2
+    (DExperts) or DIR:omega=30 (GeDi; maybe also filter_p, target_p, prior). Repeat for more; none: unguided."""
     prompt: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to continue; repeat for more. An empty text starts from nothing."""
     prompts: Path | None = None
@@ -57,10 +57,11 @@ def run(arguments: Arguments) -> None:
     from radq.backbones import find_device, load_causal_lm, load_tokenizer
     from radq.commands.console import print_json
     from radq.decoding import generate
+    from radq.specifications import load_guides
 
     prompts = _read_prompts(arguments)
     device = find_device(arguments.device)
-    guide = _load_guide(arguments, device)
+    guide = load_guides(arguments.guide, device, arguments.dtype, arguments.clamp)
     lm = load_causal_lm(arguments.base, dtype=arguments.dtype, device=device)
     tokenizer = load_tokenizer(arguments.base)
     generations = generate(
@@ -93,36 +94,6 @@ def _read_prompts(arguments: Arguments) -> list[str]:
     if not prompts:
         raise OptionError("there is no prompt.", "give --prompt TEXT, or --prompts FILE with one per line.")
     return prompts
-
-
-def _load_guide(arguments: Arguments, device: str) -> "Guide | None":
-    from radq.guides import Guide, RewardGuide
-    from radq.models import RewardModel
-
-    guide: Guide | None = None
-    for specification in arguments.guide:
-        folder, weights = parse_guide(specification)
-        model = RewardModel.from_pretrained(folder, device, dtype=arguments.dtype)
-        part = RewardGuide(model, weights, clamp=arguments.clamp)
-        guide = part if guide is None else guide + part
-    return guide
-
-
-def parse_guide(specification: str) -> tuple[str, dict[str, float]]:
-    """`DIR:attribute=β,attribute=β`"""
-    from radq.errors import OptionError
-
-    folder, colon, pairs = specification.rpartition(":")
-    weights: dict[str, float] = {}
-    try:
-        for pair in pairs.split(","):
-            attribute, _, weight = pair.partition("=")
-            weights[attribute.strip()] = float(weight)
-    except ValueError:
-        colon = ""
-    if not colon or not folder:
-        raise OptionError(f"the guide is {specification!r}.", "write it as DIR:attribute=weight,attribute=weight.")
-    return folder, weights
 
 
 def _print_table(generations: "list[Generation]", tokenizer: "PreTrainedTokenizerBase") -> None:

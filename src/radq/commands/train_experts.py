@@ -1,0 +1,23 @@
+"""radq train-experts --method dexperts --data reviews.csv --labels praise --backbone gpt2 --out experts"""
+
+from dataclasses import dataclass
+
+from radq.commands.runs import RunOptions, needs_training, read_defaults, settings_of, show_metrics
+from radq.settings import ExpertTrainingConfig
+
+
+@dataclass
+class Arguments(RunOptions, ExpertTrainingConfig):
+    """Train the language models that DExperts and GeDi need, on texts and responses."""
+
+
+def defaults(argv: list[str]) -> Arguments:
+    return read_defaults(argv, Arguments, ExpertTrainingConfig)
+
+
+def run(arguments: Arguments) -> None:
+    with needs_training():
+        from radq.expert_training import train_experts
+    settings = settings_of(arguments, ExpertTrainingConfig)
+    metrics = train_experts(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
+    show_metrics(f"{settings.method} → {settings.out}", metrics, arguments.json)

@@ -1,0 +1,157 @@
+"""Language models as experts: they read along with a text and say what they think of the next token.
+
+Each run begins with a BOS and maybe a control code; a BOS that the text brings along is not read twice.
+Axes: b batch, t time, n columns of a run, v vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from radq import cache
+from radq.backbones import num_logits
+from radq.cache import Prefix
+from radq.errors import ContextLengthError
+from radq.models import find_bos
+from radq.vocabulary import Vocabulary, check_vocabulary, read_vocabulary
+
+NO_CODE: Sequence[Sequence[int]] = ((),)
+
+
+@dataclass(frozen=True)
+class ExpertState:
+    """What a language model knows after a batch of texts: a value."""
+
+    prefix: Prefix
+    logits: Float[Tensor, "b v"]  # of the next token, float32 or better
+
+    def fork(self, n: int) -> "ExpertState":
+        return ExpertState(self.prefix.fork(n), self.logits.repeat_interleave(n, dim=0))
+
+    def select(self, rows: Int[Tensor, " r"]) -> "ExpertState":
+        rows = rows.to(self.logits.device)
+        return ExpertState(self.prefix.select(rows), self.logits[rows])
+
+    def log_probabilities(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """Of next tokens."""
+        return self.logits.gather(1, tokens) - self.logits.logsumexp(1, keepdim=True)
+
+
+class Expert:
+    """A causal language model that reads along. With c codes it reads every text c times, as rows of one batch."""
+
+    def __init__(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
+        self.lm = lm.eval()
+        self.bos = find_bos(lm.config, tokenizer)
+        self.vocabulary: Vocabulary = read_vocabulary(num_logits(lm), tokenizer)
+        self.max_positions: int | None = getattr(lm.config, "max_position_embeddings", None)
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if cache.accepts(lm, "logits_to_keep") else {}
+
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None,
+        codes: Sequence[Sequence[int]] = NO_CODE,
+    ) -> ExpertState:
+        """The state after a batch of texts: the rows of the first code, then those of the next."""
+        tokens, mask = self._begin(input_ids, attention_mask, codes)
+        output, prefix = cache.start(self.lm, tokens, mask, **self._last_only)
+        return ExpertState(prefix, _precise(output.logits[:, -1]))
+
+    @torch.no_grad()
+    def read_scored(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None,
+        codes: Sequence[Sequence[int]] = NO_CODE,
+    ) -> tuple[ExpertState, Float[Tensor, "rows n"]]:
+        """And the log-probability of every token of the run, given those before it; 0 in the first column."""
+        tokens, mask = self._begin(input_ids, attention_mask, codes)
+        output, prefix = cache.start(self.lm, tokens, mask)
+        logits = _precise(output.logits)  # (rows, n, v)
+        scores = torch.zeros_like(logits[..., 0])
+        scores[:, 1:] = token_log_probabilities(logits[:, :-1], tokens[:, 1:])
+        return ExpertState(prefix, logits[:, -1]), scores
+
+    @torch.no_grad()
+    def advance(self, state: ExpertState, tokens: Int[Tensor, " b"]) -> ExpertState:
+        self._check_positions(state.prefix.tokens.shape[1] + 1)
+        output, prefix = cache.extend(self.lm, state.prefix, tokens[:, None], **self._last_only)
+        return ExpertState(prefix, _precise(output.logits[:, -1]))
+
+    def rewind(self, state: ExpertState, n: int) -> ExpertState:
+        """The state before the last n tokens of every row."""
+        return self.advance(ExpertState(state.prefix.crop(n + 1), state.logits), state.prefix.tokens[:, -n - 1])
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocabulary.num_tokens or self.vocabulary.size
+
+    def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
+        check_vocabulary(self.vocabulary, base_size, tokenizer, base_name, "expert")
+
+    def check_length(self, num_tokens: int, codes: Sequence[Sequence[int]] = NO_CODE) -> None:
+        room = None if self.max_positions is None else self.max_positions - 1 - max(map(len, codes))
+        if room is not None and num_tokens > room:
+            raise ContextLengthError(
+                f"prompt and new tokens are {num_tokens} tokens, but the expert has room for {room}.",
+                "shorten the prompt or lower max_new_tokens.",
+            )
+
+    def _begin(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None,
+        codes: Sequence[Sequence[int]],
+    ) -> tuple[Int[Tensor, "rows n"], Int[Tensor, "rows n"]]:
+        """BOS, code and text of every run, left padded as little as the longest allows."""
+        input_ids = input_ids.to(self.lm.device)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.lm.device).long()
+        mask = mask * ~cache.leading(input_ids, mask, self.bos)
+        b = len(input_ids)
+
+        def run(code: Sequence[int]) -> tuple[Tensor, Tensor]:
+            head = input_ids.new_tensor([self.bos, *code]).expand(b, -1)
+            gap = input_ids.new_zeros(b, longest - len(code))
+            tokens, heads = torch.cat([gap, head, input_ids], dim=1), torch.ones_like(head)
+            return tokens, torch.cat([gap, heads, mask], dim=1)
+
+        longest = max(map(len, codes))
+        runs, masks = zip(*map(run, codes), strict=True)
+        tokens, mask = cache.pack_right(torch.cat(runs), torch.cat(masks))
+        used = int(mask.sum(1).max())
+        self._check_positions(used)
+        return tokens[:, -used:], mask[:, -used:]
+
+    def _check_positions(self, n: int) -> None:
+        if self.max_positions is not None and n > self.max_positions:
+            raise ContextLengthError(
+                f"{n} tokens (BOS and control code included) do not fit the expert's {self.max_positions} positions.",
+                "shorten the text.",
+            )
+
+
+def token_log_probabilities(logits: Float[Tensor, "b n v"], tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+    """log P of each token under the logits at its place."""
+    return logits.gather(2, tokens[..., None]).squeeze(2) - logits.logsumexp(2)
+
+
+def class_log_posterior(
+    sums: Float[Tensor, "2 ..."], lengths: Tensor, scale: float | Tensor, log_prior: Sequence[float]
+) -> Float[Tensor, "2 ..."]:
+    """log P(c | x) of two classes from the sums of log P(x_j | x_<j, c) over the tokens of texts x of these lengths.
+
+    P(c | x_1..x_T) ∝ P(c) · Π_j P(x_j | x_<j, c)^(scale / T)
+    """
+    prior = sums.new_tensor(list(log_prior)).view(2, *[1] * (sums.dim() - 1))
+    return (scale * sums / lengths + prior).log_softmax(0)
+
+
+def _precise(logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

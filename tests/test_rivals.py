@@ -1,0 +1,368 @@
+"""DExperts and GeDi: every shift and filter equals brute force, however the texts are batched, forked and rewound."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+
+from radq.decoding import Steering, generate, kl_divergence, propose, stream
+from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyError
+from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
+from radq.guides.gedi import filter_candidates
+from radq.hosts.hf import GuidedLogitsProcessor
+
+FAMILIES = ["gpt2", "llama", "gemma3"]
+METHODS = ["dexperts", "gedi"]
+TOKENIZER = make_number_tokenizer()
+CODES = ([20, 21], [22])  # of different lengths
+PROMPTS = ["5 9 3 12 30", "11", "6 6 31 14 3 8 20 21", ""]
+TEXTS = [[5, 9, 3, 12, 30, 8], [11], [BOS, 6, 6, 31], [BOS]]
+CANDIDATES = torch.tensor([[4, 9, 13, EOS], [0, 36, 9, 9], [7, 8, BOS, 3], [30, 31, 5, 6]])
+
+
+def make_experts(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    expert = make_lm(family).double()
+    anti_expert = copy.deepcopy(expert)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in anti_expert.parameters():
+            parameter.add_(0.3 * parameter.std(correction=0) * torch.randn_like(parameter))
+    return expert, anti_expert
+
+
+def make_guide(method: str, family: str = "gpt2", strength: float = 2.0, **options: Any) -> Guide:
+    expert, anti_expert = make_experts(family)
+    if method == "dexperts":
+        return DExpertsGuide(expert, anti_expert, strength)
+    return GeDiGuide(expert, CODES, strength, scale=1.7, prior=0.3, **options)
+
+
+def posteriors(guide: GeDiGuide, text: list[int], tokens: list[int]) -> list[float]:
+    codes, priors = (CODES, (0.3, 0.7)) if guide.omega >= 0 else (CODES[::-1], (0.7, 0.3))
+    return oracle.gedi_posterior(guide.expert.lm, codes, text, tokens, 1.7, priors)
+
+
+def by_hand(guide: Guide, text: list[int], tokens: list[int]) -> list[float]:
+    if isinstance(guide, DExpertsGuide):
+        return oracle.dexperts_shift(guide.expert.lm, guide.anti_expert.lm, guide.alpha, text, tokens)
+    assert isinstance(guide, GeDiGuide)
+    return [abs(guide.omega) * math.log(p) for p in posteriors(guide, text, tokens)]
+
+
+def check(guide: Guide, state: Any, texts: list[list[int]], candidates: Tensor) -> None:
+    expected = [by_hand(guide, text, row) for text, row in zip(texts, candidates.tolist(), strict=True)]
+    torch.testing.assert_close(guide.shift(state, candidates).tolist(), expected, atol=1e-9, rtol=1e-7)
+
+
+def padded(texts: list[list[int]], left: bool = True) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, texts))
+    gaps = [[0] * (longest - len(text)) for text in texts]
+    rows = [gap + text if left else text + gap for gap, text in zip(gaps, texts, strict=True)]
+    ones = [gap + [1] * len(t) if left else [1] * len(t) + gap for gap, t in zip(gaps, texts, strict=True)]
+    return torch.tensor(rows), torch.tensor(ones)
+
+
+# --- shifts ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("strength", [3.0, -2.0])
+def test_shifts_equal_brute_force_all_along_a_text(method: str, family: str, strength: float) -> None:
+    guide = make_guide(method, family, strength)
+    texts = [list(text) for text in TEXTS]
+    state = guide.start(*padded(texts))
+    check(guide, state, texts, CANDIDATES)
+    before = state
+    for tokens in ([4, 36, 7, 31], [9, 9, EOS, 6]):
+        state = guide.advance(state, torch.tensor(tokens))
+        texts = [[*text, token] for text, token in zip(texts, tokens, strict=True)]
+        check(guide, state, texts, CANDIDATES)
+
+    rows = torch.tensor([5, 0, 7, 7])
+    check(guide, guide.select(guide.fork(state, 2), rows), [texts[row // 2] for row in rows.tolist()], CANDIDATES)
+    rewound = guide.rewind(state, 1)
+    check(guide, rewound, [text[:-1] for text in texts], CANDIDATES)
+    check(guide, guide.advance(rewound, torch.tensor([8, 8, 8, 8])), [[*text[:-1], 8] for text in texts], CANDIDATES)
+    check(guide, guide.rewind(state, 2), TEXTS, CANDIDATES)
+    check(guide, before, TEXTS, CANDIDATES)  # a state is a value
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_and_batches_change_nothing(method: str) -> None:
+    guide = make_guide(method, "llama")
+    right = guide.start(*padded(TEXTS, left=False))
+    check(guide, right, TEXTS, CANDIDATES)
+    for text, candidates in zip(TEXTS, CANDIDATES, strict=True):
+        check(guide, guide.start(torch.tensor([text])), [text], candidates[None])
+    permuted = guide.shift(right, CANDIDATES.flip(1)).flip(1)
+    torch.testing.assert_close(permuted, guide.shift(right, CANDIDATES))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_are_rewound_too(method: str) -> None:
+    guide = make_guide(method)
+    texts = [[BOS, 5, 9], [BOS, 7, 30]]
+    check(guide, guide.rewind(guide.start(torch.tensor(texts)), 2), [[BOS], [BOS]], CANDIDATES[:2])
+
+
+def test_rivals_and_rewards_add(lm_folders: dict[str, Path]) -> None:
+    reward = RewardGuide(make_reward("v", lm_folders["gpt2"]), {"nice": 2.0})
+    parts = [make_guide("dexperts"), reward, make_guide("gedi", filter_p=0.5)]
+    total = parts[0] + parts[1] + parts[2]
+    state = total.start(*padded(TEXTS))
+    expected = sum(part.shift(part.start(*padded(TEXTS)), CANDIDATES) for part in parts)
+    torch.testing.assert_close(total.shift(state, CANDIDATES), expected)
+    logits = torch.randn(4, 4, dtype=torch.float64)
+    allowed, alone = total.allowed(state, CANDIDATES, logits), parts[2].allowed(state[2], CANDIDATES, logits)
+    assert allowed.tolist() == alone.tolist()
+    assert (parts[0] + parts[1]).allowed(state[:2], CANDIDATES, logits) is None
+    assert len(total.experts) == 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_strength_zero_is_the_base(method: str) -> None:
+    lm = make_lm("llama").double()
+    plain = generate(lm, TOKENIZER, PROMPTS, num_samples=3, max_new_tokens=6)
+    guided = generate(lm, TOKENIZER, PROMPTS, make_guide(method, "gpt2", 0.0), num_samples=3, max_new_tokens=6)
+    assert [g.token_ids for g in plain] == [g.token_ids for g in guided]
+    assert all(g.kl == 0 for g in guided)
+
+
+# --- the filter ---
+
+
+def test_the_filter_by_hand() -> None:
+    # P(c): .9 .7 .5 .1, guided probability .1 .2 .3 .4: the last (.4) and the one before (.7) hold less than .8
+    wanted, logits = torch.tensor([[0.9, 0.7, 0.5, 0.1]]).log(), torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    for filter_p, target_p, kept in [
+        (0.8, 0.95, [True, True, False, False]),
+        (0.8, 0.45, [True, True, True, False]),
+        (0.5, 0.95, [True, True, True, False]),
+        (0.3, 0.95, [True, True, True, True]),
+        (1.0, 1.0, [True, False, False, False]),
+        (1.0, 0.0, [True, True, True, True]),
+    ]:
+        assert filter_candidates(wanted, logits, filter_p, target_p).tolist() == [kept]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.01, 0.99), st.floats(0.0, 1.0), st.integers(1, 12), st.integers(0, 999))
+def test_the_filter_equals_brute_force(filter_p: float, target_p: float, k: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    wanted = torch.rand(3, k, generator=generator, dtype=torch.float64)
+    logits = 3 * torch.randn(3, k, generator=generator, dtype=torch.float64)
+    logits[0, : k // 2] = -torch.inf  # what cannot be chosen holds nothing
+    kept = filter_candidates(wanted.log(), logits, filter_p, target_p)
+    assert (kept & ~logits.isneginf()).any(1).all()
+    for row in range(3):
+        expected = oracle.gedi_kept(wanted[row].tolist(), logits[row].tolist(), filter_p, target_p)
+        possible = ~logits[row].isneginf()
+        assert kept[row][possible].tolist() == torch.tensor(expected)[possible].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_step_of_filtered_decoding_equals_brute_force(family: str) -> None:
+    lm = make_lm(family).double()
+    guide = make_guide("gedi", "llama", 6.0, filter_p=0.6, target_p=0.7)
+    texts = [[int(word) for word in prompt.split()] or [BOS] for prompt in PROMPTS for _ in range(2)]
+    forbidden = 0
+    options: dict[str, Any] = {"max_new_tokens": 3, "num_samples": 2, "seed": 3}
+    for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(top_k=6, temperature=0.8), **options):
+        proposal = step.proposal
+        for i, row in enumerate(step.rows.tolist()):
+            base = oracle.base_logits(lm, texts[row])
+            candidates = oracle.candidates(base, 6, None)
+            assert sorted(proposal.candidates[i].tolist()) == sorted(candidates)
+            wanted = posteriors(guide, texts[row], candidates)
+            logits = [base[v].item() / 0.8 + 6 * math.log(p) for v, p in zip(candidates, wanted, strict=True)]
+            kept = oracle.gedi_kept(wanted, logits, 0.6, 0.7)
+            expected = torch.full_like(base, -torch.inf)
+            expected[candidates] = torch.tensor(logits).double().masked_fill(~torch.tensor(kept), -torch.inf)
+            actual = torch.full_like(base, -torch.inf)
+            actual[proposal.candidates[i]] = proposal.logits[i].double()
+            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+            forbidden += kept.count(False)
+            texts[row].append(int(step.tokens[i]))
+    assert forbidden
+
+
+class Forbidding(Guide):
+    """No shift, but a set of its own."""
+
+    def __init__(self, allowed: list[bool]):
+        self.values, self.vocab_size = torch.tensor([allowed]), len(allowed)
+
+    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None: ...
+    def advance(self, state: None, tokens: Tensor) -> None: ...
+    def fork(self, state: None, n: int) -> None: ...
+    def select(self, state: None, rows: Tensor) -> None: ...
+    def rewind(self, state: None, n: int) -> None: ...
+    def check_vocabulary(self, base_size: int, tokenizer: Any, base_name: str) -> None: ...
+    def check_length(self, num_tokens: int) -> None: ...
+
+    def shift(self, state: None, candidates: Tensor) -> Tensor:
+        return torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+
+    def allowed(self, state: None, candidates: Tensor, logits: Tensor) -> Tensor:
+        return self.values
+
+
+def test_a_row_is_never_left_without_candidates() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 0.0, 0.0]])
+    none = propose(logits, Forbidding([False] * 4), None, Steering(top_k=None))
+    impossible = propose(logits, Forbidding([False, True, False, False]), None, Steering(top_k=None))
+    for proposal in (none, impossible):
+        assert proposal.logits.tolist() == [[0.0, -math.inf, 2.0, 3.0]]
+    both = Forbidding([True, False, False, False]) + Forbidding([False, False, True, True])
+    assert propose(logits, both, [None, None], Steering(top_k=None)).logits.isfinite().sum() == 3
+    some = propose(logits, Forbidding([True, True, True, False]), None, Steering(top_k=None))
+    assert some.logits.tolist() == [[0.0, -math.inf, 2.0, -math.inf]]
+
+
+def test_what_the_filter_takes_counts_in_the_divergence() -> None:
+    logits = torch.zeros(1, 4)
+    guide = Forbidding([True, True, False, False])
+    free = propose(logits, guide, None, Steering(top_k=None))
+    expected = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
+    torch.testing.assert_close(free.kl, kl_divergence(expected, logits))
+    assert free.kl.item() > math.log(2)  # half of the candidates are gone
+    tied = propose(logits, guide, None, Steering(top_k=None, kl_budget=math.log(2) + 0.01))
+    assert tied.logits[0, 2:].isneginf().all()
+    assert tied.kl.item() == pytest.approx(math.log(2) + 0.01, abs=1e-4)
+    poor = propose(logits, guide, None, Steering(top_k=None, kl_budget=0.3))  # too little to forbid anything
+    assert poor.logits.isfinite().all()
+    assert poor.kl.item() == pytest.approx(0.3, abs=1e-4)
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    lm, guide = make_lm("gpt2").double(), make_guide("gedi", "gpt2", 20.0, filter_p=0.9, target_p=1.0)
+    for step in stream(lm, TOKENIZER, PROMPTS, guide, num_samples=5, max_new_tokens=5):
+        chosen = step.proposal.logits.gather(1, step.choice[:, None])
+        assert chosen.isfinite().all()
+        assert step.shifts.isfinite().all()
+        assert step.proposal.logits.isneginf().any()
+
+
+# --- in a host ---
+
+
+class Fresh(LogitsProcessor):
+    """A new processor at every call: nothing remembered, every text read from its beginning."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self.make = lambda mask: GuidedLogitsProcessor(*args, mask, **options)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore
+        return self.make((input_ids != 0).long())(input_ids, scores)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}])
+def test_transformers_generate_follows_the_guide(method: str, options: dict[str, Any]) -> None:
+    lm, guide = make_lm("gpt2").double(), make_guide(method, "llama", 4.0)
+    inputs = TOKENIZER(PROMPTS[:3], padding=True, return_tensors="pt")
+
+    def run(processor: LogitsProcessor) -> list[list[int]]:
+        torch.manual_seed(0)
+        limits: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None, "bad_words_ids": [[0]]}
+        common = {"do_sample": False} | limits | options
+        output = lm.generate(
+            inputs.input_ids, attention_mask=inputs.attention_mask, logits_processor=[processor], **common
+        )
+        return output[:, inputs.input_ids.shape[1] :].tolist()
+
+    texts = run(GuidedLogitsProcessor(guide, inputs.attention_mask, top_k=8))
+    assert texts == run(Fresh(guide, top_k=8))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_in_transformers_agrees_with_our_own_loop(method: str) -> None:
+    lm, guide = make_lm("gpt2").double(), make_guide(method, "llama", 4.0)
+    own = generate(lm, TOKENIZER, PROMPTS[:3], guide, 8, temperature=0, max_new_tokens=6, stop_token_ids=[])
+    for prompt, expected in zip(PROMPTS, own, strict=False):
+        inputs = TOKENIZER([prompt], return_tensors="pt")
+        for options in ({}, {"prompt_lookup_num_tokens": 3}):
+            processor = GuidedLogitsProcessor(guide, top_k=8)
+            common: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **options}
+            output = lm.generate(
+                inputs.input_ids, attention_mask=inputs.attention_mask, logits_processor=[processor], **common
+            )
+            assert output[0, inputs.input_ids.shape[1] :].tolist() == expected.token_ids
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_order_of_calls_is_followed(method: str) -> None:
+    lm, guide = make_lm("gpt2").double(), make_guide(method, "llama", 4.0)
+    processor = GuidedLogitsProcessor(guide, top_k=5)
+    for texts in (
+        [[5, 9, 3]],
+        [[5, 9, 3, 4]],
+        [[5, 9, 3, 8, 8]],
+        [[5, 9]],
+        [[5, 9, 7], [5, 9, 8]],
+        [[5, 9, 8, 3]],
+        [[7]],
+    ):
+        scores = torch.stack([oracle.base_logits(lm, text) for text in texts])
+        fresh = GuidedLogitsProcessor(guide, top_k=5)(torch.tensor(texts), scores)
+        torch.testing.assert_close(processor(torch.tensor(texts), scores), fresh, atol=1e-5, rtol=1e-5)
+
+
+# --- bad input ---
+
+
+def test_mistakes_are_named(toy: Path, tmp_path: Path) -> None:
+    expert, anti_expert = make_experts("gpt2")
+    with pytest.raises(OptionError, match="alpha is nan"):
+        DExpertsGuide(expert, anti_expert, math.nan)
+    for options, message in [
+        ({"omega": math.inf}, "omega is inf"),
+        ({"filter_p": 1.2}, "filter_p is 1.2"),
+        ({"target_p": -0.1}, "target_p is -0.1"),
+        ({"prior": 0.0}, "prior is 0.0"),
+        ({"codes": ([3], [3])}, r"both control codes are \[3\]"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            GeDiGuide(expert, **({"codes": CODES} | options))
+    with pytest.raises(ModelError, match="'expert' and 'anti'"):
+        DExpertsGuide.from_pretrained(tmp_path, 1.0)
+    with pytest.raises(ModelError, match="no control codes"):
+        GeDiGuide.from_pretrained(toy)
+
+
+@pytest.mark.parametrize(("method", "room"), [("dexperts", 63), ("gedi", 61)])
+def test_texts_too_long_for_an_expert(method: str, room: int) -> None:
+    guide = make_guide(method)
+    guide.check_length(room)
+    with pytest.raises(ContextLengthError, match=f"{room + 1} tokens.*room for {room}"):
+        guide.check_length(room + 1)
+    state = guide.start(torch.full((1, room), 5))
+    with pytest.raises(ContextLengthError, match="65 tokens"):
+        guide.advance(state, torch.tensor([5]))
+    with pytest.raises(ContextLengthError, match="65 tokens"):
+        guide.start(torch.full((1, room + 1), 5))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_vocabulary_is_refused(method: str) -> None:
+    guide = make_guide(method)
+    guide.check_vocabulary(VOCAB, TOKENIZER, "numbers")
+    with pytest.raises(VocabularyError, match="50257.*expert's"):
+        guide.check_vocabulary(50257, None, "gpt2")
+    expert, _ = make_experts("gpt2")
+    named = DExpertsGuide(expert, expert, 1.0, TOKENIZER)
+    named.check_vocabulary(VOCAB + 8, TOKENIZER, "a padded one")
+    bigger = make_lm("gpt2")
+    bigger.resize_token_embeddings(VOCAB + 1, mean_resizing=False)
+    with pytest.raises(VocabularyError, match="37 tokens, the anti-expert 38"):
+        DExpertsGuide(expert, bigger, 1.0)
