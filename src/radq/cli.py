@@ -14,6 +14,7 @@ COMMANDS = {  # name: what it does; the module is radq.commands.<name>
     "score": "show the reward of every token of a text",
     "train": "train a reward model on texts and responses",
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
+    "judge": "score texts with a judge, or fit a judge on labelled texts",
     "convert": "turn weights of the public RAD and rad-q code into a reward model",
 }
 
@@ -39,8 +40,8 @@ def _run(name: str, argv: list[str]) -> int:
 
     command = importlib.import_module(f"radq.commands.{name}")
     try:
-        default = command.defaults(argv) if hasattr(command, "defaults") else None
-        command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, default=default))
+        default = {"default": command.defaults(argv)} if hasattr(command, "defaults") else {}
+        command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, **default))
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return 0
     except (RadqError, OSError) as error:
