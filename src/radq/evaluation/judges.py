@@ -209,6 +209,7 @@ class CachedJudge(Judge):
                 yield places[key], np.full(len(places[key]), score)
             new = [key for key in places if key not in known]
             for some, scores in self.inner.judge([texts[places[key][0]] for key in new]):
+                self._check([texts[places[new[n]][0]] for n in some], scores)
                 self._store(database, [new[n] for n in some], scores)
                 for n, score in zip(some, scores, strict=True):
                     yield places[new[n]], np.full(len(places[new[n]]), score)

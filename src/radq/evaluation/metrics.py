@@ -66,7 +66,7 @@ class Cell:
                     "one value per sample is wanted.",
                 )
 
-    def take(self, rows: Sequence[int]) -> "Cell":
+    def take(self, rows: Sequence[int] | Int[np.ndarray, " q"]) -> "Cell":
         """Some of the prompts, such as those of one class."""
         known = {name: getattr(self, name) for name in ("scores", "nll", "tokens", "features", "reference")}
         values = {name: array[list(rows)] for name, array in known.items() if array is not None}
@@ -86,7 +86,8 @@ class Sums:
     def divide(self, totals: Float[np.ndarray, "*r"], weights: Float[np.ndarray, "*r"]) -> Float[np.ndarray, "*r"]:
         """The metric from sums over some choice of prompts; NaN where it has none."""
         ratio = np.divide(totals, weights, out=np.full(np.shape(totals), np.nan), where=np.asarray(weights) > 0)
-        return np.exp(ratio) if self.exponential else ratio
+        with np.errstate(over="ignore"):
+            return np.exp(ratio) if self.exponential else ratio
 
     @property
     def value(self) -> float:
@@ -261,7 +262,8 @@ def mauve(features: Float[np.ndarray, "n d"], reference: Float[np.ndarray, "m d"
             mauve_scaling_factor=MAUVE_SCALING,
             seed=seed,
         )
-    return float(result.mauve)
+    same = np.array_equal(result.p_hist, result.q_hist)
+    return 1.0 if same else float(result.mauve)  # of equal histograms the package sorts ties at random: 0.5 to 1
 
 
 def estimate_mauve(
@@ -269,9 +271,10 @@ def estimate_mauve(
     reference: Float[np.ndarray, "p m d"],
     bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
 ) -> Estimate:
-    """MAUVE with a normal interval: the standard deviation over resampled prompts, around the value itself.
+    """MAUVE with a normal interval: the standard deviation over resampled prompts, around the value.
 
     Percentiles would miss the value: resamples repeat prompts, and two such sets lie further apart than the originals.
+    For the same reason the interval is rather too wide than too narrow.
     """
     (ours, skipped), (theirs, skipped_theirs) = _without_blank(features), _without_blank(reference)
     value = mauve(ours, theirs)

@@ -77,7 +77,7 @@ class TransformersReader(Reader):
             yield positions, output[0].float(), mask.to(device)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        rows = self.tokenizer(list(texts), verbose=False).input_ids
+        rows = self.tokenizer(list(texts), verbose=False).input_ids if texts else []
         for n, row in enumerate(rows):
             if len(row) > self.max_tokens:
                 rows[n] = self.tokenizer(texts[n], truncation=True, max_length=self.max_tokens).input_ids
