@@ -21,8 +21,9 @@ from radq.losses import baseline_loss, squared_loss
 from radq.models import RadQ, RadV, RewardModel
 from radq.runs import train
 from radq.settings import RewardTrainingConfig, load_settings
+from radq.statistics import area_under_curve
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
-from radq.training import area_under_curve, compute_metrics, find_checkpoints, random_tokens
+from radq.training import compute_metrics, find_checkpoints, random_tokens
 
 SMALL: dict[str, Any] = {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3, "log_steps": 1}
 

@@ -73,11 +73,16 @@ def load_causal_lm(
     return load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype).to(device).eval()
 
 
-def load_weights(from_pretrained: Callable[..., Any], name: str | Path, **kwargs: Any) -> Any:
-    """Call `from_pretrained`, but refuse the weights it would make up where the folder lacks them."""
+def load_weights(
+    from_pretrained: Callable[..., Any], name: str | Path, unused: tuple[str, ...] = (), **kwargs: Any
+) -> Any:
+    """Call `from_pretrained`, but refuse the weights it would make up where the folder lacks them.
+
+    Tensors whose names begin with one of `unused` are not needed and may be missing.
+    """
     with explained(name, "model weights"):
         model, report = from_pretrained(name, use_safetensors=True, output_loading_info=True, **kwargs)
-    missing = sorted(report["missing_keys"])
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
     if missing:
         raise ModelError(
             f"the weights in {str(name)!r} lack {len(missing)} tensors, the first is {missing[0]!r}.",

@@ -289,11 +289,7 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
     """The rows of a file or hub data set, checked; an error names source, row and value."""
     first_row = 1
     for table in read_table(source):
-        missing = [name for name in columns.names if name not in table.columns]
-        if missing:
-            raise DataError(
-                f"{source} has no column {missing[0]!r}.", f"it has {', '.join(map(str, table.columns)) or 'none'}."
-            )
+        _check_columns(source, table, columns.names)
         table.index = np.arange(first_row, first_row + len(table))  # row numbers, for errors
         first_row += len(table)
         texts = _texts(table, columns.text)
@@ -316,6 +312,23 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
             if columns.weight is None
             else _numbers(source, table, columns.weight).astype(np.float32),
             empty=int((~full).sum()),
+        )
+
+
+def read_texts(source: str | Path, column: str) -> list[str]:
+    """All texts of a column, empty ones included."""
+    texts = []
+    for table in read_table(source):
+        _check_columns(source, table, [column])
+        texts += _texts(table, column)
+    return texts
+
+
+def _check_columns(source: str | Path, table: Table, names: list[str]) -> None:
+    missing = [name for name in names if name not in table.columns]
+    if missing:
+        raise DataError(
+            f"{source} has no column {missing[0]!r}.", f"it has {', '.join(map(str, table.columns)) or 'none'}."
         )
 
 

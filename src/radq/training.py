@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.stats import rankdata
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
@@ -34,6 +33,7 @@ from radq.data import GlobalBatches, RewardData
 from radq.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
 from radq.models import RewardModel
 from radq.settings import RewardTrainingConfig, TrainingConfig
+from radq.statistics import area_under_curve
 
 CHECKPOINTS_KEPT = 2
 
@@ -258,13 +258,6 @@ def compute_metrics(stats: np.ndarray, responses: np.ndarray, attributes: list[s
     if rest.shape[1]:
         metrics["distillation_mse"] = float(rest[:, 0].sum() / rest[:, 1].sum())
     return metrics
-
-
-def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
-    """The probability that a positive scores above a negative; ties count half."""
-    positive = labels > 0.5
-    n, m = int(positive.sum()), int((~positive).sum())
-    return float((rankdata(scores)[positive].sum() - n * (n + 1) / 2) / (n * m))
 
 
 def _count(mask: Tensor) -> Float[Tensor, "2"]:

@@ -1,0 +1,177 @@
+"""radq judge score --judge SPEC --text "…" ; radq judge train --data FILE --labels y --out FOLDER"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from radq.evaluation.judges import Judge
+
+
+@dataclass
+class Score:
+    """Score texts with a judge. Scores are kept on disk: a text is judged once."""
+
+    judge: str
+    """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, perspective[:ATTRIBUTE]; not:JUDGE is one
+    minus its score."""
+    text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
+    """Text to score; repeat for more."""
+    data: list[str] = field(default_factory=list)
+    """Files with texts: csv, tsv, jsonl, parquet, each also .gz .xz .zst, or hub data sets."""
+    column: str = "text"
+    """Column of the files with the texts."""
+    cache: Path | None = None
+    """Folder in which scores are kept; by default in the user's cache."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass
+class Train:
+    """Fit a linear judge: a logistic regression on sentence embeddings of labelled texts."""
+
+    data: list[str]
+    """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
+    labels: str
+    """Column with the labels, from 0 to 1."""
+    out: Path
+    """Folder to write."""
+    encoder: str = "minilm"
+    """Sentence encoder: hub name, folder (safetensors or ONNX), or minilm, which comes with a package."""
+    text: str = "text"
+    """Column with the texts."""
+    held_out: float = 0.1
+    """Share of the rows that chooses the penalty; as many more measure the result."""
+    limit: int | None = None
+    """Take so many rows at random; by default all."""
+    seed: int = 0
+    """Of that choice, and of what is held out."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    overwrite: bool = False
+    """Write into a folder that exists."""
+    json: bool = False
+    """Print the judge's card as JSON, and no progress."""
+
+
+Arguments = (
+    Annotated[Score, tyro.conf.subcommand("score", prefix_name=False)]
+    | Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
+)
+
+
+def run(arguments: Score | Train) -> None:
+    if isinstance(arguments, Score):
+        _score(arguments)
+    else:
+        _train(arguments)
+
+
+# --- score ---
+
+
+def _score(arguments: Score) -> None:
+    from radq.backbones import find_device
+    from radq.commands.console import print_json
+    from radq.evaluation.judges import CachedJudge, load_judge
+
+    texts = _read_texts(arguments)
+    judge = CachedJudge(load_judge(arguments.judge, find_device(arguments.device)), arguments.cache)
+    scores = judge.score(texts, progress=not arguments.json and bool(arguments.data))
+    if arguments.json:
+        rows = [{"text": t, "score": None if s != s else float(s)} for t, s in zip(texts, scores, strict=True)]
+        print_json({"judge": judge.name, "truncated": judge.truncated, "texts": rows})
+    else:
+        _print_scores(judge, texts, scores)
+
+
+def _read_texts(arguments: Score) -> list[str]:
+    from radq.data import read_texts
+    from radq.errors import OptionError
+
+    texts = list(arguments.text)
+    for source in arguments.data:
+        texts += read_texts(source, arguments.column)
+    if not texts:
+        raise OptionError("there is no text.", "give --text TEXT or --data FILE.")
+    return texts
+
+
+def _print_scores(judge: "Judge", texts: list[str], scores: "np.ndarray") -> None:
+    from rich.table import Table
+
+    from radq.commands.console import coloured, console
+
+    table = Table()
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("text", overflow="fold")
+    for text, score in zip(texts, scores, strict=True):
+        cell = "blank" if score != score else coloured([(f"{score:.3f}", score)], 0, 1)
+        table.add_row(cell, text)
+    print(judge.name)
+    console().print(table)
+    if judge.truncated:
+        print(f"note: {judge.truncated} texts were too long, and judged by their beginnings.")
+
+
+# --- train ---
+
+
+def _train(arguments: Train) -> None:
+    from dataclasses import asdict
+
+    from radq.backbones import find_device
+    from radq.commands.console import print_json
+    from radq.errors import OptionError
+    from radq.evaluation.encoders import load_encoder
+    from radq.evaluation.linear import Card, LinearModel, split_rows
+
+    if arguments.out.exists() and not arguments.overwrite:
+        raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or pass --overwrite.")
+    texts, labels, blank = _read_labelled(arguments)
+    split = split_rows(labels, arguments.held_out, arguments.seed)
+    source = arguments.encoder if not Path(arguments.encoder).is_dir() else str(Path(arguments.encoder).resolve())
+    encoder = load_encoder(source, find_device(arguments.device))
+    features = encoder.encode(texts, progress=not arguments.json)
+    model = LinearModel.fit(features, labels, split, Card(source, encoder.name, arguments.labels, arguments.data))
+    model.save(arguments.out)
+    if arguments.json:
+        print_json(asdict(model.card) | {"truncated": encoder.truncated, "blank": blank})
+        return
+    rows = model.card.rows
+    print(f"judge of {arguments.labels} → {arguments.out}   (linear:{arguments.out})")
+    print(f"  fitted on {rows['fitted']} rows, penalty {model.card.penalty:g} chosen on {rows['chosen_on']}")
+    print(f"  on {rows['measured_on']} rows it has not seen:")
+    for name, value in model.card.metrics.items():
+        print(f"    {name:<15} {value:.4f}")
+    if encoder.truncated or blank:
+        print(
+            f"  {encoder.truncated} texts were too long, and read by their beginnings; {blank} blank ones are left out"
+        )
+
+
+def _read_labelled(arguments: Train) -> "tuple[list[str], np.ndarray, int]":
+    """Texts, their labels, and how many rows are left out since they are blank."""
+    import numpy as np
+
+    from radq.data import DataColumns, read_examples
+    from radq.errors import OptionError
+
+    if arguments.limit is not None and arguments.limit < 1:
+        raise OptionError(f"limit is {arguments.limit}.", "give 1 or more.")
+    columns = DataColumns(arguments.text, [arguments.labels], skip_empty=True)
+    pieces = [piece for source in arguments.data for piece in read_examples(source, columns)]
+    texts = [text for piece in pieces for text in piece.texts]
+    labels = np.concatenate([piece.labels[:, 0] for piece in pieces]) if pieces else np.empty(0, np.float32)
+    blank = sum(piece.empty for piece in pieces)
+    if arguments.limit is None or arguments.limit >= len(texts):
+        return texts, labels, blank
+    rows = np.random.default_rng(arguments.seed).choice(len(texts), size=arguments.limit, replace=False)
+    return [texts[row] for row in rows], labels[rows], blank

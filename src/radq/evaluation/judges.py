@@ -1,0 +1,297 @@
+"""Judges: text → score in [0, 1], higher for more of the attribute.
+
+    judge = CachedJudge(load_judge("classifier:distilbert-base-uncased-finetuned-sst-2-english", device="cuda"))
+    judge.score(["what a lovely film", ""])  # array([0.9998, nan])
+
+A text with nothing but whitespace has no attribute to judge: its score is NaN, whatever the judge. Metrics leave it out
+and count it.
+
+What a judge reads is the caller's choice. The paper's toxicity judges read the continuation alone, its sentiment judge
+prompt and continuation.
+"""
+
+import hashlib
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForSequenceClassification
+
+from radq.data import default_cache_folder
+from radq.errors import DataError, ModelError, OptionError
+from radq.evaluation.encoders import load_encoder
+from radq.evaluation.linear import LinearModel
+from radq.evaluation.readers import BATCH_SIZE, OnnxReader, Reader, TransformersReader
+
+LINEAR_BATCH = 1024  # texts embedded together
+Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions of texts, and their scores
+
+
+class Judge(ABC):
+    """`name` says all that a score depends on, since scores are cached under it."""
+
+    name: str
+
+    @abstractmethod
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        """Scores of texts, none of them blank, as they come: in batches, and in any order."""
+
+    @property
+    def truncated(self) -> int:
+        """How many texts were too long and judged by their beginning, so far."""
+        return 0
+
+    def score(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, " n"]:
+        """One score per text, in order; NaN for a blank text."""
+        scores = np.full(len(texts), np.nan)
+        full = [n for n, text in enumerate(texts) if text.strip()]
+        with tqdm(total=len(full), unit="text", desc="judging", disable=not progress) as bar:
+            for positions, values in self.judge([texts[n] for n in full]):
+                self._check([texts[full[n]] for n in positions], values)
+                scores[[full[n] for n in positions]] = values
+                bar.update(len(positions))
+        return scores
+
+    def _check(self, texts: list[str], values: Float[np.ndarray, " b"]) -> None:
+        wrong = ~((values >= 0) & (values <= 1))
+        if wrong.any():
+            n = int(wrong.argmax())
+            raise ModelError(
+                f"the judge {self.name} gave {values[n]} for {texts[n][:60]!r}.", "is the model damaged, or its dtype?"
+            )
+
+
+@final
+class ModelJudge(Judge):
+    """The probability of one label of a classifier: sigmoid of a single or independent logits, else softmax."""
+
+    def __init__(self, kind: str, reader: Reader, label: str | None):
+        self.reader = reader
+        logits = next(reader.read(["a"]))[1]
+        if logits.dim() != 2:
+            raise ModelError(f"{reader.name} gives outputs of shape {tuple(logits.shape)}.", "it is no classifier.")
+        labels = reader.labels or [str(n) for n in range(logits.shape[1])]
+        if len(labels) != logits.shape[1]:
+            raise ModelError(
+                f"{reader.name} has {logits.shape[1]} outputs, but {len(labels)} labels.", "see config.json."
+            )
+        if label is None and not reader.labels and len(labels) == 2:
+            label = labels[-1]  # nameless outputs of a binary classifier: no, yes
+        self.index = choose_label(labels, label, reader.name)
+        self.name = f"{kind}:{reader.name}#{labels[self.index]}"
+
+    @property
+    def truncated(self) -> int:
+        return self.reader.truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        positions, scores = [], []
+        for some, logits, _ in self.reader.read(texts):
+            positions.extend(some)
+            scores.extend(self._probabilities(logits))
+            if len(positions) >= BATCH_SIZE:
+                yield positions, np.array(scores)
+                positions, scores = [], []
+        if positions:
+            yield positions, np.array(scores)
+
+    def _probabilities(self, logits: Float[Tensor, "b l"]) -> Float[np.ndarray, " b"]:
+        independent = self.reader.multi_label or logits.shape[1] == 1
+        logits = logits.double()
+        probabilities = logits.sigmoid() if independent else logits.softmax(-1)
+        return probabilities[:, self.index].cpu().numpy()
+
+
+def choose_label(labels: Sequence[str], wanted: str | None, model: str) -> int:
+    """The position of a label: the one asked for, the only one, or the one that the other negates."""
+    if wanted is not None:
+        matches = [n for n, label in enumerate(labels) if label == wanted] or [
+            n for n, label in enumerate(labels) if _plain(label) == _plain(wanted)
+        ]
+        if len(matches) == 1:
+            return matches[0]
+        if wanted.isdecimal() and int(wanted) < len(labels):
+            return int(wanted)
+        raise OptionError(f"{model} has no label {wanted!r}.", f"it has {', '.join(labels)}.")
+    if len(labels) == 1:
+        return 0
+    if len(labels) == 2:
+        for n in (0, 1):
+            if _negates(_plain(labels[1 - n]), _plain(labels[n])):
+                return n
+    raise OptionError(
+        f"{model} has the labels {', '.join(labels)}, and none says that it is the attribute.",
+        f"add the one you mean, such as #{labels[-1]}.",
+    )
+
+
+def _plain(label: str) -> str:
+    return "".join(character for character in label.lower() if character.isalnum())
+
+
+def _negates(label: str, other: str) -> bool:
+    return (label, other) in (("negative", "positive"), ("neg", "pos")) or label in (f"non{other}", f"not{other}")
+
+
+@final
+class LinearJudge(Judge):
+    """A logistic regression on sentence embeddings: what `radq judge train` writes."""
+
+    def __init__(self, folder: str | Path, device: str = "cpu"):
+        self.model = LinearModel.load(folder)
+        self.encoder = load_encoder(self.model.card.encoder, device)
+        if self.encoder.name != self.model.card.encoder_name:
+            raise ModelError(
+                f"{str(folder)!r} was fitted on the encoder {self.model.card.encoder_name}, "
+                f"but {self.model.card.encoder!r} is now {self.encoder.name}.",
+                "bring that encoder back, or train the judge anew.",
+            )
+        self.name = f"linear:{Path(folder).resolve().name}@{self.model.digest()}"
+
+    @property
+    def truncated(self) -> int:
+        return self.encoder.truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        for first in range(0, len(texts), LINEAR_BATCH):
+            some = texts[first : first + LINEAR_BATCH]
+            yield range(first, first + len(some)), self.model.probabilities(self.encoder.encode(some))
+
+
+@final
+class InvertedJudge(Judge):
+    """1 − the score of another judge: of a model whose high scores mean the absence of the attribute."""
+
+    def __init__(self, judge: Judge):
+        self.inner = judge
+        self.name = f"not:{judge.name}"
+
+    @property
+    def truncated(self) -> int:
+        return self.inner.truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        for positions, scores in self.inner.judge(texts):
+            yield positions, 1 - scores
+
+
+@final
+class CachedJudge(Judge):
+    """A judge that asks another one only about texts it has not seen: scores lie on disk, under judge and text.
+
+    They are written batch by batch, so that a kill costs a batch at most, and several processes may share the file.
+    """
+
+    def __init__(self, judge: Judge, folder: str | Path | None = None):
+        self.inner = judge
+        self.name = judge.name
+        self.file = Path(folder or default_cache_folder()) / "judges.sqlite"
+
+    @property
+    def truncated(self) -> int:
+        return self.inner.truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
+        places: dict[bytes, list[int]] = {}
+        for n, key in enumerate(keys):
+            places.setdefault(key, []).append(n)
+        with self._open() as database:
+            known = self._find(database, list(places))
+            for key, score in known.items():
+                yield places[key], np.full(len(places[key]), score)
+            new = [key for key in places if key not in known]
+            for some, scores in self.inner.judge([texts[places[key][0]] for key in new]):
+                self._check([texts[places[new[n]][0]] for n in some], scores)
+                self._store(database, [new[n] for n in some], scores)
+                for n, score in zip(some, scores, strict=True):
+                    yield places[new[n]], np.full(len(places[new[n]]), score)
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self.file, timeout=60)) as database:
+                database.execute(
+                    "CREATE TABLE IF NOT EXISTS scores"
+                    " (judge TEXT, text BLOB, score REAL, PRIMARY KEY (judge, text)) WITHOUT ROWID"
+                )
+                yield database
+        except sqlite3.Error as error:
+            raise DataError(
+                f"the scores in {str(self.file)!r} cannot be used: {error}.", "remove the file, or name another folder."
+            ) from error
+
+    def _find(self, database: sqlite3.Connection, keys: list[bytes]) -> dict[bytes, float]:
+        known: dict[bytes, float] = {}
+        for first in range(0, len(keys), 500):  # sqlite limits how many values a query takes
+            some = keys[first : first + 500]
+            marks = ",".join("?" * len(some))
+            query = f"SELECT text, score FROM scores WHERE judge = ? AND text IN ({marks})"
+            known.update(database.execute(query, [self.name, *some]).fetchall())
+        return known
+
+    def _store(self, database: sqlite3.Connection, keys: list[bytes], scores: Float[np.ndarray, " b"]) -> None:
+        rows = [(self.name, key, float(score)) for key, score in zip(keys, scores, strict=True)]
+        with database:
+            database.executemany("INSERT OR IGNORE INTO scores VALUES (?, ?, ?)", rows)
+
+
+def load_judge(specification: str, device: str = "cpu") -> Judge:
+    """A judge from text, `KIND` or `KIND:WHAT`; the kinds are those of `JUDGES`."""
+    kind, _, what = specification.partition(":")
+    if kind not in JUDGES:
+        raise OptionError(f"there is no judge {specification!r}.", f"begin with one of {', '.join(JUDGES)}.")
+    return JUDGES[kind](what, device)
+
+
+def _load_classifier(what: str, device: str) -> Judge:
+    """`NAME_OR_FOLDER[#label]` of a transformers text classifier."""
+    source, label = _split_label("classifier", what)
+    return ModelJudge("classifier", TransformersReader(source, AutoModelForSequenceClassification, device), label)
+
+
+def _load_onnx(what: str, device: str) -> Judge:
+    """`FOLDER[#label or index]`"""
+    folder, label = _split_label("onnx", what)
+    return ModelJudge("onnx", OnnxReader(folder, device), label)
+
+
+def _load_linear(what: str, device: str) -> Judge:
+    """`FOLDER`, written by `radq judge train`"""
+    return LinearJudge(_split_label("linear", what)[0], device)
+
+
+def _load_perspective(what: str, device: str) -> Judge:
+    """`[ATTRIBUTE]`"""
+    from radq.evaluation.perspective import PerspectiveJudge
+
+    return PerspectiveJudge(what or "TOXICITY")
+
+
+def _load_inverted(what: str, device: str) -> Judge:
+    """Any of the others"""
+    return InvertedJudge(load_judge(what, device))
+
+
+def _split_label(kind: str, what: str) -> tuple[str, str | None]:
+    source, _, label = what.partition("#")
+    if not source:
+        raise OptionError(f"the judge is '{kind}:{what}'.", f"say which, such as {kind}:FOLDER.")
+    return source, label or None
+
+
+JUDGES: dict[str, Callable[[str, str], Judge]] = {
+    "classifier": _load_classifier,
+    "onnx": _load_onnx,
+    "linear": _load_linear,
+    "perspective": _load_perspective,
+    "not": _load_inverted,
+}

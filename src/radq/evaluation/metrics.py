@@ -1,0 +1,442 @@
+"""Metrics: what the paper measures, as functions of arrays, each with a confidence interval.
+
+    measure(["avg_max", "toxic_rate", "perplexity", "dist_2"], Cell(texts, scores=scores, nll=nll, tokens=tokens))
+
+Axes: p prompts, n samples of each, d features, c cells of a guide's sweep over β, r resamples.
+
+Every metric but MAUVE is a ratio of two sums over prompts (`Sums`), so that resampling the prompts is a matrix product.
+A blank sample has neither score, perplexity, n-grams nor features: it is left out and counted. Of a prompt whose
+samples are all blank nothing is known, and it is left out as well.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from radq.errors import OptionError
+from radq.extras import need
+
+THRESHOLD = 0.5  # a score above it counts as toxic, or positive
+MAUVE_SCALING = 5  # c of the MAUVE paper
+MAUVE_ITERATIONS = 500  # of k-means
+MAUVE_MIN_SAMPLES = 20  # n/10 clusters, and two at least
+MAUVE_RESAMPLES = 20  # clustering anew takes long; their spread is what is used
+RESAMPLES_AT_ONCE = 100
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one setting of a sweep produced for p prompts with n samples each, and what is known about it.
+
+    Args:
+        texts: the continuations.
+        scores: of a judge; NaN for blank texts.
+        nll, tokens: minus the log-likelihood of each continuation given its prompt, and the number of its tokens.
+        features: sentence embeddings; NaN for blank texts.
+        reference: those of the unguided samples of the same prompts.
+    """
+
+    texts: Sequence[Sequence[str]]
+    scores: Float[np.ndarray, "p n"] | None = None
+    nll: Float[np.ndarray, "p n"] | None = None
+    tokens: Int[np.ndarray, "p n"] | None = None
+    features: Float[np.ndarray, "p n d"] | None = None
+    reference: Float[np.ndarray, "p m d"] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = sorted({len(samples) for samples in self.texts})
+        if not sizes or sizes[0] == 0:
+            raise OptionError("there are no samples to measure.", "generate some, one or more for every prompt.")
+        if len(sizes) > 1:
+            raise OptionError(f"prompts have {sizes[0]} to {sizes[-1]} samples.", "give each the same number.")
+        for name in ("scores", "nll", "tokens", "features"):
+            values = getattr(self, name)
+            if values is not None and values.shape[:2] != (len(self.texts), sizes[0]):
+                raise OptionError(
+                    f"{name} are for {values.shape[0]} prompts × {values.shape[1]} samples, "
+                    f"the texts for {len(self.texts)} × {sizes[0]}.",
+                    "one value per sample is wanted.",
+                )
+
+    def take(self, rows: Sequence[int] | Int[np.ndarray, " q"]) -> "Cell":
+        """Some of the prompts, such as those of one class."""
+        known = {name: getattr(self, name) for name in ("scores", "nll", "tokens", "features", "reference")}
+        values = {name: array[list(rows)] for name, array in known.items() if array is not None}
+        return replace(self, texts=[self.texts[row] for row in rows], **values)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A metric before the division: Σ totals / Σ weights over the prompts, or exp of that."""
+
+    totals: Float[np.ndarray, " p"]
+    weights: Float[np.ndarray, " p"]
+    skipped: int = 0  # samples left out since they are blank
+    infinite: int = 0  # and since they are infinite
+    exponential: bool = False
+
+    def divide(self, totals: Float[np.ndarray, "*r"], weights: Float[np.ndarray, "*r"]) -> Float[np.ndarray, "*r"]:
+        """The metric from sums over some choice of prompts; NaN where it has none."""
+        ratio = np.divide(totals, weights, out=np.full(np.shape(totals), np.nan), where=np.asarray(weights) > 0)
+        with np.errstate(over="ignore"):
+            return np.exp(ratio) if self.exponential else ratio
+
+    @property
+    def value(self) -> float:
+        return float(self.divide(self.totals.sum(keepdims=True), self.weights.sum(keepdims=True))[0])
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are made: percentiles of the metric over so many resamples of the prompts."""
+
+    resamples: int = 1000
+    seed: int = 0
+    confidence: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.resamples < 1 or not 0 < self.confidence < 1:
+            raise OptionError(
+                f"resamples is {self.resamples}, confidence {self.confidence}.", "give 1 or more, and one below 1."
+            )
+
+    def choices(self, p: int) -> Iterator[Int[np.ndarray, "r p"]]:
+        """How often each prompt occurs in each resample, some resamples at a time."""
+        rng = np.random.default_rng(self.seed)
+        for first in range(0, self.resamples, RESAMPLES_AT_ONCE):
+            r = min(RESAMPLES_AT_ONCE, self.resamples - first)
+            drawn = rng.integers(p, size=(r, p)) + p * np.arange(r)[:, None]
+            yield np.bincount(drawn.ravel(), minlength=r * p).reshape(r, p)
+
+    def sums(self, columns: Float[np.ndarray, "p m"]) -> Float[np.ndarray, "r m"]:
+        """Sums of columns over resampled prompts; the same resamples for every metric of the same prompts."""
+        return np.concatenate([counts @ columns for counts in self.choices(len(columns))])
+
+    def interval(self, values: Float[np.ndarray, " r"]) -> tuple[float, float]:
+        if np.isnan(values).all():
+            return float("nan"), float("nan")
+        tail = (1 - self.confidence) / 2
+        low, high = np.nanquantile(values, [tail, 1 - tail])
+        return float(low), float(high)
+
+
+DEFAULT_BOOTSTRAP = Bootstrap()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A metric with its interval, and how many samples it says nothing about. NaN where there is nothing to say."""
+
+    value: float
+    low: float
+    high: float
+    skipped: int = 0
+    infinite: int = 0
+
+
+def measure(names: Sequence[str], cell: Cell, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> dict[str, Estimate]:
+    """Metrics of a cell by name; all names are checked before the first is computed."""
+    for name in names:
+        check_metric(name)
+        missing = [needed for needed in METRICS[name].needs if getattr(cell, needed) is None]
+        if missing:
+            raise OptionError(f"{name} needs {missing[0]}.", f"it is {METRICS[name].description}.")
+    return {name: METRICS[name].estimate(cell, bootstrap) for name in names}
+
+
+def check_metric(name: str) -> None:
+    if name not in METRICS:
+        raise OptionError(f"there is no metric {name!r}.", f"choose from {', '.join(METRICS)}.")
+
+
+def estimate(sums: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
+    """The metric with its bootstrap interval over prompts; of a single prompt there is none."""
+    low = high = float("nan")
+    if len(sums.totals) > 1:
+        totals, weights = bootstrap.sums(np.stack([sums.totals, sums.weights], axis=1)).T
+        low, high = bootstrap.interval(sums.divide(totals, weights))
+    return Estimate(sums.value, low, high, sums.skipped, sums.infinite)
+
+
+# --- attributes ---
+
+
+def average_maximum(scores: Float[np.ndarray, "p n"]) -> Sums:
+    """The highest score among a prompt's samples, averaged over prompts."""
+    scored = ~np.isnan(scores)
+    highest = np.where(scored, scores, -np.inf).max(1)
+    known = scored.any(1)
+    return Sums(np.where(known, highest, 0.0), known.astype(float), _count(~scored))
+
+
+def toxic_rate(scores: Float[np.ndarray, "p n"]) -> Sums:
+    """The share of prompts with at least one sample above 0.5."""
+    scored = ~np.isnan(scores)
+    return Sums((scores > THRESHOLD).any(1).astype(float), scored.any(1).astype(float), _count(~scored))
+
+
+def positive_rate(scores: Float[np.ndarray, "p n"]) -> Sums:
+    """The share of a prompt's samples above 0.5, averaged over prompts."""
+    return mean_score(np.where(np.isnan(scores), np.nan, scores > THRESHOLD))
+
+
+def mean_score(scores: Float[np.ndarray, "p n"]) -> Sums:
+    """The mean score of a prompt's samples, averaged over prompts."""
+    scored = ~np.isnan(scores)
+    counts = scored.sum(1)
+    means = np.where(scored, scores, 0.0).sum(1) / np.maximum(counts, 1)
+    return Sums(means, (counts > 0).astype(float), _count(~scored))
+
+
+# --- fluency ---
+
+
+def perplexity(nll: Float[np.ndarray, "p n"], tokens: Int[np.ndarray, "p n"]) -> Sums:
+    """exp of the mean negative log-likelihood of a continuation's tokens, averaged over all continuations."""
+    items = perplexities(nll, tokens)
+    finite = np.isfinite(items)
+    return Sums(
+        np.where(finite, items, 0.0).sum(1), finite.sum(1).astype(float), _count(tokens == 0), _count(np.isinf(items))
+    )
+
+
+def corpus_perplexity(nll: Float[np.ndarray, "p n"], tokens: Int[np.ndarray, "p n"]) -> Sums:
+    """exp of the mean negative log-likelihood over the tokens of all continuations."""
+    finite = np.isfinite(nll) & (tokens > 0)
+    infinite = _count(~finite & (tokens > 0))
+    totals, weights = np.where(finite, nll, 0.0).sum(1), np.where(finite, tokens, 0).sum(1)
+    return Sums(totals, weights.astype(float), _count(tokens == 0), infinite, exponential=True)
+
+
+def perplexities(nll: Float[np.ndarray, "*s"], tokens: Int[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
+    """Of each continuation; NaN for one without tokens, infinite where the model thinks it impossible."""
+    with np.errstate(over="ignore"):
+        return np.exp(np.divide(nll, tokens, out=np.full(nll.shape, np.nan), where=tokens > 0))
+
+
+# --- diversity ---
+
+
+def distinct(texts: Sequence[Sequence[str]], order: int) -> Sums:
+    """Distinct n-grams among a prompt's samples, divided by the number of their words, averaged over prompts.
+
+    Words are what lies between single spaces, as in the code of DExperts and of the paper: a continuation that begins
+    with a space begins with an empty word, which counts. Blank samples do not.
+    """
+    values, known, skipped = [], [], 0
+    for samples in texts:
+        rows = [text.split(" ") for text in samples if text.strip()]
+        grams = {tuple(row[n : n + order]) for row in rows for n in range(len(row) - order + 1)}
+        values.append(len(grams) / max(1, sum(map(len, rows))))
+        known.append(float(bool(rows)))
+        skipped += len(samples) - len(rows)
+    return Sums(np.array(values), np.array(known), skipped)
+
+
+# --- closeness to the unguided samples ---
+
+
+def mauve(features: Float[np.ndarray, "n d"], reference: Float[np.ndarray, "m d"], seed: int = 0) -> float:
+    """MAUVE of two sets of vectors: 1 for the same distribution. c = 5, n/10 clusters, 500 iterations of k-means."""
+    fewest = min(len(features), len(reference))
+    if fewest < MAUVE_MIN_SAMPLES:
+        raise OptionError(
+            f"MAUVE is asked for {fewest} samples.", f"it needs {MAUVE_MIN_SAMPLES}, and is steady from about 1000 on."
+        )
+    package = need("mauve", "eval")
+    with warnings.catch_warnings(), _silent_stderr():
+        warnings.simplefilter("ignore")  # scikit-learn's, where vectors are all the same
+        result = package.compute_mauve(
+            p_features=features,
+            q_features=reference,
+            num_buckets=max(2, round(fewest / 10)),
+            kmeans_max_iter=MAUVE_ITERATIONS,
+            mauve_scaling_factor=MAUVE_SCALING,
+            seed=seed,
+        )
+    same = np.array_equal(result.p_hist, result.q_hist)
+    return 1.0 if same else float(result.mauve)  # of equal histograms the package sorts ties at random: 0.5 to 1
+
+
+def estimate_mauve(
+    features: Float[np.ndarray, "p n d"],
+    reference: Float[np.ndarray, "p m d"],
+    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
+) -> Estimate:
+    """MAUVE with a normal interval: the standard deviation over resampled prompts, around the value.
+
+    Percentiles would miss the value: resamples repeat prompts, and two such sets lie further apart than the originals.
+    For the same reason the interval is rather too wide than too narrow.
+    """
+    (ours, skipped), (theirs, skipped_theirs) = _without_blank(features), _without_blank(reference)
+    value = mauve(ours, theirs)
+    some = replace(bootstrap, resamples=min(bootstrap.resamples, MAUVE_RESAMPLES))
+    values = []
+    for counts in (row for part in some.choices(len(features)) for row in part):
+        rows = np.repeat(np.arange(len(features)), counts)
+        values.append(mauve(_without_blank(features[rows])[0], _without_blank(reference[rows])[0]))
+    margin = NormalDist().inv_cdf((1 + bootstrap.confidence) / 2) * float(np.std(values, ddof=1))
+    return Estimate(value, max(0.0, value - margin), min(1.0, value + margin), skipped + skipped_theirs)
+
+
+def _without_blank(features: Float[np.ndarray, "p n d"]) -> tuple[Float[np.ndarray, "m d"], int]:
+    rows = features.reshape(-1, features.shape[-1])
+    blank = np.isnan(rows).any(1)
+    return rows[~blank], _count(blank)
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Without what faiss prints from C: that n/10 clusters are many, which is how MAUVE is defined."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+# --- two guides ---
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much more of the attribute the first guide has than the second at the same perplexity, on average."""
+
+    value: float
+    low: float
+    high: float
+    perplexity_range: tuple[float, float]  # common to both
+    without_overlap: int  # resamples that have no common range, and are not in the interval
+
+
+def compare_at_equal_perplexity(
+    first: Sequence[Cell], second: Sequence[Cell], metric: str, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP
+) -> Difference:
+    """The difference of two guides' curves of a metric over log perplexity, averaged over their common range.
+
+    A curve joins the cells of one guide, in the order of their perplexity, by straight lines. Both guides continued the
+    same prompts, in the same order, and each resample takes the same prompts of both.
+    """
+    curves = [_Curve(cells, metric) for cells in (first, second)]
+    sizes = sorted({len(sums.totals) for curve in curves for sums in curve.sums})
+    if len(sizes) > 1:
+        raise OptionError(f"the cells have {sizes[0]} to {sizes[-1]} prompts.", "compare guides on the same prompts.")
+    value, (low, high) = mean_difference(*curves[0].points(), *curves[1].points())
+    if low >= high:
+        spans = ["{:.4g} to {:.4g}".format(*np.exp(curve.points()[0][[0, -1]])) for curve in curves]
+        raise OptionError(
+            f"perplexities are {spans[0]} for one guide and {spans[1]} for the other.", "sweep β until they overlap."
+        )
+    drawn = [curve.resampled_points(bootstrap) for curve in curves]
+    differences = np.array([mean_difference(x, y, u, v)[0] for x, y, u, v in zip(*drawn[0], *drawn[1], strict=True)])
+    interval = bootstrap.interval(differences) if sizes[0] > 1 else (float("nan"), float("nan"))
+    return Difference(value, *interval, (float(np.exp(low)), float(np.exp(high))), _count(np.isnan(differences)))
+
+
+class _Curve:
+    """Points (log perplexity, metric) of a guide's cells, in the order of their perplexity."""
+
+    def __init__(self, cells: Sequence[Cell], metric: str):
+        check_metric(metric)
+        attribute = METRICS[metric].sums
+        if attribute is None:
+            raise OptionError(f"{metric} has no curve.", "choose a metric that is a mean over prompts.")
+        if len(cells) < 2:
+            raise OptionError(f"a guide has {len(cells)} cells.", "a curve needs two values of β at least.")
+        fluency = METRICS["perplexity"].sums
+        assert fluency is not None
+        self.sums = [sums(cell) for cell in cells for sums in (fluency, attribute)]
+
+    def points(self) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, " c"]]:
+        values = np.array([[sums.value for sums in self.sums]])
+        x, y = self._ordered(values)
+        return x[0], y[0]
+
+    def resampled_points(self, bootstrap: Bootstrap) -> tuple[Float[np.ndarray, "r c"], Float[np.ndarray, "r c"]]:
+        columns = np.stack([column for sums in self.sums for column in (sums.totals, sums.weights)], axis=1)
+        drawn = bootstrap.sums(columns)  # (r, 2 · 2c)
+        values = [sums.divide(drawn[:, 2 * n], drawn[:, 2 * n + 1]) for n, sums in enumerate(self.sums)]
+        return self._ordered(np.stack(values, axis=1))
+
+    def _ordered(self, values: Float[np.ndarray, "r m"]) -> tuple[Float[np.ndarray, "r c"], Float[np.ndarray, "r c"]]:
+        x, y = np.log(values[:, 0::2]), values[:, 1::2]
+        order = x.argsort(1, kind="stable")
+        return np.take_along_axis(x, order, 1), np.take_along_axis(y, order, 1)
+
+
+def mean_difference(
+    x: Float[np.ndarray, " c"], y: Float[np.ndarray, " c"], u: Float[np.ndarray, " e"], v: Float[np.ndarray, " e"]
+) -> tuple[float, tuple[float, float]]:
+    """The mean of y(x) − v(u) over the range that both have, and that range. NaN where they have none.
+
+    Both are linear between their points, so the trapezoid rule over all points of both is exact.
+    """
+    low, high = float(max(x[0], u[0])), float(min(x[-1], u[-1]))
+    if not low < high:
+        return float("nan"), (low, high)
+    inner = np.concatenate([x, u])
+    knots = np.sort(np.concatenate([[low, high], inner[(inner > low) & (inner < high)]]))
+    gaps = np.interp(knots, x, y) - np.interp(knots, u, v)
+    return float(np.trapezoid(gaps, knots) / (high - low)), (low, high)
+
+
+# --- classifiers ---
+
+
+def _count(which: Any) -> int:
+    return int(np.sum(which))
+
+
+# --- by name ---
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What it is, which fields of a cell it needs, and the sums it is a ratio of; None for MAUVE, which is none."""
+
+    description: str
+    needs: tuple[str, ...]
+    sums: Callable[[Any], Sums] | None = None
+
+    def estimate(self, cell: Cell, bootstrap: Bootstrap) -> Estimate:
+        if self.sums is not None:
+            return estimate(self.sums(cell), bootstrap)
+        assert cell.features is not None
+        assert cell.reference is not None
+        return estimate_mauve(cell.features, cell.reference, bootstrap)
+
+
+_SCORES, _LIKELIHOODS = ("scores",), ("nll", "tokens")
+
+METRICS: dict[str, Metric] = {
+    "avg_max": Metric(
+        "the highest score of a prompt's samples, averaged over prompts", _SCORES, lambda c: average_maximum(c.scores)
+    ),
+    "toxic_rate": Metric(
+        "the share of prompts with a sample that scores above 0.5", _SCORES, lambda c: toxic_rate(c.scores)
+    ),
+    "positive_rate": Metric("the share of samples that score above 0.5", _SCORES, lambda c: positive_rate(c.scores)),
+    "mean_score": Metric("the mean score of the samples", _SCORES, lambda c: mean_score(c.scores)),
+    "perplexity": Metric(
+        "the perplexity of a continuation given its prompt, averaged over continuations",
+        _LIKELIHOODS,
+        lambda c: perplexity(c.nll, c.tokens),
+    ),
+    "corpus_perplexity": Metric(
+        "the perplexity of all continuations as one text", _LIKELIHOODS, lambda c: corpus_perplexity(c.nll, c.tokens)
+    ),
+    "dist_1": Metric("distinct words per word of a prompt's samples", ("texts",), lambda c: distinct(c.texts, 1)),
+    "dist_2": Metric("distinct bigrams per word of a prompt's samples", ("texts",), lambda c: distinct(c.texts, 2)),
+    "dist_3": Metric("distinct trigrams per word of a prompt's samples", ("texts",), lambda c: distinct(c.texts, 3)),
+    "mauve": Metric("how close samples are to the unguided ones, by their features", ("features", "reference")),
+}

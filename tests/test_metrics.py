@@ -1,0 +1,346 @@
+"""Metrics against numbers worked by hand, brute force and other libraries; intervals against what they promise."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from radq.errors import ModelError, OptionError
+from radq.evaluation.metrics import (
+    METRICS,
+    Bootstrap,
+    Cell,
+    Sums,
+    average_maximum,
+    check_metric,
+    compare_at_equal_perplexity,
+    corpus_perplexity,
+    distinct,
+    estimate,
+    estimate_mauve,
+    mauve,
+    mean_difference,
+    mean_score,
+    measure,
+    perplexities,
+    perplexity,
+    positive_rate,
+    toxic_rate,
+)
+
+NAN, INF = math.nan, math.inf
+SCORES = np.array([[0.1, 0.9, 0.3], [0.5, 0.2, 0.4], [NAN, 0.6, 0.8], [NAN, NAN, NAN]])
+QUICK = Bootstrap(resamples=200)
+
+
+def texts(p: int = 4, n: int = 3) -> list[list[str]]:
+    return [["a b"] * n for _ in range(p)]
+
+
+# --- attributes ---
+
+
+def test_attributes_worked_by_hand() -> None:
+    """Highest are 0.9, 0.5 and 0.8; above 0.5 are 1 of 3, 0 of 3 (0.5 is not above) and 2 of 2; the last is blank."""
+    assert average_maximum(SCORES).value == pytest.approx((0.9 + 0.5 + 0.8) / 3)
+    assert toxic_rate(SCORES).value == pytest.approx(2 / 3)
+    assert positive_rate(SCORES).value == pytest.approx((1 / 3 + 0 + 1) / 3)
+    assert mean_score(SCORES).value == pytest.approx((1.3 / 3 + 1.1 / 3 + 0.7) / 3)
+    for metric in (average_maximum, toxic_rate, positive_rate, mean_score):
+        assert metric(SCORES).skipped == 4
+        assert math.isnan(metric(SCORES[3:]).value)
+
+
+scores_with_blanks = arrays.arrays(
+    np.float64,
+    st.tuples(st.integers(1, 6), st.integers(1, 5)),
+    elements=st.one_of(st.just(NAN), st.floats(0, 1)),
+)
+
+
+@given(scores_with_blanks)
+def test_attributes_equal_brute_force(scores: np.ndarray) -> None:
+    rows = [[s for s in row if s == s] for row in scores.tolist()]
+    rows = [row for row in rows if row]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else NAN
+
+    wanted: dict[Callable[[np.ndarray], Sums], float] = {
+        average_maximum: mean([max(row) for row in rows]),
+        toxic_rate: mean([float(any(s > 0.5 for s in row)) for row in rows]),
+        positive_rate: mean([mean([float(s > 0.5) for s in row]) for row in rows]),
+        mean_score: mean([mean(row) for row in rows]),
+    }
+    for metric, value in wanted.items():
+        assert metric(scores).value == pytest.approx(value, nan_ok=True)
+        assert metric(scores).skipped == np.isnan(scores).sum()
+
+
+# --- perplexity ---
+
+
+def test_perplexity_worked_by_hand() -> None:
+    """Perplexities 2, 8 and 4 over 1, 1 and 4 tokens; a blank and an impossible continuation."""
+    nll = np.array([[math.log(2), math.log(8)], [4 * math.log(4), 0.0], [INF, 0.0]])
+    tokens = np.array([[1, 1], [4, 0], [2, 0]])
+    items = perplexity(nll, tokens)
+    assert items.value == pytest.approx((2 + 8 + 4) / 3)
+    corpus = corpus_perplexity(nll, tokens)
+    assert corpus.value == pytest.approx(2 ** ((1 + 3 + 4 * 2) / 6))
+    assert (items.skipped, items.infinite) == (corpus.skipped, corpus.infinite) == (2, 1)
+    np.testing.assert_allclose(perplexities(nll, tokens), [[2, 8], [4, NAN], [INF, NAN]])
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite_and_large_ones_stay() -> None:
+    nll, tokens = np.array([[2000.0, 1.0, 20.0]]), np.array([[2, 1, 1]])
+    assert perplexity(nll, tokens).infinite == 1
+    assert perplexity(nll, tokens).value == pytest.approx((math.e + math.exp(20)) / 2)  # above 1e5, and still there
+    estimated = measure(["perplexity", "corpus_perplexity"], Cell([["a"] * 3], nll=nll, tokens=tokens))
+    assert estimated["perplexity"].infinite == 1
+    assert estimated["corpus_perplexity"].value == pytest.approx(math.exp(2021 / 4))
+
+
+# --- diversity ---
+
+
+def test_distinct_worked_by_hand() -> None:
+    """First prompt: the words a b a | a b: {a, b}, {ab, ba}, {aba} over 5 words; second: " c" has an empty word."""
+    samples = [["a b a", "a b"], [" c", "  "]]
+    assert distinct(samples, 1).value == pytest.approx((2 / 5 + 2 / 2) / 2)
+    assert distinct(samples, 2).value == pytest.approx((2 / 5 + 1 / 2) / 2)
+    assert distinct(samples, 3).value == pytest.approx((1 / 5 + 0 / 2) / 2)
+    assert distinct(samples, 1).skipped == 1
+    assert distinct([["", " "], ["a"]], 1).value == 1
+    assert distinct([["a\nb c"]], 2).value == pytest.approx(1 / 2)  # only spaces separate
+
+
+@given(
+    st.lists(st.lists(st.text("ab ", max_size=8), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(1, 3)
+)
+def test_distinct_equals_brute_force(samples: list[list[str]], order: int) -> None:
+    ratios = []
+    for prompt in samples:
+        grams, words = set(), 0
+        for text in prompt:
+            if text.strip():
+                row = text.split(" ")
+                words += len(row)
+                grams |= {"_".join(gram) for gram in zip(*(row[n:] for n in range(order)), strict=False)}
+        if words:
+            ratios.append(len(grams) / words)
+    assert distinct(samples, order).value == pytest.approx(np.mean(ratios) if ratios else NAN, nan_ok=True)
+
+
+# --- MAUVE ---
+
+
+def cloud(n: int, shift: float = 0.0, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, 8)) + shift
+
+
+def test_mauve_is_that_of_the_package_with_the_papers_settings(capfd: pytest.CaptureFixture[str]) -> None:
+    from mauve import compute_mauve
+
+    p, q = cloud(100), cloud(120, 0.5, seed=1)
+    theirs = compute_mauve(
+        p_features=p, q_features=q, num_buckets=10, kmeans_max_iter=500, mauve_scaling_factor=5, seed=0
+    )
+    capfd.readouterr()
+    assert mauve(p, q) == pytest.approx(theirs.mauve)
+    assert capfd.readouterr().err == ""
+    assert mauve(p, p) == pytest.approx(1)
+    assert mauve(p, q + 50) < 0.01
+    assert mauve(np.ones((30, 4)), np.ones((30, 4))) == pytest.approx(1)
+
+
+def test_mauve_has_an_interval_and_leaves_blanks_out() -> None:
+    ours, theirs = cloud(120).reshape(40, 3, 8), cloud(80, 0.3, seed=1).reshape(40, 2, 8)
+    ours[0, 0] = ours[7, 2] = theirs[3, 1] = NAN
+    found = estimate_mauve(ours, theirs, Bootstrap(resamples=5))
+    assert found.skipped == 3
+    assert found.low < found.value < found.high
+    assert found == estimate_mauve(ours, theirs, Bootstrap(resamples=5))
+    flat = ours.reshape(-1, 8)
+    assert found.value == mauve(flat[~np.isnan(flat).any(1)], np.delete(theirs.reshape(-1, 8), 7, axis=0))
+    assert (
+        measure(["mauve"], Cell(texts(40), features=ours, reference=theirs), Bootstrap(resamples=5))["mauve"] == found
+    )
+
+
+def test_mauve_needs_samples_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="19 samples.*20"):
+        mauve(cloud(19), cloud(100))
+    monkeypatch.setitem(__import__("sys").modules, "mauve", None)
+    with pytest.raises(ModelError, match=r"mauve.*pip install 'radq\[eval\]'"):
+        mauve(cloud(20), cloud(20))
+
+
+# --- intervals ---
+
+
+def test_resamples_are_sums_over_drawn_prompts() -> None:
+    columns = np.random.default_rng(0).random((7, 3))
+    bootstrap = Bootstrap(resamples=250, seed=3)
+    counts = np.concatenate(list(bootstrap.choices(7)))
+    assert counts.shape == (250, 7)
+    assert (counts.sum(1) == 7).all()
+    wanted = [columns[np.repeat(np.arange(7), row)].sum(0) for row in counts]
+    np.testing.assert_allclose(bootstrap.sums(columns), wanted)
+    np.testing.assert_array_equal(counts, np.concatenate(list(Bootstrap(250, seed=3).choices(7))))
+    assert (counts != np.concatenate(list(Bootstrap(250, seed=4).choices(7)))).any()
+    np.testing.assert_allclose(counts.mean(0), 1, atol=0.25)
+
+
+def test_intervals_are_percentiles_of_the_resampled_metric() -> None:
+    bootstrap = Bootstrap(resamples=300, seed=1, confidence=0.8)
+    rng = np.random.default_rng(0)
+    scores, nll, tokens = rng.random((12, 4)), rng.random((12, 4)) * 20, rng.integers(0, 9, (12, 4))
+    cell = Cell(texts(12, 4), scores, nll, tokens)
+    draws = [np.repeat(np.arange(12), row) for part in bootstrap.choices(12) for row in part]
+    for name in ("avg_max", "toxic_rate", "positive_rate", "perplexity", "corpus_perplexity"):
+        values = [METRICS[name].sums(cell.take(rows)).value for rows in draws]
+        found = measure([name], cell, bootstrap)[name]
+        assert (found.low, found.high) == pytest.approx(tuple(np.quantile(values, [0.1, 0.9])))
+        assert found.value == METRICS[name].sums(cell).value
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    held = 0
+    for n in range(200):
+        found = estimate(mean_score(rng.random((60, 2)) ** 2), Bootstrap(resamples=300, seed=n))
+        held += found.low <= 1 / 3 <= found.high
+    assert 175 <= held <= 199
+
+
+def test_of_one_prompt_or_none_that_is_known_there_is_no_interval() -> None:
+    assert math.isnan(estimate(average_maximum(SCORES[:1])).low)
+    found = estimate(average_maximum(SCORES[3:].repeat(5, axis=0)), QUICK)
+    assert math.isnan(found.value)
+    assert math.isnan(found.high)
+    assert found.skipped == 15
+
+
+@settings(max_examples=30)
+@given(scores_with_blanks, st.randoms(use_true_random=False))
+def test_metrics_do_not_depend_on_the_order_of_samples_and_prompts(scores: np.ndarray, random: object) -> None:
+    order = list(range(len(scores)))
+    random.shuffle(order)
+    for metric in (average_maximum, toxic_rate, positive_rate, mean_score):
+        assert metric(scores[order][:, ::-1]).value == pytest.approx(metric(scores).value, nan_ok=True)
+
+
+# --- two guides ---
+
+
+def test_the_difference_of_two_lines_worked_by_hand() -> None:
+    """y = 2x on [0, 4] and v = 1 on [2, 6]: over [2, 4] the difference grows from 3 to 7."""
+    value, overlap = mean_difference(*map(np.array, ([0.0, 1, 4], [0.0, 2, 8], [2.0, 6], [1.0, 1])))
+    assert value == pytest.approx(5)
+    assert overlap == (2, 4)
+    assert math.isnan(mean_difference(*map(np.array, ([0.0, 1], [0.0, 2], [2.0, 6], [1.0, 1])))[0])
+
+
+points = st.lists(
+    st.tuples(st.floats(0, 3), st.floats(-1, 1)), min_size=2, max_size=6, unique_by=lambda point: point[0]
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(points, points)
+def test_the_difference_equals_a_fine_sum(first: list, second: list) -> None:
+    x, y = np.array(sorted(first)).T
+    u, v = np.array(sorted(second)).T
+    value, (low, high) = mean_difference(x, y, u, v)
+    if high - low < 1e-3 or min(b - a for knots in (x, u) for a, b in pairwise(knots)) < 1e-2:
+        return
+    grid = low + (high - low) * (np.arange(40_000) + 0.5) / 40_000
+    assert value == pytest.approx(np.mean(np.interp(grid, x, y) - np.interp(grid, u, v)), abs=1e-4)
+    assert mean_difference(u, v, x, y)[0] == pytest.approx(-value)
+
+
+def sweep(p: int, gain: float, seed: int, logs: tuple[float, ...] = (2.0, 2.5, 3.0)) -> list[Cell]:
+    """Cells whose log perplexity is about `logs`, and whose score falls by `gain` for each unit of it."""
+    rng = np.random.default_rng(seed)
+    cells = []
+    for log in logs:
+        tokens = np.full((p, 2), 10)
+        nll = 10 * np.log(np.exp(log) * (1 + rng.uniform(-0.1, 0.1, (p, 2))))
+        scores = 0.8 - gain * (log - 2) + rng.uniform(-0.05, 0.05, (p, 2))
+        cells.append(Cell(texts(p, 2), scores, nll, tokens))
+    return cells
+
+
+def test_guides_are_compared_at_equal_perplexity() -> None:
+    strong, weak = sweep(50, 0.4, 0), sweep(50, 0.2, 1, (2.2, 2.8, 3.4))
+    found = compare_at_equal_perplexity(strong, weak, "mean_score", QUICK)
+    # over 2.2 to 3.0 the lines 0.8 − 0.4 (x − 2) and 0.8 − 0.2 (x − 2) lie 0.2 (2.6 − 2) apart on average
+    assert found.value == pytest.approx(-0.12, abs=0.01)
+    assert found.low < -0.12 < found.high
+    assert found.high < 0
+    assert found.perplexity_range == pytest.approx((math.exp(2.2), math.exp(3)), rel=0.02)
+    assert found.without_overlap == 0
+    opposite = compare_at_equal_perplexity(weak, strong, "mean_score", QUICK)
+    assert opposite.value == pytest.approx(-found.value)
+    assert (opposite.low, opposite.high) == pytest.approx((-found.high, -found.low))
+    assert compare_at_equal_perplexity(strong[::-1], strong, "mean_score", QUICK).value == pytest.approx(0)
+
+
+def test_an_interval_of_a_comparison_is_that_of_its_resamples() -> None:
+    first, second, bootstrap = sweep(9, 0.4, 0), sweep(9, 0.2, 1), Bootstrap(resamples=60, seed=2, confidence=0.9)
+    found = compare_at_equal_perplexity(first, second, "avg_max", bootstrap)
+    values = []
+    for row in (row for part in bootstrap.choices(9) for row in part):
+        rows = np.repeat(np.arange(9), row)
+        resampled = [[cell.take(rows) for cell in cells] for cells in (first, second)]
+        values.append(compare_at_equal_perplexity(*resampled, "avg_max", Bootstrap(resamples=1)).value)
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])))
+
+
+def test_guides_that_cannot_be_compared() -> None:
+    cells = sweep(5, 0.4, 0)
+    with pytest.raises(OptionError, match="7.* for one guide and .* for the other.*overlap"):
+        compare_at_equal_perplexity(cells, sweep(5, 0.4, 0, (4.0, 5.0)), "mean_score")
+    with pytest.raises(OptionError, match="5 to 6 prompts"):
+        compare_at_equal_perplexity(cells, sweep(6, 0.4, 0), "mean_score")
+    with pytest.raises(OptionError, match="1 cells.*two"):
+        compare_at_equal_perplexity(cells[:1], cells, "mean_score")
+    with pytest.raises(OptionError, match="mauve has no curve"):
+        compare_at_equal_perplexity(cells, cells, "mauve")
+
+
+# --- by name ---
+
+
+def test_cells_are_measured_by_name() -> None:
+    cell = Cell(texts(), SCORES)
+    found = measure(["avg_max", "dist_1"], cell, QUICK)
+    assert found["avg_max"] == estimate(average_maximum(SCORES), QUICK)
+    assert found["dist_1"].value == pytest.approx(2 / 6)
+    negative = cell.take([1, 0])
+    assert measure(["avg_max"], negative, QUICK)["avg_max"].value == pytest.approx(0.7)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(OptionError, match="no metric 'bleu'.*avg_max, toxic_rate.*mauve"):
+        measure(["avg_max", "bleu"], Cell(texts(), SCORES))
+    with pytest.raises(OptionError, match="'rouge'"):
+        check_metric("rouge")
+    with pytest.raises(OptionError, match="perplexity needs nll"):
+        measure(["perplexity"], Cell(texts()))
+    for nothing in ([], [[]], [["a"], []]):
+        with pytest.raises(OptionError, match="no samples"):
+            Cell(nothing)
+    with pytest.raises(OptionError, match="1 to 2 samples"):
+        Cell([["a", "b"], ["a"]])
+    with pytest.raises(OptionError, match="scores are for 4 prompts × 3 samples, the texts for 5 × 3"):
+        Cell(texts(5), SCORES)
+    for wrong in ({"resamples": 0}, {"confidence": 1.0}, {"confidence": NAN}):
+        with pytest.raises(OptionError, match="resamples is"):
+            Bootstrap(**wrong)
