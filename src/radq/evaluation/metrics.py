@@ -390,9 +390,6 @@ def mean_difference(
     return float(np.trapezoid(gaps, knots) / (high - low)), (low, high)
 
 
-# --- classifiers ---
-
-
 def _count(which: Any) -> int:
     return int(np.sum(which))
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from radq.errors import OptionError
+from radq.extras import need
 from radq.rank.numerical import NumericalRank
 
 
@@ -38,9 +38,5 @@ def plot_spectrum(spectra: Mapping[str, NumericalRank], hidden_size: int, file: 
 
 
 def _axes() -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure  # no pyplot: nothing global, no display
-    except ImportError as error:
-        raise OptionError("plots need the package matplotlib.", "pip install 'radq[eval]'.") from error
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = need("matplotlib.figure", "eval").Figure(figsize=(6, 4), layout="constrained")  # nothing global, no display
     return figure, figure.subplots()
