@@ -262,13 +262,28 @@ def test_the_base_model_is_left_in_its_mode(lm_folders: dict[str, Path]) -> None
     assert lm.training
 
 
+def test_a_part_of_the_prompts_draws_what_the_whole_list_draws(
+    toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts = ["the film was", "the plot", "this movie", "a story"]
+    whole = generate(toy_lm, toy_tokenizer, prompts, num_samples=2)
+    parts = [
+        *generate(toy_lm, toy_tokenizer, prompts[:1], num_samples=2),
+        *generate(toy_lm, toy_tokenizer, prompts[1:], num_samples=2, first_prompt=1),
+    ]
+    assert [g.text for g in parts] == [g.text for g in whole]
+
+
 def test_guides_steer_a_real_tokenizer_and_text(
     toy: Path, toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model = RadQ.from_backbone(toy, attributes=["praise"])
     out = generate(toy_lm, toy_tokenizer, ["the film was", ""], RewardGuide(model, {"praise": 5.0}), num_samples=2)
     assert len(out) == 4
-    assert all(g.text == toy_tokenizer.decode(g.token_ids, skip_special_tokens=True) for g in out)
+    for g in out:  # prompt and text make the whole, also where the tokenizer drops a space at a beginning
+        assert g.prompt + g.text == toy_tokenizer.decode(
+            toy_tokenizer(g.prompt).input_ids + g.token_ids, skip_special_tokens=True
+        )
 
 
 # --- bad input ---

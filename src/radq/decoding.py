@@ -213,6 +213,7 @@ def generate(
     kl_budget: float | None = None,
     stop_token_ids: Sequence[int] | None = None,
     batch_size: int = 64,
+    first_prompt: int = 0,
     progress: bool = False,
 ) -> list[Generation]:
     """Continue every prompt `num_samples` times; results in prompt order, samples of a prompt together.
@@ -224,11 +225,14 @@ def generate(
         seed: sample s of prompt p depends on (seed, p, s), not on the batch nor on `max_new_tokens`.
         stop_token_ids: end a text; by default the model's end-of-text tokens.
         batch_size: rows (prompts × samples) decoded together.
+        first_prompt: number of the first prompt: a part of a list, so numbered, draws what the whole list would.
         progress: show a progress bar.
     """
     steering = Steering(top_k, top_p, temperature, kl_budget)
     stops = _stop_tokens(lm, tokenizer, stop_token_ids)
-    steps = stream(lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size)
+    steps = stream(
+        lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt
+    )
     num_rows = len(prompts) * num_samples
     tokens: list[list[int]] = [[] for _ in range(num_rows)]
     shifts: list[list[float]] = [[] for _ in range(num_rows)]
@@ -241,7 +245,7 @@ def generate(
                 shifts[row].append(shift)
                 bar.update(max_new_tokens + 1 - len(tokens[row]) if token in stops else 1)
             measures[rows] += torch.stack([step.proposal.kl, step.proposal.clipped], dim=1).cpu().numpy()
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    texts = _decode_texts(tokenizer, encode_prompts(lm, tokenizer, prompts, max_new_tokens), tokens)
     return [
         Generation(
             prompt=prompts[row // num_samples],
@@ -267,6 +271,7 @@ def stream(
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     batch_size: int = 64,
+    first_prompt: int = 0,
 ) -> Iterator[Step]:
     """What `generate` does, one `Step` at a time. Arguments are checked at the call, not at the first step."""
     for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
@@ -283,7 +288,7 @@ def stream(
             f"top_k is {steering.top_k}, but the vocabulary has {vocab_size} tokens.", f"give at most {vocab_size}."
         )
     stops = torch.tensor(_stop_tokens(lm, tokenizer, stop_token_ids), dtype=torch.long, device=lm.device)
-    uniforms = _uniforms(seed, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
+    uniforms = _uniforms(seed, first_prompt, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
 
     def steps() -> Iterator[Step]:
         by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # neighbours need little padding
@@ -377,6 +382,21 @@ def encode_prompts(
     return encoded
 
 
+def _decode_texts(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], continuations: list[list[int]]
+) -> list[str]:
+    """What follows each prompt, so that prompt and text make the whole: some tokenizers lose a space at a beginning."""
+    num_samples = len(continuations) // len(prompts)
+    begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
+    rows = [prompts[row // num_samples] + tokens for row, tokens in enumerate(continuations)]
+    wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    alone = tokenizer.batch_decode(continuations, skip_special_tokens=True)
+    return [
+        whole[len(begin) :] if whole.startswith(begin) else text
+        for begin, whole, text in zip(begins, wholes, alone, strict=True)
+    ]
+
+
 def _stop_tokens(
     lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None
 ) -> list[int]:
@@ -389,14 +409,14 @@ def _stop_tokens(
     return []
 
 
-def _uniforms(seed: int, num_prompts: int, num_samples: int, steps: int) -> Float[Tensor, "p s steps"]:
+def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> Float[Tensor, "p s steps"]:
     """Random numbers of each sample from a stream of its own, so that neighbours do not change a text."""
 
     def draw(prompt: int, sample: int) -> np.ndarray:
         key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).random(steps)
 
-    return torch.from_numpy(np.array([[draw(p, s) for s in range(num_samples)] for p in range(num_prompts)]))
+    return torch.from_numpy(np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)]))
 
 
 @contextmanager
