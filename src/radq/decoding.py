@@ -416,7 +416,9 @@ def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: 
         key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).random(steps)
 
-    return torch.from_numpy(np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)]))
+    return torch.from_numpy(
+        np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)])
+    )
 
 
 @contextmanager
