@@ -16,6 +16,7 @@ COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ f
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
     "rank": "say whether a low-rank reward model fits a data set; ranks of trained models",
     "train-experts": "train the language models of the rivals DExperts and GeDi",
+    "eval": "sweep guides over prompts: generations, judges, metrics",
     "judge": "score texts with a judge, or fit a judge on labelled texts",
     "convert": "turn weights of the public RAD and rad-q code into a reward model",
 }

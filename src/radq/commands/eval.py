@@ -1,0 +1,77 @@
+"""radq eval --config sweep.yaml --out runs/detox"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Arguments:
+    """Run a sweep: continue prompts under guides of many strengths, judge the texts, compute metrics.
+
+    The same command goes on with a sweep that was killed. `radq report OUT` makes pictures and tables of it.
+    """
+
+    config: Path
+    """YAML file with the sweep."""
+    out: Path
+    """Run folder: config.yaml, generations.jsonl, costs.jsonl, measures, metrics.jsonl, differences.jsonl."""
+    base: str | None = None
+    """Language model to steer, in place of the file's."""
+    overwrite: bool = False
+    """Start anew in a folder that holds a sweep."""
+    only_generate: bool = False
+    """Write the generations, and leave judging for a later call."""
+    cache: Path | None = None
+    """Folder for judges' scores; by default in the user's cache."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print the metrics as JSON, and no progress."""
+
+
+def run(arguments: Arguments) -> None:
+    from radq.backbones import find_device
+    from radq.commands.console import print_json
+    from radq.evaluation.generating import generate_all, open_run, read_costs, read_lines
+    from radq.evaluation.measuring import check_models, measure_all
+    from radq.evaluation.sweep import load_sweep
+
+    sweep = load_sweep(arguments.config)
+    if arguments.base is not None:
+        sweep = replace(sweep, base=arguments.base)
+    device = find_device(arguments.device)
+    prompts = sweep.read_prompts()
+    progress = not arguments.json
+    with open_run(arguments.out, sweep, prompts, arguments.overwrite):
+        if not arguments.only_generate:
+            check_models(sweep, device)
+        generate_all(arguments.out, sweep, prompts, device, progress)
+        if arguments.only_generate:
+            return
+        measure_all(arguments.out, sweep, prompts, device, arguments.cache, progress)
+        rows = list(read_lines(arguments.out / "metrics.jsonl"))
+    if arguments.json:
+        print_json({"metrics": rows, "costs": read_costs(arguments.out)})
+    else:
+        _print_table(rows)
+        print(f"→ {arguments.out}; `radq report {arguments.out}` makes pictures of it")
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from radq.commands.console import console
+
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    table = Table()
+    for column in ("cell", "prompts"):
+        table.add_column(column, no_wrap=True)
+    for name in names:
+        table.add_column(escape(name.replace("[", "\n[")), justify="right")
+    for row in rows:
+        values = (row["metrics"][name]["value"] for name in names)
+        cells = ("-" if value is None else f"{value:.4g}" for value in values)
+        table.add_row(escape(row["cell"]), escape(row["group"]), *cells)
+    console().print(table)

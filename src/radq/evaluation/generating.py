@@ -1,0 +1,281 @@
+"""The generations of a sweep, written as they come. A killed sweep goes on where it was: nothing lost, nothing twice.
+
+A run folder holds config.yaml (the sweep), generations.jsonl (a line per cell and prompt) and costs.jsonl (a line per
+chunk of prompts). Cells and chunks come in a fixed order and a chunk's texts do not depend on what ran before, so the
+whole lines of whole chunks at the beginning of the file are what is done, and all after them is cut off and made again.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import yaml
+from tqdm import tqdm
+
+from radq.backbones import load_causal_lm, load_tokenizer
+from radq.decoding import Generation, generate
+from radq.errors import DataError, OptionError
+from radq.evaluation.prompts import Prompt
+from radq.evaluation.sweep import UNGUIDED, Cell, Sweep, dump_sweep, find_changes, fingerprint
+from radq.files import whole_file
+from radq.guides import RewardGuide
+from radq.memory import peak_memory
+from radq.metering import Meter
+from radq.models import RewardModel
+from radq.reranking import best_of_n
+from radq.specifications import guide_maker
+
+Produce = Callable[[Sequence[str], int], tuple[list[Generation], Meter | None]]  # prompts, number of the first
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompts of a cell that are continued together; they stand or fall as one."""
+
+    cell: Cell
+    first: int
+    prompts: list[Prompt]
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        return [(self.cell.name, self.first + number) for number in range(len(self.prompts))]
+
+
+@contextmanager
+def open_run(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool = False) -> Iterator[None]:
+    """Make the run folder this sweep's, for this process alone; refuse one that holds another sweep."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OptionError(f"another sweep is running in {str(folder)!r}.", "wait, or use another --out.") from error
+        asked = {"sweep": asdict(sweep), "prompts": fingerprint(prompts)}
+        if overwrite:
+            for name in ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl"):
+                (folder / name).unlink(missing_ok=True)
+            for file in (folder / "measures").glob("*.npz"):
+                file.unlink()
+        if (folder / "config.yaml").exists():
+            _check_same(folder, asked)
+        else:
+            with whole_file(folder / "config.yaml") as temporary:
+                temporary.write_text(f"# prompts: {asked['prompts']}\n{dump_sweep(sweep)}", encoding="utf-8")
+        yield
+
+
+def _check_same(folder: Path, asked: dict[str, Any]) -> None:
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    first, _, _ = text.partition("\n")
+    changes = list(find_changes(yaml.safe_load(text), json.loads(json.dumps(asked["sweep"]))))
+    if not changes and first != f"# prompts: {asked['prompts']}":
+        changes = ["the prompts in the files"]
+    if changes:
+        raise OptionError(
+            f"{str(folder)!r} holds another sweep; changed since: {'; '.join(changes)}.",
+            "use another --out, or start anew with --overwrite.",
+        )
+
+
+def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, progress: bool = False) -> None:
+    """Write what generations.jsonl lacks."""
+    size = sweep.prompts_per_chunk
+    chunks = [
+        Chunk(cell, first, prompts[first : first + size])
+        for cell in sweep.cells()
+        for first in range(0, len(prompts), size)
+    ]
+    with (folder / "generations.jsonl").open("a+b") as stream:
+        done = _resume(stream, chunks)
+        _run(stream, folder / "costs.jsonl", sweep, chunks, done, device, progress)
+
+
+def _resume(stream: BinaryIO, chunks: list[Chunk]) -> int:
+    """How many chunks the file holds as a whole; what follows them is cut off."""
+    stream.seek(0)
+    done = end = 0
+    for chunk in chunks:
+        lines = [stream.readline() for _ in chunk.prompts]
+        if [_read_key(line) for line in lines] != chunk.keys:
+            break
+        done, end = done + 1, stream.tell()
+    stream.truncate(end)
+    return done
+
+
+def _read_key(line: bytes) -> tuple[str, int] | None:
+    """Cell and prompt of a line; None for one that was torn."""
+    try:
+        row = json.loads(line)
+        return (row["cell"], row["prompt"]) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _run(
+    stream: BinaryIO, costs: Path, sweep: Sweep, chunks: list[Chunk], done: int, device: str, progress: bool
+) -> None:
+    todo = chunks[done:]
+    if not todo:
+        return
+    producers = Producers(sweep, device)
+    longest = max((prompt.text for chunk in todo for prompt in chunk.prompts), key=len)
+    for cell in {chunk.cell.guide: chunk.cell for chunk in todo}.values():
+        producers.of(cell)([longest], 0)  # what is wrong with a guide shows now, not after hours
+    total = sum(len(chunk.prompts) for chunk in chunks) * sweep.samples
+    finished = sum(len(chunk.prompts) for chunk in chunks[:done]) * sweep.samples
+    with tqdm(total=total, initial=finished, unit="text", desc="generating", disable=not progress) as bar:
+        for chunk in todo:
+            bar.set_postfix_str(chunk.cell.name, refresh=False)
+            produce = producers.of(chunk.cell)
+            began = time.perf_counter()
+            generations, meter = produce([prompt.text for prompt in chunk.prompts], chunk.first)
+            cost = _cost(chunk, generations, meter, time.perf_counter() - began, device)
+            _append(stream, _lines(chunk, generations, sweep.samples))
+            with costs.open("ab") as file:
+                _append(file, [cost])
+            bar.update(len(chunk.prompts) * sweep.samples)
+
+
+def _lines(chunk: Chunk, generations: list[Generation], samples: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "cell": chunk.cell.name,
+            "prompt": chunk.first + number,
+            "group": prompt.group,
+            "text": prompt.text,
+            "continuations": [g.text for g in generations[number * samples : (number + 1) * samples]],
+        }
+        for number, prompt in enumerate(chunk.prompts)
+    ]
+
+
+def _append(stream: BinaryIO, rows: list[dict[str, Any]]) -> None:
+    """In one piece, and to the disk."""
+    stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _cost(
+    chunk: Chunk, generations: list[Generation], meter: Meter | None, seconds: float, device: str
+) -> dict[str, Any]:
+    reading = None if meter is None else meter.continuations
+    return {
+        "cell": chunk.cell.name,
+        "first": chunk.first,
+        "seconds": seconds,
+        "tokens": sum(len(generation.token_ids) for generation in generations),
+        "steps": 0 if meter is None else meter.steps,
+        "calls": 0 if reading is None else reading.calls,
+        "expert_tokens": 0 if reading is None else int(reading.tokens),
+        "peak_memory": peak_memory(device),
+    }
+
+
+def read_costs(folder: Path) -> dict[str, dict[str, float | None]]:
+    """Of each cell: tokens per second, and calls and tokens of the guide's experts, prompts aside.
+
+    A chunk that was made twice counts twice: both times were spent.
+    """
+    sums: dict[str, dict[str, float]] = {}
+    file = folder / "costs.jsonl"
+    for row in read_lines(file) if file.exists() else ():
+        cell = sums.setdefault(row["cell"], dict.fromkeys(("seconds", "tokens", "steps", "calls", "expert_tokens"), 0))
+        for name in cell.keys() - {"peak_memory"}:
+            cell[name] += row[name]
+        cell["peak_memory"] = max(cell.get("peak_memory", 0), row["peak_memory"])
+    return {
+        name: {
+            "tokens_per_second": cell["tokens"] / cell["seconds"],
+            "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else None,
+            "expert_tokens_per_token": cell["expert_tokens"] / cell["tokens"],
+            "peak_memory": cell["peak_memory"],
+        }
+        for name, cell in sums.items()
+    }
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a jsonl file; a torn last line, of a process that was killed, is none."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise DataError(
+                    f"{str(file)!r}, line {number} is damaged.", "remove the line, or make it anew."
+                ) from error
+
+
+class Producers:
+    """What continues prompts as a cell says. Base and guide are loaded once; the last guide is kept, not all."""
+
+    def __init__(self, sweep: Sweep, device: str):
+        self.sweep, self.device = sweep, device
+        self.lm = load_causal_lm(sweep.base, dtype=sweep.dtype, device=device)
+        self.tokenizer = load_tokenizer(sweep.base)
+        self._loaded: tuple[str, Any] = ("", None)
+
+    def of(self, cell: Cell) -> Produce:
+        options: dict[str, Any] = {
+            "top_k": cell.top_k,
+            "top_p": cell.top_p,
+            "temperature": self.sweep.temperature,
+            "max_new_tokens": self.sweep.max_new_tokens,
+            "num_samples": self.sweep.samples,
+            "seed": cell.seed,
+            "batch_size": self.sweep.batch_size,
+        }
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if cell.guide == UNGUIDED:
+            return lambda prompts, first: (
+                generate(self.lm, self.tokenizer, prompts, None, first_prompt=first, **options),
+                None,
+            )
+        if self.sweep.guides[cell.guide].best_of:
+            return self._best_of(cell, options)
+        return self._guided(cell, options | {"kl_budget": cell.kl_budget})
+
+    def _guided(self, cell: Cell, options: dict[str, Any]) -> Produce:
+        guide = self.sweep.guides[cell.guide]
+        make = self._load(cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp))
+        steer = make(guide.numbers(cell.beta or 0.0))
+
+        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Meter]:
+            with Meter(steer) as meter:
+                return generate(self.lm, self.tokenizer, prompts, meter, first_prompt=first, **options), meter
+
+        return produce
+
+    def _best_of(self, cell: Cell, options: dict[str, Any]) -> Produce:
+        guide = self.sweep.guides[cell.guide]
+        model = self._load(
+            cell.guide, lambda: RewardModel.from_pretrained(guide.folder, self.device, dtype=self.sweep.dtype)
+        )
+
+        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Meter]:
+            with Meter(RewardGuide(model, guide.weights)) as meter:
+                n = int(cell.beta or 1)
+                best = best_of_n(
+                    self.lm, self.tokenizer, prompts, model, guide.weights, n, first_prompt=first, **options
+                )
+            return best, meter
+
+        return produce
+
+    def _load(self, name: str, load: Callable[[], Any]) -> Any:
+        if self._loaded[0] != name:
+            self._loaded = ("", None)  # the last one goes before the next one comes
+            self._loaded = (name, load())
+        return self._loaded[1]

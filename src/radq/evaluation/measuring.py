@@ -1,0 +1,245 @@
+"""The measures of a sweep: judges, perplexity and features of its generations, then metrics and comparisons.
+
+Scores and likelihoods of a cell are kept in measures/, one npz each, so that a killed run measures no cell twice.
+metrics.jsonl has a line per cell and class of prompts, differences.jsonl one per pair of guides.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from radq.backbones import load_causal_lm, load_tokenizer
+from radq.errors import OptionError
+from radq.evaluation import metrics
+from radq.evaluation.encoders import Encoder, load_encoder
+from radq.evaluation.generating import read_lines
+from radq.evaluation.judges import CachedJudge, Judge, load_judge
+from radq.evaluation.likelihoods import measure_likelihoods
+from radq.evaluation.metrics import METRICS, Bootstrap, compare_at_equal_perplexity
+from radq.evaluation.prompts import Prompt
+from radq.evaluation.sweep import UNGUIDED, Cell, Sweep
+from radq.files import whole_file
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell with what was measured of it, and the place of each prompt's class."""
+
+    cell: Cell
+    texts: list[list[str]]
+    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens: (p, n)
+
+    def of_judge(self, judge: str | None) -> metrics.Cell:
+        scores = None if judge is None else self.arrays[f"scores[{judge}]"]
+        return metrics.Cell(self.texts, scores, self.arrays.get("nll"), self.arrays.get("tokens"))
+
+
+def measure_all(
+    folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, cache: Path | None = None, progress: bool = False
+) -> None:
+    """Write measures, metrics.jsonl and differences.jsonl."""
+    texts = _read_texts(folder, sweep, prompts)
+    _measure(folder, sweep, prompts, texts, device, cache, progress)
+    measured = [
+        Measured(cell, texts[cell.name], dict(np.load(_file(folder, cell), allow_pickle=False)))
+        for cell in sweep.cells()
+    ]
+    _write_metrics(folder, sweep, prompts, measured, device, progress)
+    _write(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
+
+
+def _read_texts(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> dict[str, list[list[str]]]:
+    texts: dict[str, list[list[str]]] = {cell.name: [[] for _ in prompts] for cell in sweep.cells()}
+    for row in read_lines(folder / "generations.jsonl"):
+        texts[row["cell"]][row["prompt"]] = row["continuations"]
+    return texts
+
+
+def _file(folder: Path, cell: Cell) -> Path:
+    return folder / "measures" / f"{cell.name}.npz"
+
+
+# --- scores and likelihoods ---
+
+
+def _measure(
+    folder: Path,
+    sweep: Sweep,
+    prompts: list[Prompt],
+    texts: dict[str, list[list[str]]],
+    device: str,
+    cache: Path | None,
+    progress: bool,
+) -> None:
+    todo = [cell for cell in sweep.cells() if not _file(folder, cell).exists()]
+    if not todo:
+        return
+    judges: dict[str, Judge] = {
+        name: CachedJudge(load_judge(use.judge, device), cache) for name, use in sweep.judges.items()
+    }
+    lm = tokenizer = None
+    if sweep.perplexity is not None:
+        lm, tokenizer = (
+            load_causal_lm(sweep.perplexity, dtype=sweep.dtype, device=device),
+            load_tokenizer(sweep.perplexity),
+        )
+    for cell in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
+        before = [prompt.text for prompt in prompts for _ in range(sweep.samples)]
+        after = [text for samples in texts[cell.name] for text in samples]
+        shape = (len(prompts), sweep.samples)
+        arrays = {}
+        for name, judge in judges.items():
+            whole = sweep.judges[name].reads == "text"
+            read = [b + a if whole and a.strip() else a for b, a in zip(before, after, strict=True)]
+            arrays[f"scores[{name}]"] = judge.score(read).reshape(shape)
+        if lm is not None and tokenizer is not None:
+            found = measure_likelihoods(lm, tokenizer, before, after, sweep.batch_size)
+            arrays |= {"nll": found.nll.reshape(shape), "tokens": found.tokens.reshape(shape)}
+        with whole_file(_file(folder, cell)) as temporary, temporary.open("wb") as stream:
+            np.savez(stream, **arrays)
+
+
+# --- metrics ---
+
+
+def _write_metrics(
+    folder: Path, sweep: Sweep, prompts: list[Prompt], measured: list[Measured], device: str, progress: bool
+) -> None:
+    """One cell after the other; whole cells at the beginning of the file are kept."""
+    groups = _groups(prompts)
+    file = folder / "metrics.jsonl"
+    known = [*read_lines(file)] if file.exists() else []
+    known = known[: len(known) // len(groups) * len(groups)]
+    _write(file, known)
+    todo = measured[len(known) // len(groups) :]
+    features = _Features(sweep, measured, device) if "mauve" in sweep.metrics and todo else None
+    for one in tqdm(todo, desc="metrics", unit="cell", disable=not progress):
+        rows = [_metrics_row(sweep, one, group, chosen, features) for group, chosen in groups.items()]
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write("".join(_dump(row) for row in rows))
+
+
+def _metrics_row(
+    sweep: Sweep, one: Measured, group: str, chosen: list[int], features: "_Features | None"
+) -> dict[str, Any]:
+    bootstrap = Bootstrap(sweep.resamples)
+    plain = one.of_judge(None)
+    if features is not None:
+        plain = metrics.Cell(plain.texts, None, plain.nll, plain.tokens, *features.of(one.cell))
+    found = {
+        f"{metric}[{name}]": estimate
+        for name, use in sweep.judges.items()
+        for metric, estimate in metrics.measure(use.metrics, one.of_judge(name).take(chosen), bootstrap).items()
+    }
+    found |= metrics.measure(sweep.metrics, plain.take(chosen), bootstrap)
+    values = {name: {key: _plain(value) for key, value in asdict(e).items()} for name, e in found.items()}
+    return {"cell": one.cell.name, **asdict(one.cell), "group": group, "metrics": values}
+
+
+class _Features:
+    """Sentence embeddings of a cell's texts and of its unguided reference, which many cells share."""
+
+    def __init__(self, sweep: Sweep, measured: list[Measured], device: str):
+        assert sweep.mauve is not None
+        self.encoder: Encoder = load_encoder(sweep.mauve, device)
+        self.texts = {one.cell: one.texts for one in measured}
+        self._kept: dict[Cell, np.ndarray] = {}
+
+    def of(self, cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+        kept = {cell, cell.reference}
+        self._kept = {one: self._kept[one] if one in self._kept else self._encode(one) for one in kept}
+        return self._kept[cell], self._kept[cell.reference]
+
+    def _encode(self, cell: Cell) -> np.ndarray:
+        texts = self.texts[cell]
+        vectors = self.encoder.encode([text for samples in texts for text in samples])
+        return vectors.reshape(len(texts), -1, vectors.shape[-1])
+
+
+def _groups(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Prompts of each class, by number."""
+    groups: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(prompt.group, []).append(number)
+    return groups
+
+
+# --- pairs of guides ---
+
+
+def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[Measured]) -> list[dict[str, Any]]:
+    """Attribute differences at equal perplexity, for every pair of guides at the same candidates and seed."""
+    if sweep.perplexity is None:
+        return []
+    settings: dict[tuple[Any, ...], dict[str, list[Measured]]] = {}
+    for one in measured:
+        if one.cell.guide != UNGUIDED:
+            key = (one.cell.top_k, one.cell.top_p, one.cell.kl_budget, one.cell.seed)
+            settings.setdefault(key, {}).setdefault(one.cell.guide, []).append(one)
+    return [
+        _compare(sweep, curves[first], curves[second], judge, metric, group, chosen)
+        for curves in settings.values()
+        for first, second in combinations(curves, 2)
+        for judge, use in sweep.judges.items()
+        for metric in use.metrics
+        for group, chosen in _groups(prompts).items()
+    ]
+
+
+def _compare(
+    sweep: Sweep,
+    first: list[Measured],
+    second: list[Measured],
+    judge: str,
+    metric: str,
+    group: str,
+    chosen: list[int],
+) -> dict[str, Any]:
+    cell = first[0].cell
+    row: dict[str, Any] = {
+        "first": cell.guide,
+        "second": second[0].cell.guide,
+        "metric": f"{metric}[{judge}]",
+        "group": group,
+        **{name: getattr(cell, name) for name in ("top_k", "top_p", "kl_budget", "seed")},
+    }
+    ours, theirs = ([one.of_judge(judge).take(chosen) for one in guide] for guide in (first, second))
+    try:
+        found = compare_at_equal_perplexity(ours, theirs, metric, Bootstrap(sweep.resamples))
+    except OptionError as error:  # too few values of β, or none of the same perplexity
+        return row | {"value": None, "low": None, "high": None, "perplexity": None, "reason": error.message}
+    numbers = {name: _plain(getattr(found, name)) for name in ("value", "low", "high")}
+    return row | numbers | {"perplexity": list(found.perplexity_range), "reason": None}
+
+
+# --- files ---
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+    with whole_file(file) as temporary:
+        temporary.write_text("".join(map(_dump, rows)), encoding="utf-8")
+
+
+def _dump(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: float) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
+
+
+def check_models(sweep: Sweep, device: str) -> None:
+    """Load what can be wrong before hours of generation: judges and metrics by name."""
+    for use in sweep.judges.values():
+        load_judge(use.judge, device)
+    for name in sweep.metrics:
+        if METRICS[name].needs == ("features", "reference") and sweep.mauve is not None:
+            load_encoder(sweep.mauve, device)

@@ -1,0 +1,300 @@
+"""Sweeps: what YAML means, what a killed one leaves behind, and numbers that another computation gives too."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from classifiers import make_classifier
+from test_cli import fails
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from radq import RewardGuide, best_of_n, generate
+from radq.cli import main
+from radq.errors import DataError, OptionError
+from radq.evaluation.generating import read_costs, read_lines
+from radq.evaluation.sweep import Cell, GuideSweep, PromptFile, Sweep, find_changes, load_sweep
+from radq.models import RadQ, RadV
+
+PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the acting", "it was"]
+
+
+@pytest.fixture(scope="module")
+def world(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of two classes, two reward models and a judge."""
+    folder = tmp_path_factory.mktemp("world")
+    for group, some in (("short", PROMPTS[:4]), ("long", PROMPTS[4:])):
+        rows = "".join(json.dumps({"prompt": {"text": text}}) + "\n" for text in some)
+        (folder / f"{group}.jsonl").write_text(rows)
+    torch.manual_seed(0)
+    RadQ.from_backbone(toy, attributes=["praise"]).save_pretrained(folder / "q")
+    RadV.from_backbone(toy, attributes=["praise"]).save_pretrained(folder / "v")
+    make_classifier(folder / "judge")
+    return folder
+
+
+def describe(world: Path, toy: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "base": str(toy),
+        "prompts": [{"file": str(world / "short.jsonl")}, {"file": str(world / "long.jsonl")}],
+        "guides": {
+            "rad-q": {"folder": str(world / "q"), "weights": {"praise": 1}, "beta": [5, 20]},
+            "rad-v": {"folder": str(world / "v"), "weights": {"praise": -1}, "beta": [5, 20]},
+            "best": {"folder": str(world / "q"), "weights": {"praise": 1}, "best_of": [3]},
+        },
+        "judges": {"mood": {"judge": f"classifier:{world / 'judge'}", "metrics": ["avg_max", "positive_rate"]}},
+        "perplexity": str(toy),
+        "metrics": ["perplexity", "dist_2"],
+        "samples": 4,
+        "max_new_tokens": 6,
+        "top_k": 8,
+        "batch_size": 4,
+        "resamples": 50,
+    } | changes
+
+
+@pytest.fixture
+def write(world: Path, toy: Path, tmp_path: Path) -> Any:
+    def write_sweep(**changes: Any) -> str:
+        (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(describe(world, toy, **changes)))
+        return str(tmp_path / "sweep.yaml")
+
+    return write_sweep
+
+
+@pytest.fixture(scope="module")
+def run(world: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(describe(world, toy)))
+    argv = ["eval", "--config", str(folder / "sweep.yaml"), "--out", str(folder / "run"), "--cache", str(folder / "c")]
+    assert main([*argv, "--json"]) == 0
+    return folder / "run"
+
+
+# --- the order of work ---
+
+
+def test_cells_are_all_settings_once_and_unguided_first() -> None:
+    guide = GuideSweep("q", {"praise": -2.0}, beta=[1.0, 2.5, 10.0])
+    assert guide.numbers(2.5) == {"praise": -5.0}
+    sweep = Sweep(
+        "base", [PromptFile("p")], {"rad-q": guide}, top_k=[20, 40], kl_budget=[None, 0.5], seeds=[0, 1], metrics=[]
+    )
+    cells = sweep.cells()
+    names = [cell.name for cell in cells]
+    assert len(set(names)) == len(names) == 4 + 2 * 2 * 2 * 3
+    assert names[:4] == ["none k=20 seed=0", "none k=20 seed=1", "none k=40 seed=0", "none k=40 seed=1"]
+    assert "rad-q β=2.5 k=40 kl=0.5 seed=1" in names
+    assert {cell.reference.name for cell in cells} == set(names[:4])
+
+
+def test_yaml_numbers_and_single_items(write: Any) -> None:
+    sweep = load_sweep(write(temperature="1e-1", top_k=None, seeds=3))
+    assert (sweep.temperature, sweep.top_k, sweep.seeds) == (0.1, [None], [3])
+    assert sweep.guides["rad-q"].strengths == [5.0, 20.0]
+    assert len(sweep.read_prompts()) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"gides": {}}, "sets 'gides', which is no option"),
+        ({"metrics": ["perplexty"]}, "no metric 'perplexty'"),
+        ({"metrics": ["avg_max"]}, "'avg_max' stands under 'metrics'"),
+        ({"metrics": ["perplexity"], "perplexity": None}, "no model to measure it"),
+        ({"judges": {"j": {"judge": "x", "metrics": ["dist_2"]}}}, "'dist_2' stands under 'j'"),
+        ({"judges": {"j": {"judge": "x", "metrics": ["avg_max"], "reads": "all"}}}, "choose one of continuation, text"),
+        ({"guides": {"none": {"folder": "q", "weights": {"a": 1}, "beta": 1}}}, "a guide is called 'none'"),
+        ({"guides": {"../x": {"folder": "q", "weights": {"a": 1}, "beta": 1}}}, "a guide is called '../x'"),
+        ({"guides": {"g": {"folder": "q", "weights": {"a": 1}}}}, "either beta or best_of"),
+        ({"guides": {"g": {"folder": "q", "weights": {"a": "much"}, "beta": 1}}}, "give a number"),
+        ({"guides": {"g": {"weights": {"a": 1}, "beta": 1}}}, "has no 'folder'"),
+        ({"samples": 0}, "samples is 0"),
+        ({"seeds": []}, "seeds is empty"),
+        ({"samples": True}, "give a whole number"),
+    ],
+)
+def test_mistakes_in_the_file(write: Any, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        load_sweep(write(**changes))
+
+
+def test_mistakes_show_before_the_work(
+    write: Any, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("eval", "--json", "--out", str(tmp_path / "run"), "--config")
+    judge = {"j": {"judge": "oracle:x", "metrics": ["avg_max"]}}
+    assert "classifier, onnx" in fails(capsys, *argv, write(judges=judge)).replace(":", "")
+    shutil.rmtree(tmp_path / "run")
+    guide = {"g": {"folder": str(world / "q"), "weights": {"calm": 1}, "beta": 1}}
+    assert "no attribute 'calm'" in fails(capsys, *argv, write(guides=guide))
+    assert not (tmp_path / "run/generations.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "other.jsonl").write_text('{"question": "why"}\n')
+    assert "question" in fails(capsys, *argv, write(prompts=[{"file": str(tmp_path / "other.jsonl")}]))
+    assert "cannot read" in fails(capsys, *argv, str(tmp_path / "nowhere.yaml"))
+
+
+def test_another_sweep_is_refused_and_named(
+    run: Path, write: Any, world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (run / "generations.jsonl").read_bytes()
+    guides = {"rad-q": {"folder": str(world / "q"), "weights": {"praise": 1}, "beta": [5, 50]}}
+    error = fails(capsys, "eval", "--json", "--out", str(run), "--config", write(samples=5, guides=guides))
+    assert "samples: 4 → 5" in error
+    assert "guides.rad-q.beta: [5.0, 20.0] → [5.0, 50.0]" in error
+    assert (run / "generations.jsonl").read_bytes() == before
+    assert list(find_changes({"a": {"b": 1}}, {"a": {"b": 1}})) == []
+
+
+# --- what a run holds ---
+
+
+def test_generations_are_those_of_generate(
+    run: Path, world: Path, toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = list(read_lines(run / "generations.jsonl"))
+    assert [row["text"] for row in rows[:6]] == PROMPTS
+    assert [row["group"] for row in rows[:6]] == ["short"] * 4 + ["long"] * 2
+    model = RadQ.from_pretrained(world / "q")
+    options: dict[str, Any] = {"top_k": 8, "max_new_tokens": 6, "num_samples": 4}
+    expected = {
+        "none k=8 seed=0": generate(toy_lm, toy_tokenizer, PROMPTS, **options),
+        "rad-q β=20 k=8 seed=0": generate(
+            toy_lm, toy_tokenizer, PROMPTS, RewardGuide(model, {"praise": 20.0}), **options
+        ),
+        "best β=3 k=8 seed=0": best_of_n(toy_lm, toy_tokenizer, PROMPTS, model, {"praise": 1.0}, 3, **options),
+    }
+    for cell, generations in expected.items():
+        found = [text for row in rows if row["cell"] == cell for text in row["continuations"]]
+        assert found == [generation.text for generation in generations]
+
+
+def test_metrics_are_those_of_an_independent_computation(
+    run: Path, toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = {(row["cell"], row["group"]): row for row in read_lines(run / "metrics.jsonl")}
+    assert len(rows) == 6 * 2
+    generations = [row for row in read_lines(run / "generations.jsonl") if row["cell"] == "rad-v β=5 k=8 seed=0"]
+    perplexities = []
+    for row in (row for row in generations if row["group"] == "long"):
+        for text in row["continuations"]:
+            if not text.strip():
+                continue
+            begin = len(toy_tokenizer(row["text"]).input_ids)
+            ids = torch.tensor([toy_tokenizer(row["text"] + text).input_ids])
+            with torch.no_grad():
+                log_probabilities = toy_lm(ids).logits.double().log_softmax(-1)[0]
+            nll = [-log_probabilities[t - 1, ids[0, t]].item() for t in range(begin, ids.shape[1])]
+            perplexities.append(np.exp(np.mean(nll)))
+    found = rows["rad-v β=5 k=8 seed=0", "long"]["metrics"]
+    assert found["perplexity"]["value"] == pytest.approx(np.mean(perplexities), rel=1e-4)
+    scores = np.load(run / "measures/rad-v β=5 k=8 seed=0.npz")["scores[mood]"]
+    assert scores.shape == (6, 4)
+    assert found["avg_max[mood]"]["value"] == pytest.approx(np.nanmax(scores[4:], axis=1).mean())
+
+
+def test_costs_are_the_papers(run: Path) -> None:
+    costs = read_costs(run)
+    assert costs["none k=8 seed=0"]["expert_tokens_per_token"] == 0
+    assert costs["rad-q β=5 k=8 seed=0"]["expert_tokens_per_token"] == pytest.approx(
+        5 / 6, abs=0.05
+    )  # the last is not read
+    assert costs["rad-v β=5 k=8 seed=0"]["expert_tokens_per_token"] == pytest.approx(8, abs=0.1)
+    assert costs["rad-v β=5 k=8 seed=0"]["calls_per_token"] == pytest.approx(1, abs=0.1)
+    assert all(cost["tokens_per_second"] > 0 and cost["peak_memory"] > 0 for cost in costs.values())
+
+
+def test_pairs_of_guides_are_compared(run: Path) -> None:
+    rows = list(read_lines(run / "differences.jsonl"))
+    pairs = {(row["first"], row["second"], row["metric"], row["group"]) for row in rows}
+    assert ("rad-q", "rad-v", "avg_max[mood]", "short") in pairs
+    assert len(rows) == 3 * 2 * 2
+    reasons = {row["reason"] for row in rows if row["second"] == "best"}
+    assert all(reason is not None for reason in reasons)  # one strength makes no curve
+
+
+def test_mauve_of_the_unguided_cell_is_one(write: Any, world: Path, tmp_path: Path) -> None:
+    make_classifier(tmp_path / "encoder", kind="encoder")
+    sweep = write(metrics=["mauve"], mauve=str(tmp_path / "encoder"), guides={}, samples=8, judges={})
+    argv = ["eval", "--json", "--config", sweep, "--out", str(tmp_path / "run")]
+    assert main([*argv[:2], "--only-generate", *argv[2:]]) == 0
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    (tmp_path / "run/metrics.jsonl").write_text('{"cell": "none')  # as a kill leaves it
+    assert main(argv) == 2  # eight samples of two prompts are too few for it
+    (tmp_path / "run/metrics.jsonl").unlink()
+    one = [{"file": str(world / name), "group": "all"} for name in ("short.jsonl", "long.jsonl")]
+    sweep = write(metrics=["mauve"], mauve=str(tmp_path / "encoder"), guides={}, samples=8, judges={}, prompts=one)
+    assert main([*argv, "--overwrite"]) == 0
+    (row,) = read_lines(tmp_path / "run/metrics.jsonl")
+    assert row["metrics"]["mauve"]["value"] == 1.0
+
+
+# --- kills ---
+
+
+def outcome(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ("generations.jsonl", "metrics.jsonl", "differences.jsonl")}
+
+
+def test_a_torn_file_is_mended(run: Path, write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = outcome(run)
+    for cut in (1, 200, len(whole["generations.jsonl"]) // 2, len(whole["generations.jsonl"]) - 3):
+        shutil.rmtree(tmp_path / "torn", ignore_errors=True)
+        shutil.copytree(run, tmp_path / "torn")
+        shutil.rmtree(tmp_path / "torn/measures")
+        for name in ("metrics.jsonl", "differences.jsonl"):
+            (tmp_path / "torn" / name).unlink()
+        (tmp_path / "torn/generations.jsonl").write_bytes(whole["generations.jsonl"][:cut])
+        argv = ["eval", "--json", "--config", write(), "--out", str(tmp_path / "torn"), "--cache", str(tmp_path / "c")]
+        assert main(argv) == 0
+        capsys.readouterr()
+        assert outcome(tmp_path / "torn") == whole
+
+
+def test_five_kills_change_nothing(run: Path, write: Any, tmp_path: Path) -> None:
+    random.seed(0)
+    sweep, folder = write(), tmp_path / "killed"
+    argv = ["eval", "--json", "--config", sweep, "--out", str(folder), "--cache", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "radq", *argv]
+    started = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    duration = time.monotonic() - started
+    shutil.rmtree(folder)
+    for _ in range(5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(random.uniform(0.6, 1.0) * duration)
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    assert outcome(folder) == outcome(run)
+
+
+def test_one_process_at_a_time(run: Path, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    import fcntl
+
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another sweep is running" in fails(capsys, "eval", "--json", "--config", write(), "--out", str(run))
+
+
+def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\nnonsense\n{"a": 2}\n')
+    with pytest.raises(DataError, match="line 2"):
+        list(read_lines(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": ')
+    assert list(read_lines(tmp_path / "rows.jsonl")) == [{"a": 1}]
+
+
+def test_names_of_cells() -> None:
+    assert Cell("rad-q", 0.5, None, 0.9, None, 3).name == "rad-q β=0.5 p=0.9 seed=3"
