@@ -15,6 +15,7 @@ COMMANDS = {  # name: what it does; the module is radq.commands.<name>
     "train": "train a reward model on texts and responses",
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
     "judge": "score texts with a judge, or fit a judge on labelled texts",
+    "report": "plots, tables and a page from what was measured",
     "convert": "turn weights of the public RAD and rad-q code into a reward model",
 }
 
