@@ -1,15 +1,24 @@
-"""A run folder as `radq eval` writes it, made of formulas: for tests of what reads one."""
+"""A run folder as `radq eval` writes it, made of formulas, and a reader of html: for tests of what reports."""
 
 import json
+from html.parser import HTMLParser
 from itertools import combinations, product
 from math import exp
 from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
+
+from radq.evaluation.results import Result
+
 HOSTILE = "<script>alert(1)</script> | a_b 100% $x$ & \\end{tabular} \x00\ud800 ``` [x](javascript:1)"
+BAD_GUIDE = "<script>alert(1)</script> | a_b 100% $x$ & \\x"
 GUIDES = {"rad-q": 1.0, "rad-v": 1.15, "dexperts": 0.75}  # how well they do
 BETAS = (10.0, 50.0, 100.0, 300.0)
 GROUPS = ("all", "neutral", "negative")
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=12
+)
 
 
 def make_run(
@@ -95,3 +104,47 @@ def make_generations(cell: dict[str, Any], groups: tuple[str, ...], prompts: int
 
 def write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_result(**fields: Any) -> Result:
+    known = {"run": "r", "cell": "c", "guide": "rad-q", "unguided": False, "beta": 10.0, "top_k": 20, "top_p": None}
+    more = {"kl_budget": None, "seed": 0, "group": "all", "metrics": {}, "cost": {}}
+    return Result(**(known | more | fields))
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def svg_texts(svg: str) -> str:
+    return "\n".join(Page(svg).texts)
+
+
+class Page(HTMLParser):
+    """Tags, attributes, texts and table cells of a page."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.cells: list[list[str]] = []
+        self.in_cell = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_cell = self.in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.in_cell:
+            self.cells[-1][-1] += data

@@ -166,7 +166,7 @@ def _look(curve: Curve, curves: Sequence[Curve]) -> dict[str, Any]:
 def _write_at(axes: Any, label: str, x: float, y: float, colour: str, corner: int) -> None:
     right, up, side = CORNERS[corner % len(CORNERS)]
     place = {"xytext": (right, up), "textcoords": "offset points", "ha": side, "fontsize": 7, "color": colour}
-    axes.annotate(label, (float(x), float(y)), **place, zorder=5)
+    axes.annotate(label, (float(x), float(y)), **place, zorder=5).set_in_layout(False)
 
 
 def _error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
@@ -268,5 +268,6 @@ def _render(figure: Any, name: str, title: str) -> Plot:
     svg, png = io.BytesIO(), io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
+    figure.set_layout_engine("none")  # it is laid out by now
     figure.savefig(png, format="png", metadata={"Software": None})
     return Plot(name, title, svg.getvalue().decode(), png.getvalue())

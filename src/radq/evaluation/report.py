@@ -44,11 +44,11 @@ def write_report(folders: Sequence[Path], out: Path | None = None, published: bo
         raise OptionError("a report of several runs has no folder.", "name one with --out.")
     runs = read_runs(folders)
     target = out or folders[0]
+    samples = read_samples(runs)
     results = [result for run in runs for result in run.results]
     drawn = _Published(runs) if published else None
     tradeoffs = _plot_tradeoffs(results, drawn)
     differences = plot_differences("differences", [pair for run in runs for pair in run.differences])
-    samples = read_samples(runs)
     notes = [note for run in runs for note in run.notes]
     if drawn is not None and not drawn.found:
         notes.append("the paper has no numbers for the metrics and prompts of this report.")

@@ -38,6 +38,7 @@ LATEX = {
     "–": "--",
     "≤": r"$\le$",
     "∞": r"$\infty$",
+    "\ufffd": "?",
 }
 
 
@@ -147,7 +148,7 @@ def to_latex(table: Table) -> str:
         [latex(entry.text) + (rf" {{\scriptsize {latex(entry.interval)}}}" if entry.interval else "") for entry in row]
         for row in table.rows
     ]
-    body = [rf"{' & '.join(row)} \\" for row in rows]
+    body = [rf"{{}}{' & '.join(row)} \\" for row in rows]  # {}: a name like [x] would be an argument of \\
     head = rf"{' & '.join(map(latex, table.header))} \\"
     lines = [
         rf"\begin{{tabular}}{{{columns}}}",
@@ -195,8 +196,7 @@ def to_csv(results: Sequence[Result]) -> str:
 
 
 def latex(text: str) -> str:
-    escaped = "".join(LATEX.get(character, character) for character in text)
-    return f"{{}}{escaped}" if escaped.startswith(("[", "*")) else escaped  # else an argument of the \\ before it
+    return "".join(LATEX.get(character, character) for character in text)
 
 
 def _markdown(text: str) -> str:
