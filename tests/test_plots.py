@@ -32,6 +32,24 @@ def test_every_guide_is_in_the_plot(guides: list[str], data: st.DataObject) -> N
         assert all(any(text.startswith(f"{guide}, k=20") for text in texts) for guide in guides)
 
 
+def test_names_are_left_as_they_are() -> None:
+    name = 'id="x" url(#a) href="#b" #1f2329 xmlns="y" <svg>'
+    known = {"avg_max": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(12.0, NAN, NAN)}
+    plot = plot_tradeoff("name", "all", [make_result(guide=name, metrics=known)], lambda attribute, fluency: [])
+    assert plot is not None
+    assert f"{name}, k=20" in Page(plot.inline).texts
+
+
+def test_wide_ranges_of_perplexity_are_logarithmic() -> None:
+    results = [
+        make_result(beta=beta, metrics={"avg_max": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(beta, NAN, NAN)})
+        for beta in (12.0, 900.0)
+    ]
+    plot = plot_tradeoff("name", "all", results, lambda attribute, fluency: [])
+    assert plot is not None
+    assert {"20", "50", "100", "200", "500"} <= set(Page(plot.svg).texts)
+
+
 def test_a_guide_without_points_is_in_the_legend() -> None:
     known = {"avg_max": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(12.0, NAN, NAN)}
     lost = known | {"perplexity": Estimate(NAN, NAN, NAN)}

@@ -100,7 +100,8 @@ def test_guides_without_a_common_range(tmp_path: Path) -> None:
     table = difference_table(read.differences)
     assert [entry.text for entry in table.rows[0]] == ["rad-q − rad-v", "avg_max", "all", "–", "no common range"]
     page = write_report([folder]).page.read_text()
-    assert "sweep β until they overlap" in page
+    assert "Not compared" not in page  # positive_rate is
+    assert "no common range" in page
     assert "rad-q has 0.010 more positive_rate than rad-v at equal perplexity (11.20 to 24.00)" in page
 
 
@@ -121,7 +122,7 @@ def test_a_bare_run_is_enough(tmp_path: Path) -> None:
         (folder / name).unlink()
     report = write_report([folder])
     assert [note.split("has no ")[1] for note in report.notes] == ["differences.jsonl.", "generations.jsonl."]
-    assert "no comparison of guides" in report.page.read_text()
+    assert "Not compared: rad-q and rad-v, rad-q and dexperts, rad-v and dexperts." in report.page.read_text()
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:

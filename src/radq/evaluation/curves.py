@@ -17,6 +17,7 @@ from radq.evaluation.results import NAN, Result
 
 ATTRIBUTES = ("avg_max", "toxic_rate", "positive_rate", "mean_score")
 FLUENCIES = ("perplexity", "mauve")
+BUDGET = "KL budget"  # the setting of a curve that runs over it
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Curve:
 
 def find_curves(results: Sequence[Result]) -> list[Curve]:
     """The curves of one class of prompts, in the order of the results."""
-    along_budget = _along_budget(results)
     found: dict[tuple[str, str], list[Result]] = {}
+    over_budget = _find_over_budget(results)
     for result in results:
-        found.setdefault((result.guide, _setting(result, _chooser(result) in along_budget)), []).append(result)
+        found.setdefault((result.guide, _setting(result, _chooser(result) in over_budget)), []).append(result)
     return [
-        Curve(guide, setting, cells[0].unguided, _steps(cells, _chooser(cells[0]) in along_budget))
+        Curve(guide, setting, cells[0].unguided, _steps(cells, setting.endswith(BUDGET)))
         for (guide, setting), cells in found.items()
     ]
 
@@ -69,12 +70,12 @@ def unique(values: Iterable[str]) -> list[str]:
 
 
 def _chooser(result: Result) -> tuple[str, int | None, float | None]:
-    """What the cells of a curve over the KL budget have in common; a cell without one belongs to none."""
-    return (result.guide, result.top_k, result.top_p) if result.kl_budget is not None else ("", None, None)
+    """What the cells of a curve over the KL budget have in common."""
+    return result.guide, result.top_k, result.top_p
 
 
-def _along_budget(results: Sequence[Result]) -> set[tuple[str, int | None, float | None]]:
-    """Curves over the KL budget: those whose cells with a budget have a single β."""
+def _find_over_budget(results: Sequence[Result]) -> set[tuple[str, int | None, float | None]]:
+    """Whose cells with a KL budget have a single β."""
     betas: dict[tuple[str, int | None, float | None], set[float | None]] = {}
     for result in results:
         if result.kl_budget is not None:
@@ -82,22 +83,22 @@ def _along_budget(results: Sequence[Result]) -> set[tuple[str, int | None, float
     return {chooser for chooser, found in betas.items() if len(found) == 1}
 
 
-def _setting(result: Result, along_budget: bool = False) -> str:
+def _setting(result: Result, over_budget: bool) -> str:
     parts = [
         None if result.top_k is None else f"k={result.top_k}",
         None if result.top_p is None else f"p={result.top_p:g}",
-        None if result.kl_budget is None else "KL budget" if along_budget else f"KL≤{result.kl_budget:g}",
+        None if result.kl_budget is None else BUDGET if over_budget else f"KL≤{result.kl_budget:g}",
     ]
     return ", ".join(part for part in parts if part is not None)
 
 
-def _steps(results: Sequence[Result], along_budget: bool) -> list[Step]:
+def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
     def strength(result: Result) -> tuple[float, float]:
-        number = (result.kl_budget if along_budget else result.beta) or 0.0
+        number = (result.kl_budget if over_budget else result.beta) or 0.0
         return abs(number), number
 
     def label(result: Result) -> str:
-        if along_budget:
+        if over_budget:
             return f"KL {result.kl_budget:g}"
         return "" if result.beta is None else f"{result.beta:g}"
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from itertools import combinations
 from math import isfinite
 
 from radq.evaluation.curves import ATTRIBUTES, Curve, find_curves, unique
@@ -161,17 +162,22 @@ def _pairs(content: Content) -> str:
             "that both reach; in blue where the interval excludes 0.</p>",
             to_html(difference_table(pairs)),
         ]
-    if any(not isfinite(pair.value) for pair in pairs):
-        parts.append(
-            "<p>Guides without a common range of perplexity cannot be compared: sweep β until they overlap.</p>"
-        )
-    if not pairs:
-        parts.append("<p>The runs hold no comparison of guides: each needs two values of β at least.</p>")
+    missing = unique(f"{first} and {second}" for run in content.runs for first, second in _not_compared(run))
+    if missing:
+        reason = "They have no common range of perplexity, or fewer than two values of β: sweep β until they overlap."
+        parts.append(f"<p>Not compared: {escape(', '.join(missing))}. {reason}</p>")
     if len(content.runs) > 1:
         parts.append(
             "<p>Guides of different runs are not compared: intervals are made over the prompts of one run.</p>"
         )
     return "\n".join(parts)
+
+
+def _not_compared(run: Run) -> list[tuple[str, str]]:
+    """Pairs of guides without a single difference."""
+    known = {frozenset((pair.first, pair.second)) for pair in run.differences if isfinite(pair.value)}
+    guides = unique(result.guide for result in run.results if not result.unguided)
+    return [pair for pair in combinations(guides, 2) if frozenset(pair) not in known]
 
 
 def _results(content: Content) -> str:

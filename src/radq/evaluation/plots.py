@@ -74,9 +74,14 @@ class Plot:
     @property
     def inline(self) -> str:
         """The drawing for a page with others: ids of its own, the page's ink, no declarations."""
-        drawing = self.svg[self.svg.index("<svg") :].replace(INK, "currentColor")
-        drawing = re.sub(r' xmlns(:\w+)?="[^"]*"', "", drawing)
-        drawing = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{self.name}-", drawing)
+
+        def adapt(tag: re.Match[str]) -> str:
+            plain = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag[0].replace(INK, "currentColor"))
+            return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{self.name}-", plain)
+
+        drawing = re.sub(
+            r"<[^<>]*>", adapt, self.svg[self.svg.index("<svg") :]
+        )  # tags alone: names are left as they are
         return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
 
 
@@ -181,8 +186,8 @@ def _label_axes(axes: Any, fluency: str) -> None:
     against, model = metric_and_judge(fluency)
     axes.set_xlabel(AXES[against] + (f" [{_middle_cut(model, 40)}]" if model else ""))
     axes.margins(0.08)
-    low, high = axes.get_xlim()
-    if against == "perplexity" and low > 0 and high > 4 * low:
+    low, high = axes.dataLim.intervalx
+    if against == "perplexity" and 0 < 4 * low < high:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
