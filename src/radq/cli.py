@@ -18,6 +18,7 @@ COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ f
     "train-experts": "train the language models of the rivals DExperts and GeDi",
     "eval": "sweep guides over prompts: generations, judges, metrics",
     "judge": "score texts with a judge, or fit a judge on labelled texts",
+    "report": "plots, tables and a page from what was measured",
     "convert": "turn weights of the public RAD and rad-q code into a reward model",
 }
 
