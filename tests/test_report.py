@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweep_folders import BAD_GUIDE, BETAS, GUIDES, HOSTILE, Page, lines_of, make_run, svg_texts, write_lines
+from sweep_folders import BAD_GUIDE, BETAS, COST, GUIDES, HOSTILE, Page, lines_of, make_run, svg_texts, write_lines
 from test_cli import fails
 
 from radq.cli import main
@@ -62,7 +62,7 @@ def test_csv_holds_the_metrics(run: Path) -> None:
                     assert found[name + ending] in ("", "0")
                 else:
                     assert float(found[name + ending]) == estimate[part]
-        assert all(float(found[name]) == value for name, value in row["cost"].items())
+        assert all(float(found[name]) == value for name, value in COST.items())
 
 
 def test_nothing_to_plot(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_later_of_two_lines_counts(tmp_path: Path) -> None:
         ({"metrics": {"avg_max": {"value": "high"}}}, "value is 'high'"),
         ({"metrics": {"fun": None}}, "there is no metric 'fun'. hint: those there are: avg_max, toxic_rate"),
         ({"metrics": {"fun[judge]": None}}, "there is no metric 'fun'"),
-        ({"metrics": None}, "objects are wanted"),
+        ({"metrics": None}, "an object is wanted"),
         ({"guide": None}, "guide is None"),
         ({"top_k": 2.5}, "top_k is 2.5"),
         ({"seed": float("inf")}, "seed is inf"),

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.errors import DataError, OptionError
-from radq.evaluation.generating import read_costs, read_lines
+from radq.evaluation.costs import read_costs
+from radq.evaluation.lines import mend, read_lines
 from radq.evaluation.sweep import Cell, GuideSweep, PromptFile, Sweep, find_changes, load_sweep
 from radq.models import RadQ, RadV
 
@@ -294,6 +295,8 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         list(read_lines(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": ')
     assert list(read_lines(tmp_path / "rows.jsonl")) == [{"a": 1}]
+    mend(tmp_path / "rows.jsonl")
+    assert (tmp_path / "rows.jsonl").read_bytes() == b'{"a": 1}\n'
 
 
 def test_names_of_cells() -> None:

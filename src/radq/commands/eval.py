@@ -33,7 +33,9 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     from radq.backbones import find_device
     from radq.commands.console import print_json
-    from radq.evaluation.generating import generate_all, open_run, read_costs, read_lines
+    from radq.evaluation.costs import read_costs
+    from radq.evaluation.generating import generate_all, open_run
+    from radq.evaluation.lines import read_lines
     from radq.evaluation.measuring import check_models, measure_all
     from radq.evaluation.sweep import load_sweep
 

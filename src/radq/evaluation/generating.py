@@ -7,7 +7,6 @@ whole lines of whole chunks at the beginning of the file are what is done, and a
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,13 @@ from tqdm import tqdm
 
 from radq.backbones import load_causal_lm, load_tokenizer
 from radq.decoding import Generation, generate
-from radq.errors import DataError, OptionError
+from radq.errors import OptionError
+from radq.evaluation.costs import describe_cost
+from radq.evaluation.lines import append_lines, mend
 from radq.evaluation.prompts import Prompt
 from radq.evaluation.sweep import UNGUIDED, Cell, Sweep, dump_sweep, find_changes, fingerprint
 from radq.files import whole_file
 from radq.guides import RewardGuide
-from radq.memory import peak_memory
 from radq.metering import Meter
 from radq.models import RewardModel
 from radq.reranking import best_of_n
@@ -92,6 +92,7 @@ def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str,
         for cell in sweep.cells()
         for first in range(0, len(prompts), size)
     ]
+    mend(folder / "costs.jsonl")
     with (folder / "generations.jsonl").open("a+b") as stream:
         done = _resume(stream, chunks)
         _run(stream, folder / "costs.jsonl", sweep, chunks, done, device, progress)
@@ -137,10 +138,10 @@ def _run(
             produce = producers.of(chunk.cell)
             began = time.perf_counter()
             generations, meter = produce([prompt.text for prompt in chunk.prompts], chunk.first)
-            cost = _cost(chunk, generations, meter, time.perf_counter() - began, device)
-            _append(stream, _lines(chunk, generations, sweep.samples))
+            cost = describe_cost(chunk.cell.name, generations, meter, time.perf_counter() - began, device)
+            append_lines(stream, _lines(chunk, generations, sweep.samples))
             with costs.open("ab") as file:
-                _append(file, [cost])
+                append_lines(file, [cost])
             bar.update(len(chunk.prompts) * sweep.samples)
 
 
@@ -155,66 +156,6 @@ def _lines(chunk: Chunk, generations: list[Generation], samples: int) -> list[di
         }
         for number, prompt in enumerate(chunk.prompts)
     ]
-
-
-def _append(stream: BinaryIO, rows: list[dict[str, Any]]) -> None:
-    """In one piece, and to the disk."""
-    stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def _cost(
-    chunk: Chunk, generations: list[Generation], meter: Meter | None, seconds: float, device: str
-) -> dict[str, Any]:
-    reading = None if meter is None else meter.continuations
-    return {
-        "cell": chunk.cell.name,
-        "first": chunk.first,
-        "seconds": seconds,
-        "tokens": sum(len(generation.token_ids) for generation in generations),
-        "steps": 0 if meter is None else meter.steps,
-        "calls": 0 if reading is None else reading.calls,
-        "expert_tokens": 0 if reading is None else int(reading.tokens),
-        "peak_memory": peak_memory(device),
-    }
-
-
-def read_costs(folder: Path) -> dict[str, dict[str, float | None]]:
-    """Of each cell: tokens per second, and calls and tokens of the guide's experts, prompts aside.
-
-    A chunk that was made twice counts twice: both times were spent.
-    """
-    sums: dict[str, dict[str, float]] = {}
-    file = folder / "costs.jsonl"
-    for row in read_lines(file) if file.exists() else ():
-        cell = sums.setdefault(row["cell"], dict.fromkeys(("seconds", "tokens", "steps", "calls", "expert_tokens"), 0))
-        for name in cell.keys() - {"peak_memory"}:
-            cell[name] += row[name]
-        cell["peak_memory"] = max(cell.get("peak_memory", 0), row["peak_memory"])
-    return {
-        name: {
-            "tokens_per_second": cell["tokens"] / cell["seconds"],
-            "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else None,
-            "expert_tokens_per_token": cell["expert_tokens"] / cell["tokens"],
-            "peak_memory": cell["peak_memory"],
-        }
-        for name, cell in sums.items()
-    }
-
-
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a jsonl file; a torn last line, of a process that was killed, is none."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return
-                raise DataError(
-                    f"{str(file)!r}, line {number} is damaged.", "remove the line, or make it anew."
-                ) from error
 
 
 class Producers:

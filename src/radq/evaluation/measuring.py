@@ -19,9 +19,9 @@ from radq.backbones import load_causal_lm, load_tokenizer
 from radq.errors import OptionError
 from radq.evaluation import metrics
 from radq.evaluation.encoders import Encoder, load_encoder
-from radq.evaluation.generating import read_lines
 from radq.evaluation.judges import CachedJudge, Judge, load_judge
 from radq.evaluation.likelihoods import measure_likelihoods
+from radq.evaluation.lines import read_lines
 from radq.evaluation.metrics import METRICS, Bootstrap, compare_at_equal_perplexity
 from radq.evaluation.prompts import Prompt
 from radq.evaluation.sweep import UNGUIDED, Cell, Sweep

@@ -3,9 +3,10 @@
     run = read_runs([Path("runs/detox")])[0]
     run.results[0].metrics["avg_max"].value
 
-metrics.jsonl has a line per cell (a setting of the sweep) and class of prompts, differences.jsonl one per pair of
-guides, generations.jsonl one per cell and prompt. A last line without an end is what a killed sweep leaves behind: it
-is left out, with a note. Names and texts come from models and strangers: what cannot be shown is replaced on reading.
+metrics.jsonl has a line per cell (a setting of the sweep) and class of prompts, costs.jsonl what each cell took,
+differences.jsonl a line per pair of guides, generations.jsonl one per cell and prompt. A last line without an end is
+what a killed sweep leaves behind: it is left out, with a note. Names and texts come from models and strangers: what
+cannot be shown is replaced on reading.
 """
 
 import json
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from radq.errors import DataError, OptionError
+from radq.evaluation.costs import read_costs
 from radq.evaluation.metrics import METRICS, Estimate
+from radq.evaluation.sweep import UNGUIDED
 
-UNGUIDED = "none"  # the guide of the base model alone
 NAN = float("nan")
 
 
@@ -113,14 +115,17 @@ def _read_run(folder: Path, name: str) -> Run:
         raise DataError(f"{str(folder)!r} has no metrics.jsonl.", "give a folder that radq eval has written.")
     notes: list[str] = []
     results: dict[tuple[str, str], Result] = {}
+    costs = read_costs(folder)
     for place, row in _rows(folder / "metrics.jsonl", notes):
-        result = _read_result(place, row, name)
+        result = _read_result(place, row, name, costs)
         if (result.cell, result.group) in results:
             notes.append(f"{place}: the cell {result.cell!r} is there twice; this line counts.")
         results[result.cell, result.group] = result
     if not results:
         raise DataError(f"{str(folder / 'metrics.jsonl')!r} has no results.", "let radq eval finish a cell first.")
-    differences = [_read_difference(place, row) for place, row in _rows(folder / "differences.jsonl", notes)]
+    pairs = list(_rows(folder / "differences.jsonl", notes))
+    several = len({_setting(row) for _, row in pairs}) > 1
+    differences = [_read_difference(place, row, _setting(row) if several else "") for place, row in pairs]
     config = folder / "config.yaml"
     text = printable(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else None
     return Run(name, folder, text, list(results.values()), differences, notes)
@@ -180,10 +185,10 @@ def _rows(file: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield place, row
 
 
-def _read_result(place: str, row: dict[str, Any], run: str) -> Result:
-    metrics, cost, guide = row.get("metrics"), row.get("cost") or {}, _name(place, row, "guide")
-    if not isinstance(metrics, dict) or not isinstance(cost, dict):
-        raise DataError(f"{place}: metrics and cost are {_short(metrics)} and {_short(cost)}.", "objects are wanted.")
+def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dict[str, float]]) -> Result:
+    metrics, guide = row.get("metrics"), _name(place, row, "guide")
+    if not isinstance(metrics, dict):
+        raise DataError(f"{place}: metrics are {_short(metrics)}.", "an object is wanted there.")
     return Result(
         run=run,
         cell=_name(place, row, "cell"),
@@ -196,7 +201,7 @@ def _read_result(place: str, row: dict[str, Any], run: str) -> Result:
         seed=_integer(place, row, "seed"),
         group=_name(place, row, "group"),
         metrics={_metric(place, key): _read_estimate(place, key, value) for key, value in metrics.items()},
-        cost={printable(key): _number(place, cost, key) for key in cost},
+        cost=costs.get(_text(place, row, "cell"), {}),
     )
 
 
@@ -210,7 +215,13 @@ def _read_estimate(place: str, key: str, value: Any) -> Estimate:
     return Estimate(middle, low, high, skipped, infinite)
 
 
-def _read_difference(place: str, row: dict[str, Any]) -> GuideDifference:
+def _setting(row: dict[str, Any]) -> str:
+    """Candidates and seed of a pair, which tell pairs of the same guides apart."""
+    names = {"top_k": "k", "top_p": "p", "kl_budget": "kl", "seed": "seed"}
+    return "".join(f", {short}={row[name]}" for name, short in names.items() if row.get(name) is not None)
+
+
+def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDifference:
     limits = row.get("perplexity") or [None, None]
     if not isinstance(limits, list) or len(limits) != 2:
         raise DataError(f"{place}: perplexity is {_short(limits)}.", "the two ends of the common range are wanted.")
@@ -219,7 +230,7 @@ def _read_difference(place: str, row: dict[str, Any]) -> GuideDifference:
         first=_name(place, row, "first"),
         second=_name(place, row, "second"),
         metric=_metric(place, _name(place, row, "metric")),
-        group=_name(place, row, "group"),
+        group=_name(place, row, "group") + printable(setting),
         value=_number(place, row, "value"),
         low=_number(place, row, "low"),
         high=_number(place, row, "high"),
