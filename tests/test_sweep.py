@@ -99,6 +99,13 @@ def test_cells_are_all_settings_once_and_unguided_first() -> None:
     assert {cell.reference.name for cell in cells} == set(names[:4])
 
 
+def test_the_papers_sweeps_are_whole() -> None:
+    for name, cells in (("detox", 2 * (1 + 3 * 7 + 5)), ("sentiment", 2 * (1 + 3 * 6))):
+        sweep = load_sweep(Path(__file__).parent.parent / f"recipes/sweeps/{name}.yaml")
+        assert len(sweep.cells()) == cells
+        assert (sweep.samples, sweep.max_new_tokens, sweep.top_k) == (25, 20, [20, 40])
+
+
 def test_yaml_numbers_and_single_items(write: Any) -> None:
     sweep = load_sweep(write(temperature="1e-1", top_k=None, seeds=3))
     assert (sweep.temperature, sweep.top_k, sweep.seeds) == (0.1, [None], [3])
