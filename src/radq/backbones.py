@@ -25,16 +25,19 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from radq.embedded import located
 from radq.errors import ModelError, OptionError
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
+    name = located(name)
     with explained(name, "a model configuration"):
         return AutoConfig.from_pretrained(name)
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """By hub name or folder; also a tokenizer.json alone, or a folder with GPT-2's encoder.json and vocab.bpe."""
+    name = located(name)
     path = Path(name)
     try:
         if path.suffix == ".json" and path.is_file():
@@ -58,6 +61,7 @@ def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where the folder has none."""
+    name = located(name)
     if Path(name).is_dir() and not list(Path(name).glob("*tokenizer*")) + list(Path(name).glob("vocab.*")):
         return None
     return load_tokenizer(name)
@@ -80,6 +84,7 @@ def load_weights(
 
     Tensors whose names begin with one of `unused` are not needed and may be missing.
     """
+    name = located(name)
     with explained(name, "model weights"):
         model, report = from_pretrained(name, use_safetensors=True, output_loading_info=True, **kwargs)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))

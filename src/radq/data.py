@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import json
 import lzma
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from radq.errors import DataError, OptionError
-from radq.files import whole_folder
+from radq.files import default_cache_folder, whole_folder
 
 Table = Any  # a pandas.DataFrame, which is imported only where a table is read
 ROWS_PER_PIECE = 5_000
@@ -204,10 +203,6 @@ def load_data(
         with whole_folder(folder) as temporary:
             _tokenise(sources, tokenizer, columns, max_length, temporary, progress)
     return RewardData(folder)
-
-
-def default_cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radq"
 
 
 def _cache_key(

@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def default_cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radq"
+
+
 @contextmanager
 def whole_folder(target: str | Path) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block succeeds and vanishes when it fails.

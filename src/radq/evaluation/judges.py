@@ -24,11 +24,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification
 
-from radq.data import default_cache_folder
 from radq.errors import DataError, ModelError, OptionError
 from radq.evaluation.encoders import load_encoder
 from radq.evaluation.linear import LinearModel
 from radq.evaluation.readers import BATCH_SIZE, OnnxReader, Reader, TransformersReader
+from radq.files import default_cache_folder
 
 LINEAR_BATCH = 1024  # texts embedded together
 Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions of texts, and their scores

