@@ -1,7 +1,7 @@
 """Guides: what a host adds to the base model's logits, token by token. Guides add up: `guide_a + guide_b`.
 
-A guide holds no state of a generation. The host keeps what `start`, `advance`, `fork`, `select`, `join` and `rewind` return,
-one state per batch of prefixes: nothing to reset, nothing left over from an earlier prompt.
+A guide holds no state of a generation. The host keeps what `start`, `advance`, `fork`, `select`, `join` and `rewind`
+return, one state per batch of prefixes: nothing to reset, nothing left over from an earlier prompt.
 
 Axes: b batch, t time, k candidates, a attributes.
 """

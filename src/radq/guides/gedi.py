@@ -37,7 +37,9 @@ class GeDiState:
 
     @staticmethod
     def join(states: "Sequence[GeDiState]") -> "GeDiState":
-        classes = [(state, c * len(state.lengths) + torch.arange(len(state.lengths))) for c in (0, 1) for state in states]
+        classes = [
+            (state, c * len(state.lengths) + torch.arange(len(state.lengths))) for c in (0, 1) for state in states
+        ]
         run = ExpertState.join([state.run.select(rows) for state, rows in classes])
         n = run.prefix.tokens.shape[1]
         scores = [F.pad(state.scores[rows], (n - state.scores.shape[1], 0)) for state, rows in classes]

@@ -166,10 +166,12 @@ class VllmEngine:
         self.max_model_len = max_model_len or min(LONGEST, positions - (HEADROOM if guides else 0))
         self.tokens_per_second = 0.0  # of the last call
         self._folder = tempfile.TemporaryDirectory(prefix="radq-")
-        path = Path(self._folder.name) / "guides.yaml"
-        path.write_text(yaml.safe_dump(self.registry.specifications), encoding="utf-8")
-        os.environ[GUIDES] = str(path)
-        processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]} if guides else {}
+        processors: dict[str, Any] = {}
+        if guides:
+            path = Path(self._folder.name) / "guides.yaml"
+            path.write_text(yaml.safe_dump(self.registry.specifications), encoding="utf-8")
+            os.environ[GUIDES] = str(path)
+            processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]}
         self._vllm = need("vllm", "vllm")
         self.llm: Any = self._vllm.LLM(str(base), max_model_len=self.max_model_len, **processors, **options)
 

@@ -38,5 +38,7 @@ def plot_spectrum(spectra: Mapping[str, NumericalRank], hidden_size: int, file: 
 
 
 def _axes() -> tuple[Any, Any]:
-    figure = need("matplotlib.figure", "eval").Figure(figsize=(6, 4), layout="constrained")  # nothing global, no display
+    figure = need("matplotlib.figure", "eval").Figure(
+        figsize=(6, 4), layout="constrained"
+    )  # nothing global, no display
     return figure, figure.subplots()
