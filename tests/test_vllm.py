@@ -157,7 +157,7 @@ def test_an_empty_prompt_begins_with_bos(world: World, engine: Any) -> None:
 
 
 def test_samples_depend_on_seed_prompt_and_number_alone(engine: Any) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 5.0, "top_k": None, "stop_token_ids": []}
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 2.0, "top_k": None, "stop_token_ids": []}
     both = tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=5, **options))
     assert tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=5, **options)) == both
     assert tokens(engine.generate(PROMPTS[:1], "q", num_samples=2, seed=5, **options)) == both[:2]
@@ -169,7 +169,7 @@ def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
     """The first token of many samples, against the distribution of the formula."""
     from radq.decoding import Steering, propose
 
-    guide, steering = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2"), Steering(6, temperature=4.0)
+    guide, steering = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2"), Steering(6, temperature=2.0)
     ids = torch.tensor([TOKENIZER(PROMPTS[0]).input_ids])
     with torch.no_grad():
         logits = world.lm(input_ids=ids).logits[:, -1]
@@ -179,7 +179,7 @@ def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
     )
     count = 600
     found = engine.generate(
-        PROMPTS[:1], "nice", 2.0, top_k=6, temperature=4.0, max_new_tokens=1, num_samples=count, stop_token_ids=[]
+        PROMPTS[:1], "nice", 2.0, top_k=6, temperature=2.0, max_new_tokens=1, num_samples=count, stop_token_ids=[]
     )
     shares = torch.bincount(torch.tensor([row[0] for row in tokens(found)]), minlength=VOCAB) / count
     assert (shares - expected).abs().max() < 4 * 0.5 / count**0.5  # four standard deviations
@@ -192,6 +192,10 @@ def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
         engine.generate(PROMPTS, "toxicity")
     with pytest.raises(OptionError, match="radq_beta"):
         engine.generate(PROMPTS, "q", 3.0)  # has two
+    with pytest.raises(OptionError, match="temperature must be in"):
+        engine.generate(PROMPTS, temperature=5.0)
+    with pytest.raises(OptionError, match="num_samples is 0"):
+        engine.generate(PROMPTS, num_samples=0)
     with pytest.raises(ContextLengthError, match="prompt 0 has 5 tokens"):
         engine.generate(PROMPTS, "q", max_new_tokens=60)
     for name in ("toxicity", "/etc:nice=1"):

@@ -59,11 +59,9 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
 
     def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool | None = None):
         """`place` is a device (first runner), or the tokens of all requests, which know theirs (second)."""
-        self._states: Any = None if isinstance(place, torch.device) else place
-        device = place if self._states is None else place.device
-        self._slots = Slots()
+        self._slots, self._states = Slots(), place
         registry = find_registry()
-        make_guide = registry.load(str(device))
+        make_guide = registry.load(str(getattr(place, "device", place)))
         _check_engine(vllm_config, [make_guide(name) for name in registry.specifications])
         self._steerer = Steerer(make_guide)
 
@@ -169,7 +167,7 @@ class VllmEngine:
         processors: dict[str, Any] = {}
         if guides:
             path = Path(self._folder.name) / "guides.yaml"
-            path.write_text(yaml.safe_dump(self.registry.specifications), encoding="utf-8")
+            path.write_text(yaml.safe_dump(self.registry.specifications, sort_keys=False), encoding="utf-8")
             os.environ[GUIDES] = str(path)
             processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]}
         self._vllm = need("vllm", "vllm")
@@ -207,16 +205,21 @@ class VllmEngine:
         stops = {} if stop_token_ids is None else {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}
 
         def params(prompt: int, sample: int) -> Any:
-            return self._vllm.SamplingParams(
-                temperature=temperature,
-                max_tokens=max_new_tokens,
-                seed=_derive_seed(seed, prompt, sample),
-                detokenize=False,
-                extra_args=dict(extra_args),
-                **own_candidates,
-                **stops,
-            )
+            try:
+                return self._vllm.SamplingParams(
+                    temperature=temperature,
+                    max_tokens=max_new_tokens,
+                    seed=_derive_seed(seed, prompt, sample),
+                    detokenize=False,
+                    extra_args=dict(extra_args),
+                    **own_candidates,
+                    **stops,
+                )
+            except ValueError as error:
+                raise OptionError(str(error), "vLLM has limits of its own.") from error
 
+        if num_samples < 1:
+            raise OptionError(f"num_samples is {num_samples}.", "give 1 or more.")
         encoded = self._encode(prompts, max_new_tokens)
         pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(num_samples)]
         begin = time.perf_counter()
