@@ -28,6 +28,8 @@ from radq.models import find_bos
 
 first_runner: Any = need("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = need("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
+vllm_errors: Any = need("vllm.exceptions", "vllm")
+platforms: Any = need("vllm.platforms", "vllm")
 
 GUIDES = "RADQ_GUIDES"  # environment variable: vLLM's processes share nothing else before they start
 LONGEST = 2048  # default context of the engine, to leave memory for more texts at once
@@ -170,6 +172,8 @@ class VllmEngine:
             path.write_text(yaml.safe_dump(self.registry.specifications, sort_keys=False), encoding="utf-8")
             os.environ[GUIDES] = str(path)
             processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]}
+        if platforms.current_platform.is_cpu():  # where vLLM 0.32 cannot take back the random number of half a prompt
+            options = {"enable_chunked_prefill": False, **options}
         self._vllm = need("vllm", "vllm")
         self.llm: Any = self._vllm.LLM(str(base), max_model_len=self.max_model_len, **processors, **options)
 
@@ -209,13 +213,13 @@ class VllmEngine:
                 return self._vllm.SamplingParams(
                     temperature=temperature,
                     max_tokens=max_new_tokens,
-                    seed=_derive_seed(seed, prompt, sample),
+                    seed=_derive_seed(seed, prompt, sample) if temperature else None,
                     detokenize=False,
                     extra_args=dict(extra_args),
                     **own_candidates,
                     **stops,
                 )
-            except ValueError as error:
+            except vllm_errors.VLLMValidationError as error:
                 raise OptionError(str(error), "vLLM has limits of its own.") from error
 
         if num_samples < 1:
