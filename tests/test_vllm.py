@@ -83,7 +83,8 @@ def engine(world: World) -> Iterator[Any]:
         from radq.hosts.vllm import GUIDES, VllmEngine
 
         patch.setenv(GUIDES, "")  # and back, afterwards
-        tight: dict[str, Any] = {"num_gpu_blocks_override": 8, "max_num_seqs": 6, "block_size": 32}
+        tight: dict[str, Any] = {"num_gpu_blocks_override": 6, "max_num_seqs": 6, "block_size": 32}
+        tight["gpu_memory_utilization"] = 0.2  # of main memory, on a CPU
         if world.base.name == "gpt2":
             tight |= {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
         with VllmEngine(world.base, world.guides, dtype="float32", enforce_eager=True, **tight) as engine:
