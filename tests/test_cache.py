@@ -57,6 +57,22 @@ def test_padding_and_extension_change_nothing(backbone: PreTrainedModel) -> None
 
 
 @torch.no_grad()
+def test_joined_prefixes_equal_recomputing(backbone: PreTrainedModel) -> None:
+    long, short, middle = texts()
+    _, padded = cache.start(backbone, *left_padded([long, short]))
+    alone = padded.select(torch.tensor([1]))  # with the padding that the long one has left behind
+    _, other = cache.start(backbone, *left_padded([middle]))
+    for prefixes, rows in (([alone, other, padded], [short, middle, long, short]), ([alone, other], [short, middle])):
+        joined = cache.join(prefixes)
+        assert joined.tokens.shape[1] == max(map(len, rows))
+        for token in (5, 9):
+            output, joined = cache.extend(backbone, joined, torch.full((len(rows), 1), token))
+            rows = [[*row, token] for row in rows]
+            check(output.last_hidden_state[:, -1], backbone, rows)
+    assert cache.join([alone]).tokens.tolist() == [short]
+
+
+@torch.no_grad()
 def test_fork_select_and_crop_equal_recomputing(backbone: PreTrainedModel) -> None:
     rows = texts()
     _, prefix = cache.start(backbone, *left_padded(rows))

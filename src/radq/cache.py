@@ -9,13 +9,14 @@ Axes: b batch, t time, n new tokens, k candidates, d hidden.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -48,6 +49,21 @@ class Prefix:
     def _map(self, f: Callable[[Tensor], Tensor]) -> "Prefix":
         layers = tuple((f(keys), f(values)) for keys, values in self.layers)
         return Prefix(f(self.tokens), f(self.mask), layers)
+
+
+def join(prefixes: Sequence[Prefix]) -> Prefix:
+    """The rows of all of them as one batch, padded no more than the longest row needs."""
+    longest = max(int(prefix.mask.sum(1).max()) for prefix in prefixes)
+
+    def fit(x: Tensor, dim: int) -> Tensor:
+        return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (longest - x.shape[dim], 0))  # below 0 takes padding away
+
+    layers = zip(*(prefix.layers for prefix in prefixes), strict=True)  # per layer, the pairs of all prefixes
+    return Prefix(
+        torch.cat([fit(prefix.tokens, 1) for prefix in prefixes]),
+        torch.cat([fit(prefix.mask, 1) for prefix in prefixes]),
+        tuple((torch.cat([fit(k, 2) for k, _ in pairs]), torch.cat([fit(v, 2) for _, v in pairs])) for pairs in layers),
+    )
 
 
 def leading(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], token: int) -> Bool[Tensor, "b t"]:

@@ -37,6 +37,11 @@ class ExpertState:
         rows = rows.to(self.logits.device)
         return ExpertState(self.prefix.select(rows), self.logits[rows])
 
+    @staticmethod
+    def join(states: "Sequence[ExpertState]") -> "ExpertState":
+        prefix = cache.join([state.prefix for state in states])
+        return ExpertState(prefix, torch.cat([state.logits for state in states]))
+
     def log_probabilities(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
         """Of next tokens."""
         return self.logits.gather(1, tokens) - self.logits.logsumexp(1, keepdim=True)

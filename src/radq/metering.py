@@ -9,6 +9,7 @@ RAD-V's candidates count, and so do both classes of GeDi. Reading the prompts is
 is never read, so in a short text the numbers per token are a little lower than those of a step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,9 @@ class Meter(Guide):
 
     def select(self, state: Any, rows: Int[Tensor, " r"]) -> Any:
         return self.guide.select(state, rows)
+
+    def join(self, states: Sequence[Any]) -> Any:
+        return self.guide.join(states)
 
     def rewind(self, state: Any, n: int) -> Any:
         return self.guide.rewind(state, n)

@@ -122,6 +122,11 @@ class RewardState:
         scored = None if self.scored is None else self.scored.select(rows)
         return RewardState(self.prefix.select(rows), self.hidden[rows], self.length, scored)
 
+    @staticmethod
+    def join(states: "Sequence[RewardState]") -> "RewardState":
+        prefix = cache.join([state.prefix for state in states])
+        return RewardState(prefix, torch.cat([state.hidden for state in states]), prefix.tokens.shape[1])
+
 
 class RewardModel(PreTrainedModel):
     """Base of RadQ and RadV, and the door to both: `RewardModel.from_pretrained` finds the kind."""

@@ -1,13 +1,13 @@
 """Guides: what a host adds to the base model's logits, token by token. Guides add up: `guide_a + guide_b`.
 
-A guide holds no state of a generation. The host keeps what `start`, `advance`, `fork`, `select` and `rewind` return,
-one state per batch of prefixes: nothing to reset, nothing left over from an earlier prompt.
+A guide holds no state of a generation. The host keeps what `start`, `advance`, `fork`, `select`, `join` and `rewind`
+return, one state per batch of prefixes: nothing to reset, nothing left over from an earlier prompt.
 
 Axes: b batch, t time, k candidates, a attributes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -40,6 +40,10 @@ class Guide(ABC):
     @abstractmethod
     def select(self, state: Any, rows: Int[Tensor, " r"]) -> Any:
         """The given rows, in that order: beams, and batches whose finished rows leave."""
+
+    @abstractmethod
+    def join(self, states: Sequence[Any]) -> Any:
+        """The rows of several states as one batch, in that order: requests that come while others run."""
 
     @abstractmethod
     def rewind(self, state: Any, n: int) -> Any:
@@ -97,6 +101,9 @@ class SumGuide(Guide):
 
     def select(self, state: list[Any], rows: Int[Tensor, " r"]) -> list[Any]:
         return [guide.select(part, rows) for guide, part in self._parts(state)]
+
+    def join(self, states: Sequence[list[Any]]) -> list[Any]:
+        return [guide.join(parts) for guide, *parts in zip(self.guides, *states, strict=True)]
 
     def rewind(self, state: list[Any], n: int) -> list[Any]:
         return [guide.rewind(part, n) for guide, part in self._parts(state)]

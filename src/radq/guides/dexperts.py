@@ -1,6 +1,7 @@
 """DExperts (Liu et al. 2021): two language models, one finetuned on text of an attribute and one on text without."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -67,6 +68,9 @@ class DExpertsGuide(Guide):
 
     def select(self, state: State, rows: Int[Tensor, " r"]) -> State:
         return self._each(state, lambda _, part: part.select(rows))
+
+    def join(self, states: Sequence[State]) -> State:
+        return ExpertState.join([state[0] for state in states]), ExpertState.join([state[1] for state in states])
 
     def rewind(self, state: State, n: int) -> State:
         return self._each(state, lambda expert, part: expert.rewind(part, n))

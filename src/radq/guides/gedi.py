@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -33,6 +34,16 @@ class GeDiState:
         rows = rows.to(self.lengths.device)
         both = torch.cat([rows, rows + len(self.lengths)])
         return GeDiState(self.run.select(both), self.scores[both], self.lengths[rows])
+
+    @staticmethod
+    def join(states: "Sequence[GeDiState]") -> "GeDiState":
+        classes = [
+            (state, c * len(state.lengths) + torch.arange(len(state.lengths))) for c in (0, 1) for state in states
+        ]
+        run = ExpertState.join([state.run.select(rows) for state, rows in classes])
+        n = run.prefix.tokens.shape[1]
+        scores = [F.pad(state.scores[rows], (n - state.scores.shape[1], 0)) for state, rows in classes]
+        return GeDiState(run, torch.cat(scores), torch.cat([state.lengths for state in states]))
 
 
 @final
@@ -138,6 +149,9 @@ class GeDiGuide(Guide):
 
     def select(self, state: GeDiState, rows: Int[Tensor, " r"]) -> GeDiState:
         return state.select(rows)
+
+    def join(self, states: Sequence[GeDiState]) -> GeDiState:
+        return GeDiState.join(states)
 
     def rewind(self, state: GeDiState, n: int) -> GeDiState:
         kept = state.scores.shape[1] - n

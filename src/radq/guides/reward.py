@@ -1,7 +1,7 @@
 """The guide of reward models: RAD-Q and RAD-V."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -60,6 +60,9 @@ class RewardGuide(Guide):
 
     def select(self, state: RewardState, rows: Int[Tensor, " r"]) -> RewardState:
         return state.select(rows)
+
+    def join(self, states: Sequence[RewardState]) -> RewardState:
+        return RewardState.join(states)
 
     def rewind(self, state: RewardState, n: int) -> RewardState:
         return self.model.rewind(state, n)

@@ -1,0 +1,271 @@
+"""Guided decoding inside vLLM: a logits processor for its servers, and an engine for many texts at once.
+
+    RADQ_GUIDES=guides.yaml vllm serve gpt2-large --max-model-len 1000 \\
+        --logits-processors radq.hosts.vllm:GuidedProcessor
+
+guides.yaml is the operator's: names, and what they stand for (`toxicity: models/toxicity:toxicity=-50`). A client names
+one, in `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; see `radq.hosts.requests` for the arguments.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from radq.backbones import load_config, load_tokenizer
+from radq.errors import ContextLengthError, OptionError
+from radq.extras import need
+from radq.hosts.requests import Guidance, Registry, Request, Slots, Steerer
+from radq.models import find_bos
+
+first_runner: Any = need("vllm.v1.sample.logits_processor", "vllm")
+second_runner: Any = need("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
+vllm_errors: Any = need("vllm.exceptions", "vllm")
+platforms: Any = need("vllm.platforms", "vllm")
+
+GUIDES = "RADQ_GUIDES"  # environment variable: vLLM's processes share nothing else before they start
+LONGEST = 2048  # default context of the engine, to leave memory for more texts at once
+HEADROOM = 8  # what guides put before a text: a BOS, maybe a control code
+
+
+@lru_cache
+def _read_registry(path: str) -> Registry:
+    return Registry.read(path)
+
+
+def find_registry() -> Registry:
+    path = os.environ.get(GUIDES)
+    if not path:
+        raise OptionError(f"{GUIDES} is not set.", "let it name a YAML file with lines name: DIR:attribute=weight.")
+    return _read_registry(path)
+
+
+def read_guidance(params: Any) -> Guidance | None:
+    """What a request's SamplingParams ask for."""
+    return find_registry().guidance(params.extra_args, params.temperature)
+
+
+class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcessor):
+    """Both of vLLM's interfaces: which one is used shows when vLLM makes a processor.
+
+    vLLM applies the temperature after this, to base logits and shift alike, so the shift is multiplied by it here.
+    """
+
+    def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool | None = None):
+        """`place` is a device (first runner), or the tokens of all requests, which know theirs (second)."""
+        self._slots, self._states = Slots(), place
+        registry = find_registry()
+        make_guide = registry.load(str(getattr(place, "device", place)))
+        _check_engine(vllm_config, [make_guide(name) for name in registry.specifications])
+        self._steerer = Steerer(make_guide)
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        read_guidance(sampling_params)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        requests = self._slots.requests if ctx is None else self._read_context(ctx)
+        if requests:
+            self._steerer.steer(logits, requests)
+        return logits
+
+    # --- the first runner: slots are rows, and change ---
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is not None:
+            swap = first_runner.MoveDirectionality.SWAP
+            self._slots.update(
+                batch_update.removed,
+                [(slot, _read_request(params, prompt, output)) for slot, params, prompt, output in batch_update.added],
+                [(source, target, direction is swap) for source, target, direction in batch_update.moved],
+            )
+
+    # --- the second runner: slots stay, rows change ---
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        request = _read_request(sampling_params, [], [])
+        self._slots.update([], [(req_idx, request)], [])
+        return request is not None
+
+    def _read_context(self, ctx: Any) -> dict[int, Request]:
+        """The guided rows of this step, their texts brought up to date."""
+        slots = [int(slot) for slot in ctx.idx_mapping_np]
+        rows = {row: self._slots.requests[slot] for row, slot in enumerate(slots) if slot in self._slots.requests}
+        last = ctx.input_ids.tolist() if rows else []
+        for row, request in rows.items():
+            length = int(ctx.seq_lens_upper_bound_np[row])  # exact, since there are no speculated tokens
+            if length == len(request.output) + 1:
+                request.output.append(last[row])
+            elif length != len(request.output):
+                request.output[:] = self._states.all_token_ids.gpu[slots[row], :length].tolist()
+        return rows
+
+
+def _read_request(params: Any, prompt: list[int] | None, output: list[int]) -> Request | None:
+    guidance = read_guidance(params)
+    return None if guidance is None else Request(guidance, prompt or [], output)
+
+
+def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> None:
+    """Whatever would fail in the middle of a batch, and with it the engine, fails at the start."""
+    model = vllm_config.model_config
+    if vllm_config.speculative_config is not None:
+        raise OptionError("vLLM is set to speculate.", "turn speculative decoding off: guides read token by token.")
+    if model.enable_prompt_embeds:
+        raise OptionError("vLLM is set to take embeddings as prompts.", "turn it off: guides read tokens.")
+    tokenizer = load_tokenizer(model.tokenizer)
+    for guide in guides:
+        guide.check_vocabulary(model.get_vocab_size(), tokenizer, model.model)
+        try:
+            guide.check_length(model.max_model_len)
+        except ContextLengthError as error:
+            raise ContextLengthError(error.message, "give vLLM a smaller max_model_len.") from error
+
+
+@dataclass
+class VllmGeneration:
+    prompt: str
+    text: str  # the continuation, without special tokens
+    token_ids: list[int]  # the continuation, a final stop token included
+    finish_reason: str  # "stop" or "length"
+
+
+class VllmEngine:
+    """A base model in vLLM, and guides to choose from: `radq.generate` for many texts.
+
+    Args:
+        base: hub name or folder.
+        guides: names, and the specification of each or a list of them: {"toxicity": "DIR:toxicity=-50"}.
+        max_model_len: longest text, prompt included; by default what base and guides have room for, 2048 at most.
+        options: of `vllm.LLM`, such as `gpu_memory_utilization`: guides need memory beside the base.
+    """
+
+    def __init__(
+        self,
+        base: str | Path,
+        guides: Mapping[str, str | Sequence[str]] | None = None,
+        max_model_len: int | None = None,
+        **options: Any,
+    ):
+        self.registry = Registry(guides or {})
+        self.tokenizer = load_tokenizer(base)
+        config = load_config(base)
+        self._bos = find_bos(config, self.tokenizer)
+        positions = getattr(config, "max_position_embeddings", None) or LONGEST
+        self.max_model_len = max_model_len or min(LONGEST, positions - (HEADROOM if guides else 0))
+        self.tokens_per_second = 0.0  # of the last call
+        self._folder = tempfile.TemporaryDirectory(prefix="radq-")
+        processors: dict[str, Any] = {}
+        if guides:
+            path = Path(self._folder.name) / "guides.yaml"
+            path.write_text(yaml.safe_dump(self.registry.specifications, sort_keys=False), encoding="utf-8")
+            os.environ[GUIDES] = str(path)
+            processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]}
+        if platforms.current_platform.is_cpu():  # where vLLM 0.32 cannot take back the random number of half a prompt
+            options = {"enable_chunked_prefill": False, **options}
+        self._vllm = need("vllm", "vllm")
+        self.llm: Any = self._vllm.LLM(str(base), max_model_len=self.max_model_len, **processors, **options)
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        guide: str | None = None,
+        beta: float | Sequence[float] | None = None,
+        top_k: int | None = 20,
+        top_p: float | None = None,
+        temperature: float = 1.0,
+        max_new_tokens: int = 20,
+        num_samples: int = 1,
+        seed: int = 0,
+        *,
+        kl_budget: float | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        progress: bool = False,
+    ) -> list[VllmGeneration]:
+        """As `radq.generate`, but for `guide`, a name among `guides`, and `beta`, which replaces its numbers.
+
+        Sample s of prompt p has a random stream of its own, by (seed, p, s); it is not that of `radq.generate`.
+        """
+        extra_args: dict[str, Any] = {}
+        own_candidates: dict[str, Any] = {}
+        if guide is None:
+            own_candidates = {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
+        else:
+            weights = list(beta) if isinstance(beta, Sequence) else beta
+            wishes = {"guide": guide, "beta": weights, "top_k": top_k or 0, "top_p": top_p, "kl_budget": kl_budget}
+            extra_args = {f"radq_{name}": value for name, value in wishes.items() if value is not None}
+        self.registry.guidance(extra_args, temperature)
+        stops = {} if stop_token_ids is None else {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}
+
+        def params(prompt: int, sample: int) -> Any:
+            try:
+                return self._vllm.SamplingParams(
+                    temperature=temperature,
+                    max_tokens=max_new_tokens,
+                    seed=_derive_seed(seed, prompt, sample) if temperature else None,
+                    detokenize=False,
+                    extra_args=dict(extra_args),
+                    **own_candidates,
+                    **stops,
+                )
+            except vllm_errors.VLLMValidationError as error:
+                raise OptionError(str(error), "vLLM has limits of its own.") from error
+
+        if num_samples < 1:
+            raise OptionError(f"num_samples is {num_samples}.", "give 1 or more.")
+        encoded = self._encode(prompts, max_new_tokens)
+        pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(num_samples)]
+        begin = time.perf_counter()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": encoded[prompt]} for prompt, _ in pairs],
+            [params(*pair) for pair in pairs],
+            use_tqdm=progress,
+        )
+        seconds = time.perf_counter() - begin
+        results = [output.outputs[0] for output in outputs]
+        tokens = [list(result.token_ids) for result in results]
+        self.tokens_per_second = sum(map(len, tokens)) / seconds
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [
+            VllmGeneration(prompts[prompt], text, ids, result.finish_reason)
+            for (prompt, _), text, ids, result in zip(pairs, texts, tokens, results, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "VllmEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+        if isinstance(prompts, str) or not prompts:
+            raise OptionError(f"prompts are {prompts!r}.", "give a list of one or more texts.")
+        encoded = [ids or [self._bos] for ids in self.tokenizer(list(prompts)).input_ids]
+        for number, ids in enumerate(encoded):
+            if len(ids) + max_new_tokens > self.max_model_len:
+                raise ContextLengthError(
+                    f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones they exceed "
+                    f"{self.max_model_len}.",
+                    "shorten the prompt, lower max_new_tokens or raise max_model_len.",
+                )
+        return encoded
+
+
+def _derive_seed(seed: int, prompt: int, sample: int) -> int:
+    return int(np.random.SeedSequence([seed % 2**64, prompt, sample]).generate_state(1, np.uint64)[0] >> np.uint64(1))

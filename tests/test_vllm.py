@@ -1,0 +1,321 @@
+"""The vLLM host: the same greedy tokens as our own loop, under preemption and prompts read in pieces."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import BOS, EOS, VOCAB, make_number_tokenizer, make_reward
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from radq.backbones import load_causal_lm, quiet
+from radq.decoding import generate
+from radq.errors import ContextLengthError, OptionError
+from radq.specifications import load_guide
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+
+TOKENIZER = make_number_tokenizer()
+PROMPTS = ["5 9 3 12 30", "11", "6 6 31 14 3 8 20 21", "8 9 10 11 12 13 14 15 16 17 18 19 20 21"]
+NEW_TOKENS = 24
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}
+CONFIGS = {  # heads of 32: vLLM takes no smaller ones on a CPU
+    "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=64, **_COMMON),
+    "llama": LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        **_COMMON,
+    ),
+}
+
+
+class World:
+    """A base model, reward models over it, and vLLM with all of them."""
+
+    def __init__(self, family: str, folder: Path):
+        self.base = folder / family
+        self.guides = {kind: f"{folder / kind}:nice=4,rude=-6" for kind in ("q", "v")}
+        self.guides["nice"] = f"{folder / 'q'}:nice=1"
+        torch.manual_seed(0)
+        lm = AutoModelForCausalLM.from_config(CONFIGS[family])
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(6)
+        with quiet():
+            lm.save_pretrained(self.base)
+            TOKENIZER.save_pretrained(self.base)
+            for kind in ("q", "v"):
+                make_reward(kind, self.base).save_pretrained(folder / kind)
+        self.lm = load_causal_lm(self.base)
+
+    def own(self, guide: str | None, prompts: list[str] = PROMPTS, **options: Any) -> list[list[int]]:
+        """The greedy tokens of radq.generate."""
+        loaded = None if guide is None else load_guide(guide)
+        options = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "top_k": 6, "stop_token_ids": [], **options}
+        return [g.token_ids for g in generate(self.lm, TOKENIZER, prompts, loaded, **options)]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(request.param, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def engine(world: World) -> Iterator[Any]:
+    """With so little room that long requests are preempted and, for one family, long prompts read in pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        from radq.hosts.vllm import GUIDES, VllmEngine
+
+        patch.setenv(GUIDES, "")  # and back, afterwards
+        tight: dict[str, Any] = {"num_gpu_blocks_override": 6, "max_num_seqs": 6, "block_size": 32}
+        tight["gpu_memory_utilization"] = 0.2  # of main memory, on a CPU
+        if world.base.name == "gpt2":
+            tight |= {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
+        with VllmEngine(world.base, world.guides, dtype="float32", enforce_eager=True, **tight) as engine:
+            yield engine
+
+
+def tokens(generations: list[Any]) -> list[list[int]]:
+    return [generation.token_ids for generation in generations]
+
+
+def greedy(engine: Any, guide: str | None, **options: Any) -> list[list[int]]:
+    options = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "top_k": 6, "stop_token_ids": [], **options}
+    return tokens(engine.generate(PROMPTS, guide, **options))
+
+
+@pytest.mark.parametrize("kind", [None, "q", "v"])
+def test_greedy_tokens_are_those_of_our_own_loop(kind: str | None, world: World, engine: Any) -> None:
+    expected = world.own(kind and world.guides[kind])
+    assert greedy(engine, kind) == expected
+    assert greedy(engine, kind, num_samples=3) == [row for row in expected for _ in range(3)]
+    assert engine.tokens_per_second > 0
+    if kind is not None:
+        assert expected != world.own(None)
+        options: dict[str, Any] = {"top_k": 9, "top_p": 0.8, "kl_budget": 0.5}
+        assert greedy(engine, kind, **options) == world.own(world.guides[kind], **options)
+
+
+def test_requests_of_one_batch_keep_their_own_guide_and_beta(world: World, engine: Any) -> None:
+    from vllm import SamplingParams
+
+    folder = world.guides["nice"].rpartition(":")[0]
+    wishes = {
+        None: {},
+        world.guides["q"]: {"radq_guide": "q"},
+        world.guides["v"]: {"radq_guide": "v"},
+        f"{folder}:nice=-7": {"radq_guide": "nice", "radq_beta": -7},
+        f"{folder}:nice=9.5": {"radq_guide": "nice", "radq_beta": [9.5]},
+    }
+    pairs = [(prompt, guide) for prompt in PROMPTS for guide in wishes]
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": TOKENIZER(prompt).input_ids} for prompt, _ in pairs],
+        [
+            SamplingParams(
+                temperature=0,
+                max_tokens=NEW_TOKENS,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=wishes[guide] and {"radq_top_k": 6, **wishes[guide]},
+            )
+            for _, guide in pairs
+        ],
+        use_tqdm=False,
+    )
+    expected = {guide: dict(zip(PROMPTS, world.own(guide), strict=True)) for guide in wishes}
+    for (prompt, guide), output in zip(pairs, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == expected[guide][prompt]
+    assert len({str(found) for found in expected.values()}) == len(wishes)
+
+
+def test_texts_end_at_stop_tokens(world: World, engine: Any) -> None:
+    for kind in (None, "q"):
+        generations = engine.generate(PROMPTS, kind, temperature=0, max_new_tokens=NEW_TOKENS, top_k=6)
+        loaded = None if kind is None else load_guide(world.guides[kind])
+        own = generate(world.lm, TOKENIZER, PROMPTS, loaded, temperature=0, max_new_tokens=NEW_TOKENS, top_k=6)
+        for generation, expected in zip(generations, own, strict=True):
+            assert (generation.prompt, generation.text) == (expected.prompt, expected.text)
+            assert (generation.token_ids, generation.finish_reason) == (expected.token_ids, expected.finish_reason)
+
+
+def test_an_empty_prompt_begins_with_bos(world: World, engine: Any) -> None:
+    found = engine.generate([""], "q", temperature=0, top_k=6, max_new_tokens=8, stop_token_ids=[])
+    assert tokens(found) == world.own(world.guides["q"], [""], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("world", ["llama"], indirect=True)
+def test_samples_depend_on_seed_prompt_and_number_alone(engine: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 2.0, "top_k": None, "stop_token_ids": []}
+    both = tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=5, **options))
+    assert tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=5, **options)) == both
+    assert tokens(engine.generate(PROMPTS[:1], "q", num_samples=2, seed=5, **options)) == both[:2]
+    assert tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=6, **options)) != both
+    assert both[0] != both[1]
+
+
+@pytest.mark.parametrize("world", ["llama"], indirect=True)
+def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
+    """The first token of many samples, against the distribution of the formula."""
+    from radq.decoding import Steering, propose
+
+    guide, steering = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2"), Steering(6, temperature=2.0)
+    ids = torch.tensor([TOKENIZER(PROMPTS[0]).input_ids])
+    with torch.no_grad():
+        logits = world.lm(input_ids=ids).logits[:, -1]
+    proposal = propose(logits, guide, guide.start(ids), steering)
+    expected = torch.zeros(VOCAB, dtype=torch.float64).scatter(
+        0, proposal.candidates[0], proposal.logits[0].double().softmax(0)
+    )
+    count = 600
+    found = engine.generate(
+        PROMPTS[:1], "nice", 2.0, top_k=6, temperature=2.0, max_new_tokens=1, num_samples=count, stop_token_ids=[]
+    )
+    shares = torch.bincount(torch.tensor([row[0] for row in tokens(found)]), minlength=VOCAB) / count
+    assert (shares - expected).abs().max() < 4 * 0.5 / count**0.5  # four standard deviations
+
+
+def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(OptionError, match="there is no guide 'toxicity'. hint: there are q, v, nice"):
+        engine.generate(PROMPTS, "toxicity")
+    with pytest.raises(OptionError, match="radq_beta"):
+        engine.generate(PROMPTS, "q", 3.0)  # has two
+    with pytest.raises(OptionError, match="temperature must be in"):
+        engine.generate(PROMPTS, temperature=5.0)
+    with pytest.raises(OptionError, match="num_samples is 0"):
+        engine.generate(PROMPTS, num_samples=0)
+    with pytest.raises(ContextLengthError, match="prompt 0 has 5 tokens"):
+        engine.generate(PROMPTS, "q", max_new_tokens=60)
+    for name in ("toxicity", "/etc:nice=1"):
+        params = SamplingParams(extra_args={"radq_guide": name})  # past the engine, as over HTTP
+        with pytest.raises(VLLMValidationError, match="there are q, v, nice"):
+            engine.llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
+    assert greedy(engine, None)  # and it still runs
+
+
+# --- the processor itself ---
+
+
+def make_config(world: World, max_model_len: int = 63, **model: Any) -> Any:
+    options = {"enable_prompt_embeds": False, "max_model_len": max_model_len, "get_vocab_size": lambda: VOCAB, **model}
+    names = {"tokenizer": str(world.base), "model": str(world.base)}
+    return SimpleNamespace(speculative_config=None, model_config=SimpleNamespace(**names, **options))
+
+
+@pytest.fixture
+def registry(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    lines = [f"{name}: {specification}" for name, specification in world.guides.items()]
+    (tmp_path / "guides.yaml").write_text("\n".join(lines))
+    monkeypatch.setenv("RADQ_GUIDES", str(tmp_path / "guides.yaml"))
+    return world
+
+
+def test_what_cannot_work_fails_at_the_start(registry: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from radq.hosts.vllm import GuidedProcessor
+
+    cpu = torch.device("cpu")
+    with pytest.raises(ContextLengthError, match="smaller max_model_len"):
+        GuidedProcessor(make_config(registry, 64), cpu, False)
+    with pytest.raises(OptionError, match="embeddings"):
+        GuidedProcessor(make_config(registry, enable_prompt_embeds=True), cpu, False)
+    speculating = make_config(registry)
+    speculating.speculative_config = object()
+    with pytest.raises(OptionError, match="speculat"):
+        GuidedProcessor(speculating, cpu, False)
+    monkeypatch.delenv("RADQ_GUIDES")
+    with pytest.raises(OptionError, match="RADQ_GUIDES is not set"):
+        GuidedProcessor(make_config(registry), cpu, False)
+
+
+class SecondRunner:
+    """What vLLM's second model runner shows a processor, step by step: slots that stay, rows that do not."""
+
+    def __init__(self, config: Any, num_slots: int = 5):
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+
+        from radq.hosts.vllm import GuidedProcessor
+
+        self.tokens = torch.zeros(num_slots, 64, dtype=torch.int32)
+        states: Any = SimpleNamespace(device=torch.device("cpu"), all_token_ids=SimpleNamespace(gpu=self.tokens))
+        self.processor: Any = GuidedProcessor(config, states)
+        assert isinstance(self.processor, LogitsProcessor)
+        self.lengths = [0] * num_slots
+
+    def add(self, slot: int, text: list[int], guide: str | None) -> None:
+        from vllm import SamplingParams
+
+        arguments = None if guide is None else {"radq_guide": guide, "radq_top_k": 6}
+        needed = self.processor.add_request(slot, SamplingParams(temperature=0, extra_args=arguments))
+        assert needed == (guide is not None)
+        self.processor.apply_staged_writes()
+        self.tokens[slot, : len(text)] = torch.tensor(text)
+        self.lengths[slot] = len(text)
+
+    def step(self, world: World, slots: list[int], num_computed: dict[int, int] | None = None) -> None:
+        """One token for each slot, rows in this order; a prompt read in part has none yet."""
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+
+        lengths = [(num_computed or {}).get(slot, self.lengths[slot]) for slot in slots]
+        texts = [self.tokens[slot, :length].tolist() for slot, length in zip(slots, lengths, strict=True)]
+        with torch.no_grad():
+            logits = torch.stack([world.lm(input_ids=torch.tensor([text])).logits[0, -1] for text in texts])
+        rows = torch.tensor(slots)
+        context = LogitsContext(
+            expanded_idx_mapping=rows,
+            idx_mapping=rows,
+            idx_mapping_np=np.array(slots, dtype=np.int32),
+            expanded_local_pos=torch.zeros_like(rows),
+            input_ids=torch.tensor([text[-1] for text in texts]),
+            pos=torch.tensor(lengths) - 1,
+            seq_lens_upper_bound_np=np.array(lengths, dtype=np.int32),
+        )
+        chosen = self.processor.apply(logits, context).argmax(-1).tolist()
+        for slot, token in zip(slots, chosen, strict=True):
+            if slot not in (num_computed or {}):
+                self.tokens[slot, self.lengths[slot]] = token
+                self.lengths[slot] += 1
+
+    def output(self, slot: int, prompt: list[int]) -> list[int]:
+        return self.tokens[slot, len(prompt) : self.lengths[slot]].tolist()
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+def test_the_second_runner_chooses_the_same_tokens(kind: str, registry: World) -> None:
+    prompts = [TOKENIZER(prompt).input_ids for prompt in PROMPTS]
+    guided, plain = registry.own(registry.guides[kind]), registry.own(None)
+    runner = SecondRunner(make_config(registry))
+    runner.add(3, prompts[0], kind)
+    runner.add(0, prompts[1], None)
+    runner.step(registry, [3, 0])
+    runner.add(4, prompts[3], kind)
+    runner.step(registry, [0, 4, 3], {4: 6})  # the prompt of 4 is read in two pieces
+    runner.step(registry, [4, 3, 0])
+    runner.step(registry, [4, 0])  # 3 waits
+    runner.step(registry, [3, 4, 0])
+    assert runner.output(3, prompts[0]) == guided[0][:4]
+    assert runner.output(0, prompts[1]) == plain[1][:5]
+    assert runner.output(4, prompts[3]) == guided[3][:3]
+    runner.add(0, prompts[2], kind)  # the slot's earlier text has ended
+    runner.add(1, runner.tokens[4, : runner.lengths[4]].tolist(), kind)  # 4 was preempted, and comes back as 1
+    for slots in ([0, 1], [1, 0], [0, 1]):
+        runner.step(registry, slots)
+    assert runner.output(0, prompts[2]) == guided[2][:3]
+    assert runner.output(1, prompts[3]) == guided[3][:6]
