@@ -245,7 +245,7 @@ def generate(
                 shifts[row].append(shift)
                 bar.update(max_new_tokens + 1 - len(tokens[row]) if token in stops else 1)
             measures[rows] += torch.stack([step.proposal.kl, step.proposal.clipped], dim=1).cpu().numpy()
-    texts = _decode_texts(tokenizer, encode_prompts(lm, tokenizer, prompts, max_new_tokens), tokens)
+    texts = decode_texts(tokenizer, encode_prompts(lm, tokenizer, prompts, max_new_tokens), tokens)
     return [
         Generation(
             prompt=prompts[row // num_samples],
@@ -382,7 +382,7 @@ def encode_prompts(
     return encoded
 
 
-def _decode_texts(
+def decode_texts(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], continuations: list[list[int]]
 ) -> list[str]:
     """What follows each prompt, so that prompt and text make the whole: some tokenizers lose a space at a beginning."""

@@ -8,31 +8,22 @@ whole lines of whole chunks at the beginning of the file are what is done, and a
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 import yaml
 from tqdm import tqdm
 
-from radq.backbones import load_causal_lm, load_tokenizer
-from radq.decoding import Generation, generate
 from radq.errors import OptionError
 from radq.evaluation.costs import describe_cost
+from radq.evaluation.engines import Continuation, load_engine
 from radq.evaluation.lines import append_lines, mend
 from radq.evaluation.prompts import Prompt
-from radq.evaluation.sweep import UNGUIDED, Cell, Sweep, dump_sweep, find_changes, fingerprint
+from radq.evaluation.sweep import Cell, Sweep, dump_sweep, find_changes, fingerprint
 from radq.files import whole_file
-from radq.guides import RewardGuide
-from radq.metering import Meter
-from radq.models import RewardModel
-from radq.reranking import best_of_n
-from radq.specifications import guide_maker
-
-Produce = Callable[[Sequence[str], int], tuple[list[Generation], Meter | None]]  # prompts, number of the first
 
 
 @dataclass(frozen=True)
@@ -126,26 +117,26 @@ def _run(
     todo = chunks[done:]
     if not todo:
         return
-    producers = Producers(sweep, device)
+    engine = load_engine(sweep, device)
     longest = max((prompt.text for chunk in todo for prompt in chunk.prompts), key=len)
     for cell in {chunk.cell.guide: chunk.cell for chunk in todo}.values():
-        producers.of(cell)([longest], 0)  # what is wrong with a guide shows now, not after hours
+        engine.of(cell)([longest], 0)  # what is wrong with a guide shows now, not after hours
     total = sum(len(chunk.prompts) for chunk in chunks) * sweep.samples
     finished = sum(len(chunk.prompts) for chunk in chunks[:done]) * sweep.samples
     with tqdm(total=total, initial=finished, unit="text", desc="generating", disable=not progress) as bar:
         for chunk in todo:
             bar.set_postfix_str(chunk.cell.name, refresh=False)
-            produce = producers.of(chunk.cell)
+            produce = engine.of(chunk.cell)
             began = time.perf_counter()
-            generations, meter = produce([prompt.text for prompt in chunk.prompts], chunk.first)
-            cost = describe_cost(chunk.cell.name, generations, meter, time.perf_counter() - began, device)
+            generations, usage = produce([prompt.text for prompt in chunk.prompts], chunk.first)
+            cost = describe_cost(chunk.cell.name, generations, usage, time.perf_counter() - began, device)
             append_lines(stream, _lines(chunk, generations, sweep.samples))
             with costs.open("ab") as file:
                 append_lines(file, [cost])
             bar.update(len(chunk.prompts) * sweep.samples)
 
 
-def _lines(chunk: Chunk, generations: list[Generation], samples: int) -> list[dict[str, Any]]:
+def _lines(chunk: Chunk, generations: Sequence[Continuation], samples: int) -> list[dict[str, Any]]:
     return [
         {
             "cell": chunk.cell.name,
@@ -156,67 +147,3 @@ def _lines(chunk: Chunk, generations: list[Generation], samples: int) -> list[di
         }
         for number, prompt in enumerate(chunk.prompts)
     ]
-
-
-class Producers:
-    """What continues prompts as a cell says. Base and guide are loaded once; the last guide is kept, not all."""
-
-    def __init__(self, sweep: Sweep, device: str):
-        self.sweep, self.device = sweep, device
-        self.lm = load_causal_lm(sweep.base, dtype=sweep.dtype, device=device)
-        self.tokenizer = load_tokenizer(sweep.base)
-        self._loaded: tuple[str, Any] = ("", None)
-
-    def of(self, cell: Cell) -> Produce:
-        options: dict[str, Any] = {
-            "top_k": cell.top_k,
-            "top_p": cell.top_p,
-            "temperature": self.sweep.temperature,
-            "max_new_tokens": self.sweep.max_new_tokens,
-            "num_samples": self.sweep.samples,
-            "seed": cell.seed,
-            "batch_size": self.sweep.batch_size,
-        }
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        if cell.guide == UNGUIDED:
-            return lambda prompts, first: (
-                generate(self.lm, self.tokenizer, prompts, None, first_prompt=first, **options),
-                None,
-            )
-        if self.sweep.guides[cell.guide].best_of:
-            return self._best_of(cell, options)
-        return self._guided(cell, options | {"kl_budget": cell.kl_budget})
-
-    def _guided(self, cell: Cell, options: dict[str, Any]) -> Produce:
-        guide = self.sweep.guides[cell.guide]
-        make = self._load(cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp))
-        steer = make(guide.numbers(cell.beta or 0.0))
-
-        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Meter]:
-            with Meter(steer) as meter:
-                return generate(self.lm, self.tokenizer, prompts, meter, first_prompt=first, **options), meter
-
-        return produce
-
-    def _best_of(self, cell: Cell, options: dict[str, Any]) -> Produce:
-        guide = self.sweep.guides[cell.guide]
-        model = self._load(
-            cell.guide, lambda: RewardModel.from_pretrained(guide.folder, self.device, dtype=self.sweep.dtype)
-        )
-
-        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Meter]:
-            with Meter(RewardGuide(model, guide.weights)) as meter:
-                n = int(cell.beta or 1)
-                best = best_of_n(
-                    self.lm, self.tokenizer, prompts, model, guide.weights, n, first_prompt=first, **options
-                )
-            return best, meter
-
-        return produce
-
-    def _load(self, name: str, load: Callable[[], Any]) -> Any:
-        if self._loaded[0] != name:
-            self._loaded = ("", None)  # the last one goes before the next one comes
-            self._loaded = (name, load())
-        return self._loaded[1]

@@ -99,6 +99,8 @@ class Sweep:
     batch_size: int = 100  # texts decoded together
     resamples: int = 1000  # of the prompts, for the intervals
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    engine: Literal["transformers", "vllm"] = "transformers"
+    vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM, such as gpu_memory_utilization
 
     def __post_init__(self) -> None:
         _check(self)
@@ -195,6 +197,8 @@ def _build(kind: Any, stored: Any, place: str) -> Any:
 def _convert(wanted: Any, value: Any, place: str) -> Any:
     """Into the type of a field: lists may be given as a single item, numbers as text such as 1e-4."""
     origin, inner = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return value
     if wanted in (PromptFile, GuideSweep, JudgeUse):
         return _build(wanted, value, place)
     if origin is list:

@@ -21,6 +21,8 @@ import torch
 import yaml
 
 from radq.backbones import load_config, load_tokenizer
+from radq.decoding import decode_texts
+from radq.embedded import located
 from radq.errors import ContextLengthError, OptionError
 from radq.extras import need
 from radq.hosts.requests import Guidance, Registry, Request, Slots, Steerer
@@ -175,7 +177,7 @@ class VllmEngine:
         if platforms.current_platform.is_cpu():  # where vLLM 0.32 cannot take back the random number of half a prompt
             options = {"enable_chunked_prefill": False, **options}
         self._vllm = need("vllm", "vllm")
-        self.llm: Any = self._vllm.LLM(str(base), max_model_len=self.max_model_len, **processors, **options)
+        self.llm: Any = self._vllm.LLM(str(located(base)), max_model_len=self.max_model_len, **processors, **options)
 
     def generate(
         self,
@@ -191,6 +193,7 @@ class VllmEngine:
         *,
         kl_budget: float | None = None,
         stop_token_ids: Sequence[int] | None = None,
+        first_prompt: int = 0,
         progress: bool = False,
     ) -> list[VllmGeneration]:
         """As `radq.generate`, but for `guide`, a name among `guides`, and `beta`, which replaces its numbers.
@@ -213,7 +216,7 @@ class VllmEngine:
                 return self._vllm.SamplingParams(
                     temperature=temperature,
                     max_tokens=max_new_tokens,
-                    seed=_derive_seed(seed, prompt, sample) if temperature else None,
+                    seed=_derive_seed(seed, first_prompt + prompt, sample) if temperature else None,
                     detokenize=False,
                     extra_args=dict(extra_args),
                     **own_candidates,
@@ -236,7 +239,7 @@ class VllmEngine:
         results = [output.outputs[0] for output in outputs]
         tokens = [list(result.token_ids) for result in results]
         self.tokens_per_second = sum(map(len, tokens)) / seconds
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts = decode_texts(self.tokenizer, encoded, tokens)
         return [
             VllmGeneration(prompts[prompt], text, ids, result.finish_reason)
             for (prompt, _), text, ids, result in zip(pairs, texts, tokens, results, strict=True)
