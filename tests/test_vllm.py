@@ -319,3 +319,45 @@ def test_the_second_runner_chooses_the_same_tokens(kind: str, registry: World) -
         runner.step(registry, slots)
     assert runner.output(0, prompts[2]) == guided[2][:3]
     assert runner.output(1, prompts[3]) == guided[3][:6]
+
+
+def test_a_sweep_runs_in_it_and_resumes(
+    world: World, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine that is running: a second one would not fit beside it."""
+    import radq.hosts.vllm
+    from radq.evaluation.generating import generate_all, open_run
+    from radq.evaluation.lines import read_lines
+    from radq.evaluation.sweep import GuideSweep, PromptFile, Sweep
+
+    monkeypatch.setattr(radq.hosts.vllm, "VllmEngine", lambda base, guides, **options: engine)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    folder = world.guides["nice"].partition(":")[0]
+    sweep = Sweep(
+        str(world.base),
+        [PromptFile(str(tmp_path / "prompts.txt"))],
+        {"nice": GuideSweep(folder, {"nice": 2.0}, beta=[0.5, 3.0])},
+        metrics=[],
+        samples=2,
+        max_new_tokens=6,
+        top_k=[6],
+        temperature=0.0,
+        batch_size=1,
+        engine="vllm",
+    )
+    prompts = sweep.read_prompts()
+
+    def run() -> bytes:
+        with open_run(tmp_path / "run", sweep, prompts):
+            generate_all(tmp_path / "run", sweep, prompts, "cpu")
+        return (tmp_path / "run/generations.jsonl").read_bytes()
+
+    whole = run()
+    rows = {
+        (row["cell"], row["prompt"]): row["continuations"] for row in read_lines(tmp_path / "run/generations.jsonl")
+    }
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 6, "top_k": 6}
+    expected = generate(world.lm, TOKENIZER, PROMPTS, load_guide(f"{folder}:nice=6"), **options)
+    assert [rows["nice β=3 k=6 seed=0", n] for n in range(4)] == [[g.text] * 2 for g in expected]
+    (tmp_path / "run/generations.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert run() == whole

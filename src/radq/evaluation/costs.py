@@ -30,7 +30,7 @@ def describe_cost(
     cell: str, generations: Sequence[Any], usage: Usage | None, seconds: float, device: str
 ) -> dict[str, Any]:
     """A line of costs.jsonl, for some generations of a cell."""
-    known = dict.fromkeys(("steps", "calls", "expert_tokens")) if usage is None else asdict(usage)
+    known: dict[str, Any] = dict.fromkeys(("steps", "calls", "expert_tokens")) if usage is None else asdict(usage)
     tokens = sum(len(generation.token_ids) for generation in generations)
     return {"cell": cell, "seconds": seconds, "tokens": tokens, **known, "peak_memory": peak_memory(device)}
 
