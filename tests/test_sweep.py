@@ -248,6 +248,36 @@ def test_mauve_of_the_unguided_cell_is_one(write: Any, world: Path, tmp_path: Pa
     assert row["metrics"]["mauve"]["value"] == 1.0
 
 
+def test_generations_of_others_are_measured(
+    run: Path, world: Path, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = f"classifier:{world / 'judge'}"
+    argv = ["measure", "--json", "--metrics", "avg_max,positive_rate,perplexity,dist_2", "--judge", judge]
+    argv += ["--perplexity", str(toy), "--resamples", "50", "--cache", str(tmp_path)]
+    assert main([*argv, str(run / "generations.jsonl")]) == 0
+    found = {(row["cell"], row["group"]): row["metrics"] for row in json.loads(capsys.readouterr().out)["metrics"]}
+    for row in read_lines(run / "metrics.jsonl"):
+        ours = {name.replace(judge, "mood"): value for name, value in found[row["cell"], row["group"]].items()}
+        assert ours.keys() == row["metrics"].keys()
+        for name, value in ours.items():
+            assert value == pytest.approx(row["metrics"][name], rel=1e-4, nan_ok=True)
+    rows = [{"prompt": {"text": "the film"}, "generations": [{"text": " was good"}, {"text": " was good"}]}] * 2
+    (tmp_path / "theirs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["measure", "--json", "--metrics", "dist_1", str(tmp_path / "theirs.jsonl")]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["metrics"]
+    assert (row["cell"], row["group"], row["prompts"]) == ("theirs", "all", 2)
+    assert row["metrics"]["dist_1"]["value"] == pytest.approx(3 / 6)  # "", was, good of six words
+    for options, problem in (
+        (["--metrics", "avg_max"], "has no judge"),
+        (["--metrics", "fluency"], "no metric 'fluency'"),
+        (["--metrics", "perplexity"], "has no model"),
+        (["--metrics", "mauve"], "nothing to compare"),
+    ):
+        assert problem in fails(capsys, "measure", *options, str(tmp_path / "theirs.jsonl"))
+    (tmp_path / "other.jsonl").write_text('{"question": "why"}\n')
+    assert "line 1 has question" in fails(capsys, "measure", str(tmp_path / "other.jsonl"))
+
+
 # --- kills ---
 
 

@@ -17,6 +17,7 @@ COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ f
     "rank": "say whether a low-rank reward model fits a data set; ranks of trained models",
     "train-experts": "train the language models of the rivals DExperts and GeDi",
     "eval": "sweep guides over prompts: generations, judges, metrics",
+    "measure": "metrics of generations that are there already",
     "judge": "score texts with a judge, or fit a judge on labelled texts",
     "report": "plots, tables and a page from what was measured",
     "convert": "turn weights of the public RAD and rad-q code into a reward model",

@@ -39,3 +39,21 @@ def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[s
 def print_json(document: Any) -> None:
     json.dump(document, sys.stdout, ensure_ascii=False, indent=2)
     print()
+
+
+def print_metrics(rows: list[dict[str, Any]]) -> None:
+    """A table with a row per cell and class of prompts; `rows` are lines of metrics.jsonl."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    table = Table()
+    for column in ("cell", "prompts"):
+        table.add_column(column, no_wrap=True)
+    for name in names:
+        table.add_column(escape(name.replace("[", "\n[")), justify="right")
+    for row in rows:
+        values = (row["metrics"][name]["value"] for name in names)
+        cells = ("-" if value is None else f"{value:.4g}" for value in values)
+        table.add_row(escape(row["cell"]), escape(row["group"]), *cells)
+    console().print(table)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     from radq.backbones import find_device
-    from radq.commands.console import print_json
+    from radq.commands.console import print_json, print_metrics
     from radq.evaluation.costs import read_costs
     from radq.evaluation.generating import generate_all, open_run
     from radq.evaluation.lines import read_lines
@@ -56,24 +55,5 @@ def run(arguments: Arguments) -> None:
     if arguments.json:
         print_json({"metrics": rows, "costs": read_costs(arguments.out)})
     else:
-        _print_table(rows)
+        print_metrics(rows)
         print(f"→ {arguments.out}; `radq report {arguments.out}` makes pictures of it")
-
-
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from radq.commands.console import console
-
-    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    table = Table()
-    for column in ("cell", "prompts"):
-        table.add_column(column, no_wrap=True)
-    for name in names:
-        table.add_column(escape(name.replace("[", "\n[")), justify="right")
-    for row in rows:
-        values = (row["metrics"][name]["value"] for name in names)
-        cells = ("-" if value is None else f"{value:.4g}" for value in values)
-        table.add_row(escape(row["cell"]), escape(row["group"]), *cells)
-    console().print(table)

@@ -6,14 +6,15 @@ metrics.jsonl has a line per cell and class of prompts, differences.jsonl one pe
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.backbones import load_causal_lm, load_tokenizer
 from radq.errors import OptionError
@@ -24,13 +25,13 @@ from radq.evaluation.likelihoods import measure_likelihoods
 from radq.evaluation.lines import read_lines
 from radq.evaluation.metrics import METRICS, Bootstrap, compare_at_equal_perplexity
 from radq.evaluation.prompts import Prompt
-from radq.evaluation.sweep import UNGUIDED, Cell, Sweep
+from radq.evaluation.sweep import UNGUIDED, Cell, JudgeUse, Sweep
 from radq.files import whole_file
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell with what was measured of it, and the place of each prompt's class."""
+    """A cell with what was measured of it."""
 
     cell: Cell
     texts: list[list[str]]
@@ -39,6 +40,24 @@ class Measured:
     def of_judge(self, judge: str | None) -> metrics.Cell:
         scores = None if judge is None else self.arrays[f"scores[{judge}]"]
         return metrics.Cell(self.texts, scores, self.arrays.get("nll"), self.arrays.get("tokens"))
+
+    def estimate(
+        self,
+        judges: Mapping[str, JudgeUse],
+        names: Sequence[str],
+        chosen: Sequence[int],
+        bootstrap: Bootstrap,
+        features: np.ndarray | None = None,
+        reference: np.ndarray | None = None,
+    ) -> dict[str, dict[str, float | None]]:
+        """Metrics of some of the prompts: metric[judge] of each judge, and those that need none."""
+        plain = replace(self.of_judge(None), features=features, reference=reference).take(chosen)
+        found = {
+            f"{metric}[{name}]": estimate
+            for name, use in judges.items()
+            for metric, estimate in metrics.measure(use.metrics, self.of_judge(name).take(chosen), bootstrap).items()
+        } | metrics.measure(names, plain, bootstrap)
+        return {name: {key: _plain(value) for key, value in asdict(e).items()} for name, e in found.items()}
 
 
 def measure_all(
@@ -69,6 +88,49 @@ def _file(folder: Path, cell: Cell) -> Path:
 # --- scores and likelihoods ---
 
 
+@dataclass(frozen=True)
+class Instruments:
+    """What measures texts: judges by name, each reading continuations or whole texts, and a language model."""
+
+    judges: dict[str, tuple[Judge, bool]]  # and whether it reads the prompt as well
+    lm: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    batch_size: int = 100
+
+    @classmethod
+    def load(
+        cls,
+        judges: Mapping[str, JudgeUse],
+        perplexity: str | None,
+        device: str,
+        cache: Path | None = None,
+        dtype: str = "auto",
+        batch_size: int = 100,
+    ) -> "Instruments":
+        loaded: dict[str, tuple[Judge, bool]] = {
+            name: (CachedJudge(load_judge(use.judge, device), cache), use.reads == "text")
+            for name, use in judges.items()
+        }
+        if perplexity is None:
+            return cls(loaded)
+        lm = load_causal_lm(perplexity, dtype=dtype, device=device)
+        return cls(loaded, lm, load_tokenizer(perplexity), batch_size)
+
+    def measure(self, prompts: Sequence[str], texts: list[list[str]]) -> dict[str, np.ndarray]:
+        """scores[judge], nll and tokens of each prompt's continuations, (p, n)."""
+        shape = (len(texts), len(texts[0]))
+        before = [prompt for prompt, samples in zip(prompts, texts, strict=True) for _ in samples]
+        after = [text for samples in texts for text in samples]
+        arrays = {}
+        for name, (judge, whole) in self.judges.items():
+            read = [b + a if whole and a.strip() else a for b, a in zip(before, after, strict=True)]
+            arrays[f"scores[{name}]"] = judge.score(read).reshape(shape)
+        if self.lm is not None and self.tokenizer is not None:
+            found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size)
+            arrays |= {"nll": found.nll.reshape(shape), "tokens": found.tokens.reshape(shape)}
+        return arrays
+
+
 def _measure(
     folder: Path,
     sweep: Sweep,
@@ -81,29 +143,11 @@ def _measure(
     todo = [cell for cell in sweep.cells() if not _file(folder, cell).exists()]
     if not todo:
         return
-    judges: dict[str, Judge] = {
-        name: CachedJudge(load_judge(use.judge, device), cache) for name, use in sweep.judges.items()
-    }
-    lm = tokenizer = None
-    if sweep.perplexity is not None:
-        lm, tokenizer = (
-            load_causal_lm(sweep.perplexity, dtype=sweep.dtype, device=device),
-            load_tokenizer(sweep.perplexity),
-        )
+    instruments = Instruments.load(sweep.judges, sweep.perplexity, device, cache, sweep.dtype, sweep.batch_size)
     for cell in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        before = [prompt.text for prompt in prompts for _ in range(sweep.samples)]
-        after = [text for samples in texts[cell.name] for text in samples]
-        shape = (len(prompts), sweep.samples)
-        arrays = {}
-        for name, judge in judges.items():
-            whole = sweep.judges[name].reads == "text"
-            read = [b + a if whole and a.strip() else a for b, a in zip(before, after, strict=True)]
-            arrays[f"scores[{name}]"] = judge.score(read).reshape(shape)
-        if lm is not None and tokenizer is not None:
-            found = measure_likelihoods(lm, tokenizer, before, after, sweep.batch_size)
-            arrays |= {"nll": found.nll.reshape(shape), "tokens": found.tokens.reshape(shape)}
+        arrays = instruments.measure([prompt.text for prompt in prompts], texts[cell.name])
         with whole_file(_file(folder, cell)) as temporary, temporary.open("wb") as stream:
-            np.savez(stream, **arrays)
+            np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
 
 
 # --- metrics ---
@@ -129,18 +173,9 @@ def _write_metrics(
 def _metrics_row(
     sweep: Sweep, one: Measured, group: str, chosen: list[int], features: "_Features | None"
 ) -> dict[str, Any]:
-    bootstrap = Bootstrap(sweep.resamples)
-    plain = one.of_judge(None)
-    if features is not None:
-        plain = metrics.Cell(plain.texts, None, plain.nll, plain.tokens, *features.of(one.cell))
-    found = {
-        f"{metric}[{name}]": estimate
-        for name, use in sweep.judges.items()
-        for metric, estimate in metrics.measure(use.metrics, one.of_judge(name).take(chosen), bootstrap).items()
-    }
-    found |= metrics.measure(sweep.metrics, plain.take(chosen), bootstrap)
-    values = {name: {key: _plain(value) for key, value in asdict(e).items()} for name, e in found.items()}
-    return {"cell": one.cell.name, **asdict(one.cell), "group": group, "metrics": values}
+    pair = (None, None) if features is None else features.of(one.cell)
+    found = one.estimate(sweep.judges, sweep.metrics, chosen, Bootstrap(sweep.resamples), *pair)
+    return {"cell": one.cell.name, **asdict(one.cell), "group": group, "metrics": found}
 
 
 class _Features:
