@@ -126,6 +126,7 @@ def test_a_start_is_gone_on_from() -> None:
     assert rest.mse == pytest.approx(whole.mse, rel=0.5)
     wider = complete(observed, 8, iterations=5, tolerance=0.0, start=first.factors)
     assert wider.mse < first.mse
+    assert complete(observed, 2, iterations=5, tolerance=0.0, start=first.factors).factors.rank == 2
 
 
 def test_tolerance_stops_early_and_progress_counts() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from radq.errors import OptionError
+from radq.errors import DataError
 from radq.rank.completion import check_rank, complete
 from radq.rank.factors import Factors
 from radq.rank.matrix import RewardMatrix
@@ -122,7 +122,7 @@ def verify(matrix: RewardMatrix, certificate: str | Path) -> dict[str, Any]:
     omega2 = matrix.omega2
     factors = Factors.load(certificate, omega2)
     if not all(bool(torch.isfinite(part).all()) for part in (factors.a, factors.b)):
-        raise OptionError(f"the certificate {str(certificate)!r} is not finite.", "make it anew.")
+        raise DataError(f"the certificate {str(certificate)!r} is not finite.", "make it anew.")
     mse = factors.mse(omega2)
     beyond = int(matrix.prefixes > omega2.shape[0])
     return {

@@ -31,7 +31,7 @@ from radq.rank.peeling import peel
 
 NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}  # gathered factors: what fits a cache, and what fills a GPU
 ENTRIES_PER_GROUP = 4096  # fewer are not worth a group of their own
-NUMBERS_FOR_THREADS = 2**22
+NUMBERS_FOR_THREADS = 2**22  # fewer are not worth a second thread
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def complete(
 
     Args:
         tolerance: stop when an iteration lowers the objective by less than this share of it.
-        start: factors to go on from, of this or a lower rank; by default those that peeling gives.
+        start: factors to go on from, of this or another rank; by default those that peeling gives.
         progress: called after every iteration with its mean squared error.
     """
     n, m = observed.shape
@@ -84,7 +84,7 @@ def complete(
         if start is None:
             begin, before = _eliminate(observed, random, penalty, iterations, tolerance, progress)
         else:
-            begin = Factors(torch.cat([start.a.to(random.a), random.a[:, start.rank :]], dim=1), random.b)
+            begin = Factors(torch.cat([start.a[:, :rank].to(random.a), random.a[:, start.rank :]], dim=1), random.b)
         factors, after = _alternate(observed, begin, penalty, max(1, iterations - before), tolerance, progress)
     return Completion(factors, factors.mse(observed), before + after, time.perf_counter() - began)
 
@@ -143,7 +143,7 @@ def _eliminate(
     if len(peeling.core):
         rows, columns = np.unique(observed.rows[peeling.core]), np.unique(observed.columns[peeling.core])
         core, begin = observed.restrict(peeling.core), Factors(a[rows], b[columns])
-        done, iterated = _alternate(core, begin, penalty, iterations, tolerance, progress)
+        done, iterated = _alternate(core, begin, penalty, max(1, iterations - 1), tolerance, progress)
         a[rows], b[columns] = done.a, done.b
     for part in reversed(peeling.rounds):
         ends = (observed.rows, observed.columns) if part.of_rows else (observed.columns, observed.rows)
@@ -169,7 +169,7 @@ def solve(
     squares = known.new_zeros(())
     for group in groups:
         k = group.neighbours.shape[1]
-        rows_per_chunk = max(1, NUMBERS_PER_CHUNK[known.device.type] // (k * r + min(k, r) ** 2))
+        rows_per_chunk = max(1, NUMBERS_PER_CHUNK["cuda" if known.is_cuda else "cpu"] // (k * r + min(k, r) ** 2))
         for first in range(0, len(group.rows), rows_per_chunk):
             part = slice(first, first + rows_per_chunk)
             rows, values = group.rows[part], group.values[part, :, None]
