@@ -13,6 +13,7 @@ from radq import embedded
 from radq.backbones import load_causal_lm, load_config, load_tokenizer
 from radq.decoding import generate
 from radq.errors import ModelError, UnknownAttributeError
+from radq.guides import RewardGuide
 from radq.models import RewardModel
 from radq.settings import load_settings
 from radq.specifications import load_guide
@@ -110,5 +111,6 @@ def test_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for text in ("the film was a delight from start to end", "the film was a dull waste of time")
     )
     assert good > 0.8 > 0.2 > bad
+    assert isinstance(load_guide("embedded:sentiment:sentiment=3"), RewardGuide)
     guide = load_guide("embedded:sentiment=20,toxicity=-20")
     assert len(generate(lm, tokenizer, ["The film was"], guide, max_new_tokens=3)) == 1

@@ -56,7 +56,7 @@ def guide_maker(
     folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True
 ) -> "Callable[[Mapping[str, float]], Guide]":
     """Loads the folder's models once; what it returns makes guides of any numbers with them."""
-    from radq.embedded import EMBEDDED
+    from radq.embedded import EMBEDDED, located
     from radq.guides import DExpertsGuide, GeDiGuide, RewardGuide
     from radq.guides.dexperts import holds_experts, load_experts
     from radq.guides.gedi import load_gedi, read_codes
@@ -64,6 +64,7 @@ def guide_maker(
 
     if folder == EMBEDDED:
         return _embedded_maker(device, dtype, clamp)
+    folder = str(located(folder))
     if holds_experts(folder):
         experts = load_experts(folder, device, dtype)
         return lambda numbers: DExpertsGuide(**experts, **_checked(folder, numbers, DEXPERTS_OPTIONS, "alpha"))
