@@ -109,5 +109,5 @@ def test_the_papers_prompt_files() -> None:
     assert len(read_prompts(folder / "rtp_4k.jsonl.gz")) == 4000
     assert len(read_prompts(folder / "rtp_4k.jsonl.gz", max_toxicity=0.5)) == 2980  # 14 were never scored
     neutral = read_prompts(folder / "sentiment_neutral.jsonl.gz")
-    assert len(neutral) == 4999
+    assert len(neutral) == 5000
     assert neutral[0] == Prompt("God never intended to", "sentiment_neutral")
