@@ -10,6 +10,7 @@ run resumes to the same weights.
 import json
 import shutil
 import time
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ class BatchTrainer(Trainer):
         """The data set returns whole batches."""
         return batch
 
+    @abstractmethod
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """From what `prediction_step` returns of all batches."""
-        raise NotImplementedError
 
     def get_train_dataloader(self) -> DataLoader:
         # not prepared by accelerate, which would repeat rows to fill the last batch
