@@ -16,14 +16,14 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import load_causal_lm, load_tokenizer
+from radq.backbones import load_causal_lm, load_config, load_tokenizer
 from radq.errors import OptionError
 from radq.evaluation import metrics
 from radq.evaluation.encoders import Encoder, load_encoder
 from radq.evaluation.judges import CachedJudge, Judge, load_judge
 from radq.evaluation.likelihoods import measure_likelihoods
 from radq.evaluation.lines import read_lines
-from radq.evaluation.metrics import METRICS, Bootstrap, compare_at_equal_perplexity
+from radq.evaluation.metrics import Bootstrap, compare_at_equal_perplexity
 from radq.evaluation.prompts import Prompt
 from radq.evaluation.sweep import UNGUIDED, Cell, JudgeUse, Sweep
 from radq.files import whole_file
@@ -272,9 +272,10 @@ def _plain(value: float) -> float | None:
 
 
 def check_models(sweep: Sweep, device: str) -> None:
-    """Load what can be wrong before hours of generation: judges and metrics by name."""
+    """What can be wrong with judges, encoder and the model of perplexity shows before hours of generation."""
     for use in sweep.judges.values():
         load_judge(use.judge, device)
-    for name in sweep.metrics:
-        if METRICS[name].needs == ("features", "reference") and sweep.mauve is not None:
-            load_encoder(sweep.mauve, device)
+    if sweep.perplexity is not None:
+        load_config(sweep.perplexity)
+    if sweep.mauve is not None:
+        load_encoder(sweep.mauve, device)
