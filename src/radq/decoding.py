@@ -11,6 +11,7 @@ of a batch, `generate` collects what streams by. Axes: b rows, k candidates, v v
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ class Step:
     rows: Int[Tensor, " b"]
     proposal: Proposal
     choice: Int[Tensor, " b"]  # which of the candidates
+    log_probabilities: Float[Tensor, " b"]  # of the tokens under the base alone: whole vocabulary, temperature 1
 
     @property
     def tokens(self) -> Int[Tensor, " b"]:
@@ -103,6 +105,11 @@ class Generation:
     finish_reason: str  # "stop" or "length"
     kl: float  # mean over the tokens of KL(guided ‖ base), in nats
     clipped: float  # mean over the tokens of the share of candidates with a clamped reward
+    nll: float  # minus the log-probability of the text's tokens under the base, at temperature 1; no stop token
+
+    @property
+    def num_text_tokens(self) -> int:
+        return len(self.token_ids) - (self.finish_reason == "stop")
 
 
 def choose_candidates(
@@ -233,31 +240,54 @@ def generate(
     steps = stream(
         lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt
     )
-    num_rows = len(prompts) * num_samples
-    tokens: list[list[int]] = [[] for _ in range(num_rows)]
-    shifts: list[list[float]] = [[] for _ in range(num_rows)]
-    measures = np.zeros((num_rows, 2))  # kl and clipped, summed over the tokens
-    with tqdm(total=num_rows * max_new_tokens, unit="token", disable=not progress) as bar:
+    record = _Record(len(prompts) * num_samples, max_new_tokens, stops)
+    with tqdm(total=record.tokens.size, unit="token", disable=not progress) as bar:
         for step in steps:
-            rows = step.rows.tolist()
-            for row, token, shift in zip(rows, step.tokens.tolist(), step.shifts.tolist(), strict=True):
-                tokens[row].append(token)
-                shifts[row].append(shift)
-                bar.update(max_new_tokens + 1 - len(tokens[row]) if token in stops else 1)
-            measures[rows] += torch.stack([step.proposal.kl, step.proposal.clipped], dim=1).cpu().numpy()
-    texts = decode_texts(tokenizer, encode_prompts(lm, tokenizer, prompts, max_new_tokens), tokens)
+            bar.update(record.add(step))
+    token_ids = [ids[:n].tolist() for ids, n in zip(record.tokens, record.lengths, strict=True)]
+    texts = decode_texts(tokenizer, encode_prompts(lm, tokenizer, prompts, max_new_tokens), token_ids)
     return [
-        Generation(
-            prompt=prompts[row // num_samples],
-            text=texts[row],
-            token_ids=tokens[row],
-            shifts=shifts[row],
-            finish_reason="stop" if tokens[row][-1] in stops else "length",
-            kl=float(measures[row, 0] / len(tokens[row])),
-            clipped=float(measures[row, 1] / len(tokens[row])),
-        )
-        for row in range(num_rows)
+        record.generation(row, prompts[row // num_samples], text, ids)
+        for row, (text, ids) in enumerate(zip(texts, token_ids, strict=True))
     ]
+
+
+class _Record:
+    """What streams by, row by row: arrays that are filled a step at a time."""
+
+    def __init__(self, num_rows: int, max_new_tokens: int, stops: Sequence[int]):
+        self.stops = list(stops)
+        self.lengths = np.zeros(num_rows, dtype=np.int64)
+        self.stopped = np.zeros(num_rows, dtype=bool)
+        self.tokens = np.zeros((num_rows, max_new_tokens), dtype=np.int64)
+        self.shifts = np.zeros((num_rows, max_new_tokens))
+        self.sums = np.zeros((num_rows, 3))  # over the tokens: kl, clipped, and nll without that of a stop token
+
+    def add(self, step: Step) -> int:
+        """How many tokens are done with it; a row that stops is done with all it might have had."""
+        measures = torch.stack([step.shifts, step.proposal.kl, step.proposal.clipped, -step.log_probabilities], dim=1)
+        rows, tokens, numbers = step.rows.cpu().numpy(), step.tokens.cpu().numpy(), measures.double().cpu().numpy()
+        places, stops = self.lengths[rows], np.isin(tokens, self.stops)
+        self.tokens[rows, places] = tokens
+        self.shifts[rows, places] = numbers[:, 0]
+        numbers[stops, 3] = 0.0
+        self.sums[rows] += numbers[:, 1:]
+        self.lengths[rows] += 1
+        self.stopped[rows] = stops
+        return len(rows) + int((self.tokens.shape[1] - 1 - places)[stops].sum())
+
+    def generation(self, row: int, prompt: str, text: str, token_ids: list[int]) -> Generation:
+        kl, clipped, nll = self.sums[row].tolist()
+        return Generation(
+            prompt=prompt,
+            text=text,
+            token_ids=token_ids,
+            shifts=self.shifts[row, : len(token_ids)].tolist(),
+            finish_reason="stop" if self.stopped[row] else "length",
+            kl=kl / len(token_ids),
+            clipped=clipped / len(token_ids),
+            nll=nll,
+        )
 
 
 def stream(
@@ -315,9 +345,9 @@ def _decode(
         proposal = propose(decoder.logits, decoder.guide, decoder.state, steering)
         greedy = steering.temperature == 0
         choice = proposal.logits.argmax(-1) if greedy else sample(proposal.logits, uniforms[:, position])
-        step = Step(rows, proposal, choice)
-        yield step
-        tokens = step.tokens
+        tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
+        log_probabilities = decoder.logits.gather(1, tokens[:, None]).squeeze(1) - decoder.logits.logsumexp(-1)
+        yield Step(rows, proposal, choice, log_probabilities)
         running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
         if len(running) == 0 or position + 1 == uniforms.shape[1]:
             return
@@ -409,6 +439,7 @@ def _stop_tokens(
     return []
 
 
+@lru_cache(maxsize=4)  # many guides continue the same prompts
 def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> Float[Tensor, "p s steps"]:
     """Random numbers of each sample from a stream of its own, so that neighbours do not change a text."""
 

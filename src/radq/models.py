@@ -144,7 +144,8 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         if config.backbone is None:
             raise OptionError("the configuration names no backbone.", "use from_backbone or from_pretrained.")
-        self.backbone = AutoModel.from_config(config.backbone)
+        # in the dtype that is asked for, not in the one the backbone was stored in
+        self.backbone = AutoModel.from_config(config.backbone, dtype=torch.get_default_dtype())
         self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
         self.max_positions: int | None = getattr(config.backbone, "max_position_embeddings", None)
         self.tokenizer = None

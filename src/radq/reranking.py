@@ -17,7 +17,10 @@ from radq.errors import OptionError
 from radq.guides import RewardGuide
 from radq.models import RewardModel
 
-TEXTS_PER_FORWARD = 64
+
+def texts_per_forward(model: RewardModel) -> int:
+    """A GPU wants many short texts at once."""
+    return 64 if model.device.type == "cpu" else 4096
 
 
 def best_of_n(
@@ -68,8 +71,9 @@ def score_texts(
     columns = [model.config.attributes.index(name) for name in weights]
     beta = torch.tensor(list(weights.values()), dtype=torch.float64)
     scores = []
-    for first in range(0, len(texts), TEXTS_PER_FORWARD):
-        some = texts[first : first + TEXTS_PER_FORWARD]
+    size = texts_per_forward(model)
+    for first in range(0, len(texts), size):
+        some = texts[first : first + size]
         longest = max(map(len, some))
         tokens = torch.tensor([[0] * (longest - len(text)) + list(text) for text in some], device=model.device)
         mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in some], device=model.device)

@@ -22,7 +22,7 @@ from radq.evaluation.costs import describe_cost
 from radq.evaluation.engines import Continuation, load_engine
 from radq.evaluation.lines import append_lines, mend
 from radq.evaluation.prompts import Prompt
-from radq.evaluation.sweep import Cell, Sweep, dump_sweep, find_changes, fingerprint
+from radq.evaluation.sweep import WHILE_DECODING, Cell, Sweep, dump_sweep, find_changes, fingerprint
 from radq.files import whole_file
 
 
@@ -130,20 +130,20 @@ def _run(
             began = time.perf_counter()
             generations, usage = produce([prompt.text for prompt in chunk.prompts], chunk.first)
             cost = describe_cost(chunk.cell.name, generations, usage, time.perf_counter() - began, device)
-            append_lines(stream, _lines(chunk, generations, sweep.samples))
+            append_lines(stream, _lines(chunk, generations, sweep))
             with costs.open("ab") as file:
                 append_lines(file, [cost])
             bar.update(len(chunk.prompts) * sweep.samples)
 
 
-def _lines(chunk: Chunk, generations: Sequence[Continuation], samples: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "cell": chunk.cell.name,
-            "prompt": chunk.first + number,
-            "group": prompt.group,
-            "text": prompt.text,
-            "continuations": [g.text for g in generations[number * samples : (number + 1) * samples]],
-        }
-        for number, prompt in enumerate(chunk.prompts)
-    ]
+def _lines(chunk: Chunk, generations: Sequence[Continuation], sweep: Sweep) -> list[dict[str, Any]]:
+    lines = []
+    for number, prompt in enumerate(chunk.prompts):
+        samples = generations[number * sweep.samples : (number + 1) * sweep.samples]
+        line: dict[str, Any] = {"cell": chunk.cell.name, "prompt": chunk.first + number, "group": prompt.group}
+        line |= {"text": prompt.text, "continuations": [sample.text for sample in samples]}
+        if sweep.perplexity == WHILE_DECODING:  # a blank text has no tokens, as in `likelihoods`
+            line["nll"] = [round(sample.nll, 4) if sample.text.strip() else 0.0 for sample in samples]
+            line["tokens"] = [sample.num_text_tokens if sample.text.strip() else 0 for sample in samples]
+        lines.append(line)
+    return lines

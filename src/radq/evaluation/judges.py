@@ -269,6 +269,14 @@ def _load_linear(what: str, device: str) -> Judge:
     return LinearJudge(_split_label("linear", what)[0], device)
 
 
+def _load_reward(what: str, device: str) -> Judge:
+    """`FOLDER[#attribute]` of a reward model"""
+    from radq.evaluation.reward_judge import RewardJudge
+
+    folder, attribute = _split_label("reward", what)
+    return RewardJudge(folder, attribute, device)
+
+
 def _load_perspective(what: str, device: str) -> Judge:
     """`[ATTRIBUTE]`"""
     from radq.evaluation.perspective import PerspectiveJudge
@@ -292,6 +300,7 @@ JUDGES: dict[str, Callable[[str, str], Judge]] = {
     "classifier": _load_classifier,
     "onnx": _load_onnx,
     "linear": _load_linear,
+    "reward": _load_reward,
     "perspective": _load_perspective,
     "not": _load_inverted,
 }

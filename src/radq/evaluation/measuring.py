@@ -25,7 +25,7 @@ from radq.evaluation.likelihoods import measure_likelihoods
 from radq.evaluation.lines import read_lines
 from radq.evaluation.metrics import Bootstrap, compare_at_equal_perplexity
 from radq.evaluation.prompts import Prompt
-from radq.evaluation.sweep import UNGUIDED, Cell, JudgeUse, Sweep
+from radq.evaluation.sweep import UNGUIDED, WHILE_DECODING, Cell, JudgeUse, Sweep
 from radq.files import whole_file
 
 
@@ -64,21 +64,35 @@ def measure_all(
     folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, cache: Path | None = None, progress: bool = False
 ) -> None:
     """Write measures, metrics.jsonl and differences.jsonl."""
-    texts = _read_texts(folder, sweep, prompts)
-    _measure(folder, sweep, prompts, texts, device, cache, progress)
+    generated = _read_generations(folder, sweep, prompts)
+    _measure(folder, sweep, prompts, generated, device, cache, progress)
     measured = [
-        Measured(cell, texts[cell.name], dict(np.load(_file(folder, cell), allow_pickle=False)))
+        Measured(cell, generated[cell.name].texts, dict(np.load(_file(folder, cell), allow_pickle=False)))
         for cell in sweep.cells()
     ]
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
 
 
-def _read_texts(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> dict[str, list[list[str]]]:
-    texts: dict[str, list[list[str]]] = {cell.name: [[] for _ in prompts] for cell in sweep.cells()}
+@dataclass(frozen=True)
+class Generated:
+    """The continuations of a cell, and what decoding has measured of them."""
+
+    texts: list[list[str]]
+    arrays: dict[str, np.ndarray]  # nll, tokens: (p, n); empty where another model measures perplexity
+
+    @classmethod
+    def of(cls, rows: list[dict[str, Any]]) -> "Generated":
+        known = [name for name in ("nll", "tokens") if name in rows[0]]
+        arrays = {name: np.array([row[name] for row in rows]) for name in known}
+        return cls([row["continuations"] for row in rows], arrays)
+
+
+def _read_generations(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> dict[str, Generated]:
+    rows: dict[str, list[dict[str, Any]]] = {cell.name: [{} for _ in prompts] for cell in sweep.cells()}
     for row in read_lines(folder / "generations.jsonl"):
-        texts[row["cell"]][row["prompt"]] = row["continuations"]
-    return texts
+        rows[row["cell"]][row["prompt"]] = row
+    return {name: Generated.of(of_cell) for name, of_cell in rows.items()}
 
 
 def _file(folder: Path, cell: Cell) -> Path:
@@ -135,7 +149,7 @@ def _measure(
     folder: Path,
     sweep: Sweep,
     prompts: list[Prompt],
-    texts: dict[str, list[list[str]]],
+    generated: Mapping[str, Generated],
     device: str,
     cache: Path | None,
     progress: bool,
@@ -143,9 +157,11 @@ def _measure(
     todo = [cell for cell in sweep.cells() if not _file(folder, cell).exists()]
     if not todo:
         return
-    instruments = Instruments.load(sweep.judges, sweep.perplexity, device, cache, sweep.dtype, sweep.batch_size)
+    other_lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
+    instruments = Instruments.load(sweep.judges, other_lm, device, cache, sweep.dtype, sweep.batch_size)
     for cell in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        arrays = instruments.measure([prompt.text for prompt in prompts], texts[cell.name])
+        of_cell = generated[cell.name]
+        arrays = instruments.measure([prompt.text for prompt in prompts], of_cell.texts) | of_cell.arrays
         with whole_file(_file(folder, cell)) as temporary, temporary.open("wb") as stream:
             np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
 
@@ -275,7 +291,7 @@ def check_models(sweep: Sweep, device: str) -> None:
     """What can be wrong with judges, encoder and the model of perplexity shows before hours of generation."""
     for use in sweep.judges.values():
         load_judge(use.judge, device)
-    if sweep.perplexity is not None:
+    if sweep.perplexity not in (None, WHILE_DECODING):
         load_config(sweep.perplexity)
     if sweep.mauve is not None:
         load_encoder(sweep.mauve, device)

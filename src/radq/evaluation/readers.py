@@ -61,7 +61,7 @@ class TransformersReader(Reader):
         self.multi_label = config.problem_type == "multi_label_classification"
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
         self.pad = _pad_token(self.model, self.tokenizer, str(source))
-        self.name = _identify(source, getattr(config, "_commit_hash", None))
+        self.name = identify(source, getattr(config, "_commit_hash", None))
 
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
         rows = self._encode(texts)
@@ -107,7 +107,7 @@ class OnnxReader(Reader):
         self.tokenizer = _open_tokenizer(folder)
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self.max_tokens)
-        self.name = _identify(folder)
+        self.name = identify(folder)
 
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
         for n, encoding in enumerate(self.tokenizer.encode_batch(list(texts))):
@@ -178,7 +178,7 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sourc
     raise ModelError(f"{source!r} has no padding token.", "set pad_token_id in its config.json.")
 
 
-def _identify(source: str | Path, commit: str | None = None) -> str:
+def identify(source: str | Path, commit: str | None = None) -> str:
     """A name that changes with the content: the commit on the hub, or a digest of the folder's files."""
     if not Path(source).is_dir():
         return f"{source}@{commit}"

@@ -30,6 +30,7 @@ from radq.evaluation.metrics import METRICS, check_metric
 from radq.evaluation.prompts import Prompt, read_prompts
 
 UNGUIDED = "none"
+WHILE_DECODING = "base"  # perplexity under the base, from the logits that each token was chosen by
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Sweep:
     guides: dict[str, GuideSweep] = field(default_factory=dict)
     judges: dict[str, JudgeUse] = field(default_factory=dict)
     metrics: list[str] = field(default_factory=lambda: ["dist_2", "dist_3"])
-    perplexity: str | None = None  # language model that measures it
+    perplexity: str | None = None  # language model that measures it; `base`: the base does, as it decodes
     mauve: str | None = None  # encoder of its features
     samples: int = 25
     max_new_tokens: int = 20
@@ -254,3 +255,5 @@ def _check(sweep: Sweep) -> None:
         asked = [name for name in names if name in sweep.metrics]
         if asked and getattr(sweep, model) is None:
             raise OptionError(f"{asked[0]} has no model to measure it.", f"name one under {model!r}.")
+    if sweep.perplexity == WHILE_DECODING and sweep.engine != "transformers":
+        raise OptionError("perplexity is 'base'.", f"name the model for the engine {sweep.engine}.")

@@ -1,0 +1,270 @@
+"""The study: the paper's claims on SmolLM2-135M, in pieces that a GPU does in minutes each. See README.md.
+
+    python recipes/study/study.py train --folder runs/study
+    python recipes/study/study.py judges --folder runs/study
+    python recipes/study/study.py sweeps --folder runs/study
+    python recipes/study/study.py rank --folder runs/study
+    python recipes/study/study.py time --folder runs/study
+
+Pieces are radq's own commands, several at once, in the study's folder. What is done already is not done again.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+RECIPES = Path(__file__).resolve().parent.parent
+HERE = RECIPES / "study"
+RADQ = [sys.executable, "-m", "radq"]
+TASKS = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A radq command that makes something, once."""
+
+    name: str
+    command: list[str]
+    makes: str  # what is there when it is done
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the study's own
+
+
+# --- models ---
+
+
+def recipe(name: str, **changes: Any) -> dict[str, Any]:
+    """A recipe of an embedded model, with changes; its data lies in the study's folder under the same name."""
+    return yaml.safe_load((RECIPES / "embedded" / f"{name}.yaml").read_text()) | {"save_steps": 100_000} | changes
+
+
+def student(task: str, **changes: Any) -> dict[str, Any]:
+    return recipe(f"{task}-q", teacher=f"models/{task}-v", **changes)
+
+
+def from_responses(task: str, **changes: Any) -> dict[str, Any]:
+    return recipe(f"{task}-q", teacher="", **changes)
+
+
+def judge(task: str, **settings: Any) -> dict[str, Any]:
+    """RAD-V with the full backbone."""
+    data = {"data": [f"data/judge-{task}.jsonl"], "eval_data": [f"data/judge-{task}-unseen.jsonl"], "labels": task}
+    return data | {"backbone": "embedded", "kind": "v", "warmup_steps": 50, "max_length": 96} | settings
+
+
+def experts(task: str, method: str) -> dict[str, Any]:
+    """With the full backbone: rivals lack nothing."""
+    return {
+        "data": [TASKS[task]],
+        "labels": task,
+        "method": method,
+        "backbone": "embedded",
+        "max_length": 96,
+        "batch_size": 128,
+        "micro_batch_size": 64,
+        "max_steps": 600,
+        "learning_rate": 2e-5,
+        "warmup_steps": 50,
+        "save_steps": 100_000,
+    }
+
+
+FIRST = {  # from data alone
+    "toxicity-v": recipe("toxicity-v"),
+    "sentiment-v": recipe("sentiment-v"),
+    "judge-toxicity": judge("toxicity", batch_size=32, learning_rate=5e-5, epochs=4),
+    "judge-sentiment": judge("sentiment", batch_size=128, learning_rate=5e-5, epochs=2),
+    "toxicity-q-responses": from_responses("toxicity"),
+    "sentiment-q-responses": from_responses("sentiment"),
+    "toxicity-dexperts": experts("toxicity", "dexperts"),
+    "toxicity-gedi": experts("toxicity", "gedi"),
+    "sentiment-dexperts": experts("sentiment", "dexperts"),
+    "sentiment-gedi": experts("sentiment", "gedi"),
+    "toxicity-q-cross-entropy": from_responses("toxicity", loss="ce"),
+    "toxicity-q-mlp": from_responses("toxicity", head="mlp"),
+}
+SECOND = {  # from teachers
+    "toxicity-q": student("toxicity"),
+    "sentiment-q": student("sentiment"),
+    "toxicity-q-no-regulariser": student("toxicity", reg_weight=0.0),
+    "toxicity-q-no-baseline": student("toxicity", reg_weight=0.0, head="linear-nobaseline"),
+}
+
+
+def training_job(name: str, settings: dict[str, Any]) -> Job:
+    config = Path("models") / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(settings | {"out": f"models/{name}"}, sort_keys=False))
+    command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
+    return Job(name, [*RADQ, command, "--config", str(config), "--overwrite", "--json"], f"models/{name}.json")
+
+
+def describe_model(job: Job, output: str, seconds: float) -> None:
+    """models/NAME.json, for the page of results."""
+    metrics = json.loads(output[output.index("{") :])
+    write(job.makes, {"command": shown(job.command), "seconds": round(seconds, 1), "metrics": metrics})
+
+
+def train(jobs: int) -> None:
+    Path("models").mkdir(exist_ok=True)
+    run_all([training_job(name, settings) for name, settings in FIRST.items()], jobs, describe_model)
+    run_all([training_job(name, settings) for name, settings in SECOND.items()], jobs, describe_model)
+
+
+# --- how good the judges are ---
+
+
+def judges(jobs: int) -> None:
+    """Rank correlation and AUC on texts that a judge has not seen."""
+    from scipy.stats import spearmanr
+
+    from radq.backbones import find_device
+    from radq.evaluation.judges import load_judge
+    from radq.statistics import area_under_curve
+
+    kinds = {"toxicity": "reward:models/judge-toxicity", "sentiment": "reward:models/judge-sentiment"}
+    kinds["bert-tiny"] = "onnx:toxicity-bert-tiny"
+    for name, specification in kinds.items():
+        if Path(f"judges/{name}.json").exists():
+            continue
+        task = "sentiment" if name == "sentiment" else "toxicity"
+        rows = [json.loads(line) for line in Path(f"data/judge-{task}-unseen.jsonl").read_text().splitlines()]
+        scores = load_judge(specification, find_device("auto")).score([row["text"] for row in rows])
+        labels = np.array([row[task] for row in rows])
+        metrics = {
+            "spearman": float(spearmanr(scores, labels).statistic),
+            "auc": area_under_curve(scores, labels),
+            "accuracy": float(((scores > 0.5) == (labels > 0.5)).mean()),
+        }
+        write(f"judges/{name}.json", {"judge": specification, "rows": {"unseen": len(rows)}, "metrics": metrics})
+
+
+# --- sweeps, ranks, times ---
+
+
+def sweeps(jobs: int) -> None:
+    names = sorted(path.stem for path in (HERE / "sweeps").glob("*.yaml"))
+    for name in names:
+        (Path("sweeps") / name).mkdir(parents=True, exist_ok=True)
+    run_all([sweep_job(name) for name in names], jobs)
+
+
+def sweep_job(name: str) -> Job:
+    config = HERE / "sweeps" / f"{name}.yaml"
+    command = [*RADQ, "eval", "--config", str(config), "--out", f"sweeps/{name}", "--cache", f"sweeps/{name}"]
+    return Job(name, [*command, "--json"], f"sweeps/{name}/differences.jsonl")
+
+
+def rank(jobs: int) -> None:
+    """float32 by TF32 tensor cores: its noise is far below the cutoff, and RAD-V reads 50 million tokens."""
+    models = [name for name in (*FIRST, *SECOND) if "-v" in name or "-q" in name]
+    run_all([rank_job(name) for name in models], jobs, keep_output)
+
+
+def rank_job(name: str) -> Job:
+    data = TASKS[name.split("-")[0]]
+    command = [*RADQ, "rank", "model", f"models/{name}", "--data", data, "--rows", "64,128,256,512,1024", "--json"]
+    return Job(name, command, f"rank/{name}.json", {"NVIDIA_TF32_OVERRIDE": "1"})
+
+
+def keep_output(job: Job, output: str, seconds: float) -> None:
+    write(job.makes, json.loads(output[output.index("{") :]))
+
+
+def time_tokens(jobs: int) -> None:
+    command = [sys.executable, str(RECIPES.parent / "benchmarks" / "candidates.py"), "--base", "embedded"]
+    command += ["--rad-q", "models/toxicity-q", "--rad-v", "models/toxicity-v", "--json"]
+    run_all([Job("time", command, "timing.json")], 1, keep_output)
+
+
+PIECES = {"train": train, "judges": judges, "sweeps": sweeps, "rank": rank, "time": time_tokens}
+
+
+# --- running ---
+
+
+def run_all(jobs: list[Job], at_once: int, finish: Callable[[Job, str, float], None] | None = None) -> None:
+    """Jobs that are not done yet; one that fails stops none of the others, but the study."""
+    todo = [job for job in jobs if not Path(job.makes).exists()]
+    Path("logs").mkdir(exist_ok=True)
+    with ThreadPoolExecutor(at_once) as pool:
+        failed = [name for name in pool.map(lambda job: run_one(job, finish), todo) if name]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; see logs/.")
+
+
+def run_one(job: Job, finish: Callable[[Job, str, float], None] | None) -> str | None:
+    """The job's name if it failed."""
+    began = time.time()
+    with (Path("logs") / f"{job.name}.log").open("w") as log:
+        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **job.environment})
+    seconds = time.time() - began
+    print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
+    if done.returncode:
+        return job.name
+    if finish is not None:
+        finish(job, done.stdout, seconds)
+    return None
+
+
+def shown(command: list[str]) -> str:
+    """As a person would type it in the study's folder."""
+    words = ["radq" if word == sys.executable else word for word in command if word not in ("-m", "radq")]
+    return " ".join(word.replace(str(RECIPES.parent) + "/", "") for word in words)
+
+
+def write(file: str, content: Any) -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(f"{file}.tmp")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(file)
+
+
+def record_piece(piece: str, seconds: float, commit: str) -> None:
+    """A line of pieces.jsonl: what ran, where, for how long."""
+    import torch
+
+    line = {
+        "piece": piece,
+        "command": f"python recipes/study/study.py {piece}",
+        "commit": commit,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "seconds": round(seconds),
+    }
+    with Path("pieces.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def find_commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RECIPES, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("piece", choices=PIECES)
+    parser.add_argument("--folder", type=Path, required=True, help="of the study, with data/ as the README makes it")
+    parser.add_argument("--jobs", type=int, default=4, help="commands at once")
+    parser.add_argument("--commit", default=find_commit(), help="of radq, where there is no git")
+    arguments = parser.parse_args()
+    os.chdir(arguments.folder)
+    began = time.time()
+    PIECES[arguments.piece](arguments.jobs)
+    record_piece(arguments.piece, time.time() - began, arguments.commit)
+
+
+if __name__ == "__main__":
+    main()
