@@ -1,6 +1,5 @@
 """The figures of the results, in the style of radq's reports."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from claims import CROSS_ENTROPY, DISTILLED, MLP, NO_BASELINE, NO_REGULARISER, RESPONSES, TASKS, ranks_by_rows
@@ -60,29 +59,34 @@ def _ablations(study: Study) -> list[Plot | None]:
 
 
 def _ranks(study: Study) -> Plot | None:
-    """Rank against the number of prefixes, a panel per task, with the line at d that no RAD-Q crosses."""
-    tasks = {task: [n for n in study.ranks if n.split("-")[0] == task] for task in ("toxicity", "sentiment")}
-    tasks = {task: names for task, names in tasks.items() if names}
+    """Rank against the number of prefixes, a panel per task, with the line at d that no linear RAD-Q crosses."""
+    models = sorted(
+        {name.partition("-")[2] for name in study.ranks}, key=lambda model: (model not in "vq", model != "v", model)
+    )
+    tasks = [task for task in ("toxicity", "sentiment") if any(name.startswith(f"{task}-") for name in study.ranks)]
     if not tasks:
         return None
     with plot_style("rank"):
         figure = make_figure()
         figure.set_size_inches(9.8, 3.6)
-        for axes, (task, names) in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks.items(), strict=True):
-            for place, name in enumerate(names):
-                ranks = ranks_by_rows(study.ranks[name])
-                axes.plot(ranks.keys(), ranks.values(), **_look(place), label=name.removeprefix(f"{task}-"))
-            for d in sorted({study.ranks[name]["hidden_size"] for name in names}):
+        for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+            found = {model: study.ranks[f"{task}-{model}"] for model in models if f"{task}-{model}" in study.ranks}
+            for model, document in found.items():
+                ranks = ranks_by_rows(document)
+                axes.plot(ranks.keys(), ranks.values(), **_look(models.index(model)), label=_rank_label(model))
+            for d in sorted({document["hidden_size"] for document in found.values()}):
                 axes.axhline(d, color=INK, ls="--", lw=1, label=f"d = {d}")
-            _over_doublings(axes, ranks_of_all(study, names))
+            _over_doublings(axes, sorted({n for document in found.values() for n in ranks_by_rows(document)}))
             axes.set(xlabel="prefixes N (rows)", ylabel="numerical rank", ylim=(0, None))
             axes.set_title(task, loc="left")
             axes.legend()
         return render(figure, "rank", "Numerical rank against the number of prefixes")
 
 
-def ranks_of_all(study: Study, names: Sequence[str]) -> list[int]:
-    return sorted({n for name in names for n in ranks_by_rows(study.ranks[name])})
+def _rank_label(model: str) -> str:
+    """q-no-regulariser → RAD-Q, no regulariser"""
+    kind, _, rest = model.partition("-")
+    return ", ".join(part for part in (f"RAD-{kind.upper()}", rest.replace("-", " ")) if part)
 
 
 def _times(study: Study) -> Plot | None:

@@ -1,5 +1,6 @@
 """What was done: data, models, judges, settings, commands and hardware, as markdown."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], words: 
 
 def code(text: str) -> str:
     return f"`{text}`".replace("|", "\\|") if text else ""
+
+
+def plain(text: str) -> str:
+    """Words that mean themselves, also in a table."""
+    return re.sub(r"([\\`*_|<])", r"\\\1", text)
 
 
 # --- sweeps ---
@@ -80,7 +86,13 @@ def _judges(study: Study) -> str:
     if not study.judges:
         return NOT_RUN
     rows = [
-        [name, one.get("data", ""), _facts(one.get("rows", {})), _facts(one.get("metrics", {})), one.get("note", "")]
+        [
+            name,
+            plain(one.get("data", "")),
+            _facts(one.get("rows", {})),
+            _facts(one.get("metrics", {})),
+            plain(one.get("note", "")),
+        ]
         for name, one in study.judges.items()
     ]
     return markdown_table(["judge", "data", "rows", "on records it did not see", "note"], rows, words=5)
@@ -103,7 +115,7 @@ def _models(study: Study) -> str:
 
 
 def _facts(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_fact(value)}" for name, value in facts.items()).replace("_", "\\_").replace("|", "\\|")
+    return plain(", ".join(f"{name} {_fact(value)}" for name, value in facts.items()))
 
 
 def _fact(value: Any) -> str:
@@ -138,4 +150,4 @@ def _pieces(study: Study) -> str:
 def _piece_cell(piece: dict[str, Any], column: str) -> str:
     if column == "seconds":
         return _seconds(piece)
-    return code(piece.get(column, "")) if column == "command" else str(piece.get(column, ""))
+    return code(piece.get(column, "")) if column == "command" else plain(str(piece.get(column, "")))

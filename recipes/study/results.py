@@ -17,7 +17,7 @@ from figures import draw_all
 from protocol import describe_protocol, markdown_table
 from sections import write_limits, write_sections
 from study import Study, read_study
-from verdicts import LOW_RANK, MISSING, RULES
+from verdicts import FAILS, FITS, FITS_NOT, HOLDS, LOW_RANK, MISSING, MIXED, RULES, UNDECIDED, Rule
 
 from radq.errors import RadqError
 from radq.evaluation.plots import Plot
@@ -59,47 +59,49 @@ def write_page(study: Study, plots: dict[str, Plot], command: str) -> str:
 
 
 def _summary(claims: Sequence[Claim]) -> str:
-    words = Counter(claim.verdict.split(":")[0] for claim in claims)
-    counts = ", ".join(f"{count} {word}" for word, count in words.most_common())
+    words = Counter(claim.verdict.partition(":")[0].partition(" (")[0] for claim in claims)
+    counts = ", ".join(f"{words[word]} × {word}" for word in (HOLDS, FAILS, MIXED, UNDECIDED, MISSING) if words[word])
+    failing = [f"{claim.text} ({claim.subject})" for claim in claims if claim.verdict.startswith((FAILS, MIXED))]
+    plainly = f" Not, or not everywhere: {'; '.join(failing)}." if failing else ""
     return (
-        f"The claims of [the paper](https://openreview.net/forum?id=cjRsEGLT8B), measured by this code with small models. Of the {len(claims)} "
-        f"lines below: {counts}. Numbers are differences at equal perplexity unless said otherwise, first guide minus second, with 95% intervals."
+        "The claims of [the paper](https://openreview.net/forum?id=cjRsEGLT8B), measured by this code with small "
+        f"models. The {len(claims)} lines below: {counts}.{plainly}\n\nUnless said otherwise, numbers are differences "
+        "at equal perplexity, first guide minus second, of average maximal toxicity (less is better) or the rate of "
+        "positive samples (more is better), with 95% intervals."
     )
 
 
 def _claims_table(claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
-        mixed = claim.verdict.startswith("mixed")
+        mixed = claim.verdict.startswith(MIXED)
         found = [
             f"{finding.setting}: {finding.measured or MISSING}" + (f" ({finding.verdict})" if mixed else "")
             for finding in claim.findings
         ]
-        rows.append(
-            [f"[{claim.text}]({anchor(claim.section)})", claim.subject, claim.verdict, "<br>".join(found) or "–"]
-        )
+        measured = "–" if claim.verdict == MISSING else "<br>".join(found)
+        rows.append([f"[{claim.text}]({anchor(claim.section)})", claim.subject, claim.verdict, measured])
     return markdown_table(["claim", "of", "verdict", "measured"], rows, words=4)
 
 
 def _rules() -> str:
-    used = dict.fromkeys(comparison.rule for comparison in COMPARISONS)
-    attributes = dict.fromkeys(
-        f"`{task.attribute}` ({'less' if task.sign < 0 else 'more'} is better)" for task in TASKS.values()
-    )
+    attributes = dict.fromkeys(f"`{task.attribute}`" for task in TASKS.values())
     lines = [
-        f"Of {', '.join(attributes)}: the curves of two guides over log perplexity, joined by straight lines; their mean distance over the perplexities "
-        "that both reach, with an interval from resampling the prompts of both alike. At equal perplexity, a better attribute is the same "
-        "as better fluency at an equal attribute.",
-        *(RULES[rule] for rule in used),
-        f"**Low rank**: holds if the rank at the largest N is at most {LOW_RANK} d and N is above d; does not hold here if it is d or more.",
-        "**Several settings** (k, prompts): one word if all of them agree, else how many are which.",
+        f"{' and '.join(attributes)}: the curves of two guides over log perplexity, joined by straight lines; their "
+        "mean distance over the perplexities that both reach; an interval from resampling the prompts of both alike. "
+        "Where a stronger guide always costs fluency, a better attribute at equal perplexity is also better fluency at "
+        "an equal attribute.",
+        *(f"{text} For: {_claims_of(rule)}." for rule, text in RULES.items()),
+        f"**low rank**: holds if the rank at the largest N is at most {LOW_RANK} d and N is above d, does not hold "
+        "here if it is d or more, else undecided.",
+        f"**expressivity**: holds if RAD-V's error is below {FITS:g} and RAD-Q's above {FITS_NOT:g}, as in the paper.",
+        "**Several settings** (values of k, models): one word if all that were run agree, else how many are which.",
     ]
-    claims = [f"{comparison.text}: {_rule_name(RULES[comparison.rule])}" for comparison in COMPARISONS]
-    return "".join(f"- {line}\n" for line in lines) + f"\nRules of the claims. {'; '.join(dict.fromkeys(claims))}.\n"
+    return "".join(f"- {line}\n" for line in lines)
 
 
-def _rule_name(description: str) -> str:
-    return description.split("**")[1]
+def _claims_of(rule: Rule) -> str:
+    return "; ".join(dict.fromkeys(comparison.text for comparison in COMPARISONS if comparison.rule is rule))
 
 
 # --- files ---

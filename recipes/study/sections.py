@@ -1,7 +1,9 @@
 """The sections of the results, one per claim: figure, differences at equal perplexity, points. Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from math import isfinite
+from statistics import fmean
 
 import numpy as np
 from claims import (
@@ -18,33 +20,34 @@ from claims import (
     TIME,
     Claim,
     Comparison,
+    Task,
     anchor,
+    ranks_by_rows,
     signed,
     time_ratio,
 )
-from figures import ranks_of_all, tradeoff_name
+from figures import tradeoff_name
 from protocol import NOT_RUN, markdown_table
-from study import MeasuredSweep, Study
-from verdicts import MARGIN, SLIGHT
+from study import Difference, MeasuredSweep, Study
+from verdicts import MARGIN, MISSING, SLIGHT, combine
 
-from radq.evaluation.curves import ATTRIBUTES, Curve, find_curves
+from radq.evaluation.curves import ATTRIBUTES, Curve, find_curves, unique
 from radq.evaluation.metrics import Estimate
 from radq.evaluation.plots import Plot
 from radq.evaluation.results import NAN, Result, metric_and_judge
 from radq.evaluation.tables import Entry, Table, interval, number, to_markdown
 
-RATIOS = (1.1, 1.2, 1.3, 1.5, 2.0)
+RATIOS = (1.1, 1.2, 1.3, 1.5)
 PLAIN = ("perplexity", "dist_2", "dist_3", "mauve")
 
 
 def write_sections(study: Study, claims: Sequence[Claim], plots: dict[str, Plot]) -> str:
+    above = f"The curves are in [{FOLLOWS}]({anchor(FOLLOWS)}) and [{MATCHES}]({anchor(MATCHES)}).\n\n"
     bodies = {
         FOLLOWS: _tradeoffs(study, "detox", plots, FOLLOWS),
         MATCHES: _tradeoffs(study, "sentiment", plots, MATCHES),
-        ON_RESPONSES: f"The curves are those above: [detoxification]({anchor(FOLLOWS)}), [sentiment]({anchor(MATCHES)}).\n\n"
-        + _differences(study, ON_RESPONSES),
-        RIVALS: f"The curves are those above: [detoxification]({anchor(FOLLOWS)}), [sentiment]({anchor(MATCHES)}).\n\n"
-        + _differences(study, RIVALS),
+        ON_RESPONSES: above + _differences(study, ON_RESPONSES),
+        RIVALS: above + _differences(study, RIVALS),
         RANK: _ranks(study, plots),
         REGULARISER: _ablation(study, plots, "ablation-regulariser", REGULARISER),
         LOSS: _ablation(study, plots, "ablation-loss-head", LOSS) + _ablation_points(study),
@@ -72,53 +75,74 @@ def _tradeoffs(study: Study, name: str, plots: dict[str, Plot], heading: str) ->
         return NOT_RUN
     figures = [f"**{group} prompts**\n\n{image(plots, tradeoff_name(name, group))}" for group in sweep.groups]
     points = [_folded(f"All points, {group} prompts", _points(sweep, group)) for group in sweep.groups]
-    return "".join([*figures, _differences(study, heading), _levels(sweep, name), *points])
+    return "".join([*figures, _differences(study, heading), _levels(sweep, TASKS[name]), *points])
 
 
 def _differences(study: Study, heading: str) -> str:
-    comparisons = [one for one in COMPARISONS if one.section == heading]
-    rows = [row for comparison in comparisons for row in _difference_rows(study, comparison)]
+    """A line per pair of guides, class of prompts and metric; below each difference the perplexities it is about."""
+    comparisons = [one for one in COMPARISONS if one.section == heading and one.sweep in study.sweeps]
+    top_ks = sorted({k for one in comparisons for k in study.sweeps[one.sweep].top_ks}, key=lambda k: k or 0)
+    rows = [row for one in comparisons for row in _difference_rows(study.sweeps[one.sweep], one, top_ks)]
     if not rows:
-        return NOT_RUN
-    header = ["guides", "prompts", "metric", "k", "difference at equal perplexity", "perplexities", "verdict"]
-    return markdown_table(header, rows, words=3) + "\n"
-
-
-def _difference_rows(study: Study, comparison: Comparison) -> Iterable[list[str]]:
-    sweep = study.sweeps.get(comparison.sweep)
-    for one in sweep.compare(comparison.first, comparison.second) if sweep is not None else ():
-        metric = f"**`{one.metric}`**" if one.metric == comparison.task.attribute else f"`{one.metric}`"
-        common = " – ".join(map(number, one.perplexity)) if isfinite(one.perplexity[0]) else one.reason or "–"
-        verdict = str(comparison.judge(one))
-        yield [f"{one.first} − {one.second}", one.group, metric, str(one.top_k), signed(one.estimate), common, verdict]
-
-
-def _levels(sweep: MeasuredSweep, name: str) -> str:
-    """The attribute where a curve crosses some perplexities, by straight lines over log perplexity."""
-    attribute = TASKS[name].attribute
-    better = "less" if TASKS[name].sign < 0 else "more"
-    rows = []
-    for group in sweep.groups:
-        for top_k in sweep.top_ks:
-            here = [result for result in sweep.results if (result.group, result.top_k) == (group, top_k)]
-            rows += [[group, str(top_k), *_level_row(sweep, curve, attribute)] for curve in find_curves(here)]
-    header = ["prompts", "k", "guide", "unguided", *(f"× {ratio:g}" for ratio in RATIOS)]
+        return NOT_RUN + "\n"
     return (
-        f"`{attribute}` ({better} is better) at so many times the perplexity of the unguided base, read off the curves of the "
-        f"figure; a dash where a curve does not reach.\n\n{markdown_table(header, rows, words=3)}\n"
+        markdown_table(["guides", "prompts", "metric", *(f"k = {k}" for k in top_ks), "verdict"], rows, words=9) + "\n"
     )
 
 
-def _level_row(sweep: MeasuredSweep, curve: Curve, attribute: str) -> list[str]:
-    if curve.unguided:
-        return ["*none*", number(curve.steps[0].estimate(attribute).value), *("–" for _ in RATIOS)]
-    points = [(sweep.perplexity_ratio(s.results[0]), s.estimate(attribute).value) for s in curve.steps]
+def _difference_rows(sweep: MeasuredSweep, comparison: Comparison, top_ks: Sequence[int | None]) -> Iterator[list[str]]:
+    pairs = sweep.compare(comparison.first, comparison.second)
+    main = comparison.task.attribute
+    metrics = sorted(dict.fromkeys(pair.metric for pair in pairs), key=lambda metric: metric != main)
+    for group, metric in product(sweep.groups, metrics):
+        here = [pair for pair in pairs if (pair.group, pair.metric) == (group, metric)]
+        cells = ["<br>".join(_difference(pair) for pair in here if pair.top_k == k) or "–" for k in top_ks]
+        verdict = combine([comparison.judge(pair) for pair in here])
+        shown = f"**`{metric}`**" if metric == main else f"`{metric}`"
+        yield [f"{comparison.first} − {comparison.second}", group, shown, *cells, verdict]
+
+
+def _difference(pair: Difference) -> str:
+    if not isfinite(pair.estimate.value):
+        return pair.reason or "–"
+    return f"{signed(pair.estimate)}<br>at {number(pair.perplexity[0])} to {number(pair.perplexity[1])}"
+
+
+def _levels(sweep: MeasuredSweep, task: Task) -> str:
+    """The attribute where a curve crosses some perplexities, by straight lines over log perplexity."""
+    text = (
+        f"`{task.attribute}` ({'less' if task.sign < 0 else 'more'} is better) at so many times the perplexity of the "
+        "unguided base with the same k, read off the curves of the figures; a dash where a curve does not reach.\n\n"
+    )
+    return text + "".join(_level_table(sweep, task, group) for group in sweep.groups)
+
+
+def _level_table(sweep: MeasuredSweep, task: Task, group: str) -> str:
+    found = find_curves([result for result in sweep.results if result.group == group])
+    curves = {(curve.guide, curve.setting): curve for curve in found if not curve.unguided}
+    guides, settings = unique(guide for guide, _ in curves), unique(setting for _, setting in curves)
+    rows = [
+        [
+            guide,
+            *(level for setting in settings for level in _cross(sweep, curves.get((guide, setting)), task.attribute)),
+        ]
+        for guide in guides
+    ]
+    header = ["guide", *(f"{setting}, × {ratio:g}" for setting, ratio in product(settings, RATIOS))]
+    bases = [(curve.setting, curve.steps[0].estimate(task.attribute)) for curve in found if curve.unguided]
+    unguided = ", ".join(f"{number(base.value)} {interval(base)} ({setting})" for setting, base in bases)
+    return f"{group} prompts; unguided {unguided}:\n\n{markdown_table(header, rows)}\n"
+
+
+def _cross(sweep: MeasuredSweep, curve: Curve | None, attribute: str) -> list[str]:
+    steps = [] if curve is None else curve.steps
+    points = [(fmean(map(sweep.perplexity_ratio, step.results)), step.estimate(attribute).value) for step in steps]
     known = sorted((ratio, value) for ratio, value in points if isfinite(ratio) and isfinite(value))
     if not known:
-        return [curve.guide, "–", *("–" for _ in RATIOS)]
-    x, y = np.array(known).T
-    levels = np.interp(np.log(RATIOS), np.log(x), y, left=NAN, right=NAN)
-    return [curve.guide, "–", *(number(float(level)) for level in levels)]
+        return ["–"] * len(RATIOS)
+    ratios, values = np.array(known).T
+    levels = np.interp(np.log(RATIOS), np.log(ratios), values, left=NAN, right=NAN)
+    return [number(float(level)) for level in levels]
 
 
 def _points(sweep: MeasuredSweep, group: str) -> str:
@@ -171,15 +195,16 @@ def _ablation_points(study: Study) -> str:
 def _ranks(study: Study, plots: dict[str, Plot]) -> str:
     if not study.ranks:
         return NOT_RUN
-    sizes = ranks_of_all(study, list(study.ranks))
+    sizes = sorted({n for document in study.ranks.values() for n in ranks_by_rows(document)})
     rows = []
     for name, document in study.ranks.items():
-        ranks = {row["num_rows"]: row["rank"] for row in document["ranks"]}
+        ranks = ranks_by_rows(document)
         rows.append([name, str(document["hidden_size"]), document["dtype"], *(str(ranks.get(n, "–")) for n in sizes)])
     text = (
-        "N prefixes are drawn from the training data; the rank counts the singular values of their rewards of the whole vocabulary "
-        "above max(N, |V|) · eps · σ_1 ([how](rank.md#numerical-rank-of-a-trained-model)). RAD-Q cannot exceed d (unless σ comes after it, "
-        "as with cross-entropy), so that only RAD-V could have shown a rank above it. One trained model each: there is no interval.\n\n"
+        "N prefixes are drawn from the data; the rank counts the singular values of their rewards of the whole "
+        "vocabulary above max(N, |V|) · eps · σ_1 ([how](rank.md#numerical-rank-of-a-trained-model)). A linear RAD-Q "
+        "has rank d at most by construction: of the two, only RAD-V could have more. One trained model each, so there "
+        "is no interval.\n\n"
     )
     return (
         image(plots, "rank") + text + markdown_table(["model", "d", "dtype", *(f"N = {n}" for n in sizes)], rows) + "\n"
@@ -212,7 +237,7 @@ def _times(study: Study, plots: dict[str, Plot]) -> str:
         table.append([row["guide"], str(row["batch"]), k, f"{number(time.value)} {interval(time)}".strip(), ratio])
     facts = f"{study.timing.get('machine', 'machine not named')}; base {study.timing.get('base', 'not named')}.\n\n"
     header = ["guide", "batch", "k", "milliseconds per token", "over unguided"]
-    note = "The ratio of RAD-V's time to RAD-Q's in the verdicts has an interval from the ends of both, which is rather too wide.\n\n"
+    note = "The interval of RAD-V's time over RAD-Q's comes from the ends of both intervals: rather too wide.\n\n"
     return image(plots, "time") + facts + note + markdown_table(header, table) + "\n"
 
 
@@ -220,18 +245,20 @@ def _times(study: Study, plots: dict[str, Plot]) -> str:
 
 
 def write_limits(study: Study, claims: Sequence[Claim]) -> str:
-    missing = [f"{claim.text} ({claim.subject})" for claim in claims if claim.verdict == "not run"]
+    missing = [f"{claim.text} ({claim.subject})" for claim in claims if claim.verdict == MISSING]
     judges = [f"{name}: {_judge_quality(one['metrics'])}" for name, one in study.judges.items() if one.get("metrics")]
+    quality = f"On records that they did not see: {'; '.join(judges)}." if judges else "Their quality was not recorded."
     points = [
-        "Intervals are over prompts. Each model was trained once, so how much another seed of training would change is not in them.",
-        "At 95%, about one interval in twenty misses; there are many here, and nothing corrects for that.",
-        f"The margins ({MARGIN} for no difference, {SLIGHT} for a slight one) are choices made for this page. The paper has none.",
-        "Judges are models and make mistakes, and a guide may come to exploit them. "
-        + (f"On records that they did not see: {'; '.join(judges)}." if judges else "Their quality was not recorded."),
-        "Perplexity says how likely a text is, not how good; it rewards repetition. Dist-2, Dist-3 and, where measured, MAUVE stand beside it.",
-        "A difference at equal perplexity is the mean over the range that both guides reach, which is another one for each pair.",
-        "Base and reward models here are much smaller than the paper's, and data and judges are others: a claim that does not hold here may hold there, "
-        "and the other way round.",
+        "Intervals are over prompts. Each model was trained once: what another seed of training would change is not in "
+        "them.",
+        "At 95%, about one interval in twenty misses. There are many here, and nothing corrects for that.",
+        f"The margins ({MARGIN} for no difference, {SLIGHT} for a slight one) are chosen here; the paper has none.",
+        f"Judges are models: they err, and guidance may come to exploit their errors. {quality}",
+        "Perplexity says how likely a text is, not how good: repetition lowers it. Dist-2, Dist-3 and, where measured, "
+        "MAUVE stand beside it in the tables of all points.",
+        "A difference at equal perplexity is a mean over the perplexities that both reach; each pair has its own.",
+        "Base, reward models and data are smaller than the paper's, and judges are others. What does not hold here may "
+        "hold there, and the other way round.",
         *([f"Not run: {'; '.join(missing)}."] if missing else []),
     ]
     return "## Limits\n\n" + "".join(f"- {point}\n" for point in points)

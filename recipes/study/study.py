@@ -23,6 +23,7 @@ class Difference:
     metric: str
     group: str
     top_k: int | None
+    seed: int
     estimate: Estimate  # NaN where their perplexities never meet, and then there is a reason
     perplexity: tuple[float, float]
     reason: str | None
@@ -131,8 +132,8 @@ def _read_mauve(file: Path) -> dict[tuple[str, str, str], Estimate]:
 
 def _read_difference(row: dict[str, Any]) -> Difference:
     low, high = row["perplexity"] or (NAN, NAN)
-    names = (row[name] for name in ("first", "second", "metric", "group", "top_k"))
-    return Difference(*names, _estimate(row), (low, high), row.get("reason"))
+    known = {name: row[name] for name in ("first", "second", "metric", "group", "top_k", "seed")}
+    return Difference(**known, estimate=_estimate(row), perplexity=(low, high), reason=row.get("reason"))
 
 
 def _estimate(row: dict[str, Any]) -> Estimate:

@@ -12,8 +12,10 @@ from math import isnan
 from radq.evaluation.metrics import Estimate
 
 HOLDS, FAILS, UNDECIDED, MISSING = "holds", "does not hold here", "undecided", "not run"
+MIXED = "mixed"
 MARGIN = 0.03  # of a rate or score in [0, 1]: smaller differences count as none
 SLIGHT = 0.05  # "slightly" ends here
+FITS, FITS_NOT = 5e-6, 1e-4  # the paper's errors of RAD-V and RAD-Q on data of full rank
 LOW_RANK = 0.95  # of d: a rank above this share is not called low, though the paper would
 
 
@@ -76,18 +78,25 @@ def on_par(gain: Estimate) -> Verdict:
 
 
 RULES: dict[Rule, str] = {
-    better: "**better**: holds if the interval lies on the better side of 0, does not hold here if it lies on the worse "
-    "side, and is undecided if it includes 0.",
-    no_worse: f"**no worse**: holds if the whole interval is on the better side of {MARGIN} worse, does not hold here if "
-    f"the whole interval is further on the worse side, and is undecided otherwise.",
-    slightly_worse: f"**slightly worse**: holds if the interval lies between 0 and {SLIGHT} worse, does not hold here if "
-    f"all of it is better, or more than {SLIGHT} worse, and is undecided otherwise.",
-    on_par: f"**on par**: holds if the interval lies within ±{MARGIN}, does not hold here if all of it lies outside, and "
-    "is undecided otherwise.",
+    no_worse: f"**no worse**: holds if all of the interval is better than {MARGIN} worse, does not hold here if all "
+    "of it is worse than that, else undecided.",
+    slightly_worse: f"**slightly worse**: holds if the interval lies between 0 and {SLIGHT} worse, does not hold here "
+    f"if all of it is better than 0 or more than {SLIGHT} worse, else undecided.",
+    better: "**better**: holds if the interval lies on the better side of 0, does not hold here if it lies on the "
+    "worse side, undecided if it includes 0.",
+    on_par: f"**on par**: holds if the interval lies within ±{MARGIN}, does not hold here if all of it lies outside, "
+    "else undecided.",
 }
 
 
-# --- numbers without an interval ---
+# --- other numbers ---
+
+
+def above_one(ratio: Estimate) -> Verdict:
+    """Of the rival's time over ours."""
+    if ratio.low > 1:
+        return Verdict(HOLDS, "faster")
+    return Verdict(FAILS, "slower") if ratio.high < 1 else Verdict(UNDECIDED, "the interval includes 1")
 
 
 def low_rank(rank: int, num_rows: int, hidden_size: int) -> Verdict:
@@ -106,6 +115,14 @@ def lower(rank: int, other: int) -> Verdict:
     return Verdict(HOLDS, "lower") if rank < other else Verdict(FAILS, "higher")
 
 
+def fits(error: float) -> Verdict:
+    return Verdict(HOLDS, f"below {FITS:g}") if error < FITS else Verdict(FAILS, f"not below {FITS:g}")
+
+
+def fits_not(error: float) -> Verdict:
+    return Verdict(HOLDS, f"above {FITS_NOT:g}") if error > FITS_NOT else Verdict(FAILS, f"not above {FITS_NOT:g}")
+
+
 # --- several at once ---
 
 
@@ -114,10 +131,10 @@ def combine(verdicts: Sequence[Verdict]) -> str:
     words = Counter(verdict.word for verdict in verdicts if verdict.word != MISSING)
     if not words:
         return MISSING
+    missing = f" ({len(verdicts) - words.total()} of {len(verdicts)} not run)" if words.total() < len(verdicts) else ""
     if len(words) == 1:
         (word,) = words
         reasons = {verdict.reason for verdict in verdicts if verdict.word == word}
-        return str(Verdict(word, reasons.pop() if len(reasons) == 1 else ""))
-    return "mixed: " + ", ".join(
-        f"{word} in {words[word]} of {words.total()}" for word in (HOLDS, FAILS, UNDECIDED) if words[word]
-    )
+        return str(Verdict(word, reasons.pop() if len(reasons) == 1 else "")) + missing
+    counts = (f"{word} in {words[word]} of {words.total()}" for word in (HOLDS, FAILS, UNDECIDED) if words[word])
+    return f"{MIXED}: {', '.join(counts)}{missing}"
