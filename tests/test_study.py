@@ -18,6 +18,7 @@ from classifiers import make_classifier
 from sweep_folders import make_cell, measure_cell, write_lines
 
 from radq.cli import main
+from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import Estimate
 from radq.evaluation.results import NAN
 from radq.models import RadQ, RadV
@@ -196,10 +197,10 @@ def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
         ("no_worse", -0.029, 0.01, "holds: within the margin"),
         ("no_worse", 0.001, 0.2, "holds: better"),
         ("no_worse", -0.02, -0.01, "holds: worse, by less than the margin"),
-        ("no_worse", -0.03, 0.01, "undecided: the interval includes −0.03"),
+        ("no_worse", -0.03, 0.01, "undecided: perhaps worse by more than 0.03"),
         ("no_worse", -0.06, -0.031, "does not hold here: worse by more than 0.03"),
         ("slightly_worse", -0.04, -0.01, "holds: worse, by less than 0.05"),
-        ("slightly_worse", -0.06, -0.01, "undecided: worse, but the interval includes −0.05"),
+        ("slightly_worse", -0.06, -0.01, "undecided: worse, perhaps by more than 0.05"),
         ("slightly_worse", -0.04, 0.01, "undecided: the interval includes 0"),
         ("slightly_worse", -0.1, -0.06, "does not hold here: worse by more than 0.05"),
         ("slightly_worse", 0.01, 0.02, "does not hold here: better"),
@@ -360,8 +361,12 @@ def test_guides_that_never_have_the_same_perplexity(
     assert "one guide has 1 cells." in page
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    command = [sys.executable, str(STUDY / "results.py"), str(tmp_path / "nowhere")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: there is no folder")
+def test_a_folder_that_is_not_there(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="there is no folder"):
+        modules["study"].read_study(tmp_path / "nowhere")
+
+
+def test_a_damaged_file_is_named(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "timing.json").write_text("{")
+    with pytest.raises(DataError, match="timing.json' is damaged"):
+        modules["study"].read_study(tmp_path)

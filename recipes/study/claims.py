@@ -248,23 +248,19 @@ def _cost(sweep: MeasuredSweep, guide: str, top_k: int | None, name: str) -> flo
 
 
 def _times(study: Study) -> Iterator[Claim]:
-    rows = study.timing["rows"] if study.timing is not None else []
-    for batch in sorted({row["batch"] for row in rows}) or [None]:
-        times = {(row["guide"], row["k"]): row for row in rows if row["batch"] == batch}
-        both = sorted(k for guide, k in times if guide == "rad-q" and ("rad-v", k) in times)
-        findings = [_faster(times["rad-q", k], times["rad-v", k]) for k in both]
+    rows = study.timing.rows if study.timing is not None else []
+    for batch in sorted({row.batch for row in rows}) or [None]:
+        times = {(row.guide, row.k): row.milliseconds for row in rows if row.batch == batch}
+        both = sorted(k for guide, k in times if guide == "rad-q" and k is not None and ("rad-v", k) in times)
+        ratios = {k: divide(times["rad-v", k], times["rad-q", k]) for k in both}
+        findings = [
+            Finding(f"k = {k}", f"× {number(ratio.value)} {interval(ratio)}".strip(), judge(ratio, above_one))
+            for k, ratio in ratios.items()
+        ]
         subject = "RAD-V's time over RAD-Q's" + ("" if batch is None else f", batch of {batch}")
         yield Claim("RAD-Q takes less time per token than RAD-V", subject, TIME, findings)
 
 
-def _faster(ours: dict[str, Any], theirs: dict[str, Any]) -> Finding:
-    ratio = time_ratio(theirs, ours)
-    return Finding(f"k = {ours['k']}", f"× {number(ratio.value)} {interval(ratio)}".strip(), judge(ratio, above_one))
-
-
-def time_ratio(over: dict[str, Any], under: dict[str, Any]) -> Estimate:
+def divide(over: Estimate, under: Estimate) -> Estimate:
     """With an interval from the ends of both, which is rather too wide than too narrow."""
-    name = "milliseconds_per_token"
-    ends = [row.get(end) for row in (over, under) for end in ("low", "high")]
-    low, high = (NAN, NAN) if None in ends else (over["low"] / under["high"], over["high"] / under["low"])
-    return Estimate(over[name] / under[name], low, high)
+    return Estimate(over.value / under.value, over.low / under.high, over.high / under.low)

@@ -3,9 +3,8 @@
 from typing import Any
 
 from claims import CROSS_ENTROPY, DISTILLED, MLP, NO_BASELINE, NO_REGULARISER, RESPONSES, TASKS, ranks_by_rows
-from study import Study
+from study import Study, Timed
 
-from radq.evaluation.metrics import Estimate
 from radq.evaluation.plots import (
     COLOURS,
     INK,
@@ -18,7 +17,6 @@ from radq.evaluation.plots import (
     plot_style,
     render,
 )
-from radq.evaluation.results import NAN
 
 ABLATIONS = {
     "ablation-regulariser": (DISTILLED, NO_REGULARISER, NO_BASELINE),
@@ -90,34 +88,34 @@ def _rank_label(model: str) -> str:
 
 
 def _times(study: Study) -> Plot | None:
-    if study.timing is None or not study.timing["rows"]:
+    if study.timing is None:
         return None
-    rows = study.timing["rows"]
-    batches = sorted({row["batch"] for row in rows})
+    rows = study.timing.rows
+    batches = sorted({row.batch for row in rows})
     with plot_style("time"):
         figure = make_figure()
         figure.set_size_inches(9.8, 3.6)
         for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
             for place, guide in enumerate(("rad-v", "rad-q", "none")):
-                _draw_times(axes, guide, [r for r in rows if (r["guide"], r["batch"]) == (guide, batch)], place)
-            _over_doublings(axes, sorted({row["k"] for row in rows if row["k"] is not None}))
+                _draw_times(axes, guide, [row for row in rows if (row.guide, row.batch) == (guide, batch)], place)
+            _over_doublings(axes, sorted({row.k for row in rows if row.k is not None}))
             axes.set(xlabel="candidates k", ylabel="milliseconds per token", ylim=(0, None))
             axes.set_title(f"batch of {batch}", loc="left")
             axes.legend()
         return render(figure, "time", "Time per token against the number of candidates")
 
 
-def _draw_times(axes: Any, guide: str, rows: list[dict[str, Any]], place: int) -> None:
-    curve = sorted((row for row in rows if row["k"] is not None), key=lambda row: row["k"])
+def _draw_times(axes: Any, guide: str, rows: list[Timed], place: int) -> None:
     label = "unguided" if guide == "none" else guide
+    curve = sorted(((row.k, row.milliseconds) for row in rows if row.k is not None), key=lambda point: point[0])
     for row in rows:
-        if row["k"] is None:
-            axes.axhline(row["milliseconds_per_token"], color=INK, ls=":", lw=1.2, label=label)
+        if row.k is None:
+            axes.axhline(row.milliseconds.value, color=INK, ls=":", lw=1.2, label=label)
     if curve:
-        times = [Estimate(row["milliseconds_per_token"], row.get("low", NAN), row.get("high", NAN)) for row in curve]
-        k, milliseconds = [row["k"] for row in curve], [time.value for time in times]
+        times = [time for _, time in curve]
         look = _look(place) | ({"color": INK, "ls": ":"} if guide == "none" else {})
-        axes.errorbar(k, milliseconds, yerr=error_bars(times), **look, capsize=2, label=label)
+        bars = {"yerr": error_bars(times), "capsize": 2}
+        axes.errorbar([k for k, _ in curve], [time.value for time in times], **bars, **look, label=label)
 
 
 def _look(place: int) -> dict[str, Any]:

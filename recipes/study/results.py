@@ -2,7 +2,16 @@
 
     python recipes/study/results.py runs/study --out docs
 
-Verdicts are computed (verdicts.py); what has not been run yet is said to be so.
+Verdicts are computed (verdicts.py); what has not been run yet is said to be so. A study folder may hold
+
+    sweeps/detox, sentiment, ablations   what `radq eval` writes
+    mauve.jsonl                          {sweep, cell, group, value, low, high} a line
+    judges/NAME.json                     {data, rows, metrics, note}
+    models/NAME.json                     {command, seconds, metrics, parameters}
+    rank/NAME.json                       what `radq rank model --json` prints: toxicity-v, toxicity-q, …
+    expressivity/v.txt, q.txt            what recipes/expressivity.py prints
+    timing.json                          {machine, base, rows: [{guide, k, batch, milliseconds_per_token, low, high}]}
+    pieces.jsonl                         {piece, command, commit, hardware, torch, transformers, seconds} a line
 """
 
 import sys
@@ -81,7 +90,7 @@ def _claims_table(claims: Sequence[Claim]) -> str:
         ]
         measured = "–" if claim.verdict == MISSING else "<br>".join(found)
         rows.append([f"[{claim.text}]({anchor(claim.section)})", claim.subject, claim.verdict, measured])
-    return markdown_table(["claim", "of", "verdict", "measured"], rows, words=4)
+    return markdown_table(["claim", "where", "verdict", "measured"], rows, words=4)
 
 
 def _rules() -> str:

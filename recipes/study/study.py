@@ -74,12 +74,27 @@ class MeasuredSweep:
 
 
 @dataclass(frozen=True)
+class Timed:
+    guide: str  # rad-v, rad-q or none
+    k: int | None
+    batch: int
+    milliseconds: Estimate  # per token
+
+
+@dataclass(frozen=True)
+class Timing:
+    machine: str
+    base: str
+    rows: list[Timed]
+
+
+@dataclass(frozen=True)
 class Study:
     sweeps: dict[str, MeasuredSweep]  # detox, sentiment, ablations
     judges: dict[str, dict[str, Any]]
     models: dict[str, dict[str, Any]]
     ranks: dict[str, dict[str, Any]]  # what `radq rank model --json` prints
-    timing: dict[str, Any] | None
+    timing: Timing | None
     expressivity: dict[str, float]  # mean squared error of "v" and "q"
     pieces: list[dict[str, Any]]
 
@@ -94,13 +109,12 @@ def read_study(folder: Path) -> Study:
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a study.")
     mauve = _read_mauve(folder / "mauve.jsonl")
     sweeps = {name: _read_sweep(folder / "sweeps" / name, mauve) for name in ("detox", "sentiment", "ablations")}
-    timing = folder / "timing.json"
     return Study(
         sweeps={name: sweep for name, sweep in sweeps.items() if sweep is not None},
         judges=_read_documents(folder / "judges"),
         models=_read_documents(folder / "models"),
         ranks=_read_documents(folder / "rank"),
-        timing=_read_json(timing) if timing.is_file() else None,
+        timing=_read_timing(folder / "timing.json"),
         expressivity=_read_expressivity(folder / "expressivity"),
         pieces=_read_optional_lines(folder / "pieces.jsonl"),
     )
@@ -154,6 +168,15 @@ def _read_expressivity(folder: Path) -> dict[str, float]:
         )
         errors |= {kind: float(found[-1])} if found else {}
     return errors
+
+
+def _read_timing(file: Path) -> Timing | None:
+    document = _read_json(file) if file.is_file() else {}
+    rows = [
+        Timed(row["guide"], row.get("k"), row["batch"], _estimate(row | {"value": row["milliseconds_per_token"]}))
+        for row in document.get("rows", [])
+    ]
+    return Timing(document.get("machine", "not named"), document.get("base", "not named"), rows) if rows else None
 
 
 def _read_documents(folder: Path) -> dict[str, dict[str, Any]]:

@@ -54,7 +54,7 @@ def no_worse(gain: Estimate) -> Verdict:
         return Verdict(HOLDS, side)
     if gain.high < -MARGIN:
         return Verdict(FAILS, f"worse by more than {MARGIN}")
-    return Verdict(UNDECIDED, f"the interval includes −{MARGIN}")
+    return Verdict(UNDECIDED, f"perhaps worse by more than {MARGIN}")
 
 
 def slightly_worse(gain: Estimate) -> Verdict:
@@ -65,7 +65,7 @@ def slightly_worse(gain: Estimate) -> Verdict:
     if gain.high >= 0:
         return Verdict(UNDECIDED, "the interval includes 0")
     if gain.low < -SLIGHT:
-        return Verdict(UNDECIDED, f"worse, but the interval includes −{SLIGHT}")
+        return Verdict(UNDECIDED, f"worse, perhaps by more than {SLIGHT}")
     return Verdict(HOLDS, f"worse, by less than {SLIGHT}")
 
 
