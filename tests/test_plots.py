@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sweep_folders import NAMES, Page, make_result, svg_texts
 
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.plots import plot_tradeoff
+from radq.evaluation.plots import INK, plot_by_candidates, plot_tradeoff
 from radq.evaluation.results import NAN
 
 VALUES = st.floats(0.001, 0.999) | st.just(NAN)
@@ -57,3 +57,25 @@ def test_a_guide_without_points_is_in_the_legend() -> None:
     plot = plot_tradeoff("name", "all", results, lambda attribute, fluency: [])
     assert plot is not None
     assert "lost, k=20: not measured" in svg_texts(plot.svg)
+
+
+def test_candidates_have_panels_and_guides_their_colours() -> None:
+    known = {"avg_max[judge]": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(12.0, 11.0, 13.0)}
+    cells = [("rad-v", 20), ("rad-q", 20), ("rad-q", 40)]  # of rad-v nothing at 40
+    results = [make_result(guide=guide, top_k=k, beta=beta, metrics=known) for guide, k in cells for beta in (1.0, 2.0)]
+    plot = plot_by_candidates("name", "title", results, "avg_max[judge]")
+    assert plot is not None
+    texts = Page(plot.svg).texts
+    assert [texts.count(text) for text in ("k=20", "k=40", "rad-v", "rad-q")] == [1, 1, 1, 1]
+    assert plot.svg.count("stroke: #d55e00; stroke-width: 1.7") == 3  # rad-q: two panels and the legend
+    assert plot_by_candidates("name", "title", results, "positive_rate[judge]") is None
+
+
+def test_ink_and_paper_of_a_file_follow_the_reader() -> None:
+    known = {"avg_max": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(12.0, NAN, NAN)}
+    plot = plot_by_candidates("name", "title", [make_result(guide=f"a guide called {INK}", metrics=known)], "avg_max")
+    assert plot is not None
+    style, drawing = plot.themed.split("</style>", 1)
+    assert "prefers-color-scheme:dark" in style
+    assert drawing.count(INK) == 1  # its name
+    assert "currentColor" in drawing

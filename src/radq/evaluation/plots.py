@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import isfinite
 from typing import Any
@@ -30,6 +30,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # 6 and 7: their pairs repeat aft
 LINES: tuple[Any, ...] = ("-", ":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)))
 GREYS = ("#6e7781", "#8c959f", "#57606a")
 INK = "#1f2329"  # in a page it becomes the colour of the text
+THEMES = (
+    f"svg{{color:{INK};background:#fff}}@media(prefers-color-scheme:dark){{svg{{color:#e6edf3;background:#0d1117}}}}"
+)
 AXES = {
     "perplexity": "perplexity (← more fluent)",
     "mauve": "MAUVE (→ closer to unguided)",
@@ -84,6 +87,12 @@ class Plot:
         )  # tags alone: names are left as they are
         return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
 
+    @property
+    def themed(self) -> str:
+        """The drawing as a file of its own, ink and paper as the reader's light or dark mode has them."""
+        drawing = re.sub(r"<[^<>]*>", lambda tag: tag[0].replace(INK, "currentColor"), self.svg)
+        return re.sub(r"(<svg[^<>]*>)", rf"\g<1><style>{THEMES}</style>", drawing, count=1)
+
 
 # --- attribute against fluency ---
 
@@ -96,8 +105,8 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
     if not rows or not columns:
         return None
     curves = find_curves(results)
-    with _style(name):
-        figure = _make_figure()
+    with plot_style(name):
+        figure = make_figure()
         panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
         drawn: dict[str, Any] = {}  # legend: label and line
         for row, attribute in enumerate(rows):
@@ -108,7 +117,30 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
             panels[row, 0].set_title(_middle_cut(attribute, 100) if judge else "", loc="left")
         height = _add_legends(figure, curves, drawn)
         figure.set_size_inches(WIDTH, PANEL_HEIGHT * len(rows) + height)
-        return _render(figure, name, f"Trade-off of {', '.join(unique(c.guide for c in curves))} on {group} prompts")
+        return render(figure, name, f"Trade-off of {', '.join(unique(c.guide for c in curves))} on {group} prompts")
+
+
+def plot_by_candidates(name: str, title: str, results: Sequence[Result], attribute: str) -> Plot | None:
+    """One attribute against perplexity, a panel for each choice of candidates; None where there is nothing to draw."""
+    if not (_is_measured(attribute, results) and _is_measured("perplexity", results)):
+        return None
+    curves = find_curves(results)
+    settings = unique(curve.setting for curve in curves)
+    with plot_style(name):
+        figure = make_figure()
+        panels = figure.subplots(1, len(settings), squeeze=False, sharey=True)[0]
+        drawn: dict[str, Any] = {}
+        for axes, setting in zip(panels, settings, strict=True):
+            here = [
+                replace(curve, setting="", steps=curve.steps if curve.setting == setting else []) for curve in curves
+            ]
+            drawn |= _draw_panel(axes, here, "perplexity", attribute, [])
+            axes.set_title(setting, loc="left")
+        metric, judge = metric_and_judge(attribute)
+        panels[0].set_ylabel(f"{AXES[metric]} [{_middle_cut(judge, 40)}]" if judge else AXES[metric])
+        height = _add_legends(figure, [replace(curve, setting="") for curve in curves], drawn)
+        figure.set_size_inches(WIDTH, PANEL_HEIGHT + height)
+        return render(figure, name, title)
 
 
 def _is_measured(key: str, results: Sequence[Result]) -> bool:
@@ -144,7 +176,7 @@ def _draw_panel(
 def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tuple[str, Estimate, Estimate]]) -> Any:
     across, up = [x for _, x, _ in points], [y for _, _, y in points]
     x, y = [one.value for one in across], [one.value for one in up]
-    errors = {"xerr": _error_bars(across), "yerr": _error_bars(up)}
+    errors = {"xerr": error_bars(across), "yerr": error_bars(up)}
     axes.errorbar(x, y, **errors, fmt="none", ecolor=look["color"], elinewidth=0.9, alpha=0.45, zorder=2)
     (line,) = axes.plot(x, y, **look, zorder=4 if curve.unguided else 3)
     for label, one, other in [] if curve.unguided else points:
@@ -174,7 +206,7 @@ def _write_at(axes: Any, label: str, x: float, y: float, colour: str, corner: in
     axes.annotate(label, (float(x), float(y)), **place, zorder=5).set_in_layout(False)
 
 
-def _error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
+def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
     """Lengths below and above; an interval that is not known, or does not reach the value, has none."""
     low = [one.value - one.low if isfinite(one.low) else 0.0 for one in estimates]
     high = [one.high - one.value if isfinite(one.high) else 0.0 for one in estimates]
@@ -225,13 +257,13 @@ def plot_differences(name: str, differences: Sequence[GuideDifference]) -> Plot 
     if not keys:
         return None
     sizes = [sum(pair.metric == key for pair in known) for key in keys]
-    with _style(name):
-        figure = _make_figure()
+    with plot_style(name):
+        figure = make_figure()
         figure.set_size_inches(WIDTH, 0.8 * len(keys) + 0.3 * sum(sizes))
         panels = figure.subplots(len(keys), 1, squeeze=False, height_ratios=[2 + size for size in sizes])
         for axes, key in zip(panels[:, 0], keys, strict=True):
             _draw_forest(axes, [pair for pair in known if pair.metric == key], key)
-        return _render(figure, name, "Differences between guides at equal perplexity")
+        return render(figure, name, "Differences between guides at equal perplexity")
 
 
 def _draw_forest(axes: Any, pairs: list[GuideDifference], key: str) -> None:
@@ -240,7 +272,7 @@ def _draw_forest(axes: Any, pairs: list[GuideDifference], key: str) -> None:
         estimate = Estimate(pair.value, pair.low, pair.high)
         colour = COLOURS[0] if is_decided(pair) else GREYS[0]
         look = {"fmt": "o", "color": colour, "capsize": 3, "lw": 1.6, "mfc": colour if is_decided(pair) else "none"}
-        axes.errorbar([pair.value], [height], xerr=_error_bars([estimate]), **look)
+        axes.errorbar([pair.value], [height], xerr=error_bars([estimate]), **look)
     axes.set_yticks(
         range(len(pairs)), [f"{pair.first} − {pair.second}, {_middle_cut(pair.group, 24)}" for pair in reversed(pairs)]
     )
@@ -258,18 +290,18 @@ def is_decided(pair: GuideDifference) -> bool:
 
 
 @contextmanager
-def _style(name: str) -> Iterator[None]:
+def plot_style(name: str) -> Iterator[None]:
     matplotlib = need("matplotlib", "eval")
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # names with letters that the PNG's font lacks
         yield
 
 
-def _make_figure() -> Any:
+def make_figure() -> Any:
     return need("matplotlib.figure", "eval").Figure(layout="constrained")
 
 
-def _render(figure: Any, name: str, title: str) -> Plot:
+def render(figure: Any, name: str, title: str) -> Plot:
     svg, png = io.BytesIO(), io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(svg, format="svg", transparent=True, metadata=nothing)

@@ -1,0 +1,372 @@
+"""The results of a study: verdicts worked by hand; pages of whole, partial and empty studies; links that lead on."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import combinations, product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from classifiers import make_classifier
+from sweep_folders import make_cell, measure_cell, write_lines
+
+from radq.cli import main
+from radq.errors import DataError, OptionError
+from radq.evaluation.metrics import Estimate
+from radq.evaluation.results import NAN
+from radq.models import RadQ, RadV
+
+REPOSITORY = Path(__file__).parent.parent
+STUDY = REPOSITORY / "recipes" / "study"
+TASK_GUIDES = ("rad-v", "rad-q (distilled)", "rad-q (responses)", "dexperts", "gedi")
+ABLATION_GUIDES = (
+    *("rad-q (distilled)", "no regulariser", "no regulariser no baseline"),
+    *("rad-q (responses)", "cross-entropy", "mlp"),
+)
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The study's modules, which are scripts beside one another and no package."""
+    names = [file.stem for file in STUDY.glob("*.py")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STUDY)
+        yield {name: __import__(name) for name in names}
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+# --- a study folder ---
+
+
+def write_sweep(folder: Path, guides: tuple[str, ...], groups: tuple[str, ...], judge: str, gap: float) -> None:
+    """Each guide has `gap` more of every attribute than the one after it, give or take 0.01."""
+    folder.mkdir(parents=True)
+    cells = [make_cell(*cell, seed=0) for cell in product(("none",), (None,), (20, 40))]
+    cells += [make_cell(guide, beta, k, 0) for guide, beta, k in product(guides, (10.0, 50.0, 100.0), (20, 40))]
+    skills = dict.fromkeys(guides, 1.0)
+    rows = [cell | measure_cell(cell, group, skills, (f"[{judge}]",)) for cell, group in product(cells, groups)]
+    write_lines(folder / "metrics.jsonl", rows)
+    pairs = [
+        {"first": guides[i], "second": guides[j], "metric": f"{metric}[{judge}]", "group": group, "top_k": k, "seed": 0}
+        | {"value": gap * (j - i), "low": gap * (j - i) - 0.01, "high": gap * (j - i) + 0.01}
+        | {"perplexity": [11.0, 15.0], "reason": None}
+        for i, j in combinations(range(len(guides)), 2)
+        for metric, group, k in product(("avg_max", "positive_rate"), groups, (20, 40))
+    ]
+    write_lines(folder / "differences.jsonl", pairs)
+    costs = {"seconds": 2.0, "tokens": 2000, "steps": 2000, "calls": 1900}
+    experts = {"rad-v": 1900 * 20}
+    lines = [
+        {"cell": c["cell"], **costs, "expert_tokens": experts.get(c["guide"], 1900), "peak_memory": 1} for c in cells
+    ]
+    write_lines(folder / "costs.jsonl", lines)
+
+
+def write_json(file: Path, document: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document))
+
+
+def write_rank(folder: Path, name: str, *ranks: int) -> None:
+    rows = [{"num_rows": 64 * 4**n, "rank": rank, "cutoff": 1e-3, "spectrum": [1.0]} for n, rank in enumerate(ranks)]
+    document = {"reward": name, "kind": "q", "attribute": "toxicity", "hidden_size": 576, "vocabulary": 49152}
+    write_json(folder / "rank" / f"{name}.json", document | {"dtype": "float32", "ranks": rows})
+
+
+def write_the_rest(folder: Path) -> None:
+    for name, ranks in {
+        "toxicity-v": (60, 250, 900),
+        "toxicity-q": (40, 90, 120),
+        "sentiment-v": (64, 256, 570),
+    }.items():
+        write_rank(folder, name, *ranks)
+    write_rank(folder, "toxicity-q-no-regulariser", 64, 200)
+    times = [("none", 1.0, 0.0), ("rad-q", 1.2, 0.0), ("rad-v", 1.2, 0.05)]
+    rows = [
+        {"guide": guide, "k": k, "batch": 25, "milliseconds_per_token": t, "low": t - 0.1, "high": t + 0.1}
+        for guide, fixed, slope in times
+        for k in (5, 20, 100)
+        for t in [fixed + slope * k]
+    ]
+    write_json(folder / "timing.json", {"machine": "one GPU", "base": "SmolLM2-135M", "rows": rows})
+    quality = {"spearman": 0.8123, "auc": 0.95}
+    write_json(
+        folder / "judges" / "toxicity.json",
+        {"data": "RTP", "rows": {"test": 1000}, "metrics": quality, "note": "a | b"},
+    )
+    model = {
+        "command": "radq train | tee",
+        "seconds": 61.2,
+        "metrics": {"mse": 0.05},
+        "parameters": {"trained": 2300000},
+    }
+    write_json(folder / "models" / "toxicity-v.json", model)
+    piece = {"command": "make", "commit": "abc1234", "hardware": "one GPU", "torch": "2.11", "transformers": "5.22"}
+    write_lines(folder / "pieces.jsonl", [piece | {"piece": name, "seconds": 600} for name in ("train", "sweep")])
+    (folder / "expressivity").mkdir()
+    (folder / "expressivity" / "v.txt").write_text("RAD-V, n = 1024, d = 512: MSE 4e-06 over 524800 entries\n")
+    cell = make_cell("rad-v", 10.0, 20, 0)["cell"]
+    write_lines(folder / "mauve.jsonl", [{"sweep": "sentiment", "cell": cell, "group": "neutral", "value": 0.8765}])
+
+
+@pytest.fixture(scope="module")
+def detox(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real sweep of the toy."""
+    folder = tmp_path_factory.mktemp("detox")
+    (folder / "prompts.jsonl").write_text("".join(f'{{"text": "the film {n}"}}\n' for n in range(4)))
+    torch.manual_seed(0)
+    RadQ.from_backbone(toy, attributes=["praise"]).save_pretrained(folder / "q")
+    RadV.from_backbone(toy, attributes=["praise"]).save_pretrained(folder / "v")
+    make_classifier(folder / "judge")
+    sweep = {
+        "base": str(toy),
+        "prompts": [{"file": str(folder / "prompts.jsonl"), "group": "nontoxic", "limit": 4}],
+        "guides": {
+            "rad-v": {"folder": str(folder / "v"), "weights": {"praise": 1}, "beta": [1, 30]},
+            "rad-q (distilled)": {"folder": str(folder / "q"), "weights": {"praise": 1}, "beta": [1, 30]},
+        },
+        "judges": {"toxicity": {"judge": f"classifier:{folder / 'judge'}", "metrics": ["avg_max", "toxic_rate"]}},
+        "perplexity": str(toy),
+        "metrics": ["perplexity", "dist_2", "dist_3"],
+        "samples": 2,
+        "max_new_tokens": 4,
+        "top_k": [4, 8],
+        "resamples": 20,
+    }
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    argv = ["--config", str(folder / "sweep.yaml"), "--out", str(folder / "detox"), "--cache", str(folder / "cache")]
+    assert main(["eval", *argv, "--json"]) == 0
+    shutil.rmtree(folder / "detox" / "measures")
+    return folder / "detox"
+
+
+def make_study(folder: Path, detox: Path) -> Path:
+    shutil.copytree(detox, folder / "sweeps" / "detox")
+    write_sweep(folder / "sweeps" / "sentiment", TASK_GUIDES, ("neutral", "negative"), "sentiment", gap=0.045)
+    write_sweep(folder / "sweeps" / "ablations", ABLATION_GUIDES, ("nontoxic",), "toxicity", gap=-0.02)
+    write_the_rest(folder)
+    return folder
+
+
+@pytest.fixture
+def study(detox: Path, tmp_path: Path) -> Path:
+    return make_study(tmp_path / "study", detox)
+
+
+@pytest.fixture(scope="module")
+def docs(modules: dict[str, ModuleType], detox: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a whole study gives; the study lies beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    write(modules, make_study(folder / "study", detox), folder / "docs")
+    return folder / "docs"
+
+
+@pytest.fixture
+def page(docs: Path) -> str:
+    return (docs / "results.md").read_text()
+
+
+def write(modules: dict[str, ModuleType], study: Path, out: Path) -> str:
+    modules["results"].main(modules["results"].Arguments(study, out))
+    return (out / "results.md").read_text()
+
+
+def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
+    """Verdict and measured cell of each line of the first table, by claim and subject."""
+    rows = re.findall(r"^\| \[(.*?)\]\(#\S+\) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    return {(claim, subject): [verdict, measured] for claim, subject, verdict, measured in rows}
+
+
+# --- verdicts ---
+
+
+@pytest.mark.parametrize(
+    ("rule", "low", "high", "wanted"),
+    [
+        ("better", 0.01, 0.03, "holds: better"),
+        ("better", -0.03, -0.01, "does not hold here: worse"),
+        ("better", 0.0, 0.03, "undecided: the interval includes 0"),
+        ("no_worse", -0.029, 0.01, "holds: within the margin"),
+        ("no_worse", 0.001, 0.2, "holds: better"),
+        ("no_worse", -0.02, -0.01, "holds: worse, by less than the margin"),
+        ("no_worse", -0.03, 0.01, "undecided: perhaps worse by more than 0.03"),
+        ("no_worse", -0.06, -0.031, "does not hold here: worse by more than 0.03"),
+        ("slightly_worse", -0.04, -0.01, "holds: worse, by less than 0.05"),
+        ("slightly_worse", -0.06, -0.01, "undecided: worse, perhaps by more than 0.05"),
+        ("slightly_worse", -0.04, 0.01, "undecided: the interval includes 0"),
+        ("slightly_worse", -0.1, -0.06, "does not hold here: worse by more than 0.05"),
+        ("slightly_worse", 0.01, 0.02, "does not hold here: better"),
+        ("on_par", -0.02, 0.02, "holds: within the margin"),
+        ("on_par", -0.02, 0.04, "undecided: the interval reaches beyond ±0.03"),
+        ("on_par", 0.04, 0.06, "does not hold here: better by more than 0.03"),
+        ("on_par", -0.06, -0.04, "does not hold here: worse by more than 0.03"),
+        ("better", NAN, NAN, "undecided: there is no interval"),
+    ],
+)
+def test_verdicts(modules: dict[str, ModuleType], rule: str, low: float, high: float, wanted: str) -> None:
+    verdicts = modules["verdicts"]
+    gain = Estimate(0.0 if low != low else (low + high) / 2, low, high)
+    assert str(verdicts.judge(gain, getattr(verdicts, rule))) == wanted
+    assert verdicts.judge(Estimate(NAN, NAN, NAN), getattr(verdicts, rule)).word == "undecided"
+
+
+def test_verdicts_on_ranks(modules: dict[str, ModuleType]) -> None:
+    low_rank, lower = modules["verdicts"].low_rank, modules["verdicts"].lower
+    assert str(low_rank(144, 1024, 576)) == "holds: 0.25 d"
+    assert low_rank(575, 1024, 576).word == "undecided"
+    assert low_rank(144, 512, 576).word == "undecided"
+    assert low_rank(576, 1024, 576).word == low_rank(900, 1024, 576).word == "does not hold here"
+    assert [lower(*pair).word for pair in ((1, 2), (2, 2), (2, 1))] == ["holds", "undecided", "does not hold here"]
+
+
+def test_verdicts_of_several_settings(modules: dict[str, ModuleType]) -> None:
+    verdicts = modules["verdicts"]
+    fine, other, wrong, missing = (verdicts.Verdict(word, word) for word in ("holds", "holds", "undecided", "not run"))
+    assert verdicts.combine([]) == verdicts.combine([missing]) == "not run"
+    assert verdicts.combine([fine, missing]) == "holds: holds (1 of 2 not run)"
+    assert verdicts.combine([fine, verdicts.Verdict("holds", "better")]) == "holds"
+    assert verdicts.combine([fine, other, wrong]) == "mixed: holds in 2 of 3, undecided in 1 of 3"
+
+
+def test_less_toxicity_is_better(modules: dict[str, ModuleType]) -> None:
+    detox, sentiment = (modules["claims"].TASKS[name] for name in ("detox", "sentiment"))
+    assert detox.gain(Estimate(-0.02, -0.03, -0.005)) == Estimate(0.02, 0.005, 0.03)
+    assert sentiment.gain(Estimate(-0.02, -0.03, -0.005)) == Estimate(-0.02, -0.03, -0.005)
+
+
+# --- pages ---
+
+
+def test_claims_of_a_study(page: str) -> None:
+    rows = claim_rows(page)
+    neutral, ablation = "sentiment, neutral prompts", "detoxification, nontoxic prompts"
+    assert rows["distilled RAD-Q matches or beats RAD-V in sentiment", neutral] == [
+        "does not hold here: worse by more than 0.03",
+        "k = 20: −0.045 [−0.055, −0.035]<br>k = 40: −0.045 [−0.055, −0.035]",
+    ]
+    assert rows["RAD-Q on responses only is slightly behind RAD-V", neutral][0].startswith("does not hold here")
+    assert rows["RAD-Q on responses only is slightly behind distilled RAD-Q", neutral][0].startswith("undecided: worse")
+    assert rows["distilled RAD-Q is better than GeDi", neutral][0] == "holds: better"
+    assert rows["the regulariser helps fluency", ablation] == [  # less toxic, as far as the interval reaches
+        "holds: better",
+        "k = 20: −0.020 [−0.030, −0.010]<br>k = 40: −0.020 [−0.030, −0.010]",
+    ]
+    assert rows["regulariser and baseline together help fluency", ablation][0] == "holds: better"
+    assert rows["cross-entropy is slightly behind squared loss", ablation][0] == "holds: worse, by less than 0.05"
+    assert rows["learned reward matrices have low numerical rank", "toxicity"][0].startswith("mixed: holds in 1 of 2")
+    assert "(1 of 2 not run)" in rows["learned reward matrices have low numerical rank", "sentiment"][0]
+    assert rows["the regulariser lowers the rank", "toxicity"] == ["holds: lower", "N = 256: rank 90, without it 200"]
+    assert rows["RAD-V fits full-rank data, RAD-Q cannot", "name pairs"] == [
+        "holds: below 5e-06 (1 of 2 not run)",
+        "RAD-V: MSE 4e-06<br>RAD-Q: not run",
+    ]
+    verdict, measured = rows["RAD-Q takes less time per token than RAD-V", "RAD-V's time over RAD-Q's, batch of 25"]
+    assert verdict == "holds: faster"
+    assert measured.endswith("k = 100: × 5.167 [4.692, 5.727]")  # 6.2 / 1.2, 6.1 / 1.3, 6.3 / 1.1
+
+
+def test_a_real_sweep_has_its_verdicts(page: str, tmp_path: Path) -> None:
+    rows = claim_rows(page)
+    for top_k in (4, 8):
+        assert f"k = {top_k}: " in rows["RAD-Q reads one token in one call per generated token", "whatever k"][1]
+    found = rows["distilled RAD-Q follows RAD-V in detoxification", "detoxification, nontoxic prompts"]
+    assert found[0] != "not run"
+    assert rows["distilled RAD-Q is better than GeDi", "detoxification, nontoxic prompts"] == ["not run", "–"]
+    assert "4 of `prompts.jsonl` (nontoxic)" in page
+    assert str(tmp_path.parent) not in page
+
+
+def test_a_pair_in_the_other_order_has_the_other_sign(modules: dict[str, ModuleType], study: Path) -> None:
+    sweep = modules["study"].read_study(study).sweeps["sentiment"]
+    straight, turned = sweep.compare("rad-v", "gedi")[0], sweep.compare("gedi", "rad-v")[0]
+    assert (straight.first, straight.second) == (turned.second, turned.first) == ("rad-v", "gedi")
+    estimate = straight.estimate
+    assert estimate.value == 0.18
+    assert turned.estimate == Estimate(-estimate.value, -estimate.high, -estimate.low)
+
+
+def test_links_and_images_are_there(modules: dict[str, ModuleType], docs: Path, page: str) -> None:
+    anchor = modules["claims"].anchor
+    headings = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", page, re.MULTILINE)}
+    links = re.findall(r"\]\((?!https)([^)\s]+)\)", page)
+    assert {link for link in links if link.startswith("#")} <= headings
+    images = {link for link in links if link.endswith(".svg")}
+    assert images == {f"results/{file.name}" for file in (docs / "results").iterdir()}
+    assert len(images) == 7
+    for file, _, part in (link.partition("#") for link in links if link.startswith("rank.md")):
+        text = (REPOSITORY / "docs" / file).read_text()
+        assert f"#{part}" in {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    for name in images:
+        assert (docs / name).stat().st_size < 100_000
+
+
+def test_the_page_holds_what_was_done(page: str) -> None:
+    assert page.startswith("<!-- Written by `python recipes/study/results.py study --out docs`.")
+    assert "| toxicity | RTP | test 1,000 | spearman 0.812, auc 0.950 | a \\| b |" in page
+    assert "`radq train \\| tee`" in page
+    assert "2 pieces, 1,200 s in all, the longest 600 s. commit abc1234; hardware one GPU" in page
+    assert "| rad-v | 20 | 10 |" in page
+    assert " 0.876 |" in page  # MAUVE
+    assert "toxicity: spearman 0.812, auc 0.950." in page.split("## Limits")[1]
+
+
+def test_the_same_study_gives_the_same_files(docs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(STUDY / "results.py"), str(docs.parent / "study"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    files = [file.relative_to(docs) for file in docs.rglob("*.*")]
+    assert len(files) == 8
+    assert all((docs / file).read_bytes() == (tmp_path / file).read_bytes() for file in files)
+
+
+def test_parts_that_were_not_run_are_said_to_be_so(modules: dict[str, ModuleType], study: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "time.svg").write_text("of an earlier study")
+    for part in ("timing.json", "pieces.jsonl", "mauve.jsonl", "sweeps/sentiment/differences.jsonl"):
+        (study / part).unlink()
+    shutil.rmtree(study / "sweeps" / "ablations")
+    (study / "sweeps" / "detox" / "metrics.jsonl").write_text("")
+    page = write(modules, study, tmp_path / "docs")
+    rows = claim_rows(page)
+    assert rows["distilled RAD-Q is better than GeDi", "detoxification"] == ["not run", "–"]
+    assert rows["distilled RAD-Q is better than GeDi", "sentiment, neutral prompts"] == ["not run", "–"]
+    assert rows["the MLP head is on par with the linear one", "detoxification"] == ["not run", "–"]
+    left = {file.stem for file in (tmp_path / "docs" / "results").iterdir()}
+    assert left == {"sentiment-neutral", "sentiment-negative", "rank"}
+
+
+def test_an_empty_study_is_a_page_too(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    rows = claim_rows(write(modules, tmp_path / "study", tmp_path / "docs"))
+    assert len(rows) > 15
+    assert {verdict for verdict, _ in rows.values()} == {"not run"}
+
+
+def test_guides_that_never_have_the_same_perplexity(
+    modules: dict[str, ModuleType], study: Path, tmp_path: Path
+) -> None:
+    file = study / "sweeps" / "sentiment" / "differences.jsonl"
+    nothing = {"value": None, "low": None, "high": None, "perplexity": None, "reason": "one guide has 1 cells."}
+    write_lines(file, [json.loads(line) | nothing for line in file.read_text().splitlines()])
+    page = write(modules, study, tmp_path / "docs")
+    found = claim_rows(page)["distilled RAD-Q is better than GeDi", "sentiment, neutral prompts"]
+    assert found == ["undecided: the two never have the same perplexity", "k = 20: –<br>k = 40: –"]
+    assert "one guide has 1 cells." in page
+
+
+def test_a_folder_that_is_not_there(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="there is no folder"):
+        modules["study"].read_study(tmp_path / "nowhere")
+
+
+def test_a_damaged_file_is_named(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "timing.json").write_text("{")
+    with pytest.raises(DataError, match="timing.json' is damaged"):
+        modules["study"].read_study(tmp_path)
