@@ -1,16 +1,13 @@
 """The study: the paper's claims on SmolLM2-135M, in pieces that a GPU does in minutes each. See README.md.
 
-    python recipes/study/study.py train --folder runs/study
-    python recipes/study/study.py judges --folder runs/study
-    python recipes/study/study.py sweeps --folder runs/study
-    python recipes/study/study.py rank --folder runs/study
-    python recipes/study/study.py time --folder runs/study
+    python recipes/study/pieces.py train --folder runs/study      (then judges, sweeps, rank, time, expressivity, mauve)
 
 Pieces are radq's own commands, several at once, in the study's folder. What is done already is not done again.
 """
 
 import argparse
 import json
+import lzma
 import os
 import platform
 import subprocess
@@ -29,6 +26,8 @@ import yaml
 RECIPES = Path(__file__).resolve().parent.parent
 HERE = RECIPES / "study"
 RADQ = [sys.executable, "-m", "radq"]
+SWEEPS = ("detox", "sentiment", "ablations")
+EXCERPT = 5  # samples of each prompt
 TASKS = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 
 
@@ -39,6 +38,7 @@ class Job:
     name: str
     command: list[str]
     makes: str  # what is there when it is done
+    needs: str = ""  # what another job makes
     environment: Mapping[str, str] = field(default_factory=dict)  # beside the study's own
 
 
@@ -81,7 +81,7 @@ def experts(task: str, method: str) -> dict[str, Any]:
     }
 
 
-FIRST = {  # from data alone
+MODELS = {  # teachers first
     "toxicity-v": recipe("toxicity-v"),
     "sentiment-v": recipe("sentiment-v"),
     "judge-toxicity": judge("toxicity", batch_size=32, learning_rate=5e-5, epochs=4),
@@ -94,8 +94,6 @@ FIRST = {  # from data alone
     "sentiment-gedi": experts("sentiment", "gedi"),
     "toxicity-q-cross-entropy": from_responses("toxicity", loss="ce"),
     "toxicity-q-mlp": from_responses("toxicity", head="mlp"),
-}
-SECOND = {  # from teachers
     "toxicity-q": student("toxicity"),
     "sentiment-q": student("sentiment"),
     "toxicity-q-no-regulariser": student("toxicity", reg_weight=0.0),
@@ -107,7 +105,8 @@ def training_job(name: str, settings: dict[str, Any]) -> Job:
     config = Path("models") / f"{name}.yaml"
     config.write_text(yaml.safe_dump(settings | {"out": f"models/{name}"}, sort_keys=False))
     command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
-    return Job(name, [*RADQ, command, "--config", str(config), "--overwrite", "--json"], f"models/{name}.json")
+    needs = f"{settings['teacher']}.json" if settings.get("teacher") else ""
+    return Job(name, [*RADQ, command, "--config", str(config), "--overwrite", "--json"], f"models/{name}.json", needs)
 
 
 def describe_model(job: Job, output: str, seconds: float) -> None:
@@ -118,8 +117,7 @@ def describe_model(job: Job, output: str, seconds: float) -> None:
 
 def train(jobs: int) -> None:
     Path("models").mkdir(exist_ok=True)
-    run_all([training_job(name, settings) for name, settings in FIRST.items()], jobs, describe_model)
-    run_all([training_job(name, settings) for name, settings in SECOND.items()], jobs, describe_model)
+    run_all([training_job(name, settings) for name, settings in MODELS.items()], jobs, describe_model)
 
 
 # --- how good the judges are ---
@@ -154,28 +152,31 @@ def judges(jobs: int) -> None:
 
 
 def sweeps(jobs: int) -> None:
-    names = sorted(path.stem for path in (HERE / "sweeps").glob("*.yaml"))
-    for name in names:
-        (Path("sweeps") / name).mkdir(parents=True, exist_ok=True)
-    run_all([sweep_job(name) for name in names], jobs)
+    """A run for each number of candidates: guides are compared at the same one, and runs stay short."""
+    Path("sweeps").mkdir(exist_ok=True)
+    settings = {name: yaml.safe_load((HERE / "sweeps" / f"{name}.yaml").read_text()) for name in SWEEPS}
+    ks = sorted({k for sweep in settings.values() for k in sweep["top_k"]})
+    run_all([sweep_job(name, settings[name], k) for k in ks for name in SWEEPS if k in settings[name]["top_k"]], jobs)
 
 
-def sweep_job(name: str) -> Job:
-    config = HERE / "sweeps" / f"{name}.yaml"
-    command = [*RADQ, "eval", "--config", str(config), "--out", f"sweeps/{name}", "--cache", f"sweeps/{name}"]
-    return Job(name, [*command, "--json"], f"sweeps/{name}/differences.jsonl")
+def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
+    run = f"sweeps/{name}-k{k}"
+    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"top_k": k}, sort_keys=False))
+    command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
+    return Job(Path(run).name, command, f"{run}/differences.jsonl")
 
 
 def rank(jobs: int) -> None:
     """float32 by TF32 tensor cores: its noise is far below the cutoff, and RAD-V reads 50 million tokens."""
-    models = [name for name in (*FIRST, *SECOND) if "-v" in name or "-q" in name]
+    models = [name for name in MODELS if "-v" in name or "-q" in name]
     run_all([rank_job(name) for name in models], jobs, keep_output)
 
 
 def rank_job(name: str) -> Job:
     data = TASKS[name.split("-")[0]]
-    command = [*RADQ, "rank", "model", f"models/{name}", "--data", data, "--rows", "64,128,256,512,1024", "--json"]
-    return Job(name, command, f"rank/{name}.json", {"NVIDIA_TF32_OVERRIDE": "1"})
+    command = [*RADQ, "rank", "model", f"models/{name}", "--data", data, "--rows", "64,128,256,512,1024"]
+    command += ["--batch-size", "256", "--json"]
+    return Job(f"rank-{name}", command, f"rank/{name}.json", environment={"NVIDIA_TF32_OVERRIDE": "1"})
 
 
 def keep_output(job: Job, output: str, seconds: float) -> None:
@@ -184,11 +185,46 @@ def keep_output(job: Job, output: str, seconds: float) -> None:
 
 def time_tokens(jobs: int) -> None:
     command = [sys.executable, str(RECIPES.parent / "benchmarks" / "candidates.py"), "--base", "embedded"]
-    command += ["--rad-q", "models/toxicity-q", "--rad-v", "models/toxicity-v", "--json"]
+    command += ["--rad-q", "models/toxicity-q", "--rad-v", "models/toxicity-v", "--batches", "25", "1000", "--json"]
     run_all([Job("time", command, "timing.json")], 1, keep_output)
 
 
-PIECES = {"train": train, "judges": judges, "sweeps": sweeps, "rank": rank, "time": time_tokens}
+def expressivity(jobs: int) -> None:
+    def keep(job: Job, output: str, seconds: float) -> None:
+        Path("expressivity").mkdir(exist_ok=True)
+        Path(job.makes).write_text(output)
+
+    script = [sys.executable, str(RECIPES / "expressivity.py"), "--device", "cuda", "--kind"]
+    run_all([Job(f"expressivity-{kind}", [*script, kind], f"expressivity/{kind}.txt") for kind in "vq"], jobs, keep)
+
+
+# --- MAUVE, which takes long: of some samples, where the package is ---
+
+
+def excerpts(jobs: int) -> None:
+    """The first samples of every prompt: small files to look at, and to take to another machine."""
+    from radq.evaluation.lines import read_lines
+
+    for run in sorted(Path("sweeps").glob("*-k*/differences.jsonl")):
+        file = Path("excerpts") / f"{run.parent.name}.jsonl.xz"
+        if file.exists():
+            continue
+        file.parent.mkdir(exist_ok=True)
+        with lzma.open(file, "wt", preset=1) as stream:
+            for row in read_lines(run.with_name("generations.jsonl")):
+                kept = {name: row[name] for name in ("cell", "prompt", "group")}
+                stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
+
+
+PIECES = {
+    "train": train,
+    "judges": judges,
+    "sweeps": sweeps,
+    "rank": rank,
+    "time": time_tokens,
+    "expressivity": expressivity,
+    "excerpts": excerpts,
+}
 
 
 # --- running ---
@@ -206,16 +242,32 @@ def run_all(jobs: list[Job], at_once: int, finish: Callable[[Job, str, float], N
 
 def run_one(job: Job, finish: Callable[[Job, str, float], None] | None) -> str | None:
     """The job's name if it failed."""
+    if job.needs and not wait_for(job.needs):
+        return job.name
     began = time.time()
     with (Path("logs") / f"{job.name}.log").open("w") as log:
-        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **job.environment})
+        done = subprocess.run(
+            job.command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **job.environment}
+        )
     seconds = time.time() - began
     print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
+    failed = Path(job.makes).with_suffix(".failed")  # others may wait for it
     if done.returncode:
+        failed.touch()
         return job.name
+    failed.unlink(missing_ok=True)
     if finish is not None:
         finish(job, done.stdout, seconds)
     return None
+
+
+def wait_for(file: str) -> bool:
+    """Whether another job makes it, as long as others run."""
+    while not Path(file).exists():
+        if Path(file).with_suffix(".failed").exists():
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def shown(command: list[str]) -> str:
@@ -237,7 +289,7 @@ def record_piece(piece: str, seconds: float, commit: str) -> None:
 
     line = {
         "piece": piece,
-        "command": f"python recipes/study/study.py {piece}",
+        "command": f"python recipes/study/pieces.py {piece}",
         "commit": commit,
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": version("torch"),
@@ -257,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("piece", choices=PIECES)
     parser.add_argument("--folder", type=Path, required=True, help="of the study, with data/ as the README makes it")
-    parser.add_argument("--jobs", type=int, default=4, help="commands at once")
+    parser.add_argument("--jobs", type=int, default=4, help="commands at once; train wants to begin all teachers")
     parser.add_argument("--commit", default=find_commit(), help="of radq, where there is no git")
     arguments = parser.parse_args()
     os.chdir(arguments.folder)

@@ -108,7 +108,7 @@ def read_study(folder: Path) -> Study:
     if not folder.is_dir():
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a study.")
     mauve = _read_mauve(folder / "mauve.jsonl")
-    sweeps = {name: _read_sweep(folder / "sweeps" / name, mauve) for name in ("detox", "sentiment", "ablations")}
+    sweeps = {name: _read_sweep(folder / "sweeps", name, mauve) for name in ("detox", "sentiment", "ablations")}
     return Study(
         sweeps={name: sweep for name, sweep in sweeps.items() if sweep is not None},
         judges=_read_documents(folder / "judges"),
@@ -123,13 +123,33 @@ def read_study(folder: Path) -> Study:
 # --- sweeps ---
 
 
-def _read_sweep(folder: Path, mauve: dict[tuple[str, str, str], Estimate]) -> MeasuredSweep | None:
-    metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
-    if not metrics.is_file() or b"\n" not in metrics.read_bytes():
+def _read_sweep(folder: Path, name: str, mauve: dict[tuple[str, str, str], Estimate]) -> MeasuredSweep | None:
+    """All runs of a sweep as one: NAME, or NAME-k20, NAME-k40 and so on."""
+    runs = [_read_run(run, mauve) for run in sorted(folder.glob(f"{name}*")) if _is_measured(run)]
+    if not runs:
         return None
-    results = [_with_mauve(result, mauve.get((folder.name, result.cell, result.group))) for result in _results(folder)]
-    differences = [_read_difference(row) for row in _read_optional_lines(folder / "differences.jsonl")]
+    return MeasuredSweep(
+        _join_configs([run.config for run in runs if run.config is not None]),
+        [result for run in runs for result in run.results],
+        [difference for run in runs for difference in run.differences],
+    )
+
+
+def _is_measured(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.is_file() and b"\n" in metrics.read_bytes()
+
+
+def _read_run(run: Path, mauve: dict[tuple[str, str, str], Estimate]) -> MeasuredSweep:
+    config = run / "config.yaml"
+    results = [_with_mauve(result, mauve.get((run.name, result.cell, result.group))) for result in _results(run)]
+    differences = [_read_difference(row) for row in _read_optional_lines(run / "differences.jsonl")]
     return MeasuredSweep(load_sweep(config) if config.is_file() else None, results, differences)
+
+
+def _join_configs(configs: list[Sweep]) -> Sweep | None:
+    """They differ in the candidates only."""
+    return replace(configs[0], top_k=[k for config in configs for k in config.top_k]) if configs else None
 
 
 def _results(folder: Path) -> list[Result]:
