@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from radq.errors import DataError, ModelError, OptionError
 from radq.evaluation.judges import JUDGES, CachedJudge, InvertedJudge, Judge, Scored, choose_label, load_judge
 from radq.evaluation.linear import Card, LinearModel, split_rows
+from radq.models import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
 
@@ -233,6 +234,27 @@ def test_a_toxicity_model_tells_insults_from_thanks() -> None:
 
 
 # --- linear ---
+
+
+def test_a_reward_model_judges_by_its_last_token(toy: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = RadV.from_backbone(toy, attributes=["rude", "praise"])
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    torch.nn.init.constant_(model.head.bias, 0.5)
+    model.save_pretrained(tmp_path / "judge")
+    texts = ["the film was good .", "a story", "the plot is dull and the acting is bad ."]
+    tokenizer = AutoTokenizer.from_pretrained(toy)
+    wanted = [
+        model.token_rewards(torch.tensor([tokenizer(text, add_special_tokens=False).input_ids]))[0, -1, 1].item()
+        for text in texts
+    ]
+    judge = load_judge(f"reward:{tmp_path / 'judge'}#praise")
+    np.testing.assert_allclose(judge.score(texts), np.clip(wanted, 0, 1), atol=1e-5)
+    assert np.std(wanted) > 0.001
+    assert judge.score([]).shape == (0,)
+    assert "#praise" in judge.name
+    with pytest.raises(OptionError, match="rude, praise"):
+        load_judge(f"reward:{tmp_path / 'judge'}")
 
 
 @pytest.fixture

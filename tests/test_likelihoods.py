@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from radq.decoding import generate
 from radq.errors import ContextLengthError, OptionError
 from radq.evaluation.likelihoods import encode_pairs, measure_likelihoods
 from radq.evaluation.metrics import perplexities
@@ -116,3 +117,23 @@ def test_an_impossible_token_is_infinitely_unlikely() -> None:
         lm.lm_head.bias[9] = -torch.inf
     found = measure_likelihoods(lm, tokenizer, ["5", "5"], [" 9", " 8"])
     assert np.isinf(found.nll).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_decoding_measures_the_perplexity_of_what_it_chooses(family: str) -> None:
+    """Whatever temperature, candidates and stops: the numbers are those of the base alone."""
+    lm, tokenizer = make_lm(family), make_number_tokenizer()
+    texts = generate(lm, tokenizer, PROMPTS, top_k=8, temperature=0.7, max_new_tokens=5, num_samples=3, seed=1)
+    for text in texts:
+        prompt = [int(n) for n in text.prompt.split()] or [1]
+        written = text.token_ids[: text.num_text_tokens]
+        np.testing.assert_allclose(text.nll, token_by_token(lm, prompt, written), rtol=1e-5, atol=1e-4)
+
+
+def test_a_stop_token_is_no_part_of_the_text() -> None:
+    tokenizer, prompt = make_number_tokenizer(), PROMPTS[0]
+    (whole,) = generate(LLAMA, tokenizer, [prompt], max_new_tokens=3, stop_token_ids=[])
+    (text,) = generate(LLAMA, tokenizer, [prompt], max_new_tokens=3, stop_token_ids=whole.token_ids[1:2])
+    assert (text.finish_reason, text.num_text_tokens) == ("stop", 1)
+    ids = [int(n) for n in prompt.split()]
+    np.testing.assert_allclose(text.nll, token_by_token(LLAMA, ids, whole.token_ids[:1]), rtol=1e-5, atol=1e-4)

@@ -361,3 +361,16 @@ def test_training_makes_no_tensor_over_positions_and_vocabulary(head: str, tmp_p
     with LargestTensor() as largest, torch.no_grad():
         model.eval().next_rewards(ids, mask, torch.randint(v, (b, 20)))
     assert largest.numel < v * (16 if head == "mlp" else 1)  # W_2 E reads the embedding; the others touch k rows of it
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_stored_model_loads_in_half_precision(
+    kind: str, dtype: torch.dtype, lm_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = make_reward(kind, lm_folders["llama"]).float()
+    model.save_pretrained(tmp_path / "reward")
+    half = RewardModel.from_pretrained(tmp_path / "reward", dtype=dtype)
+    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    ids = torch.tensor([[3, 9, 4]])
+    torch.testing.assert_close(half.next_rewards(ids).float(), model.next_rewards(ids), atol=0.05, rtol=0.05)

@@ -215,6 +215,16 @@ def test_metrics_are_those_of_an_independent_computation(
     assert found["avg_max[mood]"]["value"] == pytest.approx(np.nanmax(scores[4:], axis=1).mean())
 
 
+def test_perplexity_while_decoding_is_that_of_the_base(run: Path, write: Any, tmp_path: Path) -> None:
+    argv = ["eval", "--config", write(perplexity="base"), "--out", str(tmp_path / "run"), "--cache", str(tmp_path)]
+    assert main([*argv, "--json"]) == 0
+    theirs, ours = (list(read_lines(folder / "metrics.jsonl")) for folder in (run, tmp_path / "run"))
+    for expected, actual in zip(theirs, ours, strict=True):
+        for name in ("value", "low", "high"):
+            wanted = expected["metrics"]["perplexity"][name]
+            assert actual["metrics"]["perplexity"][name] == pytest.approx(wanted, rel=1e-4)
+
+
 def test_costs_are_the_papers(run: Path) -> None:
     costs = read_costs(run)
     assert costs["none k=8 seed=0"]["expert_tokens_per_token"] == 0

@@ -72,9 +72,8 @@ def experts(task: str, method: str) -> dict[str, Any]:
         "method": method,
         "backbone": "embedded",
         "max_length": 96,
-        "batch_size": 128,
-        "micro_batch_size": 64,
-        "max_steps": 600,
+        "batch_size": 64,
+        "max_steps": 500,
         "learning_rate": 2e-5,
         "warmup_steps": 50,
         "save_steps": 100_000,
@@ -88,16 +87,16 @@ MODELS = {  # teachers first
     "judge-sentiment": judge("sentiment", batch_size=128, learning_rate=5e-5, epochs=2),
     "toxicity-q-responses": from_responses("toxicity"),
     "sentiment-q-responses": from_responses("sentiment"),
-    "toxicity-dexperts": experts("toxicity", "dexperts"),
-    "toxicity-gedi": experts("toxicity", "gedi"),
-    "sentiment-dexperts": experts("sentiment", "dexperts"),
-    "sentiment-gedi": experts("sentiment", "gedi"),
     "toxicity-q-cross-entropy": from_responses("toxicity", loss="ce"),
     "toxicity-q-mlp": from_responses("toxicity", head="mlp"),
+    "toxicity-dexperts": experts("toxicity", "dexperts"),
+    "sentiment-dexperts": experts("sentiment", "dexperts"),
     "toxicity-q": student("toxicity"),
     "sentiment-q": student("sentiment"),
     "toxicity-q-no-regulariser": student("toxicity", reg_weight=0.0),
     "toxicity-q-no-baseline": student("toxicity", reg_weight=0.0, head="linear-nobaseline"),
+    "toxicity-gedi": experts("toxicity", "gedi"),
+    "sentiment-gedi": experts("sentiment", "gedi"),
 }
 
 
@@ -246,9 +245,8 @@ def run_one(job: Job, finish: Callable[[Job, str, float], None] | None) -> str |
         return job.name
     began = time.time()
     with (Path("logs") / f"{job.name}.log").open("w") as log:
-        done = subprocess.run(
-            job.command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **job.environment}
-        )
+        environment = {**os.environ, **job.environment}
+        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     seconds = time.time() - began
     print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
     failed = Path(job.makes).with_suffix(".failed")  # others may wait for it
