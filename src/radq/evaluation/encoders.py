@@ -3,8 +3,8 @@
     load_encoder("minilm", device="cuda").encode(texts)  # (n, d), each of length 1
 
 A vector is the mean of the last hidden states over a text's tokens, scaled to length 1; a blank text has none, and gets
-NaN. An encoder is a hub name, a folder (with safetensors, or one .onnx file), or one of the names in `PACKAGES`, whose
-weights come with a Python package.
+NaN. An encoder is a hub name, a folder (with safetensors, or one .onnx file), `embedded`, or one of the names in
+`PACKAGES`, whose weights come with a Python package.
 """
 
 from collections.abc import Sequence

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.backbones import load_tokenizer, load_weights
+from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
 from radq.extras import need
 
@@ -180,6 +181,8 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sourc
 
 def _identify(source: str | Path, commit: str | None = None) -> str:
     """A name that changes with the content: the commit on the hub, or a digest of the folder's files."""
+    if source == EMBEDDED:
+        return base_name()
     if not Path(source).is_dir():
         return f"{source}@{commit}"
     digest = hashlib.sha256()
