@@ -1,6 +1,9 @@
 """radq demo"""
 
+import shutil
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -26,6 +29,8 @@ class Arguments:
     """β of the sentiment; by default several."""
     toxicity_betas: list[float] = field(default_factory=list)
     """β of the toxicity; by default several, all negative."""
+    num_samples: int = 8
+    """Continuations per prompt, of which the first is shown; the means are over all."""
     seed: int = 0
     """Same seed, same texts."""
     device: str = "auto"
@@ -48,7 +53,7 @@ def run(arguments: Arguments) -> None:
     documents = []
     for name, attribute in ATTRIBUTES.items():
         with status(f"continuing prompts at several β of the {name}"):
-            comparison = compare(cast, attribute, arguments.prompt, betas[name], arguments.seed)
+            comparison = compare(cast, attribute, arguments.prompt, betas[name], arguments.num_samples, arguments.seed)
         if arguments.json:
             documents.append(_document(comparison, cast.tokenizer))
         else:
@@ -60,10 +65,13 @@ def run(arguments: Arguments) -> None:
 
 
 def _next_command() -> str:
+    """What to type, with the program as it was called where no PATH leads to it."""
     from radq.demonstration import ATTRIBUTES
 
-    guides = ",".join(f"{name}={attribute.default_beta:g}" for name, attribute in ATTRIBUTES.items())
-    return f'radq generate --prompt "My neighbour is" --guide embedded:{guides} --num-samples 3'
+    called = sys.argv[0]
+    program = called if Path(called).name == "radq" and shutil.which("radq") is None else "radq"
+    beta = ATTRIBUTES["sentiment"].default_beta
+    return f'{program} generate --prompt "My neighbour" --guide embedded:sentiment={beta:g}'
 
 
 # --- for people ---

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import load_tokenizer, load_weights
+from radq.backbones import load_config, load_tokenizer, load_weights, truncate
 from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
 from radq.extras import need
@@ -49,11 +49,15 @@ class TransformersReader(Reader):
     Args:
         source: hub name or folder; safetensors only.
         auto_class: `AutoModel` for hidden states, `AutoModelForSequenceClassification` for logits.
+        num_layers: read by the first layers alone; None for all.
     """
 
-    def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu"):
+    def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu", num_layers: int | None = None):
+        config = load_config(source)
+        if num_layers is not None:
+            truncate(config, num_layers)
         self.model: PreTrainedModel = load_weights(
-            auto_class.from_pretrained, source, unused=("pooler.",), dtype=torch.float32
+            auto_class.from_pretrained, source, unused=("pooler.",), config=config, dtype=torch.float32
         )
         self.model.to(device).eval()  # pyright: ignore[reportArgumentType]
         self.tokenizer = load_tokenizer(source)
@@ -63,6 +67,8 @@ class TransformersReader(Reader):
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
         self.pad = _pad_token(self.model, self.tokenizer, str(source))
         self.name = _identify(source, getattr(config, "_commit_hash", None))
+        if num_layers is not None:
+            self.name += f"/{num_layers}"
 
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
         rows = self._encode(texts)
