@@ -3,7 +3,7 @@
     python recipes/embedded/judges.py IMDB.jsonl.xz REALTOXICITYPROMPTS.jsonl.gz OUT
 
 Sentiment is learnt from the ends of reviews of IMDB's test split, where the verdict is; toxicity from Perspective's
-scores of RealToxicityPrompts. A third of an hour on one CPU core.
+scores of RealToxicityPrompts. Ten minutes on one CPU core.
 """
 
 import json

@@ -114,6 +114,7 @@ def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedToke
     from radq.commands.console import coloured, split_tokens
 
     pieces = [piece.replace("\n", "↵") for piece in split_tokens(tokenizer, text.generation.token_ids)]
+    pieces[0] = pieces[0].lstrip(" ")
     if comparison.attribute.default_beta < 0:
         return coloured(zip(pieces, [-reward for reward in text.rewards], strict=True), -1, 1)
     return coloured(zip(pieces, text.rewards, strict=True), 0, 1)

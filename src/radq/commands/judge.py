@@ -17,8 +17,8 @@ class Score:
     """Score texts with a judge. Scores are kept on disk: a text is judged once."""
 
     judge: str
-    """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, perspective[:ATTRIBUTE]; not:JUDGE is one
-    minus its score."""
+    """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, linear:embedded:sentiment or toxicity,
+    perspective[:ATTRIBUTE]; not:JUDGE is one minus its score."""
     text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to score; repeat for more."""
     data: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Train:
     out: Path
     """Folder to write."""
     encoder: str = "minilm"
-    """Sentence encoder: hub name, folder (safetensors or ONNX), or minilm, which comes with a package."""
+    """Sentence encoder: hub name, folder (safetensors or ONNX), or minilm or embedded, which come with packages."""
     text: str = "text"
     """Column with the texts."""
     held_out: float = 0.1
