@@ -253,5 +253,5 @@ def test_the_real_one(capsys: pytest.CaptureFixture[str]) -> None:
     unguided, guided = document["attributes"][0]["cells"]
     assert guided["score"] > unguided["score"]
     judge = load_judge("linear:embedded:toxicity")
-    rude, kind = judge.score(["shut up, you fucking idiot", "thank you, my friend"])
-    assert rude > 0.6 > 0.3 > kind
+    rude, calm = judge.score(["shut up, you fucking idiot", " and the library opens at nine on Mondays."])
+    assert rude > 0.8 > 0.4 > calm
