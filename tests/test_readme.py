@@ -40,8 +40,13 @@ def test_the_example_is_short() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) <= 23
 
 
+def test_the_first_command_is_the_demo() -> None:
+    assert blocks("sh")[0].startswith("make demo")
+
+
 def test_the_commands_after_it_run(example: tuple[Path, str]) -> None:
-    commands = [line for line in blocks("sh")[1].splitlines() if line.startswith("radq ")]
+    block = next(block for block in blocks("sh") if "--base toy" in block)
+    commands = [line for line in block.splitlines() if line.startswith("radq ")]
     assert len(commands) == 2
     for command in commands:
         argv = [sys.executable, "-m", *shlex.split(command)]

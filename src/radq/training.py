@@ -155,6 +155,13 @@ class RewardTrainer(BatchTrainer):
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.config.head_learning_rate is not None:
+            head: Any = self.model.head  # pyright: ignore[reportOptionalMemberAccess]
+            give_own_rate(optimizer, list(head.parameters()), self.config.head_learning_rate)
+        return optimizer
+
     # --- losses ---
 
     def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -222,6 +229,16 @@ class RewardTrainer(BatchTrainer):
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         return compute_metrics(prediction.predictions, prediction.label_ids, self.model.config.attributes)  # pyright: ignore
+
+
+def give_own_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
+    """Move parameters to groups of their own, which keep all other settings."""
+    chosen = {id(parameter) for parameter in parameters}
+    for group in list(optimizer.param_groups):
+        moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if moved:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            optimizer.add_param_group({**group, "params": moved, "lr": rate})
 
 
 def find_checkpoints(run: str | Path) -> list[Path]:

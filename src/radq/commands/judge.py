@@ -17,7 +17,11 @@ class Score:
     """Score texts with a judge. Scores are kept on disk: a text is judged once."""
 
     judge: str
+<<<<<<< HEAD
     """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, reward:FOLDER[#attribute],
+=======
+    """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, linear:embedded:sentiment or toxicity,
+>>>>>>> demo
     perspective[:ATTRIBUTE]; not:JUDGE is one minus its score."""
     text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to score; repeat for more."""
@@ -44,7 +48,7 @@ class Train:
     out: Path
     """Folder to write."""
     encoder: str = "minilm"
-    """Sentence encoder: hub name, folder (safetensors or ONNX), or minilm, which comes with a package."""
+    """Sentence encoder: hub name, folder (safetensors or ONNX), or minilm or embedded, which come with packages."""
     text: str = "text"
     """Column with the texts."""
     held_out: float = 0.1

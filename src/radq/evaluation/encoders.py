@@ -3,8 +3,8 @@
     load_encoder("minilm", device="cuda").encode(texts)  # (n, d), each of length 1
 
 A vector is the mean of the last hidden states over a text's tokens, scaled to length 1; a blank text has none, and gets
-NaN. An encoder is a hub name, a folder (with safetensors, or one .onnx file), or one of the names in `PACKAGES`, whose
-weights come with a Python package.
+NaN. An encoder is a hub name, a folder (with safetensors, or one .onnx file), `embedded` (the first layers of the
+embedded base), or one of the names in `PACKAGES`, whose weights come with a Python package.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModel
 
+from radq.embedded import EMBEDDED
 from radq.errors import ModelError
 from radq.evaluation.readers import OnnxReader, Reader, TransformersReader, find_onnx
+
+EMBEDDED_LAYERS = 16  # of 30: the last ones know less of the text, and more of its next token
 
 
 @final
@@ -61,7 +64,9 @@ def normalise(vectors: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
 
 
 def load_encoder(name: str, device: str = "cpu") -> Encoder:
-    """By hub name, folder, or a name in `PACKAGES`."""
+    """By hub name, folder, `embedded`, or a name in `PACKAGES`."""
+    if name == EMBEDDED:
+        return Encoder(TransformersReader(name, AutoModel, device, EMBEDDED_LAYERS))
     folder = _packaged(*PACKAGES[name]) if name in PACKAGES else name
     if find_onnx(folder) is not None:
         return Encoder(OnnxReader(folder, device))

@@ -24,8 +24,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification
 
+from radq.embedded import EMBEDDED, judge_folder
 from radq.errors import DataError, ModelError, OptionError
-from radq.evaluation.encoders import load_encoder
+from radq.evaluation.encoders import Encoder, load_encoder
 from radq.evaluation.linear import LinearModel
 from radq.evaluation.readers import BATCH_SIZE, OnnxReader, Reader, TransformersReader
 from radq.files import default_cache_folder
@@ -144,9 +145,9 @@ def _negates(label: str, other: str) -> bool:
 class LinearJudge(Judge):
     """A logistic regression on sentence embeddings: what `radq judge train` writes."""
 
-    def __init__(self, folder: str | Path, device: str = "cpu"):
+    def __init__(self, folder: str | Path, device: str = "cpu", encoder: Encoder | None = None):
         self.model = LinearModel.load(folder)
-        self.encoder = load_encoder(self.model.card.encoder, device)
+        self.encoder = encoder or load_encoder(self.model.card.encoder, device)  # one may serve several judges
         if self.encoder.name != self.model.card.encoder_name:
             raise ModelError(
                 f"{str(folder)!r} was fitted on the encoder {self.model.card.encoder_name}, "
@@ -265,8 +266,10 @@ def _load_onnx(what: str, device: str) -> Judge:
 
 
 def _load_linear(what: str, device: str) -> Judge:
-    """`FOLDER`, written by `radq judge train`"""
-    return LinearJudge(_split_label("linear", what)[0], device)
+    """`FOLDER`, written by `radq judge train`, or `embedded:ATTRIBUTE`"""
+    source, _ = _split_label("linear", what)
+    kind, _, attribute = source.partition(":")
+    return LinearJudge(judge_folder(attribute) if kind == EMBEDDED else source, device)
 
 
 def _load_reward(what: str, device: str) -> Judge:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
 from scipy.special import expit
+from scipy.stats import spearmanr
 
 from radq.errors import DataError, ModelError, OptionError
 from radq.files import whole_folder
@@ -79,6 +80,8 @@ class LinearModel:
             "positive_share": float((targets > 0.5).mean()),
             "log_loss": log_loss(logits, targets),
         }
+        if not np.isin(labels, (0, 1)).all():  # an order among the labels to agree with
+            metrics["spearman"] = float(spearmanr(logits, targets).statistic)  # pyright: ignore[reportAttributeAccessIssue]
         rows = {name: len(part) for name, part in vars(split).items()}
         return replace(models[best], card=replace(card, rows=rows, penalty=PENALTIES[best], metrics=metrics))
 

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import load_tokenizer, load_weights
+from radq.backbones import load_config, load_tokenizer, load_weights, truncate
+from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
 from radq.extras import need
 
@@ -48,11 +49,15 @@ class TransformersReader(Reader):
     Args:
         source: hub name or folder; safetensors only.
         auto_class: `AutoModel` for hidden states, `AutoModelForSequenceClassification` for logits.
+        num_layers: read by the first layers alone; None for all.
     """
 
-    def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu"):
+    def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu", num_layers: int | None = None):
+        config = load_config(source)
+        if num_layers is not None:
+            truncate(config, num_layers)
         self.model: PreTrainedModel = load_weights(
-            auto_class.from_pretrained, source, unused=("pooler.",), dtype=torch.float32
+            auto_class.from_pretrained, source, unused=("pooler.",), config=config, dtype=torch.float32
         )
         self.model.to(device).eval()  # pyright: ignore[reportArgumentType]
         self.tokenizer = load_tokenizer(source)
@@ -62,6 +67,8 @@ class TransformersReader(Reader):
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
         self.pad = _pad_token(self.model, self.tokenizer, str(source))
         self.name = identify(source, getattr(config, "_commit_hash", None))
+        if num_layers is not None:
+            self.name += f"/{num_layers}"
 
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
         rows = self._encode(texts)
@@ -180,6 +187,8 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sourc
 
 def identify(source: str | Path, commit: str | None = None) -> str:
     """A name that changes with the content: the commit on the hub, or a digest of the folder's files."""
+    if source == EMBEDDED:
+        return base_name()
     if not Path(source).is_dir():
         return f"{source}@{commit}"
     digest = hashlib.sha256()

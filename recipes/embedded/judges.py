@@ -1,0 +1,80 @@
+"""The embedded judges: linear ones over the embedded base, from texts that the embedded reward models never saw.
+
+    python recipes/embedded/judges.py IMDB.jsonl.xz REALTOXICITYPROMPTS.jsonl.gz OUT
+
+Sentiment is learnt from the ends of reviews of IMDB's test split, where the verdict is; toxicity from Perspective's
+scores of RealToxicityPrompts. Ten minutes on one CPU core.
+"""
+
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from radq.data import read_table
+from radq.evaluation.encoders import Encoder, load_encoder
+from radq.evaluation.linear import Card, LinearModel, Split
+
+REVIEWS = 12_000
+FEWEST_WORDS, MOST_WORDS = 12, 30  # of an end: about as long as what is generated
+Row = tuple[str, float, int]  # text, label, group: rows of a group are fitted on together, or held out together
+
+
+def sentiment(imdb: str) -> Iterator[Row]:
+    tables = [table[table["split"] == "test"] for table in read_table(imdb)]
+    reviews = [row for table in tables for row in zip(table["text"], table["label"], strict=True)]
+    for group, (text, label) in enumerate(random.Random(0).sample(reviews, REVIEWS)):
+        yield end(text), float(label), group
+
+
+def end(review: str) -> str:
+    """The last sentences, or as much of them as is short."""
+    sentences = re.split(r"(?<=[.!?]) ", " ".join(re.sub(r"<[^>]*>", " ", review).split()))
+    words: list[str] = []
+    while sentences and len(words) < FEWEST_WORDS:
+        words = sentences.pop().split() + words
+    return " ".join(words[-MOST_WORDS:])
+
+
+def toxicity(prompts: str) -> Iterator[Row]:
+    records = (
+        pair for table in read_table(prompts) for pair in zip(table["prompt"], table["continuation"], strict=True)
+    )
+    for group, record in enumerate(records):
+        for part in record:
+            if part["text"].strip() and part["toxicity"] is not None:
+                yield part["text"], part["toxicity"], group
+
+
+def fit(encoder: Encoder, name: str, rows: list[Row], data: str) -> LinearModel:
+    texts, labels, groups = zip(*rows, strict=True)
+    features = encoder.encode(texts, progress=True)
+    card = Card("embedded", encoder.name, name, [data])
+    return LinearModel.fit(features, np.array(labels), split_groups(np.array(groups)), card)
+
+
+def split_groups(groups: np.ndarray) -> Split:
+    """A tenth of the groups chooses the penalty, another measures."""
+    drawn = np.random.default_rng(0).permutation(np.unique(groups))
+    tenth = len(drawn) // 10
+    parts = drawn[2 * tenth :], drawn[:tenth], drawn[tenth : 2 * tenth]
+    return Split(*(np.flatnonzero(np.isin(groups, part)) for part in parts))
+
+
+def main(imdb: str, prompts: str, out: str) -> None:
+    encoder = load_encoder("embedded")
+    for name, rows, data in (
+        ("sentiment", sentiment(imdb), "IMDB, test split: ends of reviews"),
+        ("toxicity", toxicity(prompts), "RealToxicityPrompts: prompts and continuations, Perspective's toxicity"),
+    ):
+        model = fit(encoder, name, list(rows), data)
+        model.save(Path(out) / name)
+        print(name, json.dumps(model.card.metrics))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

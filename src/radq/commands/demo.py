@@ -1,0 +1,189 @@
+"""radq demo"""
+
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+    from rich.text import Text as Coloured
+    from transformers import PreTrainedTokenizerBase
+
+    from radq.demonstration import Comparison, Text
+
+
+@dataclass
+class Arguments:
+    """Steer a real language model: SmolLM2-135M-Instruct, unguided and guided at several β towards positive sentiment
+    and away from toxicity."""
+
+    prompt: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
+    """Text to continue, instead of the demo's own prompts; repeat for more."""
+    sentiment_betas: list[float] = field(default_factory=list)
+    """β of the sentiment; by default several."""
+    toxicity_betas: list[float] = field(default_factory=list)
+    """β of the toxicity; by default several, all negative."""
+    num_samples: int = 8
+    """Continuations per prompt, of which the first is shown; the means are over all."""
+    seed: int = 0
+    """Same seed, same texts."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: Arguments) -> None:
+    from rich.console import Console
+
+    from radq.backbones import find_device
+    from radq.commands.console import print_json
+    from radq.demonstration import ATTRIBUTES, compare, load_cast
+
+    betas = {"sentiment": arguments.sentiment_betas, "toxicity": arguments.toxicity_betas}
+    status = Console(stderr=True).status
+    with status("loading SmolLM2-135M-Instruct; the first time it is converted, in half a minute"):
+        cast = load_cast(device=find_device(arguments.device))
+    documents = []
+    for name, attribute in ATTRIBUTES.items():
+        with status(f"continuing prompts at several β of the {name}"):
+            comparison = compare(cast, attribute, arguments.prompt, betas[name], arguments.num_samples, arguments.seed)
+        if arguments.json:
+            documents.append(_document(comparison, cast.tokenizer))
+        else:
+            _print_comparison(comparison, cast.tokenizer)
+    if arguments.json:
+        print_json({"base": "embedded", "seed": arguments.seed, "attributes": documents, "next": _next_command()})
+    else:
+        print(f"Try next: {_next_command()}")
+
+
+def _next_command() -> str:
+    """What to type, with the program as it was called where no PATH leads to it."""
+    from radq.demonstration import ATTRIBUTES
+
+    called = sys.argv[0]
+    program = called if Path(called).name == "radq" and shutil.which("radq") is None else "radq"
+    beta = ATTRIBUTES["sentiment"].default_beta
+    return f'{program} generate --prompt "My neighbour" --guide embedded:sentiment={beta:g}'
+
+
+# --- for people ---
+
+
+def _print_comparison(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> None:
+    from radq.commands.console import console
+
+    screen, name = console(), comparison.attribute.name
+    steers = "away from it" if comparison.attribute.default_beta < 0 else "towards it"
+    screen.rule(f"[bold]{name}[/]: β steers {steers}", align="left")
+    for part in (*_text_tables(comparison, tokenizer), _mean_table(comparison)):
+        screen.print(part)
+        screen.print()
+
+
+def _text_tables(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> "Iterator[Table]":
+    """For each prompt its first sample, at each strength."""
+    from rich.table import Table
+    from rich.text import Text
+
+    unguided = comparison.cells[0]
+    for row in range(0, len(unguided.texts), comparison.num_samples):
+        prompt = unguided.texts[row].generation.prompt
+        table = Table(box=None, padding=(0, 2, 0, 0), title=Text(prompt, style="bold"), title_justify="left")
+        table.add_column("", no_wrap=True)
+        table.add_column("judge", justify="right", no_wrap=True)
+        table.add_column("continuation", overflow="fold")
+        for cell in comparison.cells:
+            text = cell.texts[row]
+            table.add_row(_strength(comparison, cell.beta), _score(text.score), _coloured(comparison, text, tokenizer))
+        yield table
+
+
+def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedTokenizerBase") -> "Coloured":
+    """Green where the reward says what is wanted, red where it says the contrary.
+
+    Of what is not wanted there is little: its absence has no colour.
+    """
+    from radq.commands.console import coloured, split_tokens
+
+    pieces = [piece.replace("\n", "↵") for piece in split_tokens(tokenizer, text.generation.token_ids)]
+    pieces[0] = pieces[0].lstrip(" ")
+    if comparison.attribute.default_beta < 0:
+        return coloured(zip(pieces, [-reward for reward in text.rewards], strict=True), -1, 1)
+    return coloured(zip(pieces, text.rewards, strict=True), 0, 1)
+
+
+def _mean_table(comparison: "Comparison") -> "Table":
+    from rich.table import Table
+
+    unguided = comparison.cells[0]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(f"means of {len(unguided.texts)} texts", no_wrap=True)
+    for column in ("judge", "perplexity", "ms per token"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for cell in comparison.cells:
+        table.add_row(
+            _strength(comparison, cell.beta),
+            _score(cell.score),
+            _against(cell.perplexity, unguided.perplexity),
+            _against(cell.milliseconds, unguided.milliseconds),
+        )
+    return table
+
+
+def _strength(comparison: "Comparison", beta: float | None) -> str:
+    if beta is None:
+        return "unguided"
+    return f"β = {beta:g}" + (" (default)" if beta == comparison.attribute.default_beta else "")
+
+
+def _score(score: float | None) -> str:
+    return "blank" if score is None else f"{score:.2f}"
+
+
+def _against(value: float, unguided: float) -> str:
+    return f"{value:.1f} (×{value / unguided:.2f})"
+
+
+# --- for machines ---
+
+
+def _document(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    cells = [
+        {
+            "beta": cell.beta,
+            "score": cell.score,
+            "perplexity": cell.perplexity,
+            "perplexity_ratio": cell.perplexity / comparison.cells[0].perplexity,
+            "ms_per_token": cell.milliseconds,
+            "texts": [_text_document(text, tokenizer) for text in cell.texts],
+        }
+        for cell in comparison.cells
+    ]
+    attribute = comparison.attribute
+    return {
+        "attribute": attribute.name,
+        "default_beta": attribute.default_beta,
+        "judge": comparison.judge,
+        "cells": cells,
+    }
+
+
+def _text_document(text: "Text", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    from radq.commands.console import split_tokens
+
+    pieces = split_tokens(tokenizer, text.generation.token_ids)
+    tokens = [{"token": piece, "reward": reward} for piece, reward in zip(pieces, text.rewards, strict=True)]
+    return {
+        "prompt": text.generation.prompt,
+        "text": text.generation.text,
+        "score": text.score,
+        "tokens": tokens,
+    }
