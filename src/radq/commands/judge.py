@@ -17,12 +17,8 @@ class Score:
     """Score texts with a judge. Scores are kept on disk: a text is judged once."""
 
     judge: str
-<<<<<<< HEAD
-    """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, reward:FOLDER[#attribute],
-=======
     """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, linear:embedded:sentiment or toxicity,
->>>>>>> demo
-    perspective[:ATTRIBUTE]; not:JUDGE is one minus its score."""
+    reward:FOLDER[#attribute], perspective[:ATTRIBUTE]; not:JUDGE is one minus its score."""
     text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to score; repeat for more."""
     data: list[str] = field(default_factory=list)
