@@ -10,7 +10,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from itertools import product
 from statistics import quantiles
 
 import torch
@@ -66,7 +65,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
             pass
         return (clock(device) - began) / (TOKENS - 1)
 
-    variants = list(product(arguments.batches, guides, arguments.candidates))
+    batches: list[int] = arguments.batches
+    variants = [(batch, name, k) for batch in batches for name in guides for k in arguments.candidates]
     times: dict[tuple[int, str, int], list[float]] = {variant: [] for variant in variants}
     for number in range(arguments.rounds + 1):
         for batch, name, k in variants:

@@ -27,6 +27,19 @@ def add_adapters(backbone: nn.Module, rank: int) -> None:
     inject_adapter_in_model(config, backbone)
 
 
+def fold_adapters(backbone: nn.Module) -> None:
+    """Add adapters to the weights they stand beside: the same numbers, to rounding, for a third of the kernels."""
+    for module in backbone.modules():
+        if hasattr(module, "lora_A") and not module.merged:
+            module.merge()  # pyright: ignore[reportCallIssue]
+
+
+def unfold_adapters(backbone: nn.Module) -> None:
+    for module in backbone.modules():
+        if hasattr(module, "lora_A") and module.merged:
+            module.unmerge()  # pyright: ignore[reportCallIssue]
+
+
 def without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of adapters and head."""
     return {name: value for name, value in weights.items() if name.startswith("head.") or ".lora_" in name}

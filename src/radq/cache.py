@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from radq.attention import grouped_heads
 from radq.errors import ModelError
 
 Layers = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer, (b, heads, t, head size)
@@ -253,7 +254,8 @@ def _forward(
     if accepts(model, "position_ids"):  # not where positions come from the mask (ALiBi)
         kwargs["position_ids"] = positions
     cache = _to_cache(layers)
-    output = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+    with grouped_heads(model):
+        output = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
     return output, _from_cache(cache, model)
 
 

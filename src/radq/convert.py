@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from radq.backbones import find_tokenizer, load_config
 from radq.errors import CheckpointError, OptionError
-from radq.models import KINDS, RadQ, RewardConfig, RewardModel, find_bos
-from radq.vocabulary import read_vocabulary
+from radq.models import KINDS, RadQ, RewardConfig, RewardModel
+from radq.vocabulary import find_bos, read_vocabulary
 
 Weights = dict[str, Tensor]
 

@@ -25,7 +25,7 @@ from radq import cache
 from radq.backbones import num_logits
 from radq.errors import ContextLengthError, OptionError, RewardValueError
 from radq.guides import Guide
-from radq.models import find_bos
+from radq.vocabulary import find_bos
 
 KL_BISECTIONS = 30  # finds the scale of β to 1 part in 10⁹
 

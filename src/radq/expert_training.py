@@ -30,10 +30,10 @@ from radq.experts import class_log_posterior, token_log_probabilities
 from radq.files import whole_folder
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
 from radq.losses import gedi_loss, text_loss
-from radq.models import find_bos
 from radq.runs import begin_run, forget_run, load_parts, open_run
 from radq.settings import ExpertTrainingConfig
 from radq.training import BatchTrainer, find_checkpoints
+from radq.vocabulary import find_bos
 
 EVEN = (0.0, 0.0)  # log-priors that make no difference
 

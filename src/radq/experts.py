@@ -17,8 +17,7 @@ from radq import cache
 from radq.backbones import num_logits
 from radq.cache import Prefix
 from radq.errors import ContextLengthError
-from radq.models import find_bos
-from radq.vocabulary import Vocabulary, check_vocabulary, read_vocabulary
+from radq.vocabulary import Vocabulary, check_vocabulary, find_bos, read_vocabulary
 
 NO_CODE: Sequence[Sequence[int]] = ((),)
 

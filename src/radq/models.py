@@ -26,14 +26,14 @@ from transformers.initialization import no_init_weights
 from transformers.utils.generic import ModelOutput
 
 from radq import cache
-from radq.adapters import add_adapters, load_adapters, without_backbone
+from radq.adapters import add_adapters, load_adapters, unfold_adapters, without_backbone
 from radq.backbones import explained, find_tokenizer, load_causal_lm, load_weights, quiet
 from radq.cache import LeftPacked, Prefix, Siblings
 from radq.embedded import located
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.files import whole_folder
 from radq.heads import build_head, score_candidates, score_tokens
-from radq.vocabulary import Vocabulary, read_vocabulary
+from radq.vocabulary import Vocabulary, find_bos, read_vocabulary
 
 SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
 
@@ -218,6 +218,11 @@ class RewardModel(PreTrainedModel):
         """Freeze the backbone and train adapters beside it, and the head; saved are then these alone."""
         add_adapters(self.backbone, rank)
         self.config.lora_rank, self.config.backbone_name = rank, str(backbone_name)
+
+    def train(self, mode: bool = True) -> Any:
+        if mode and self.config.lora_rank:
+            unfold_adapters(self.backbone)  # which a guide has folded
+        return super().train(mode)
 
     # --- rewards of texts ---
 
@@ -456,17 +461,6 @@ class RadV(RewardModel):
         chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
         hidden = (cache.read_siblings(self.backbone, state.prefix, chunk).hidden for chunk in chunks)
         return torch.cat([self.head(h) for h in hidden], dim=1), None
-
-
-def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The token before the first one; the end-of-text token where a family (such as Qwen) has no BOS."""
-    known = [] if tokenizer is None else [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    for token in [*known, config.bos_token_id, config.eos_token_id]:
-        if isinstance(token, list):
-            token = token[0] if token else None
-        if token is not None:
-            return token
-    raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")
 
 
 def _load_beside_backbone(kind: Any, stored: dict[str, Any], folder: Path, dtype: Any = "auto") -> RewardModel:

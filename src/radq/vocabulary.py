@@ -1,11 +1,11 @@
-"""What token ids mean: a fingerprint that tells whether a base model and a reward model speak of the same tokens."""
+"""What token ids mean: a fingerprint that tells whether two models speak of the same tokens, and which one is first."""
 
 import hashlib
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from radq.errors import VocabularyError
+from radq.errors import ModelError, VocabularyError
 
 
 class Vocabulary(NamedTuple):
@@ -50,3 +50,14 @@ def check_vocabulary(
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
     tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < num_tokens)
     return hashlib.sha256("\n".join(f"{index}\t{token}" for index, token in tokens).encode()).hexdigest()
+
+
+def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The token before the first one; the end-of-text token where a family (such as Qwen) has no BOS."""
+    known = [] if tokenizer is None else [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    for token in [*known, config.bos_token_id, config.eos_token_id]:
+        if isinstance(token, list):
+            token = token[0] if token else None
+        if token is not None:
+            return token
+    raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")

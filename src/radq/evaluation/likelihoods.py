@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq import cache
 from radq.errors import ContextLengthError, OptionError
-from radq.models import find_bos
+from radq.vocabulary import find_bos
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from radq.adapters import fold_adapters
 from radq.cache import takes_siblings
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError
 from radq.guides.base import Guide
@@ -34,6 +35,7 @@ class RewardGuide(Guide):
                 f"weights are {dict(weights)!r}.", "give at least one attribute, each with a finite weight."
             )
         self.model = model.eval()
+        fold_adapters(model.backbone)
         self.weights = dict(weights)
         self.clamp = clamp
         self.vocab_size = model.vocabulary.num_tokens or model.vocabulary.size

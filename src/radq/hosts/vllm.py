@@ -26,7 +26,7 @@ from radq.embedded import located
 from radq.errors import ContextLengthError, OptionError
 from radq.extras import need
 from radq.hosts.requests import Guidance, Registry, Request, Slots, Steerer
-from radq.models import find_bos
+from radq.vocabulary import find_bos
 
 first_runner: Any = need("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = need("vllm.v1.worker.gpu.sample.logits_processor", "vllm")

@@ -1,0 +1,58 @@
+"""Grouped heads read shared keys and values: the numbers of transformers' own attention."""
+
+import pytest
+import torch
+from families import make_lm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from radq import attention
+from radq.attention import grouped_attention, grouped_heads
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    b=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    groups=st.integers(1, 4),
+    n=st.integers(1, 5),
+    past=st.integers(0, 6),
+    kind=st.sampled_from(["bool", "additive", "none"]),
+    seed=st.integers(0, 1000),
+)
+def test_it_equals_repeated_keys_and_values(
+    b: int, shared: int, groups: int, n: int, past: int, kind: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(b, heads, t, 8, generator=generator, dtype=torch.float64)
+        for heads, t in ((shared * groups, n), (shared, past + n), (shared, past + n))
+    )
+    allowed = torch.rand(b, 1, n, past + n, generator=generator) < 0.6
+    allowed[..., -1] = True
+    masks = {"bool": allowed, "additive": torch.zeros(allowed.shape).double().masked_fill(~allowed, -1e9), "none": None}
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = groups, True  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    expected, _ = sdpa_attention_forward(module, query, key, value, masks[kind], scaling=0.3)
+    actual, _ = grouped_attention(module, query, key, value, masks[kind], scaling=0.3)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
+def test_a_backbone_uses_it_within_and_only_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, calls = make_lm(family), []
+    scaled = attention.F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention.F, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(1) or scaled(*args, **kwargs)
+    )
+    tokens, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with torch.no_grad():
+        expected = lm(input_ids=tokens, attention_mask=mask).logits
+        with grouped_heads(lm):
+            assert lm.config._attn_implementation == attention.GROUPED
+            actual = lm(input_ids=tokens, attention_mask=mask).logits
+    assert lm.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
+    assert calls
