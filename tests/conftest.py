@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes, as the command line does
 
 from jaxtyping import install_import_hook
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
+from radq.guides import RewardGuide
 from radq.losses import baseline_loss, squared_loss
 from radq.models import RadQ, RadV, RewardModel
 from radq.runs import train
@@ -157,6 +158,31 @@ def test_a_second_stage_goes_on_from_the_first(settings: RewardTrainingConfig, t
     assert RewardModel.from_pretrained(tmp_path / "entropy").config.loss == "ce"  # not the first stage's
     with pytest.raises(OptionError, match="RadQ"):
         train(changed(second, kind="v", out=str(tmp_path / "third")))
+
+
+def test_the_head_may_have_a_learning_rate_of_its_own(settings: RewardTrainingConfig, calm_toy: Path) -> None:
+    train(changed(settings, head_learning_rate=0.0, weight_decay=0.0, max_steps=2))
+    torch.manual_seed(settings.seed)
+    first = RadQ.from_backbone(calm_toy, ["praise"])
+    stored = weights(settings.out)
+    torch.testing.assert_close(stored["head.weight"], first.head.state_dict()["weight"], atol=0, rtol=0)
+    name = next(name for name in stored if name.endswith(("mlp.c_fc.weight", "mlp.up_proj.weight")))
+    assert not torch.equal(stored[name], first.state_dict()[name])
+
+
+def test_a_guide_folds_adapters_and_training_unfolds_them(settings: RewardTrainingConfig) -> None:
+    train(changed(settings, lora_rank=4))
+    model = RewardModel.from_pretrained(settings.out)
+    ids, before = torch.tensor([[5, 6, 7]]), {name: value.clone() for name, value in model.state_dict().items()}
+    rewards = model.next_rewards(ids)
+    adapters = [module for module in model.backbone.modules() if hasattr(module, "lora_A")]
+    RewardGuide(model, {"praise": 1.0})
+    assert adapters
+    assert all(adapter.merged for adapter in adapters)
+    torch.testing.assert_close(model.next_rewards(ids), rewards)
+    model.train()
+    assert not any(adapter.merged for adapter in adapters)
+    torch.testing.assert_close(model.state_dict(), before)
 
 
 def test_adapters_and_head_are_all_a_lora_folder_holds(settings: RewardTrainingConfig) -> None:

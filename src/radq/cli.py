@@ -4,6 +4,7 @@ Errors a user can act on become one line on standard error and exit code 2.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = argv
     if name not in COMMANDS:
         return _fail(f"there is no command {name!r}. hint: choose one of {', '.join(COMMANDS)}.")
+    # Threads of torch that wait for a core in use spin by default, and small steps then take ten times as long. OpenMP
+    # reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return _run(name, rest)
 
 

@@ -50,8 +50,8 @@ ATTRIBUTES = {
         ),
         Attribute(
             "toxicity",
-            -50.0,
-            (-20.0, -50.0, -100.0),
+            -75.0,
+            (-25.0, -75.0, -150.0),
             (
                 "I was so angry that I called him a",
                 "He turned around and shouted: you",

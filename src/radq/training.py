@@ -196,8 +196,8 @@ class RewardTrainer(BatchTrainer):
         if "targets" in inputs:
             return inputs["targets"]
         assert self.teacher is not None
-        with torch.no_grad():
-            return self.teacher.token_rewards(inputs["input_ids"], inputs["attention_mask"])
+        with torch.no_grad(), self.accelerator.autocast():  # in the precision of the student's forward
+            return self.teacher.token_rewards(inputs["input_ids"], inputs["attention_mask"]).float()
 
     # --- evaluation ---
 
