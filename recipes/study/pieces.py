@@ -21,13 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+
+from radq.backbones import find_device
+from radq.evaluation.encoders import load_encoder
+from radq.evaluation.judges import load_judge
+from radq.evaluation.lines import read_lines
+from radq.evaluation.metrics import Cell, measure
+from radq.statistics import area_under_curve
 
 RECIPES = Path(__file__).resolve().parent.parent
 HERE = RECIPES / "study"
 RADQ = [sys.executable, "-m", "radq"]
 SWEEPS = ("detox", "sentiment", "ablations")
-EXCERPT = 5  # samples of each prompt
+RIVALS, FIRST_K = ("dexperts", "gedi"), 20
+EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
 TASKS = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 
 
@@ -126,10 +135,6 @@ def judges(jobs: int) -> None:
     """Rank correlation and AUC on texts that a judge has not seen."""
     from scipy.stats import spearmanr
 
-    from radq.backbones import find_device
-    from radq.evaluation.judges import load_judge
-    from radq.statistics import area_under_curve
-
     kinds = {"toxicity": "reward:models/judge-toxicity", "sentiment": "reward:models/judge-sentiment"}
     kinds["bert-tiny"] = "onnx:toxicity-bert-tiny"
     for name, specification in kinds.items():
@@ -151,7 +156,10 @@ def judges(jobs: int) -> None:
 
 
 def sweeps(jobs: int) -> None:
-    """A run for each number of candidates: guides are compared at the same one, and runs stay short."""
+    """A run for each number of candidates: guides are compared at the same one, and runs stay short.
+
+    Rivals, which read two or three more language models, run at the first number only.
+    """
     Path("sweeps").mkdir(exist_ok=True)
     settings = {name: yaml.safe_load((HERE / "sweeps" / f"{name}.yaml").read_text()) for name in SWEEPS}
     ks = sorted({k for sweep in settings.values() for k in sweep["top_k"]})
@@ -160,7 +168,8 @@ def sweeps(jobs: int) -> None:
 
 def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
     run = f"sweeps/{name}-k{k}"
-    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"top_k": k}, sort_keys=False))
+    guides = {name: guide for name, guide in settings["guides"].items() if name not in RIVALS or k == FIRST_K}
+    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"guides": guides, "top_k": k}, sort_keys=False))
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
     return Job(Path(run).name, command, f"{run}/differences.jsonl")
 
@@ -202,8 +211,6 @@ def expressivity(jobs: int) -> None:
 
 def excerpts(jobs: int) -> None:
     """The first samples of every prompt: small files to look at, and to take to another machine."""
-    from radq.evaluation.lines import read_lines
-
     for run in sorted(Path("sweeps").glob("*-k*/differences.jsonl")):
         file = Path("excerpts") / f"{run.parent.name}.jsonl.xz"
         if file.exists():
@@ -215,6 +222,32 @@ def excerpts(jobs: int) -> None:
                 stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
 
 
+def mauve(jobs: int) -> None:
+    """Of each cell at the first number of candidates against the unguided texts of the same prompts."""
+    known = Path("mauve.jsonl").read_text().splitlines() if Path("mauve.jsonl").exists() else []
+    done = {(row["sweep"], row["cell"], row["group"]) for row in map(json.loads, known)}
+    encoder = load_encoder("minilm", find_device("auto"))
+    for file in sorted(Path("excerpts").glob(f"*-k{FIRST_K}.jsonl.xz")):
+        sweep, reference = file.name.removesuffix(".jsonl.xz"), {}
+        for (cell, group), texts in read_excerpt(file).items():
+            features = encoder.encode([text for samples in texts for text in samples])
+            features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
+            reference.setdefault(group, features)  # the unguided cell comes first
+            if (sweep, cell, group) not in done:
+                found = measure(["mauve"], Cell(texts, features=features, reference=reference[group]))["mauve"]
+                row = {"sweep": sweep, "cell": cell, "group": group, "value": found.value}
+                with Path("mauve.jsonl").open("a") as stream:
+                    stream.write(json.dumps(row | {"low": found.low, "high": found.high}) + "\n")
+
+
+def read_excerpt(file: Path) -> dict[tuple[str, str], list[list[str]]]:
+    texts: dict[tuple[str, str], list[list[str]]] = {}
+    with lzma.open(file, "rt") as stream:
+        for row in map(json.loads, stream):
+            texts.setdefault((row["cell"], row["group"]), []).append(row["continuations"][:MAUVE_SAMPLES])
+    return texts
+
+
 PIECES = {
     "train": train,
     "judges": judges,
@@ -223,6 +256,7 @@ PIECES = {
     "time": time_tokens,
     "expressivity": expressivity,
     "excerpts": excerpts,
+    "mauve": mauve,
 }
 
 
@@ -283,8 +317,6 @@ def write(file: str, content: Any) -> None:
 
 def record_piece(piece: str, seconds: float, commit: str) -> None:
     """A line of pieces.jsonl: what ran, where, for how long."""
-    import torch
-
     line = {
         "piece": piece,
         "command": f"python recipes/study/pieces.py {piece}",
