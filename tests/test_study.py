@@ -21,7 +21,9 @@ from radq.cli import main
 from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import Estimate
 from radq.evaluation.results import NAN
+from radq.evaluation.sweep import load_sweep
 from radq.models import RadQ, RadV
+from radq.settings import ExpertTrainingConfig, RewardTrainingConfig, load_settings
 
 REPOSITORY = Path(__file__).parent.parent
 STUDY = REPOSITORY / "recipes" / "study"
@@ -370,3 +372,45 @@ def test_a_damaged_file_is_named(modules: dict[str, ModuleType], tmp_path: Path)
     (tmp_path / "timing.json").write_text("{")
     with pytest.raises(DataError, match="timing.json' is damaged"):
         modules["study"].read_study(tmp_path)
+
+
+# --- what is run ---
+
+
+def test_the_pieces_name_models_data_and_guides_that_there_are(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    pieces = modules["pieces"]
+    kinds: dict[bool, Any] = {True: ExpertTrainingConfig, False: RewardTrainingConfig}
+    made: set[str] = set()
+    for name, settings in pieces.MODELS.items():
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings | {"out": f"models/{name}"}))
+        config = load_settings(tmp_path / "config.yaml", kinds["method" in settings])
+        config.check()
+        assert getattr(config, "teacher", "") in {"", *made}  # teachers come first
+        made.add(config.out)
+    for name in pieces.SWEEPS:
+        sweep = load_sweep(STUDY / "sweeps" / f"{name}.yaml")
+        assert {guide.folder for guide in sweep.guides.values()} <= made
+        judges = {use.judge.removeprefix("reward:") for use in sweep.judges.values()}
+        assert judges <= made | {"onnx:toxicity-bert-tiny"}
+        assert all(len(guide.beta) >= 6 for guide in sweep.guides.values())
+        assert (sweep.samples, sweep.max_new_tokens) == (25, 20)
+
+
+def test_a_piece_runs_once_and_says_what_failed(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = modules["pieces"]
+    monkeypatch.chdir(tmp_path)
+    write = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write('x')"
+
+    def job(name: str, code: str = write, needs: str = "") -> Any:
+        return pieces.Job(name, [sys.executable, "-c", code, name], name, needs)
+
+    for _ in range(2):
+        pieces.run_all([job("first"), job("second", needs="first")], 2)
+    assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["x", "x"]
+    with pytest.raises(SystemExit, match="failed: broken, after it"):
+        pieces.run_all([job("broken", "raise ValueError"), job("after it", needs="broken"), job("third")], 3)
+    assert (tmp_path / "third").exists()
+    assert not (tmp_path / "after it").exists()
+    assert "ValueError" in (tmp_path / "logs" / "broken.log").read_text()

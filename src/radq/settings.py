@@ -185,6 +185,8 @@ def _converted(value: Any, wanted: Any, problem: str) -> Any:
     try:
         if wanted in (int, float):
             return wanted(value)
+        if wanted == float | None and value is not None:
+            return float(value)
         if wanted == tuple[float, float] | None and value is not None:
             low, high = value
             return float(low), float(high)
