@@ -107,7 +107,7 @@ def test_what_judges_read(cast: Cast) -> None:
 def test_a_blank_text_has_no_score(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     def blank(*arguments: object, **options: object) -> list[demonstration.Generation]:
         end = cast.tokenizer.eos_token_id
-        return [demonstration.Generation(prompt, "", [end], [0.0], "stop", 0.0, 0.0) for prompt in PROMPTS]
+        return [demonstration.Generation(prompt, "", [end], [0.0], "stop", 0.0, 0.0, 0.0) for prompt in PROMPTS]
 
     monkeypatch.setattr(demonstration, "generate", blank)
     cell = compare(cast, ATTRIBUTES["toxicity"], PROMPTS, [1.0], num_samples=1).cells[0]

@@ -70,7 +70,7 @@ def test_train_and_score(labelled: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_mistakes(labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ambiguous = make_classifier(tmp_path / "ambiguous", ["LABEL_0", "LABEL_1"])
     score = ["judge", "score", "--text", "a"]
-    assert "classifier, onnx, linear, perspective, not" in fails(capsys, *score, "--judge", "oracle")
+    assert "classifier, onnx, linear, reward, perspective, not" in fails(capsys, *score, "--judge", "oracle")
     assert "LABEL_0, LABEL_1" in fails(capsys, *score, "--judge", f"classifier:{ambiguous}")
     assert "no text" in fails(capsys, "judge", "score", "--judge", f"classifier:{ambiguous}#LABEL_1")
     lost = ["judge", "score", "--judge", f"classifier:{ambiguous}#LABEL_1", "--data", str(labelled)]

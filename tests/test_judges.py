@@ -421,7 +421,7 @@ def test_a_kill_loses_nothing_that_was_scored(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "cache" / "judges.sqlite") as database:
         kept = database.execute("SELECT count(*) FROM scores").fetchone()[0]
     database.close()
-    assert kept >= len(set(asked)) - 1 >= 5  # what was on its way when the kill came may be missing
+    assert kept >= len(set(asked)) - 1 >= 4  # what was on its way when a kill came may be missing, and asked again
     assert len(asked) - len(set(asked)) <= 1  # and is asked again
 
 

@@ -119,7 +119,9 @@ def training_job(name: str, settings: dict[str, Any]) -> Job:
 
 def describe_model(job: Job, output: str, seconds: float) -> None:
     """models/NAME.json, for the page of results."""
-    metrics = json.loads(output[output.index("{") :])
+    printed = json.loads(output[output.index("{") :])
+    metrics = {name.replace("eval_", ""): printed[name] for name in printed if "eval_" in name}
+    metrics = {name: metrics[name] for name in metrics if not name.endswith(("loss", "runtime", "per_second"))}
     write(job.makes, {"command": shown(job.command), "seconds": round(seconds, 1), "metrics": metrics})
 
 

@@ -11,6 +11,7 @@ Verdicts are computed (verdicts.py); what has not been run yet is said to be so.
     rank/NAME.json                       what `radq rank model --json` prints: toxicity-v, toxicity-q, …
     expressivity/v.txt, q.txt            what recipes/expressivity.py prints
     timing.json                          {machine, base, rows: [{guide, k, batch, milliseconds_per_token, low, high}]}
+    notes.md                             what those who ran it have to say
     pieces.jsonl                         {piece, command, commit, hardware, torch, transformers, seconds} a line
 """
 
@@ -56,6 +57,7 @@ def write_page(study: Study, plots: dict[str, Plot], command: str) -> str:
         "# The paper's claims, measured\n",
         f"{_summary(claims)}\n",
         _claims_table(claims),
+        *([f"## Notes on this run\n\n{study.notes}\n"] if study.notes else []),
         f"## How verdicts come about\n\n{_rules()}",
         f"## What was done\n\n{describe_protocol(study)}",
         write_sections(study, claims, plots),

@@ -97,6 +97,7 @@ class Study:
     timing: Timing | None
     expressivity: dict[str, float]  # mean squared error of "v" and "q"
     pieces: list[dict[str, Any]]
+    notes: str  # markdown
 
 
 def letters(name: str) -> str:
@@ -117,6 +118,7 @@ def read_study(folder: Path) -> Study:
         timing=_read_timing(folder / "timing.json"),
         expressivity=_read_expressivity(folder / "expressivity"),
         pieces=_read_optional_lines(folder / "pieces.jsonl"),
+        notes=(folder / "notes.md").read_text(encoding="utf-8").strip() if (folder / "notes.md").is_file() else "",
     )
 
 

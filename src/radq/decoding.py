@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
@@ -346,7 +347,7 @@ def _decode(
         greedy = steering.temperature == 0
         choice = proposal.logits.argmax(-1) if greedy else sample(proposal.logits, uniforms[:, position])
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
-        log_probabilities = decoder.logits.gather(1, tokens[:, None]).squeeze(1) - decoder.logits.logsumexp(-1)
+        log_probabilities = -F.cross_entropy(decoder.logits, tokens, reduction="none")
         yield Step(rows, proposal, choice, log_probabilities)
         running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
         if len(running) == 0 or position + 1 == uniforms.shape[1]:

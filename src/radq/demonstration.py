@@ -7,6 +7,7 @@
 Unguided and guided texts have the same prompts and the same seed, and are decoded in the same batch.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from radq.decoding import Generation, encode_prompts, generate
 from radq.embedded import EMBEDDED, judge_folder
 from radq.evaluation.encoders import load_encoder
 from radq.evaluation.judges import Judge, LinearJudge
-from radq.evaluation.likelihoods import measure_likelihoods
 from radq.guides import RewardGuide
 from radq.models import RewardModel
 
@@ -135,7 +135,7 @@ def compare(
             beta,
             [Text(*each) for each in zip(found, rewards, scores, strict=True)],
             sum(known) / len(known) if known else None,
-            _perplexity(cast, found),
+            perplexity(found),
             1000 * seconds / sum(len(each.token_ids) for each in found),
         )
 
@@ -158,7 +158,7 @@ def token_rewards(
     return [values[len(p) : len(row)] for values, p, row in zip(clamped, prompts, rows, strict=True)]
 
 
-def _perplexity(cast: Cast, generations: Sequence[Generation]) -> float:
-    prompts, texts = [each.prompt for each in generations], [each.text for each in generations]
-    found = measure_likelihoods(cast.lm, cast.tokenizer, prompts, texts)
-    return float(np.exp(found.nll.sum() / max(1, found.tokens.sum())))
+def perplexity(generations: Sequence[Generation]) -> float:
+    """Under the base, over all their tokens."""
+    tokens = sum(each.num_text_tokens for each in generations)
+    return math.exp(sum(each.nll for each in generations) / max(1, tokens))
