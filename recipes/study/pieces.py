@@ -13,9 +13,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from jobs import Job, run_all, shown, write
 
 from radq.backbones import find_device
 from radq.evaluation.encoders import load_encoder
@@ -40,23 +38,12 @@ EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
 TASKS = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 
 
-@dataclass(frozen=True)
-class Job:
-    """A radq command that makes something, once."""
-
-    name: str
-    command: list[str]
-    makes: str  # what is there when it is done
-    needs: str = ""  # what another job makes
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside the study's own
-
-
 # --- models ---
 
 
 def recipe(name: str, **changes: Any) -> dict[str, Any]:
     """A recipe of an embedded model, with changes; its data lies in the study's folder under the same name."""
-    return yaml.safe_load((RECIPES / "embedded" / f"{name}.yaml").read_text()) | {"save_steps": 100_000} | changes
+    return yaml.safe_load((RECIPES / "embedded" / f"{name}.yaml").read_text()) | changes
 
 
 def student(task: str, **changes: Any) -> dict[str, Any]:
@@ -85,7 +72,6 @@ def experts(task: str, method: str) -> dict[str, Any]:
         "max_steps": 500,
         "learning_rate": 2e-5,
         "warmup_steps": 50,
-        "save_steps": 100_000,
     }
 
 
@@ -110,11 +96,14 @@ MODELS = {  # teachers first
 
 
 def training_job(name: str, settings: dict[str, Any]) -> Job:
-    config = Path("models") / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(settings | {"out": f"models/{name}"}, sort_keys=False))
+    """One that was stopped goes on from its last checkpoint."""
+    config, text = Path(f"models/{name}.yaml"), yaml.safe_dump(settings | {"out": f"models/{name}"}, sort_keys=False)
+    began = config.exists() and config.read_text() == text and Path(f"models/{name}/config.yaml").exists()
+    config.write_text(text)
     command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
+    options = ["--config", str(config), "--resume" if began else "--overwrite", "--json"]
     needs = f"{settings['teacher']}.json" if settings.get("teacher") else ""
-    return Job(name, [*RADQ, command, "--config", str(config), "--overwrite", "--json"], f"models/{name}.json", needs)
+    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needs)
 
 
 def describe_model(job: Job, output: str, seconds: float) -> None:
@@ -262,59 +251,7 @@ PIECES = {
 }
 
 
-# --- running ---
-
-
-def run_all(jobs: list[Job], at_once: int, finish: Callable[[Job, str, float], None] | None = None) -> None:
-    """Jobs that are not done yet; one that fails stops none of the others, but the study."""
-    todo = [job for job in jobs if not Path(job.makes).exists()]
-    Path("logs").mkdir(exist_ok=True)
-    with ThreadPoolExecutor(at_once) as pool:
-        failed = [name for name in pool.map(lambda job: run_one(job, finish), todo) if name]
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}; see logs/.")
-
-
-def run_one(job: Job, finish: Callable[[Job, str, float], None] | None) -> str | None:
-    """The job's name if it failed."""
-    if job.needs and not wait_for(job.needs):
-        return job.name
-    began = time.time()
-    with (Path("logs") / f"{job.name}.log").open("w") as log:
-        environment = {**os.environ, **job.environment}
-        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    seconds = time.time() - began
-    print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
-    failed = Path(job.makes).with_suffix(".failed")  # others may wait for it
-    if done.returncode:
-        failed.touch()
-        return job.name
-    failed.unlink(missing_ok=True)
-    if finish is not None:
-        finish(job, done.stdout, seconds)
-    return None
-
-
-def wait_for(file: str) -> bool:
-    """Whether another job makes it, as long as others run."""
-    while not Path(file).exists():
-        if Path(file).with_suffix(".failed").exists():
-            return False
-        time.sleep(0.5)
-    return True
-
-
-def shown(command: list[str]) -> str:
-    """As a person would type it in the study's folder."""
-    words = ["radq" if word == sys.executable else word for word in command if word not in ("-m", "radq")]
-    return " ".join(word.replace(str(RECIPES.parent) + "/", "") for word in words)
-
-
-def write(file: str, content: Any) -> None:
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(f"{file}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    temporary.replace(file)
+# --- a piece ---
 
 
 def record_piece(piece: str, seconds: float, commit: str) -> None:

@@ -3,8 +3,8 @@
     python recipes/study/prepare.py RTP.jsonl.gz NEUTRAL.jsonl.gz NEGATIVE.jsonl.gz IMDB.jsonl.xz OUT
 
 The records of RealToxicityPrompts are parted once: the toxicity judge learns Perspective's scores from one part; the
-other gives the prompts to continue, and the texts that say how good the judge is. The sentiment judge learns from
-passages of IMDB's test split, of which the reward models saw nothing.
+other gives the prompts to continue, and the texts that say how good the judge is. The sentiment judge learns from the
+ends of reviews, where the verdict is, of IMDB's test split, of which the reward models saw nothing.
 """
 
 import json
@@ -21,8 +21,7 @@ from radq.data import read_table
 PROMPTS = 1000  # of each kind
 UNSEEN_RECORDS = 1400  # of RealToxicityPrompts: what the toxicity judge does not see
 UNSEEN_REVIEWS = 2500  # of IMDB's test split: what the sentiment judge does not see
-PASSAGES = 3  # of each review
-PASSAGE_WORDS = (6, 40)
+FEWEST_WORDS, MOST_WORDS = (6, 30), 40  # of an end: about as long as a prompt with its continuation
 MAX_TOXICITY = 0.5
 
 
@@ -38,17 +37,14 @@ def perspective(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 yield {"text": part["text"].strip(), "toxicity": part["toxicity"]}
 
 
-def passages(reviews: Iterable[dict[str, Any]], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """Runs of whole sentences, about as long as a prompt with its continuation."""
+def ends(reviews: Iterable[dict[str, Any]], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """The last sentences of each, of various lengths."""
     for review in reviews:
         sentences = re.split(r"(?<=[.!?])\s+", review["text"].replace("<br /><br />", " ").strip())
-        for first in rng.permutation(len(sentences))[:PASSAGES]:
-            words: list[str] = []
-            for sentence in sentences[first:]:
-                if len(words) >= PASSAGE_WORDS[0]:
-                    break
-                words += sentence.split()
-            yield {"text": " ".join(words[: PASSAGE_WORDS[1]]), "sentiment": int(review["label"])}
+        words, fewest = [], rng.integers(*FEWEST_WORDS)
+        while sentences and len(words) < fewest:
+            words = sentences.pop().split() + words
+        yield {"text": " ".join(words[-MOST_WORDS:]), "sentiment": int(review["label"])}
 
 
 def write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -76,8 +72,8 @@ def main(rtp: str, neutral: str, negative: str, imdb: str, out: str) -> None:
 
     reviews = [row for row in read_rows(imdb) if row["split"] == "test"]
     reviews = [reviews[n] for n in rng.permutation(len(reviews))]
-    write(folder / "judge-sentiment.jsonl", passages(reviews[UNSEEN_REVIEWS:], rng))
-    write(folder / "judge-sentiment-unseen.jsonl", passages(reviews[:UNSEEN_REVIEWS], rng))
+    write(folder / "judge-sentiment.jsonl", ends(reviews[UNSEEN_REVIEWS:], rng))
+    write(folder / "judge-sentiment-unseen.jsonl", ends(reviews[:UNSEEN_REVIEWS], rng))
 
 
 if __name__ == "__main__":
