@@ -119,7 +119,8 @@ def compare(
     prompts, betas = prompts or attribute.prompts, betas or attribute.betas
     reward, judge = cast.rewards[attribute.name], cast.judges[attribute.name]
     guides = [None, *(RewardGuide(reward, {attribute.name: beta}) for beta in betas)]
-    generate(cast.lm, cast.tokenizer, prompts, guides[-1], max_new_tokens=2)  # first calls are slow: not timed
+    for guide in (None, guides[-1]):  # first calls are slow: not timed
+        generate(cast.lm, cast.tokenizer, prompts, guide, max_new_tokens=3, num_samples=num_samples)
 
     def make_cell(guide: RewardGuide | None, beta: float | None) -> Cell:
         start = time.perf_counter()
