@@ -1,11 +1,13 @@
 """Grouped heads read shared keys and values: the numbers of transformers' own attention."""
 
+from typing import Any
+
 import pytest
 import torch
 from families import make_lm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from radq import attention
@@ -42,17 +44,22 @@ def test_it_equals_repeated_keys_and_values(
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_a_backbone_uses_it_within_and_only_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, calls = make_lm(family), []
+    lm, key_heads = make_lm(family), []
     scaled = attention.F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        attention.F, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(1) or scaled(*args, **kwargs)
-    )
+
+    def noted(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        key_heads.append(key.shape[1])
+        return scaled(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noted)
     tokens, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     with torch.no_grad():
         expected = lm(input_ids=tokens, attention_mask=mask).logits
+        assert set(key_heads) == {4}  # copies for every head
+        key_heads.clear()
         with grouped_heads(lm):
             assert lm.config._attn_implementation == attention.GROUPED
             actual = lm(input_ids=tokens, attention_mask=mask).logits
     assert lm.config._attn_implementation == "sdpa"
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
-    assert calls
+    assert set(key_heads) == {2}

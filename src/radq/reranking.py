@@ -55,7 +55,7 @@ def best_of_n(
         lm, tokenizer, prompts, None, top_k, top_p, temperature, max_new_tokens, n * num_samples, seed, **options
     )
     texts = [
-        encoded[row // (n * num_samples)] + generation.token_ids[: -1 if generation.finish_reason == "stop" else None]
+        encoded[row // (n * num_samples)] + generation.token_ids[: generation.num_text_tokens]
         for row, generation in enumerate(drawn)
     ]
     scores = score_texts(model, weights, texts)
