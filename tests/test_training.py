@@ -178,10 +178,10 @@ def test_a_guide_folds_adapters_and_training_unfolds_them(settings: RewardTraini
     adapters = [module for module in model.backbone.modules() if hasattr(module, "lora_A")]
     RewardGuide(model, {"praise": 1.0})
     assert adapters
-    assert all(adapter.merged for adapter in adapters)
+    assert all(adapter.folded for adapter in adapters)
     torch.testing.assert_close(model.next_rewards(ids), rewards)
     model.train()
-    assert not any(adapter.merged for adapter in adapters)
+    assert not any(adapter.folded for adapter in adapters)
     torch.testing.assert_close(model.state_dict(), before)
 
 

@@ -46,8 +46,8 @@ def recipe(name: str, **changes: Any) -> dict[str, Any]:
     return yaml.safe_load((RECIPES / "embedded" / f"{name}.yaml").read_text()) | changes
 
 
-def student(task: str, **changes: Any) -> dict[str, Any]:
-    return recipe(f"{task}-q", teacher=f"models/{task}-v", **changes)
+def student(task: str, teacher: str = "v", **changes: Any) -> dict[str, Any]:
+    return recipe(f"{task}-q", teacher=f"models/{task}-{teacher}", **changes)
 
 
 def from_responses(task: str, **changes: Any) -> dict[str, Any]:
@@ -86,12 +86,16 @@ MODELS = {  # teachers first
     "toxicity-q-mlp": from_responses("toxicity", head="mlp"),
     "toxicity-dexperts": experts("toxicity", "dexperts"),
     "sentiment-dexperts": experts("sentiment", "dexperts"),
+    "toxicity-v-again": recipe("toxicity-v", seed=1),  # how far another run is from the first
+    "sentiment-v-again": recipe("sentiment-v", seed=1),
     "toxicity-q": student("toxicity"),
     "sentiment-q": student("sentiment"),
     "toxicity-q-no-regulariser": student("toxicity", reg_weight=0.0),
     "toxicity-q-no-baseline": student("toxicity", reg_weight=0.0, head="linear-nobaseline"),
     "toxicity-gedi": experts("toxicity", "gedi"),
     "sentiment-gedi": experts("sentiment", "gedi"),
+    "toxicity-q-again": student("toxicity", "v-again", seed=1),
+    "sentiment-q-again": student("sentiment", "v-again", seed=1),
 }
 
 
@@ -167,7 +171,7 @@ def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
 
 def rank(jobs: int) -> None:
     """float32 by TF32 tensor cores: its noise is far below the cutoff, and RAD-V reads 50 million tokens."""
-    models = [name for name in MODELS if "-v" in name or "-q" in name]
+    models = [name for name in MODELS if ("-v" in name or "-q" in name) and not name.endswith("-again")]
     run_all([rank_job(name) for name in models], jobs, keep_output)
 
 

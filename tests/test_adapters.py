@@ -1,0 +1,59 @@
+"""Adapted layers against the sum they stand for."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from radq.adapters import AdaptedLinear, add_adapters
+
+LAYERS = [nn.Linear(5, 7), nn.Linear(5, 7, bias=False), Conv1D(7, 5)]
+
+
+def adapted(layer: nn.Linear | Conv1D) -> AdaptedLinear:
+    backbone = nn.ModuleDict({"layer": layer}).double()
+    add_adapters(backbone, rank=3)
+    found = backbone["layer"]
+    assert isinstance(found, AdaptedLinear)
+    nn.init.normal_(found.b)
+    return found
+
+
+def apart(module: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
+    """Layer and adapter one after the other, as LoRA is written down: the scale is 2."""
+    return module.base_layer(x) + 2 * (x @ module.a.T) @ module.b.T
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_and_adapter_are_one_product(layer: nn.Linear | Conv1D) -> None:
+    module, x = adapted(layer), torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(module(x), apart(module, x))
+    parameters = (x, module.a, module.b)
+    weights = torch.randn(2, 4, 7, dtype=torch.float64)
+    expected = torch.autograd.grad((apart(module, x) * weights).sum(), parameters)
+    torch.testing.assert_close(torch.autograd.grad((module(x) * weights).sum(), parameters), expected)
+    assert not any(parameter.requires_grad for parameter in module.base_layer.parameters())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_folded_layer_computes_the_same(layer: nn.Linear | Conv1D) -> None:
+    module, x = adapted(layer), torch.randn(4, 5, dtype=torch.float64)
+    expected, weight = module(x), module.weight.clone()
+    module.fold()
+    assert not torch.allclose(module.weight, weight)
+    torch.testing.assert_close(module(x), expected)
+    module.fold(-1)
+    torch.testing.assert_close(module.weight, weight)
+
+
+def test_in_autocast_products_are_in_bfloat16_and_gradients_in_float32() -> None:
+    module, x = adapted(nn.Linear(5, 7)).float(), torch.randn(4, 5, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    expected = torch.autograd.grad(apart(module, x).sum(), (x, module.a, module.b))
+    for parameter, gradient in zip((x, module.a, module.b), expected, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0.03, atol=0.1)
