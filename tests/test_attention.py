@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import make_lm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,16 @@ def test_it_equals_repeated_keys_and_values(
     expected, _ = sdpa_attention_forward(module, query, key, value, masks[kind], scaling=0.3)
     actual, _ = grouped_attention(module, query, key, value, masks[kind], scaling=0.3)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "none"])
+def test_plain_products_equal_the_fused_kernel(kind: str) -> None:
+    query, key, value = (torch.randn(4, 2, t, 8, dtype=torch.float64) for t in (3, 5, 5))
+    allowed = torch.rand(4, 1, 1, 5) < 0.6
+    allowed[..., -1] = True
+    masks = {"bool": allowed, "additive": torch.zeros(allowed.shape).double().masked_fill(~allowed, -1e9), "none": None}
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=masks[kind], scale=0.3)
+    torch.testing.assert_close(attention.plain_attention(query, key, value, masks[kind], 0.3), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])

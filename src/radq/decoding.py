@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
@@ -116,13 +115,14 @@ class Generation:
 def choose_candidates(
     logits: Float[Tensor, "b v"], top_k: int | None, top_p: float | None
 ) -> tuple[Int[Tensor, "b k"], Float[Tensor, "b k"]]:
-    """Candidates and their logits; −∞ fills the rows whose top-p set is smaller than the largest one."""
+    """Candidates and their logits, in float32 or better; −∞ fills the rows whose top-p set is smaller than others."""
     v = logits.shape[-1]
     if top_k is not None and top_k > v:
         raise OptionError(f"top_k is {top_k}, but the vocabulary has {v} tokens.", f"give at most {v}.")
     if top_p is None and top_k in (None, v):  # all of them: no need to sort
-        return torch.arange(v, device=logits.device).expand_as(logits), logits
-    values, candidates = logits.topk(top_k or v)
+        return torch.arange(v, device=logits.device).expand_as(logits), _precise(logits)
+    values, candidates = logits.topk(top_k or v)  # of logits in half precision in half the time
+    values = _precise(values)
     if top_p is not None:
         probabilities = values.softmax(-1)
         outside = probabilities.cumsum(-1) - probabilities >= top_p  # those before it hold enough already
@@ -131,6 +131,10 @@ def choose_candidates(
         values = values.masked_fill(outside, -torch.inf)[:, :widest]
         candidates = candidates[:, :widest]
     return candidates, values
+
+
+def _precise(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steering: Steering) -> Proposal:
@@ -347,7 +351,7 @@ def _decode(
         greedy = steering.temperature == 0
         choice = proposal.logits.argmax(-1) if greedy else sample(proposal.logits, uniforms[:, position])
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
-        log_probabilities = -F.cross_entropy(decoder.logits, tokens, reduction="none")
+        log_probabilities = log_probability(decoder.logits, tokens)
         yield Step(rows, proposal, choice, log_probabilities)
         running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
         if len(running) == 0 or position + 1 == uniforms.shape[1]:
@@ -356,6 +360,12 @@ def _decode(
             decoder.select(running)
             rows, tokens, uniforms = rows[running], tokens[running], uniforms[running]
         decoder.advance(tokens)
+
+
+def log_probability(logits: Float[Tensor, "b v"], tokens: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Of a token of each row under the base alone: the whole vocabulary, temperature 1."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.log_softmax(-1, dtype=dtype).gather(1, tokens[:, None]).squeeze(1)
 
 
 class _Decoder:
@@ -392,7 +402,7 @@ class _Decoder:
             self.state = self.guide.select(self.state, rows)
 
     def _next_logits(self, output: Any) -> Float[Tensor, "b v"]:
-        return output.logits[:, -1, : self.vocab_size].float()
+        return output.logits[:, -1, : self.vocab_size]
 
 
 def encode_prompts(
@@ -421,10 +431,11 @@ def decode_texts(
     begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
     rows = [prompts[row // num_samples] + tokens for row, tokens in enumerate(continuations)]
     wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    alone = tokenizer.batch_decode(continuations, skip_special_tokens=True)
     return [
-        whole[len(begin) :] if whole.startswith(begin) else text
-        for begin, whole, text in zip(begins, wholes, alone, strict=True)
+        whole[len(begin) :]
+        if whole.startswith(begin)
+        else tokenizer.batch_decode([tokens], skip_special_tokens=True)[0]
+        for begin, whole, tokens in zip(begins, wholes, continuations, strict=True)
     ]
 
 
