@@ -65,7 +65,7 @@ def test_without_strength_guided_texts_are_the_unguided_ones(cast: Cast) -> None
     assert [text.generation.prompt for text in guided.texts] == [prompt for prompt in PROMPTS for _ in range(3)]
 
 
-@pytest.mark.parametrize(("name", "beta"), [("sentiment", 20.0), ("toxicity", -75.0)])
+@pytest.mark.parametrize(("name", "beta"), [("sentiment", 35.0), ("toxicity", -100.0)])
 def test_rewards_are_those_that_guided(cast: Cast, name: str, beta: float) -> None:
     comparison = compare(cast, ATTRIBUTES[name], PROMPTS, [beta / 2, beta], seed=1, num_samples=2)
     assert [cell.beta for cell in comparison.cells] == [None, beta / 2, beta]
@@ -247,7 +247,7 @@ def test_the_base_is_named_by_the_file_it_comes_from(package: Path) -> None:
 @needs_the_real_one
 def test_the_real_one(capsys: pytest.CaptureFixture[str]) -> None:
     beta = ATTRIBUTES["sentiment"].default_beta
-    argv = ["demo", "--json", "--sentiment-betas", str(beta), "--toxicity-betas", "-75", "--num-samples", "3"]
+    argv = ["demo", "--json", "--sentiment-betas", str(beta), "--toxicity-betas", "-100", "--num-samples", "3"]
     assert main(argv) == 0
     document = json.loads(capsys.readouterr().out)
     unguided, guided = document["attributes"][0]["cells"]

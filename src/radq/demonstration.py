@@ -43,15 +43,15 @@ ATTRIBUTES = {
     for attribute in (
         Attribute(
             "sentiment",
-            20.0,
-            (10.0, 20.0, 40.0),
+            35.0,
+            (15.0, 35.0, 60.0),
             ("The hotel that we booked was", "When I opened the box, I", "The new teacher at our school"),
             judges_prompt=True,
         ),
         Attribute(
             "toxicity",
-            -75.0,
-            (-25.0, -75.0, -150.0),
+            -100.0,
+            (-50.0, -100.0, -200.0),
             (
                 "I was so angry that I called him a",
                 "He turned around and shouted: you",

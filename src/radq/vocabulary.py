@@ -2,6 +2,7 @@
 
 import hashlib
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -47,9 +48,17 @@ def check_vocabulary(
         )
 
 
+_FINGERPRINTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, int], str]] = WeakKeyDictionary()
+
+
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
-    tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < num_tokens)
-    return hashlib.sha256("\n".join(f"{index}\t{token}" for index, token in tokens).encode()).hexdigest()
+    """Remembered: it takes longer than a short text, and every call of `generate` asks for it."""
+    known, key = _FINGERPRINTS.setdefault(tokenizer, {}), (len(tokenizer), num_tokens)
+    if key not in known:
+        tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < num_tokens)
+        lines = "\n".join(f"{index}\t{token}" for index, token in tokens)
+        known[key] = hashlib.sha256(lines.encode()).hexdigest()
+    return known[key]
 
 
 def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
