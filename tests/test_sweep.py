@@ -313,6 +313,26 @@ def test_a_torn_file_is_mended(run: Path, write: Any, tmp_path: Path, capsys: py
         assert outcome(tmp_path / "torn") == whole
 
 
+def test_what_is_whole_can_be_measured_before_the_rest_is_there(
+    run: Path, write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, folder = outcome(run), tmp_path / "stopped"
+    argv = ["eval", "--json", "--config", write(), "--out", str(folder), "--cache", str(tmp_path / "c")]
+    assert "no whole cell" in fails(capsys, *argv, "--only-measure")
+    assert "nothing to do" in fails(capsys, *argv, "--only-measure", "--only-generate")
+    lines = whole["generations.jsonl"].splitlines(keepends=True)
+    cells = list(dict.fromkeys(json.loads(line)["cell"] for line in lines))
+    third = next(n for n, line in enumerate(lines) if json.loads(line)["cell"] == cells[3])
+    (folder / "generations.jsonl").write_bytes(b"".join(lines[: third + 1]) + lines[third + 1][:9])
+    assert main([*argv, "--only-measure"]) == 0
+    measured = json.loads(capsys.readouterr().out)["metrics"]
+    assert list(dict.fromkeys(row["cell"] for row in measured)) == cells[:3]
+    assert whole["metrics.jsonl"].startswith((folder / "metrics.jsonl").read_bytes())
+    assert main(argv) == 0
+    capsys.readouterr()
+    assert outcome(folder) == whole
+
+
 def test_five_kills_change_nothing(run: Path, write: Any, tmp_path: Path) -> None:
     random.seed(0)
     sweep, folder = write(), tmp_path / "killed"

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,20 @@ def judges(jobs: int) -> None:
 
 
 def sweeps(jobs: int) -> None:
+    run_all(sweep_jobs(), jobs, keep_output)
+
+
+def measure_stopped(jobs: int) -> None:
+    """What is whole of sweeps that were stopped, where time has run out; `sweeps` still goes on with them."""
+    began = [job for job in sweep_jobs() if Path(f"sweeps/{job.name}/generations.jsonl").exists()]
+    stopped = [job for job in began if not Path(job.makes).exists()]
+    parts = [replace(job, command=[*job.command, "--only-measure"], makes=f"{job.makes}.part") for job in stopped]
+    for part in parts:
+        Path(part.makes).unlink(missing_ok=True)
+    run_all(parts, jobs, keep_output)
+
+
+def sweep_jobs() -> list[Job]:
     """A run for each number of candidates: guides are compared at the same one, and runs stay short.
 
     Rivals, which read two or three more language models, run at the first number only.
@@ -158,7 +173,7 @@ def sweeps(jobs: int) -> None:
     Path("sweeps").mkdir(exist_ok=True)
     settings = {name: yaml.safe_load((HERE / "sweeps" / f"{name}.yaml").read_text()) for name in SWEEPS}
     ks = sorted({k for sweep in settings.values() for k in sweep["top_k"]})
-    run_all([sweep_job(name, settings[name], k) for k in ks for name in SWEEPS if k in settings[name]["top_k"]], jobs)
+    return [sweep_job(name, settings[name], k) for k in ks for name in SWEEPS if k in settings[name]["top_k"]]
 
 
 def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
@@ -166,7 +181,7 @@ def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
     guides = {name: guide for name, guide in settings["guides"].items() if name not in RIVALS or k == FIRST_K}
     Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"guides": guides, "top_k": k}, sort_keys=False))
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
-    return Job(Path(run).name, command, f"{run}/differences.jsonl")
+    return Job(Path(run).name, command, f"{run}.json")
 
 
 def rank(jobs: int) -> None:
@@ -206,13 +221,13 @@ def expressivity(jobs: int) -> None:
 
 def excerpts(jobs: int) -> None:
     """The first samples of every prompt: small files to look at, and to take to another machine."""
-    for run in sorted(Path("sweeps").glob("*-k*/differences.jsonl")):
-        file = Path("excerpts") / f"{run.parent.name}.jsonl.xz"
-        if file.exists():
+    for generations in sorted(Path("sweeps").glob("*-k*/generations.jsonl")):
+        file = Path("excerpts") / f"{generations.parent.name}.jsonl.xz"
+        if file.exists() and file.stat().st_mtime > generations.stat().st_mtime:
             continue
         file.parent.mkdir(exist_ok=True)
         with lzma.open(file, "wt", preset=1) as stream:
-            for row in read_lines(run.with_name("generations.jsonl")):
+            for row in read_lines(generations):
                 kept = {name: row[name] for name in ("cell", "prompt", "group")}
                 stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
 
@@ -247,6 +262,7 @@ PIECES = {
     "train": train,
     "judges": judges,
     "sweeps": sweeps,
+    "measure": measure_stopped,
     "rank": rank,
     "time": time_tokens,
     "expressivity": expressivity,

@@ -21,6 +21,8 @@ class Arguments:
     """Start anew in a folder that holds a sweep."""
     only_generate: bool = False
     """Write the generations, and leave judging for a later call."""
+    only_measure: bool = False
+    """Generate nothing more: judge and compare what is whole in a sweep that was stopped."""
     cache: Path | None = None
     """Folder for judges' scores; by default in the user's cache."""
     device: str = "auto"
@@ -32,12 +34,15 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     from radq.backbones import find_device
     from radq.commands.console import print_json, print_metrics
+    from radq.errors import OptionError
     from radq.evaluation.costs import read_costs
     from radq.evaluation.generating import generate_all, open_run
     from radq.evaluation.lines import read_lines
     from radq.evaluation.measuring import check_models, measure_all
     from radq.evaluation.sweep import load_sweep
 
+    if arguments.only_generate and arguments.only_measure:
+        raise OptionError("--only-generate and --only-measure leave nothing to do.", "give one of them, or neither.")
     sweep = load_sweep(arguments.config)
     if arguments.base is not None:
         sweep = replace(sweep, base=arguments.base)
@@ -47,7 +52,8 @@ def run(arguments: Arguments) -> None:
     with open_run(arguments.out, sweep, prompts, arguments.overwrite):
         if not arguments.only_generate:
             check_models(sweep, device)
-        generate_all(arguments.out, sweep, prompts, device, progress)
+        if not arguments.only_measure:
+            generate_all(arguments.out, sweep, prompts, device, progress)
         if arguments.only_generate:
             return
         measure_all(arguments.out, sweep, prompts, device, arguments.cache, progress)

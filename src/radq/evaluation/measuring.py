@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.backbones import load_causal_lm, load_config, load_tokenizer
-from radq.errors import OptionError
+from radq.errors import DataError, OptionError
 from radq.evaluation import metrics
 from radq.evaluation.encoders import Encoder, load_encoder
 from radq.evaluation.judges import CachedJudge, Judge, load_judge
@@ -63,12 +63,12 @@ class Measured:
 def measure_all(
     folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, cache: Path | None = None, progress: bool = False
 ) -> None:
-    """Write measures, metrics.jsonl and differences.jsonl."""
+    """Write measures, metrics.jsonl and differences.jsonl of the cells that are whole: all, unless it was stopped."""
     generated = _read_generations(folder, sweep, prompts)
     _measure(folder, sweep, prompts, generated, device, cache, progress)
     measured = [
-        Measured(cell, generated[cell.name].texts, dict(np.load(_file(folder, cell), allow_pickle=False)))
-        for cell in sweep.cells()
+        Measured(cell, one.texts, dict(np.load(_file(folder, cell), allow_pickle=False)))
+        for cell, one in generated.items()
     ]
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
@@ -88,11 +88,18 @@ class Generated:
         return cls([row["continuations"] for row in rows], arrays)
 
 
-def _read_generations(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> dict[str, Generated]:
+def _read_generations(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> dict[Cell, Generated]:
+    """Of whole cells, in the sweep's order, in which they were generated too."""
+    file = folder / "generations.jsonl"
     rows: dict[str, list[dict[str, Any]]] = {cell.name: [{} for _ in prompts] for cell in sweep.cells()}
-    for row in read_lines(folder / "generations.jsonl"):
+    for row in read_lines(file) if file.exists() else ():
         rows[row["cell"]][row["prompt"]] = row
-    return {name: Generated.of(of_cell) for name, of_cell in rows.items()}
+    whole = [cell for cell in sweep.cells() if all(rows[cell.name])]
+    if not whole:
+        raise DataError(
+            f"{str(file)!r} holds no whole cell yet.", "generate first: the same command without --only-measure."
+        )
+    return {cell: Generated.of(rows[cell.name]) for cell in whole}
 
 
 def _file(folder: Path, cell: Cell) -> Path:
@@ -149,18 +156,18 @@ def _measure(
     folder: Path,
     sweep: Sweep,
     prompts: list[Prompt],
-    generated: Mapping[str, Generated],
+    generated: Mapping[Cell, Generated],
     device: str,
     cache: Path | None,
     progress: bool,
 ) -> None:
-    todo = [cell for cell in sweep.cells() if not _file(folder, cell).exists()]
+    todo = [cell for cell in generated if not _file(folder, cell).exists()]
     if not todo:
         return
     other_lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
     instruments = Instruments.load(sweep.judges, other_lm, device, cache, sweep.dtype, sweep.batch_size)
     for cell in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        of_cell = generated[cell.name]
+        of_cell = generated[cell]
         arrays = instruments.measure([prompt.text for prompt in prompts], of_cell.texts) | of_cell.arrays
         with whole_file(_file(folder, cell)) as temporary, temporary.open("wb") as stream:
             np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
