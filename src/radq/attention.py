@@ -20,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from radq.precision import precise
+
 GROUPED = "radq_grouped"
 MANY_ROWS = 256  # below, a step on a GPU waits for launches, and one kernel is better than four
 
@@ -71,8 +73,7 @@ def plain_attention(
     scaling: float,
 ) -> Float[Tensor, "b shared n e"]:
     """As it is written down; the softmax is in float32 or better."""
-    scores = (query * scaling) @ key.transpose(-1, -2)  # (b, shared, n, t)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = precise((query * scaling) @ key.transpose(-1, -2))  # (b, shared, n, t)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).to(value.dtype) @ value

@@ -25,6 +25,7 @@ from radq import cache
 from radq.backbones import num_logits
 from radq.errors import ContextLengthError, OptionError, RewardValueError
 from radq.guides import Guide
+from radq.precision import precise
 from radq.vocabulary import find_bos
 
 KL_BISECTIONS = 30  # finds the scale of β to 1 part in 10⁹
@@ -120,9 +121,9 @@ def choose_candidates(
     if top_k is not None and top_k > v:
         raise OptionError(f"top_k is {top_k}, but the vocabulary has {v} tokens.", f"give at most {v}.")
     if top_p is None and top_k in (None, v):  # all of them: no need to sort
-        return torch.arange(v, device=logits.device).expand_as(logits), _precise(logits)
+        return torch.arange(v, device=logits.device).expand_as(logits), precise(logits)
     values, candidates = logits.topk(top_k or v)  # of logits in half precision in half the time
-    values = _precise(values)
+    values = precise(values)
     if top_p is not None:
         probabilities = values.softmax(-1)
         outside = probabilities.cumsum(-1) - probabilities >= top_p  # those before it hold enough already
@@ -131,10 +132,6 @@ def choose_candidates(
         values = values.masked_fill(outside, -torch.inf)[:, :widest]
         candidates = candidates[:, :widest]
     return candidates, values
-
-
-def _precise(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steering: Steering) -> Proposal:
@@ -364,8 +361,7 @@ def _decode(
 
 def log_probability(logits: Float[Tensor, "b v"], tokens: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """Of a token of each row under the base alone: the whole vocabulary, temperature 1."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return logits.log_softmax(-1, dtype=dtype).gather(1, tokens[:, None]).squeeze(1)
+    return precise(logits).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
 class _Decoder:

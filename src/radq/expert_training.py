@@ -30,6 +30,7 @@ from radq.experts import class_log_posterior, token_log_probabilities
 from radq.files import whole_folder
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
 from radq.losses import gedi_loss, text_loss
+from radq.precision import precise
 from radq.runs import begin_run, forget_run, load_parts, open_run
 from radq.settings import ExpertTrainingConfig
 from radq.training import BatchTrainer, find_checkpoints
@@ -153,8 +154,7 @@ def read_classes(model: nn.Module, heads: list[list[int]], ids: Int[Tensor, "b t
         F.pad(torch.cat([ids.new_tensor(head).expand(b, -1), ids[:, :-1]], dim=1), (0, longest - len(head)))
         for head in heads
     ]
-    logits = model(input_ids=torch.cat(runs), use_cache=False).logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = precise(model(input_ids=torch.cat(runs), use_cache=False).logits)
     parts = zip(heads, logits.chunk(len(heads)), strict=True)
     return torch.stack([token_log_probabilities(part[:, len(head) - 1 :][:, :t], ids) for head, part in parts])
 

@@ -6,6 +6,7 @@ Axes: b batch, t time, n columns of a run, v vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from radq import cache
 from radq.backbones import num_logits
 from radq.cache import Prefix
 from radq.errors import ContextLengthError
+from radq.precision import precise
 from radq.vocabulary import Vocabulary, check_vocabulary, find_bos, read_vocabulary
 
 NO_CODE: Sequence[Sequence[int]] = ((),)
@@ -27,7 +29,7 @@ class ExpertState:
     """What a language model knows after a batch of texts: a value."""
 
     prefix: Prefix
-    logits: Float[Tensor, "b v"]  # of the next token, float32 or better
+    logits: Float[Tensor, "b v"]  # of the next token, in the precision of the model
 
     def fork(self, n: int) -> "ExpertState":
         return ExpertState(self.prefix.fork(n), self.logits.repeat_interleave(n, dim=0))
@@ -41,9 +43,17 @@ class ExpertState:
         prefix = cache.join([state.prefix for state in states])
         return ExpertState(prefix, torch.cat([state.logits for state in states]))
 
+    def logits_of(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """In float32 or better."""
+        return precise(self.logits.gather(1, tokens.to(self.logits.device)))
+
     def log_probabilities(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """Of next tokens."""
-        return self.logits.gather(1, tokens) - self.logits.logsumexp(1, keepdim=True)
+        return self.logits_of(tokens) - self.log_normaliser
+
+    @cached_property
+    def log_normaliser(self) -> Float[Tensor, "b 1"]:
+        """The one number that takes the whole vocabulary: computed once, if anybody asks."""
+        return precise(self.logits).logsumexp(1, keepdim=True)
 
 
 class Expert:
@@ -66,7 +76,7 @@ class Expert:
         """The state after a batch of texts: the rows of the first code, then those of the next."""
         tokens, mask = self._begin(input_ids, attention_mask, codes)
         output, prefix = cache.start(self.lm, tokens, mask, **self._last_only)
-        return ExpertState(prefix, _precise(output.logits[:, -1]))
+        return ExpertState(prefix, output.logits[:, -1])
 
     @torch.no_grad()
     def read_scored(
@@ -78,16 +88,16 @@ class Expert:
         """And the log-probability of every token of the run, given those before it; 0 in the first column."""
         tokens, mask = self._begin(input_ids, attention_mask, codes)
         output, prefix = cache.start(self.lm, tokens, mask)
-        logits = _precise(output.logits)  # (rows, n, v)
+        logits = precise(output.logits)  # (rows, n, v)
         scores = torch.zeros_like(logits[..., 0])
         scores[:, 1:] = token_log_probabilities(logits[:, :-1], tokens[:, 1:])
-        return ExpertState(prefix, logits[:, -1]), scores
+        return ExpertState(prefix, output.logits[:, -1].clone()), scores  # a view would keep those of all positions
 
     @torch.no_grad()
     def advance(self, state: ExpertState, tokens: Int[Tensor, " b"]) -> ExpertState:
         self._check_positions(state.prefix.tokens.shape[1] + 1)
         output, prefix = cache.extend(self.lm, state.prefix, tokens[:, None], **self._last_only)
-        return ExpertState(prefix, _precise(output.logits[:, -1]))
+        return ExpertState(prefix, output.logits[:, -1])
 
     def rewind(self, state: ExpertState, n: int) -> ExpertState:
         """The state before the last n tokens of every row."""
@@ -155,7 +165,3 @@ def class_log_posterior(
     """
     prior = sums.new_tensor(list(log_prior)).view(2, *[1] * (sums.dim() - 1))
     return (scale * sums / lengths + prior).log_softmax(0)
-
-
-def _precise(logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -33,6 +33,7 @@ from radq.embedded import located
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.files import whole_folder
 from radq.heads import build_head, score_candidates, score_tokens
+from radq.precision import precise
 from radq.vocabulary import Vocabulary, find_bos, read_vocabulary
 
 SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
@@ -235,8 +236,7 @@ class RewardModel(PreTrainedModel):
 
     def link(self, outputs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """From head outputs to rewards, in float32 or better."""
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return outputs.sigmoid() if self.config.loss == "ce" else outputs
+        return precise(outputs).sigmoid() if self.config.loss == "ce" else precise(outputs)
 
     def _read_texts(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None

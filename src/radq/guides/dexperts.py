@@ -57,7 +57,7 @@ class DExpertsGuide(Guide):
         return self.expert.read(input_ids, attention_mask), self.anti_expert.read(input_ids, attention_mask)
 
     def shift(self, state: State, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        wanted, unwanted = (part.logits.gather(1, candidates.to(part.logits.device)) for part in state)
+        wanted, unwanted = (part.logits_of(candidates) for part in state)
         return (self.alpha * (wanted - unwanted.to(wanted.device))).to(candidates.device)
 
     def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
