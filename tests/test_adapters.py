@@ -42,7 +42,7 @@ def test_a_folded_layer_computes_the_same(layer: nn.Linear | Conv1D) -> None:
     module.fold()
     assert not torch.allclose(module.weight, weight)
     torch.testing.assert_close(module(x), expected)
-    module.fold(-1)
+    module.unfold()
     torch.testing.assert_close(module.weight, weight)
 
 

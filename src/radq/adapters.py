@@ -57,9 +57,14 @@ class AdaptedLinear(nn.Module):
         return y if bias is None else y + bias.to(y.dtype)
 
     @torch.no_grad()
-    def fold(self, sign: int = 1) -> None:
-        self.weight.copy_(_sum(self.weight, self.a, sign * self.b))
-        self.folded = sign > 0
+    def fold(self) -> None:
+        self.weight.copy_(_sum(self.weight, self.a, self.b))
+        self.folded = True
+
+    @torch.no_grad()
+    def unfold(self) -> None:
+        self.weight.copy_(_sum(self.weight, self.a, -self.b))
+        self.folded = False
 
 
 @final
@@ -107,7 +112,7 @@ def fold_adapters(backbone: nn.Module) -> None:
 def unfold_adapters(backbone: nn.Module) -> None:
     for module in backbone.modules():
         if isinstance(module, AdaptedLinear) and module.folded:
-            module.fold(-1)
+            module.unfold()
 
 
 def without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
