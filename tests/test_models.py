@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import BOS, FAMILIES, VOCAB, make_reward
+from families import BOS, FAMILIES, VOCAB, make_number_tokenizer, make_reward
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -198,6 +198,18 @@ def test_the_tokenizer_travels_with_the_model(toy: Path, tmp_path: Path) -> None
     assert loaded.tokenizer is not None
     assert loaded.vocabulary == read_vocabulary(model.vocabulary.size, loaded.tokenizer)
     assert loaded.vocabulary.fingerprint == model.vocabulary.fingerprint is not None
+
+
+def test_a_fingerprint_is_computed_once_and_again_for_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_number_tokenizer()
+    before = read_vocabulary(VOCAB + 2, tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr("radq.vocabulary.hashlib", None)  # nothing is hashed any more
+        assert read_vocabulary(VOCAB + 2, tokenizer) == before
+    tokenizer.add_tokens(["more"])
+    after = read_vocabulary(VOCAB + 2, tokenizer)
+    assert (before.num_tokens, after.num_tokens) == (VOCAB, VOCAB + 1)
+    assert after.fingerprint != before.fingerprint
 
 
 @pytest.mark.parametrize("kind", KINDS)
