@@ -414,3 +414,21 @@ def test_a_piece_runs_once_and_says_what_failed(
     assert (tmp_path / "third").exists()
     assert not (tmp_path / "after it").exists()
     assert "ValueError" in (tmp_path / "logs" / "broken.log").read_text()
+
+
+def test_excerpts_are_of_measured_cells(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces, run = modules["pieces"], tmp_path / "sweeps" / "detox-k20"
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"cell": cell, "prompt": prompt, "group": "g", "continuations": [f"{cell} {prompt} {n}" for n in range(25)]}
+        for cell, prompts in (("whole", 2), ("stopped", 1))
+        for prompt in range(prompts)
+    ]
+    run.mkdir(parents=True)
+    write_lines(run / "generations.jsonl", rows)
+    write_lines(run / "metrics.jsonl", [{"cell": "whole"}])
+    pieces.excerpts(1)
+    texts = pieces.read_excerpt(tmp_path / "excerpts" / "detox-k20.jsonl.xz")
+    assert texts == {("whole", "g"): [["whole 0 0", "whole 0 1"], ["whole 1 0", "whole 1 1"]]}

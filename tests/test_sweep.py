@@ -319,7 +319,8 @@ def test_what_is_whole_can_be_measured_before_the_rest_is_there(
     whole, folder = outcome(run), tmp_path / "stopped"
     argv = ["eval", "--json", "--config", write(), "--out", str(folder), "--cache", str(tmp_path / "c")]
     assert "no whole cell" in fails(capsys, *argv, "--only-measure")
-    assert "nothing to do" in fails(capsys, *argv, "--only-measure", "--only-generate")
+    for other in ("--only-generate", "--overwrite"):
+        assert "nothing to measure" in fails(capsys, *argv, "--only-measure", other)
     lines = whole["generations.jsonl"].splitlines(keepends=True)
     cells = list(dict.fromkeys(json.loads(line)["cell"] for line in lines))
     third = next(n for n, line in enumerate(lines) if json.loads(line)["cell"] == cells[3])

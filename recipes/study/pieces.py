@@ -220,14 +220,17 @@ def expressivity(jobs: int) -> None:
 
 
 def excerpts(jobs: int) -> None:
-    """The first samples of every prompt: small files to look at, and to take to another machine."""
-    for generations in sorted(Path("sweeps").glob("*-k*/generations.jsonl")):
-        file = Path("excerpts") / f"{generations.parent.name}.jsonl.xz"
-        if file.exists() and file.stat().st_mtime > generations.stat().st_mtime:
+    """The first samples of every prompt in measured cells: small files to look at, and to take to another machine."""
+    for metrics in sorted(Path("sweeps").glob("*-k*/metrics.jsonl")):
+        file = Path("excerpts") / f"{metrics.parent.name}.jsonl.xz"
+        if file.exists() and file.stat().st_mtime > metrics.stat().st_mtime:
             continue
+        measured = {row["cell"] for row in read_lines(metrics)}  # whole ones
         file.parent.mkdir(exist_ok=True)
         with lzma.open(file, "wt", preset=1) as stream:
-            for row in read_lines(generations):
+            for row in read_lines(metrics.with_name("generations.jsonl")):
+                if row["cell"] not in measured:
+                    break
                 kept = {name: row[name] for name in ("cell", "prompt", "group")}
                 stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
 

@@ -5,7 +5,7 @@ traffic: one query reads a whole cache. Here the heads of a group are rows of on
 read. The numbers are the same.
 
 Fused kernels are made for long queries. Where thousands of rows decode on a GPU, each of one token, they spend most of
-their time on padding, and three plain products are faster.
+their time on padding, and two plain products around a softmax are faster.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from radq.precision import precise
 
 GROUPED = "radq_grouped"
-MANY_ROWS = 256  # below, a step on a GPU waits for launches, and one kernel is better than four
+MANY_ROWS = 256  # fewer leave a GPU waiting for launches, of which plain products need more
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from radq import cache
 from radq.backbones import num_logits
 from radq.errors import ContextLengthError, OptionError, RewardValueError
 from radq.guides import Guide
-from radq.precision import precise
+from radq.precision import log_probabilities, precise
 from radq.vocabulary import find_bos
 
 KL_BISECTIONS = 30  # finds the scale of β to 1 part in 10⁹
@@ -348,8 +348,7 @@ def _decode(
         greedy = steering.temperature == 0
         choice = proposal.logits.argmax(-1) if greedy else sample(proposal.logits, uniforms[:, position])
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
-        log_probabilities = log_probability(decoder.logits, tokens)
-        yield Step(rows, proposal, choice, log_probabilities)
+        yield Step(rows, proposal, choice, log_probabilities(decoder.logits, tokens))
         running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
         if len(running) == 0 or position + 1 == uniforms.shape[1]:
             return
@@ -357,11 +356,6 @@ def _decode(
             decoder.select(running)
             rows, tokens, uniforms = rows[running], tokens[running], uniforms[running]
         decoder.advance(tokens)
-
-
-def log_probability(logits: Float[Tensor, "b v"], tokens: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Of a token of each row under the base alone: the whole vocabulary, temperature 1."""
-    return precise(logits).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
 class _Decoder:

@@ -48,6 +48,7 @@ class ExpertState:
         return precise(self.logits.gather(1, tokens.to(self.logits.device)))
 
     def log_probabilities(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """Of next tokens."""
         return self.logits_of(tokens) - self.log_normaliser
 
     @cached_property
@@ -152,7 +153,7 @@ class Expert:
 
 
 def token_log_probabilities(logits: Float[Tensor, "b n v"], tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """log P of each token under the logits at its place."""
+    """log P of each token under the logits at its place, for training: nothing of the vocabulary's size is kept."""
     return logits.gather(2, tokens[..., None]).squeeze(2) - logits.logsumexp(2)
 
 

@@ -1,10 +1,15 @@
 """Numbers of models in half precision, where sums and small differences of them are taken."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
 def precise(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """In float32 or better."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def log_probabilities(logits: Float[Tensor, "*p v"], tokens: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
+    """Of one token at each place, over the whole vocabulary. log_softmax makes one pass, logsumexp several."""
+    return precise(logits).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)

@@ -41,8 +41,9 @@ def run(arguments: Arguments) -> None:
     from radq.evaluation.measuring import check_models, measure_all
     from radq.evaluation.sweep import load_sweep
 
-    if arguments.only_generate and arguments.only_measure:
-        raise OptionError("--only-generate and --only-measure leave nothing to do.", "give one of them, or neither.")
+    if arguments.only_measure and (arguments.only_generate or arguments.overwrite):
+        other = "--only-generate" if arguments.only_generate else "--overwrite"
+        raise OptionError(f"{other} and --only-measure leave nothing to measure.", "give one of them, or neither.")
     sweep = load_sweep(arguments.config)
     if arguments.base is not None:
         sweep = replace(sweep, base=arguments.base)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq import cache
 from radq.errors import ContextLengthError, OptionError
+from radq.precision import log_probabilities
 from radq.vocabulary import find_bos
 
 
@@ -121,5 +122,4 @@ def _sum_nll(
     c = scored.shape[1]
     last: dict[str, Any] = {"logits_to_keep": c + 1} if cache.accepts(lm, "logits_to_keep") else {}
     logits = cache.start(lm, tokens, mask, **last)[0].logits[:, -c - 1 : -1]  # (b, c, v): each scores the next token
-    log_probabilities = logits.float().log_softmax(-1).gather(-1, tokens[:, -c:, None]).squeeze(-1)
-    return -torch.where(scored, log_probabilities.double(), 0.0).sum(1)
+    return -torch.where(scored, log_probabilities(logits, tokens[:, -c:]).double(), 0.0).sum(1)
