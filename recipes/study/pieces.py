@@ -33,8 +33,8 @@ from radq.statistics import area_under_curve
 RECIPES = Path(__file__).resolve().parent.parent
 HERE = RECIPES / "study"
 RADQ = [sys.executable, "-m", "radq"]
-SWEEPS = ("detox", "sentiment", "ablations")
-RIVALS, FIRST_K = ("dexperts", "gedi"), 20
+SWEEPS = ("sentiment", "detox")  # the longest first
+AT_EVERY_K, FIRST_K = ("rad-q (distilled)", "rad-v", "rad-q (responses)"), 20
 EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
 TASKS = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 
@@ -168,7 +168,7 @@ def measure_stopped(jobs: int) -> None:
 def sweep_jobs() -> list[Job]:
     """A run for each number of candidates: guides are compared at the same one, and runs stay short.
 
-    Rivals, which read two or three more language models, run at the first number only.
+    Rivals, which read two or three more language models, and ablations run at the first number only.
     """
     Path("sweeps").mkdir(exist_ok=True)
     settings = {name: yaml.safe_load((HERE / "sweeps" / f"{name}.yaml").read_text()) for name in SWEEPS}
@@ -178,7 +178,7 @@ def sweep_jobs() -> list[Job]:
 
 def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
     run = f"sweeps/{name}-k{k}"
-    guides = {name: guide for name, guide in settings["guides"].items() if name not in RIVALS or k == FIRST_K}
+    guides = {name: guide for name, guide in settings["guides"].items() if name in AT_EVERY_K or k == FIRST_K}
     Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"guides": guides, "top_k": k}, sort_keys=False))
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
     return Job(Path(run).name, command, f"{run}.json")
