@@ -153,7 +153,7 @@ def detox(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_study(folder: Path, detox: Path) -> Path:
     shutil.copytree(detox, folder / "sweeps" / "detox")
     write_sweep(folder / "sweeps" / "sentiment", TASK_GUIDES, ("neutral", "negative"), "sentiment", gap=0.045)
-    write_sweep(folder / "sweeps" / "ablations", ABLATION_GUIDES, ("nontoxic",), "toxicity", gap=-0.02)
+    write_sweep(folder / "sweeps" / "detox-ablations", ABLATION_GUIDES, ("nontoxic",), "toxicity", gap=-0.02)
     write_the_rest(folder)
     return folder
 
@@ -258,11 +258,12 @@ def test_claims_of_a_study(page: str) -> None:
     assert rows["RAD-Q on responses only is slightly behind distilled RAD-Q", neutral][0].startswith("undecided: worse")
     assert rows["distilled RAD-Q is better than GeDi", neutral][0] == "holds: better"
     assert rows["the regulariser helps fluency", ablation] == [  # less toxic, as far as the interval reaches
-        "holds: better",
-        "k = 20: −0.020 [−0.030, −0.010]<br>k = 40: −0.020 [−0.030, −0.010]",
+        "holds: better (2 of 4 not run)",
+        "k = 4: not run<br>k = 8: not run<br>k = 20: −0.020 [−0.030, −0.010]<br>k = 40: −0.020 [−0.030, −0.010]",
     ]
-    assert rows["regulariser and baseline together help fluency", ablation][0] == "holds: better"
-    assert rows["cross-entropy is slightly behind squared loss", ablation][0] == "holds: worse, by less than 0.05"
+    assert rows["regulariser and baseline together help fluency", ablation][0].startswith("holds: better")
+    verdict, _ = rows["cross-entropy is slightly behind squared loss", ablation]
+    assert verdict == "holds: worse, by less than 0.05 (2 of 4 not run)"
     assert rows["learned reward matrices have low numerical rank", "toxicity"][0].startswith("mixed: holds in 1 of 2")
     assert "(1 of 2 not run)" in rows["learned reward matrices have low numerical rank", "sentiment"][0]
     assert rows["the regulariser lowers the rank", "toxicity"] == ["holds: lower", "N = 256: rank 90, without it 200"]
@@ -284,6 +285,17 @@ def test_a_real_sweep_has_its_verdicts(page: str, tmp_path: Path) -> None:
     assert rows["distilled RAD-Q is better than GeDi", "detoxification, nontoxic prompts"] == ["not run", "–"]
     assert "4 of `prompts.jsonl` (nontoxic)" in page
     assert str(tmp_path.parent) not in page
+
+
+def test_ablations_have_their_own_place(modules: dict[str, ModuleType], study: Path, page: str) -> None:
+    sweep = modules["study"].read_study(study).sweeps["detox"]
+    found = sweep.of_ablation(("rad-q (distilled)", "no regulariser", "never run"))
+    assert {result.guide for result in found.results} == {"none", "rad-q (distilled)", "no regulariser"}
+    assert found.top_ks == [20, 40]  # the toy's sweep has 4 and 8, and no ablation
+    assert sweep.of_ablation(("rad-v", "never run")).results == []
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert "| mlp |" not in sections["Detoxification: distilled RAD-Q and RAD-V"]
+    assert "| mlp | 20 | 10 |" in sections["Loss and head"]
 
 
 def test_a_pair_in_the_other_order_has_the_other_sign(modules: dict[str, ModuleType], study: Path) -> None:
@@ -333,7 +345,7 @@ def test_parts_that_were_not_run_are_said_to_be_so(modules: dict[str, ModuleType
     (tmp_path / "docs" / "results" / "time.svg").write_text("of an earlier study")
     for part in ("timing.json", "pieces.jsonl", "mauve.jsonl", "sweeps/sentiment/differences.jsonl"):
         (study / part).unlink()
-    shutil.rmtree(study / "sweeps" / "ablations")
+    shutil.rmtree(study / "sweeps" / "detox-ablations")
     (study / "sweeps" / "detox" / "metrics.jsonl").write_text("")
     page = write(modules, study, tmp_path / "docs")
     rows = claim_rows(page)

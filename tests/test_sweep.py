@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.errors import DataError, OptionError
+from radq.evaluation import engines
 from radq.evaluation.costs import read_costs
 from radq.evaluation.lines import mend, read_lines
 from radq.evaluation.sweep import Cell, GuideSweep, PromptFile, Sweep, find_changes, load_sweep
@@ -350,6 +351,43 @@ def test_five_kills_change_nothing(run: Path, write: Any, tmp_path: Path) -> Non
         process.wait(timeout=60)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
     assert outcome(folder) == outcome(run)
+
+
+def test_full_memory_means_smaller_batches(
+    run: Path, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same texts, and what experts read is not counted twice."""
+    asked: list[int] = []
+
+    def crowded(*arguments: Any, batch_size: int, **options: Any) -> Any:
+        asked.append(batch_size)
+        texts = generate(*arguments, batch_size=batch_size, **options)
+        if batch_size > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return texts
+
+    monkeypatch.setattr(engines, "generate", crowded)
+    argv = ["--config", write(batch_size=16), "--out", str(tmp_path / "run"), "--cache", str(tmp_path), "--json"]
+    with pytest.warns(UserWarning, match="texts together from now on"):
+        assert main(["eval", *argv]) == 0
+    assert asked[:3] == [16, 8, 4]
+    assert set(asked[2:]) == {4}
+    assert (tmp_path / "run" / "generations.jsonl").read_bytes() == (run / "generations.jsonl").read_bytes()
+    wanted, found = read_costs(run), read_costs(tmp_path / "run")
+    for cell in ("rad-q β=5 k=8 seed=0", "rad-v β=20 k=8 seed=0"):
+        assert found[cell]["expert_tokens_per_token"] == wanted[cell]["expert_tokens_per_token"]
+
+
+def test_no_memory_for_one_prompt(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(engines, "generate", full)
+    out = tmp_path / "run"
+    error = fails(capsys, "eval", "--config", write(), "--out", str(out))
+    assert "no memory for 4 samples of a prompt" in error
 
 
 def test_one_process_at_a_time(run: Path, write: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from radq.evaluation.tables import interval, number
 RAD_V, DISTILLED, RESPONSES, DEXPERTS, GEDI = "rad-v", "rad-q (distilled)", "rad-q (responses)", "dexperts", "gedi"
 NO_REGULARISER, NO_BASELINE = "no regulariser", "no regulariser, no baseline"
 CROSS_ENTROPY, MLP = "cross-entropy", "mlp"
+TRADE_OFF = (RAD_V, DISTILLED, RESPONSES, DEXPERTS, GEDI)
 
 FOLLOWS = "Detoxification: distilled RAD-Q and RAD-V"
 MATCHES = "Sentiment: distilled RAD-Q and RAD-V"
@@ -42,6 +43,7 @@ REGULARISER = "Regulariser and baseline"
 LOSS = "Loss and head"
 EXPRESSIVITY = "Expressivity"
 TIME = "Time per token"
+ABLATIONS = {REGULARISER: (DISTILLED, NO_REGULARISER, NO_BASELINE), LOSS: (RESPONSES, CROSS_ENTROPY, MLP)}
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,6 @@ class Task:
 TASKS = {
     "detox": Task("detoxification", "avg_max[toxicity]", -1),
     "sentiment": Task("sentiment", "positive_rate[sentiment]", 1),
-    "ablations": Task("detoxification", "avg_max[toxicity]", -1),
 }
 
 
@@ -94,14 +95,12 @@ COMPARISONS = [
     ),
     *_in_both("distilled RAD-Q is better than DExperts", RIVALS, DISTILLED, DEXPERTS, better),
     *_in_both("distilled RAD-Q is better than GeDi", RIVALS, DISTILLED, GEDI, better),
-    Comparison("the regulariser helps fluency", REGULARISER, "ablations", DISTILLED, NO_REGULARISER, better),
+    Comparison("the regulariser helps fluency", REGULARISER, "detox", DISTILLED, NO_REGULARISER, better),
+    Comparison("regulariser and baseline together help fluency", REGULARISER, "detox", DISTILLED, NO_BASELINE, better),
     Comparison(
-        "regulariser and baseline together help fluency", REGULARISER, "ablations", DISTILLED, NO_BASELINE, better
+        "cross-entropy is slightly behind squared loss", LOSS, "detox", CROSS_ENTROPY, RESPONSES, slightly_worse
     ),
-    Comparison(
-        "cross-entropy is slightly behind squared loss", LOSS, "ablations", CROSS_ENTROPY, RESPONSES, slightly_worse
-    ),
-    Comparison("the MLP head is on par with the linear one", LOSS, "ablations", MLP, RESPONSES, on_par),
+    Comparison("the MLP head is on par with the linear one", LOSS, "detox", MLP, RESPONSES, on_par),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from claims import CROSS_ENTROPY, DISTILLED, MLP, NO_BASELINE, NO_REGULARISER, RESPONSES, TASKS, ranks_by_rows
+from claims import ABLATIONS, TASKS, TRADE_OFF, anchor, ranks_by_rows
 from study import Study, Timed
 
 from radq.evaluation.plots import (
@@ -18,11 +18,6 @@ from radq.evaluation.plots import (
     render,
 )
 
-ABLATIONS = {
-    "ablation-regulariser": (DISTILLED, NO_REGULARISER, NO_BASELINE),
-    "ablation-loss-head": (RESPONSES, CROSS_ENTROPY, MLP),
-}
-
 
 def draw_all(study: Study) -> dict[str, Plot]:
     """By name; what was not run has none."""
@@ -34,25 +29,26 @@ def tradeoff_name(sweep: str, group: str) -> str:
     return f"{sweep}-{''.join(c if c.isalnum() else '-' for c in group.lower())}"
 
 
+def ablation_name(heading: str) -> str:
+    return f"ablation-{anchor(heading)[1:]}"
+
+
 def _tradeoffs(study: Study) -> list[Plot | None]:
     plots = []
-    for name in ("detox", "sentiment"):
-        for group in study.sweeps[name].groups if name in study.sweeps else []:
-            results = [result for result in study.sweeps[name].results if result.group == group]
+    for name, sweep in study.sweeps.items():
+        for group in sweep.groups:
+            results = [result for result in sweep.of_guides(TRADE_OFF).results if result.group == group]
             title = f"{TASKS[name].name}, {group} prompts: attribute against perplexity"
             plots.append(plot_by_candidates(tradeoff_name(name, group), title, results, TASKS[name].attribute))
     return plots
 
 
 def _ablations(study: Study) -> list[Plot | None]:
-    sweep = study.sweeps.get("ablations")
     plots = []
-    for name, guides in ABLATIONS.items() if sweep is not None else ():
-        assert sweep is not None
-        results = sweep.of_guides(guides)
-        if not all(result.unguided for result in results):
-            title = f"{', '.join(guides)}: toxicity against perplexity"
-            plots.append(plot_by_candidates(name, title, results, TASKS["ablations"].attribute))
+    for heading, guides in ABLATIONS.items() if "detox" in study.sweeps else ():
+        results = study.sweeps["detox"].of_ablation(guides).results
+        title = f"{', '.join(guides)}: toxicity against perplexity"
+        plots.append(plot_by_candidates(ablation_name(heading), title, results, TASKS["detox"].attribute))
     return plots
 
 

@@ -43,7 +43,7 @@ def run_one(job: Job, finish: Callable[[Job, str, float], None] | None) -> str |
         failure(job.makes).touch()
         return job.name
     began = time.time()
-    with (Path("logs") / f"{job.name}.log").open("w") as log:
+    with (Path("logs") / f"{job.name}.log").open("a") as log:
         environment = {**os.environ, **job.environment}
         done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     seconds = time.time() - began

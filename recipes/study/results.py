@@ -4,7 +4,7 @@
 
 Verdicts are computed (verdicts.py); what has not been run yet is said to be so. A study folder may hold
 
-    sweeps/detox, sentiment, ablations   what `radq eval` writes
+    sweeps/detox, sentiment              what `radq eval` writes
     mauve.jsonl                          {sweep, cell, group, value, low, high} a line
     judges/NAME.json                     {data, rows, metrics, note}
     models/NAME.json                     {command, seconds, metrics, parameters}

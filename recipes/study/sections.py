@@ -7,6 +7,7 @@ from statistics import fmean
 
 import numpy as np
 from claims import (
+    ABLATIONS,
     COMPARISONS,
     EXPRESSIVITY,
     FOLLOWS,
@@ -18,6 +19,7 @@ from claims import (
     RIVALS,
     TASKS,
     TIME,
+    TRADE_OFF,
     Claim,
     Comparison,
     Task,
@@ -25,7 +27,7 @@ from claims import (
     ranks_by_rows,
     signed,
 )
-from figures import tradeoff_name
+from figures import ablation_name, tradeoff_name
 from protocol import NOT_RUN, markdown_table
 from study import Difference, MeasuredSweep, Study
 from verdicts import MARGIN, MISSING, SLIGHT, combine
@@ -48,8 +50,8 @@ def write_sections(study: Study, claims: Sequence[Claim], plots: dict[str, Plot]
         ON_RESPONSES: above + _differences(study, ON_RESPONSES),
         RIVALS: above + _differences(study, RIVALS),
         RANK: _ranks(study, plots),
-        REGULARISER: _ablation(study, plots, "ablation-regulariser", REGULARISER),
-        LOSS: _ablation(study, plots, "ablation-loss-head", LOSS) + _ablation_points(study),
+        REGULARISER: _ablation(study, plots, REGULARISER),
+        LOSS: _ablation(study, plots, LOSS),
         EXPRESSIVITY: _expressivity(study),
         TIME: _times(study, plots),
     }
@@ -72,9 +74,9 @@ def _tradeoffs(study: Study, name: str, plots: dict[str, Plot], heading: str) ->
     sweep = study.sweeps.get(name)
     if sweep is None:
         return NOT_RUN
+    sweep = sweep.of_guides(TRADE_OFF)
     figures = [f"**{group} prompts**\n\n{image(plots, tradeoff_name(name, group))}" for group in sweep.groups]
-    points = [_folded(f"All points, {group} prompts", _points(sweep, group)) for group in sweep.groups]
-    return "".join([*figures, _differences(study, heading), _levels(sweep, TASKS[name]), *points])
+    return "".join([*figures, _differences(study, heading), _levels(sweep, TASKS[name]), _all_points(sweep)])
 
 
 def _differences(study: Study, heading: str) -> str:
@@ -144,6 +146,10 @@ def _cross(sweep: MeasuredSweep, curve: Curve | None, attribute: str) -> list[st
     return [number(float(level)) for level in levels]
 
 
+def _all_points(sweep: MeasuredSweep) -> str:
+    return "".join(_folded(f"All points, {group} prompts", _points(sweep, group)) for group in sweep.groups)
+
+
 def _points(sweep: MeasuredSweep, group: str) -> str:
     results = [result for result in sweep.results if result.group == group]
     keys = list(dict.fromkeys(key for result in results for key in result.metrics))
@@ -174,18 +180,11 @@ def _folded(summary: str, body: str) -> str:
 # --- ablations ---
 
 
-def _ablation(study: Study, plots: dict[str, Plot], name: str, heading: str) -> str:
-    return NOT_RUN if "ablations" not in study.sweeps else image(plots, name) + _differences(study, heading)
-
-
-def _ablation_points(study: Study) -> str:
-    sweep = study.sweeps.get("ablations")
-    if sweep is None:
-        return ""
-    tables = [
-        _folded(f"All points of both ablations, {group} prompts", _points(sweep, group)) for group in sweep.groups
-    ]
-    return "".join(tables)
+def _ablation(study: Study, plots: dict[str, Plot], heading: str) -> str:
+    sweep = study.sweeps["detox"].of_ablation(ABLATIONS[heading]) if "detox" in study.sweeps else None
+    if sweep is None or not sweep.results:
+        return NOT_RUN
+    return image(plots, ablation_name(heading)) + _differences(study, heading) + _all_points(sweep)
 
 
 # --- rank and expressivity ---

@@ -48,10 +48,17 @@ class MeasuredSweep:
     def top_ks(self) -> list[int | None]:
         return sorted({result.top_k for result in self.results}, key=lambda k: k or 0)
 
-    def of_guides(self, guides: Sequence[str]) -> list[Result]:
-        """The results of some guides, and of the unguided base."""
+    def of_guides(self, guides: Sequence[str]) -> "MeasuredSweep":
+        """With the results of some guides, and of the unguided base, alone."""
         wanted = set(map(letters, guides))
-        return [result for result in self.results if result.unguided or letters(result.guide) in wanted]
+        return replace(self, results=[r for r in self.results if r.unguided or letters(r.guide) in wanted])
+
+    def of_ablation(self, guides: Sequence[str]) -> "MeasuredSweep":
+        """A guide and changes of it, with the candidates that any of the changes had; maybe nothing."""
+        changed = set(map(letters, guides[1:]))
+        top_ks = {result.top_k for result in self.results if letters(result.guide) in changed}
+        found = self.of_guides(guides)
+        return replace(found, results=[result for result in found.results if result.top_k in top_ks])
 
     def compare(self, first: str, second: str) -> list[Difference]:
         """All differences of a pair of guides, in whichever order the sweep has them."""
@@ -90,7 +97,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Study:
-    sweeps: dict[str, MeasuredSweep]  # detox, sentiment, ablations
+    sweeps: dict[str, MeasuredSweep]  # detox, sentiment
     judges: dict[str, dict[str, Any]]
     models: dict[str, dict[str, Any]]
     ranks: dict[str, dict[str, Any]]  # what `radq rank model --json` prints
@@ -109,7 +116,7 @@ def read_study(folder: Path) -> Study:
     if not folder.is_dir():
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a study.")
     mauve = _read_mauve(folder / "mauve.jsonl")
-    sweeps = {name: _read_sweep(folder / "sweeps", name, mauve) for name in ("detox", "sentiment", "ablations")}
+    sweeps = {name: _read_sweep(folder / "sweeps", name, mauve) for name in ("detox", "sentiment")}
     return Study(
         sweeps={name: sweep for name, sweep in sweeps.items() if sweep is not None},
         judges=_read_documents(folder / "judges"),

@@ -1,7 +1,9 @@
 """Engines: what continues the prompts of a sweep, as a cell says. transformers here, or vLLM for throughput."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,23 +47,42 @@ class Engine(ABC):
 
 
 class TransformersEngine(Engine):
-    """Base and guide are loaded once; the last guide is kept, not all."""
+    """Base and guide are loaded once; the last guide is kept, not all.
+
+    Where the GPU's memory runs out, fewer texts are decoded together from then on: the same texts, later.
+    """
 
     def __init__(self, sweep: Sweep, device: str):
         super().__init__(sweep, device)
         self.lm = load_causal_lm(sweep.base, dtype=sweep.dtype, device=device)
         self.tokenizer = load_tokenizer(sweep.base)
+        self.batch_size = sweep.batch_size
         self._loaded: tuple[str, Any] = ("", None)
 
     def options(self, cell: Cell) -> dict[str, Any]:
-        return super().options(cell) | {"batch_size": self.sweep.batch_size}
+        return super().options(cell) | {"batch_size": self.batch_size}
 
     def of(self, cell: Cell) -> Produce:
         if torch.device(self.device).type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         if cell.guide == UNGUIDED:
-            return self._unguided(cell)
-        return self._best_of(cell) if self.sweep.guides[cell.guide].best_of else self._guided(cell)
+            return partial(self._fit, self._unguided(cell))
+        best_of = self.sweep.guides[cell.guide].best_of
+        return partial(self._fit, self._best_of(cell) if best_of else self._guided(cell))
+
+    def _fit(self, produce: Produce, prompts: Sequence[str], first: int) -> tuple[Sequence[Continuation], Usage | None]:
+        while True:
+            try:
+                return produce(prompts, first)
+            except torch.OutOfMemoryError as error:
+                if self.batch_size <= self.sweep.samples:  # the samples of a prompt stay together
+                    raise OptionError(
+                        f"the GPU has no memory for {self.sweep.samples} samples of a prompt at once.",
+                        "use a smaller dtype, fewer samples with several seeds, or see what else runs on it.",
+                    ) from error
+            self.batch_size = max(self.batch_size // 2, self.sweep.samples)
+            torch.cuda.empty_cache()
+            warnings.warn(f"the GPU's memory is full: {self.batch_size} texts together from now on.", stacklevel=2)
 
     def _unguided(self, cell: Cell) -> Produce:
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
@@ -73,9 +94,9 @@ class TransformersEngine(Engine):
         guide = self.sweep.guides[cell.guide]
         make = self._load(cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp))
         steer = make(guide.numbers(cell.beta or 0.0))
-        options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget}
 
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
+            options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget}
             with Meter(steer) as meter:
                 texts = generate(self.lm, self.tokenizer, prompts, meter, first_prompt=first, **options)
             return texts, Usage.of(meter)
@@ -87,9 +108,9 @@ class TransformersEngine(Engine):
         model = self._load(
             cell.guide, lambda: RewardModel.from_pretrained(guide.folder, self.device, dtype=self.sweep.dtype)
         )
-        options = self.options(cell)
 
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
+            options = self.options(cell)
             with Meter(RewardGuide(model, guide.weights)) as meter:
                 texts = best_of_n(
                     self.lm, self.tokenizer, prompts, model, guide.weights, n, first_prompt=first, **options
@@ -101,6 +122,7 @@ class TransformersEngine(Engine):
     def _load(self, name: str, load: Callable[[], Any]) -> Any:
         if self._loaded[0] != name:
             self._loaded = ("", None)  # the last one goes before the next one comes
+            torch.cuda.empty_cache()  # others may work on the same GPU
             self._loaded = (name, load())
         return self._loaded[1]
 
