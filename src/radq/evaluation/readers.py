@@ -10,8 +10,6 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 from typing import Any, final
 
@@ -98,8 +96,8 @@ class TransformersReader(Reader):
 class OnnxReader(Reader):
     """A folder with one .onnx file and tokenizer.json, or vocab.txt for WordPiece.
 
-    Texts are read one by one, in several threads: a quantised model scales its activations by the largest of a batch,
-    so that neighbours and padding would change what it says about a text.
+    Texts are read one by one: a quantised model scales its activations by the largest of a batch, so that neighbours
+    and padding would change what it says about a text.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu"):
@@ -119,27 +117,12 @@ class OnnxReader(Reader):
         self.name = identify(folder)
 
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
-        encodings = self.tokenizer.encode_batch(list(texts))
-        self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-        threads = torch.get_num_threads()
-        with ThreadPoolExecutor(threads) as pool:
-            for positions in _alike([len(encoding.ids) for encoding in encodings]):
-                ids = np.array([encodings[n].ids for n in positions], dtype=np.int64)  # (b, t)
-                parts = [part for part in np.array_split(ids, threads) if len(part)]
-                outputs = np.concatenate([*pool.map(self._run, parts)])
-                yield positions, torch.from_numpy(outputs).float(), torch.ones(ids.shape, dtype=torch.long)
-
-    def _run(self, ids: Int[np.ndarray, "b t"]) -> Float[np.ndarray, "b ..."]:
-        known = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-        texts = ({name: known[name][n : n + 1] for name in self.inputs} for n in range(len(ids)))
-        return np.concatenate([self.session.run(None, text)[0] for text in texts])
-
-
-def _alike(lengths: list[int]) -> Iterator[list[int]]:
-    """Batches of positions of the same length: nothing is padded."""
-    for _, positions in groupby(sorted(range(len(lengths)), key=lengths.__getitem__), key=lengths.__getitem__):
-        rows = [*positions]
-        yield from (rows[first : first + BATCH_SIZE] for first in range(0, len(rows), BATCH_SIZE))
+        for n, encoding in enumerate(self.tokenizer.encode_batch(list(texts))):
+            self.truncated += bool(encoding.overflowing)
+            ids = np.array([encoding.ids], dtype=np.int64)
+            known = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+            output = self.session.run(None, {name: known[name] for name in self.inputs})[0]
+            yield [n], torch.from_numpy(output).float(), torch.ones(ids.shape, dtype=torch.long)
 
 
 def find_onnx(folder: str | Path) -> Path | None:
