@@ -340,6 +340,16 @@ def test_the_same_study_gives_the_same_files(docs: Path, tmp_path: Path) -> None
     assert all((docs / file).read_bytes() == (tmp_path / file).read_bytes() for file in files)
 
 
+def test_the_published_page_is_what_was_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "recipes/study/results.py", "recipes/study/measured", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, cwd=REPOSITORY)
+    assert (tmp_path / "results.md").read_text() == (REPOSITORY / "docs" / "results.md").read_text()
+    drawn, published = (
+        {file.name for file in (docs / "results").iterdir()} for docs in (tmp_path, REPOSITORY / "docs")
+    )
+    assert drawn == published
+
+
 def test_parts_that_were_not_run_are_said_to_be_so(modules: dict[str, ModuleType], study: Path, tmp_path: Path) -> None:
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "docs" / "results" / "time.svg").write_text("of an earlier study")
