@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from radq.decoding import generate
 from radq.errors import ContextLengthError, OptionError
+from radq.evaluation import likelihoods
 from radq.evaluation.likelihoods import encode_pairs, measure_likelihoods
 from radq.evaluation.metrics import perplexities
 
@@ -60,6 +61,24 @@ def test_any_pairs_in_any_batches(pairs: list[tuple[list[int], list[int]]], batc
     wanted = [token_by_token(lm, prompt or [1], text) for prompt, text in pairs]
     np.testing.assert_allclose(found.nll, wanted, rtol=1e-5, atol=1e-4)
     assert found.tokens.tolist() == [len(text) for _, text in pairs]
+
+
+def test_full_memory_means_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, tokenizer, read = make_lm("gpt2"), make_number_tokenizer(), likelihoods._read
+    wanted = measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS, batch_size=1)
+    sizes = []
+
+    def crowded(lm: PreTrainedModel, pairs: list[likelihoods._Pair]) -> torch.Tensor:
+        sizes.append(len(pairs))
+        if len(pairs) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return read(lm, pairs)
+
+    monkeypatch.setattr(likelihoods, "_read", crowded)
+    with pytest.warns(UserWarning, match="2 texts at once from now on"):
+        found = measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS, batch_size=5)
+    assert sizes == [5, 2, 2, 1]
+    np.testing.assert_allclose(found.nll, wanted.nll, rtol=1e-5, atol=1e-4)
 
 
 def test_a_blank_continuation_has_no_tokens() -> None:

@@ -356,7 +356,7 @@ def test_five_kills_change_nothing(run: Path, write: Any, tmp_path: Path) -> Non
 def test_full_memory_means_smaller_batches(
     run: Path, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same texts, and what experts read is not counted twice."""
+    """They give the same texts, and what experts read is not counted twice."""
     asked: list[int] = []
 
     def crowded(*arguments: Any, batch_size: int, **options: Any) -> Any:
@@ -368,7 +368,7 @@ def test_full_memory_means_smaller_batches(
 
     monkeypatch.setattr(engines, "generate", crowded)
     argv = ["--config", write(batch_size=16), "--out", str(tmp_path / "run"), "--cache", str(tmp_path), "--json"]
-    with pytest.warns(UserWarning, match="texts together from now on"):
+    with pytest.warns(UserWarning, match="texts at once from now on"):
         assert main(["eval", *argv]) == 0
     assert asked[:3] == [16, 8, 4]
     assert set(asked[2:]) == {4}
@@ -387,7 +387,7 @@ def test_no_memory_for_one_prompt(
     monkeypatch.setattr(engines, "generate", full)
     out = tmp_path / "run"
     error = fails(capsys, "eval", "--config", write(), "--out", str(out))
-    assert "no memory for 4 samples of a prompt" in error
+    assert "no memory for 4 texts at once" in error
 
 
 def test_one_process_at_a_time(run: Path, write: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,4 +47,4 @@ class RewardValueError(RadqError, ArithmeticError):
 
 
 class MemoryLimitError(RadqError, MemoryError):
-    """Work that does not fit this machine, refused before it begins."""
+    """Work that does not fit this machine."""

@@ -1,12 +1,17 @@
-"""How much memory there is, and how much was used."""
+"""How much memory there is, how much was used, and smaller batches where it runs out."""
 
 import resource
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from radq.errors import MemoryLimitError
+
+T = TypeVar("T")
 
 
 def available_memory(device: str = "cpu") -> int | None:
@@ -25,6 +30,22 @@ def require_memory(num_bytes: int, device: str, what: str, hint: str = "use a ma
     available = available_memory(device)
     if available is not None and num_bytes > available:
         raise MemoryLimitError(f"{what} takes {num_bytes / 2**30:.1f} GiB of {available / 2**30:.1f} GiB.", hint)
+
+
+def in_smaller_batches(work: Callable[[int], T], size: int, smallest: int = 1) -> tuple[T, int]:
+    """What work on so many texts at once gives, and how many fitted: half of them, and so on, where memory runs out."""
+    while True:
+        try:
+            return work(size), size
+        except torch.OutOfMemoryError as error:
+            if size <= smallest:
+                raise MemoryLimitError(
+                    f"the GPU has no memory for {smallest} text{'s' * (smallest > 1)} at once.",
+                    "use a smaller dtype or fewer samples, or see what else runs on it.",
+                ) from error
+        size = max(size // 2, smallest)
+        torch.cuda.empty_cache()
+        warnings.warn(f"the GPU's memory is full: {size} texts at once from now on.", stacklevel=2)
 
 
 def peak_memory(device: str = "cpu") -> int:

@@ -1,6 +1,5 @@
 """Engines: what continues the prompts of a sweep, as a cell says. transformers here, or vLLM for throughput."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from radq.evaluation.costs import Usage
 from radq.evaluation.sweep import UNGUIDED, Cell, Sweep
 from radq.extras import need
 from radq.guides import RewardGuide
+from radq.memory import in_smaller_batches
 from radq.metering import Meter
 from radq.models import RewardModel
 from radq.reranking import best_of_n
@@ -71,18 +71,11 @@ class TransformersEngine(Engine):
         return partial(self._fit, self._best_of(cell) if best_of else self._guided(cell))
 
     def _fit(self, produce: Produce, prompts: Sequence[str], first: int) -> tuple[Sequence[Continuation], Usage | None]:
-        while True:
-            try:
-                return produce(prompts, first)
-            except torch.OutOfMemoryError as error:
-                if self.batch_size <= self.sweep.samples:  # the samples of a prompt stay together
-                    raise OptionError(
-                        f"the GPU has no memory for {self.sweep.samples} samples of a prompt at once.",
-                        "use a smaller dtype, fewer samples with several seeds, or see what else runs on it.",
-                    ) from error
-            self.batch_size = max(self.batch_size // 2, self.sweep.samples)
-            torch.cuda.empty_cache()
-            warnings.warn(f"the GPU's memory is full: {self.batch_size} texts together from now on.", stacklevel=2)
+        def work(batch_size: int) -> tuple[Sequence[Continuation], Usage | None]:
+            self.batch_size = batch_size
+            return produce(prompts, first)
+
+        return in_smaller_batches(work, self.batch_size, self.sweep.samples)[0]  # samples of a prompt stay together
 
     def _unguided(self, cell: Cell) -> Produce:
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq import cache
 from radq.errors import ContextLengthError, OptionError
+from radq.memory import in_smaller_batches
 from radq.precision import log_probabilities
 from radq.vocabulary import find_bos
 
@@ -63,10 +64,13 @@ def measure_likelihoods(
     nll, tokens = np.zeros(len(pairs)), np.array([len(pair.continuation) for pair in pairs], dtype=np.int64)
     by_length = sorted(np.flatnonzero(tokens), key=lambda n: -len(pairs[n]))
     with tqdm(total=len(by_length), unit="text", desc="perplexity", disable=not progress) as bar:
-        for first in range(0, len(by_length), batch_size):
-            rows = by_length[first : first + batch_size]
-            nll[rows] = _read(lm, [pairs[n] for n in rows]).cpu().numpy()
-            bar.update(len(rows))
+        while by_length:
+            some, batch_size = in_smaller_batches(
+                lambda size: _read(lm, [pairs[n] for n in by_length[:size]]).cpu().numpy(), batch_size
+            )
+            nll[by_length[: len(some)]] = some
+            del by_length[: len(some)]
+            bar.update(len(some))
     return Likelihoods(nll, tokens, sum(len(a) < len(b) for a, b in zip(pairs, whole, strict=True)))
 
 
