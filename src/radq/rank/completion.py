@@ -120,7 +120,10 @@ def _alternate(
         last, objective = objective, float(squares + penalty * (a.square().sum() + b.square().sum()))
         progress(float(squares) / len(observed))
         if not objective < float("inf"):
-            raise OptionError(f"the completion diverged in {a.dtype}.", "use float64, or a larger penalty.")
+            raise OptionError(
+                f"the completion diverged in {a.dtype}.",
+                "use a larger penalty" + ("." if a.dtype == torch.float64 else ", or float64."),
+            )
         if done == iterations or last - objective <= tolerance * objective:
             return Factors(a, b), done
 
@@ -198,7 +201,12 @@ def _ridge(
 
 
 def _solve_definite(matrices: Float[Tensor, "b s s"], values: Float[Tensor, "b s 1"]) -> Float[Tensor, "b s 1"]:
-    roots, _ = torch.linalg.cholesky_ex(matrices)  # where one fails, the objective is not finite: checked once
+    """A penalty below the rounding errors of a matrix leaves it indefinite; it then gets one as large as they are."""
+    roots, failed = torch.linalg.cholesky_ex(matrices)
+    if failed.any():
+        rounding = matrices.shape[1] * torch.finfo(matrices.dtype).eps
+        floors = rounding * matrices.diagonal(dim1=1, dim2=2).sum(1, keepdim=True) * (failed > 0)[:, None]  # (b, 1)
+        roots, _ = torch.linalg.cholesky_ex(matrices + torch.diag_embed(floors.expand(-1, matrices.shape[1])))
     return torch.cholesky_solve(values, roots)
 
 
