@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import combinations, product
+from math import log
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import yaml
 from classifiers import make_classifier
-from sweep_folders import make_cell, measure_cell, write_lines
+from sweep_folders import make_cell, make_result, measure_cell, write_lines
 
 from radq.cli import main
 from radq.errors import DataError, OptionError
@@ -287,12 +288,28 @@ def test_a_real_sweep_has_its_verdicts(page: str, tmp_path: Path) -> None:
     assert str(tmp_path.parent) not in page
 
 
+def test_levels_are_read_off_straight_lines(modules: dict[str, ModuleType]) -> None:
+    """Over the logarithm of perplexity or Dist-2, as multiples of the unguided base's."""
+    points = [("none", None, 10.0, 0.8, 0.5), ("rad-q", 1.0, 11.0, 0.784, 0.6), ("rad-q", 2.0, 14.0, 0.72, 0.9)]
+    results = [
+        make_result(guide=guide, unguided=beta is None, beta=beta, metrics={n: Estimate(v, v, v) for n, v in found})
+        for guide, beta, *values in points
+        for found in [zip(("perplexity", "dist_2", "positive_rate[sentiment]"), values, strict=True)]
+    ]
+    sweep, task = modules["study"].MeasuredSweep(None, results, []), modules["claims"].TASKS["sentiment"]
+    tables = {metric: modules["sections"]._levels(sweep, task, metric) for metric in ("perplexity", "dist_2")}
+    crossings = [0.6 + 0.3 * log(x / low) / log(high / low) for x, low, high in ((1.2, 1.1, 1.4), (1.3, 1.1, 1.4))]
+    assert "| rad-q | 0.600 | {:.3f} | {:.3f} | – |".format(*crossings) in tables["perplexity"]
+    crossing = 0.6 + 0.3 * log(0.95 / 0.98) / log(0.9 / 0.98)
+    assert f"| rad-q | 0.600 | {crossing:.3f} | 0.900 | – | – |" in tables["dist_2"]
+
+
 def test_ablations_have_their_own_place(modules: dict[str, ModuleType], study: Path, page: str) -> None:
     sweep = modules["study"].read_study(study).sweeps["detox"]
-    found = sweep.of_ablation(("rad-q (distilled)", "no regulariser", "never run"))
+    found = sweep.beside("rad-q (distilled)", ("no regulariser", "never run"))
     assert {result.guide for result in found.results} == {"none", "rad-q (distilled)", "no regulariser"}
     assert found.top_ks == [20, 40]  # the toy's sweep has 4 and 8, and no ablation
-    assert sweep.of_ablation(("rad-v", "never run")).results == []
+    assert sweep.beside("rad-v", ("never run",)).results == []
     sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     assert "| mlp |" not in sections["Detoxification: distilled RAD-Q and RAD-V"]
     assert "| mlp | 20 | 10 |" in sections["Loss and head"]

@@ -45,9 +45,9 @@ def _tradeoffs(study: Study) -> list[Plot | None]:
 
 def _ablations(study: Study) -> list[Plot | None]:
     plots = []
-    for heading, guides in ABLATIONS.items() if "detox" in study.sweeps else ():
-        results = study.sweeps["detox"].of_ablation(guides).results
-        title = f"{', '.join(guides)}: toxicity against perplexity"
+    for heading, (guide, *changes) in ABLATIONS.items() if "detox" in study.sweeps else ():
+        results = study.sweeps["detox"].beside(guide, changes).results
+        title = f"{', '.join([guide, *changes])}: toxicity against perplexity"
         plots.append(plot_by_candidates(ablation_name(heading), title, results, TASKS["detox"].attribute))
     return plots
 

@@ -1,7 +1,7 @@
 """The sections of the results, one per claim: figure, differences at equal perplexity, points. Markdown."""
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from math import isfinite
 from statistics import fmean
 
@@ -9,8 +9,11 @@ import numpy as np
 from claims import (
     ABLATIONS,
     COMPARISONS,
+    DEXPERTS,
+    DISTILLED,
     EXPRESSIVITY,
     FOLLOWS,
+    GEDI,
     LOSS,
     MATCHES,
     ON_RESPONSES,
@@ -38,7 +41,11 @@ from radq.evaluation.plots import Plot
 from radq.evaluation.results import NAN, Result, metric_and_judge
 from radq.evaluation.tables import Entry, Table, interval, number, to_markdown
 
-RATIOS = (1.1, 1.2, 1.3, 1.5)
+RATIOS = {
+    "perplexity": (1.1, 1.2, 1.3, 1.5),
+    "dist_2": (0.98, 0.95, 0.9, 0.87, 0.85),
+    "mauve": (0.95, 0.9, 0.8, 0.7, 0.6),
+}
 PLAIN = ("perplexity", "dist_2", "dist_3", "mauve")
 
 
@@ -48,7 +55,7 @@ def write_sections(study: Study, claims: Sequence[Claim], plots: dict[str, Plot]
         FOLLOWS: _tradeoffs(study, "detox", plots, FOLLOWS),
         MATCHES: _tradeoffs(study, "sentiment", plots, MATCHES),
         ON_RESPONSES: above + _differences(study, ON_RESPONSES),
-        RIVALS: above + _differences(study, RIVALS),
+        RIVALS: above + _differences(study, RIVALS) + _as_varied(study),
         RANK: _ranks(study, plots),
         REGULARISER: _ablation(study, plots, REGULARISER),
         LOSS: _ablation(study, plots, LOSS),
@@ -76,7 +83,33 @@ def _tradeoffs(study: Study, name: str, plots: dict[str, Plot], heading: str) ->
         return NOT_RUN
     sweep = sweep.of_guides(TRADE_OFF)
     figures = [f"**{group} prompts**\n\n{image(plots, tradeoff_name(name, group))}" for group in sweep.groups]
-    return "".join([*figures, _differences(study, heading), _levels(sweep, TASKS[name]), _all_points(sweep)])
+    text = (
+        f"{_in_words(TASKS[name])} at so many times the perplexity of the unguided base with the same k, read off the "
+        "curves of the figures; a dash where a curve does not reach.\n\n"
+    )
+    levels = text + _levels(sweep, TASKS[name], "perplexity")
+    return "".join([*figures, _differences(study, heading), levels, _all_points(sweep)])
+
+
+def _as_varied(study: Study) -> str:
+    """RAD-Q and its rivals by other measures of what guidance costs."""
+    text = (
+        "Perplexity does not see that texts become alike: a guide that leaves the base few tokens to choose from can "
+        "keep it low. So the same points again, where Dist-2 or MAUVE is so many times that of the unguided base; read "
+        "off straight lines between points, without intervals.\n\n"
+    )
+    tables = [
+        f"{_in_words(TASKS[name])} at equal `{metric}`; {_levels(beside, TASKS[name], metric)}"
+        for name, sweep in study.sweeps.items()
+        for beside in [sweep.beside(DISTILLED, (DEXPERTS, GEDI))]
+        for metric in ("dist_2", "mauve")
+        if any(metric in result.metrics for result in beside.results)
+    ]
+    return text + "".join(tables) if tables else ""
+
+
+def _in_words(task: Task) -> str:
+    return f"`{task.attribute}` ({'less' if task.sign < 0 else 'more'} is better)"
 
 
 def _differences(study: Study, heading: str) -> str:
@@ -109,40 +142,36 @@ def _difference(pair: Difference) -> str:
     return f"{signed(pair.estimate)}<br>at {number(pair.perplexity[0])} to {number(pair.perplexity[1])}"
 
 
-def _levels(sweep: MeasuredSweep, task: Task) -> str:
-    """The attribute where a curve crosses some perplexities, by straight lines over log perplexity."""
-    text = (
-        f"`{task.attribute}` ({'less' if task.sign < 0 else 'more'} is better) at so many times the perplexity of the "
-        "unguided base with the same k, read off the curves of the figures; a dash where a curve does not reach.\n\n"
-    )
-    return text + "".join(_level_table(sweep, task, group) for group in sweep.groups)
+def _levels(sweep: MeasuredSweep, task: Task, metric: str) -> str:
+    """The attribute where a curve crosses some values of a metric, by straight lines over its logarithm."""
+    return "".join(_level_table(sweep, task, group, metric) for group in sweep.groups)
 
 
-def _level_table(sweep: MeasuredSweep, task: Task, group: str) -> str:
+def _level_table(sweep: MeasuredSweep, task: Task, group: str, metric: str) -> str:
     found = find_curves([result for result in sweep.results if result.group == group])
     curves = {(curve.guide, curve.setting): curve for curve in found if not curve.unguided}
     guides, settings = unique(guide for guide, _ in curves), unique(setting for _, setting in curves)
-    rows = [
-        [
-            guide,
-            *(level for setting in settings for level in _cross(sweep, curves.get((guide, setting)), task.attribute)),
-        ]
-        for guide in guides
-    ]
-    header = ["guide", *(f"{setting}, × {ratio:g}" for setting, ratio in product(settings, RATIOS))]
+    rows = []
+    for guide in guides:
+        levels = (_cross(sweep, curves.get((guide, setting)), task.attribute, metric) for setting in settings)
+        rows.append([guide, *chain.from_iterable(levels)])
+    header = ["guide", *(f"{setting}, × {ratio:g}" for setting, ratio in product(settings, RATIOS[metric]))]
     bases = [(curve.setting, curve.steps[0].estimate(task.attribute)) for curve in found if curve.unguided]
     unguided = ", ".join(f"{number(base.value)} {interval(base)} ({setting})" for setting, base in bases)
     return f"{group} prompts; unguided {unguided}:\n\n{markdown_table(header, rows)}\n"
 
 
-def _cross(sweep: MeasuredSweep, curve: Curve | None, attribute: str) -> list[str]:
+def _cross(sweep: MeasuredSweep, curve: Curve | None, attribute: str, metric: str) -> list[str]:
     steps = [] if curve is None else curve.steps
-    points = [(fmean(map(sweep.perplexity_ratio, step.results)), step.estimate(attribute).value) for step in steps]
+    points = [
+        (fmean(sweep.ratio(result, metric) for result in step.results), step.estimate(attribute).value)
+        for step in steps
+    ]
     known = sorted((ratio, value) for ratio, value in points if isfinite(ratio) and isfinite(value))
     if not known:
-        return ["–"] * len(RATIOS)
+        return ["–"] * len(RATIOS[metric])
     ratios, values = np.array(known).T
-    levels = np.interp(np.log(RATIOS), np.log(ratios), values, left=NAN, right=NAN)
+    levels = np.interp(np.log(RATIOS[metric]), np.log(ratios), values, left=NAN, right=NAN)
     return [number(float(level)) for level in levels]
 
 
@@ -161,7 +190,7 @@ def _points(sweep: MeasuredSweep, group: str) -> str:
             Entry(result.guide),
             *(Entry("–" if value is None else f"{value:g}") for value in (result.top_k, result.beta)),
             *(_entry(result, key) for key in (*attributes, *plain)),
-            Entry(number(sweep.perplexity_ratio(result))),
+            Entry(number(sweep.ratio(result, "perplexity"))),
         ]
         for result in results
     ]
@@ -181,7 +210,8 @@ def _folded(summary: str, body: str) -> str:
 
 
 def _ablation(study: Study, plots: dict[str, Plot], heading: str) -> str:
-    sweep = study.sweeps["detox"].of_ablation(ABLATIONS[heading]) if "detox" in study.sweeps else None
+    guide, *changes = ABLATIONS[heading]
+    sweep = study.sweeps["detox"].beside(guide, changes) if "detox" in study.sweeps else None
     if sweep is None or not sweep.results:
         return NOT_RUN
     return image(plots, ablation_name(heading)) + _differences(study, heading) + _all_points(sweep)

@@ -53,11 +53,11 @@ class MeasuredSweep:
         wanted = set(map(letters, guides))
         return replace(self, results=[r for r in self.results if r.unguided or letters(r.guide) in wanted])
 
-    def of_ablation(self, guides: Sequence[str]) -> "MeasuredSweep":
-        """A guide and changes of it, with the candidates that any of the changes had; maybe nothing."""
-        changed = set(map(letters, guides[1:]))
-        top_ks = {result.top_k for result in self.results if letters(result.guide) in changed}
-        found = self.of_guides(guides)
+    def beside(self, guide: str, others: Sequence[str]) -> "MeasuredSweep":
+        """A guide and others, with the candidates that any of the others had; maybe nothing."""
+        compared = set(map(letters, others))
+        top_ks = {result.top_k for result in self.results if letters(result.guide) in compared}
+        found = self.of_guides([guide, *others])
         return replace(found, results=[result for result in found.results if result.top_k in top_ks])
 
     def compare(self, first: str, second: str) -> list[Difference]:
@@ -74,10 +74,11 @@ class MeasuredSweep:
         found = [r for r in self.results if r.unguided and all(getattr(r, n) == getattr(result, n) for n in same)]
         return found[0] if found else None
 
-    def perplexity_ratio(self, result: Result) -> float:
+    def ratio(self, result: Result, metric: str) -> float:
+        """Of a metric to that of the unguided base."""
         base = self.unguided(result)
-        known = base is not None and "perplexity" in base.metrics and "perplexity" in result.metrics
-        return result.metrics["perplexity"].value / base.metrics["perplexity"].value if base and known else NAN
+        known = base is not None and metric in base.metrics and metric in result.metrics
+        return result.metrics[metric].value / base.metrics[metric].value if base and known else NAN
 
 
 @dataclass(frozen=True)
