@@ -378,16 +378,22 @@ def test_full_memory_means_smaller_batches(
         assert found[cell]["expert_tokens_per_token"] == wanted[cell]["expert_tokens_per_token"]
 
 
+@pytest.mark.parametrize(("draws", "texts"), [("generate", 4), ("best_of_n", 12)])
 def test_no_memory_for_one_prompt(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    draws: str,
+    texts: int,
+    write: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(engines, "generate", full)
+    monkeypatch.setattr(engines, draws, full)
     out = tmp_path / "run"
     error = fails(capsys, "eval", "--config", write(), "--out", str(out))
-    assert "no memory for 4 texts at once" in error
+    assert f"no memory for {texts} texts at once" in error
 
 
 def test_one_process_at_a_time(run: Path, write: Any, capsys: pytest.CaptureFixture[str]) -> None:

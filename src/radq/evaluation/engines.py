@@ -49,7 +49,7 @@ class Engine(ABC):
 class TransformersEngine(Engine):
     """Base and guide are loaded once; the last guide is kept, not all.
 
-    Where the GPU's memory runs out, fewer texts are decoded together from then on: the same texts, later.
+    Where the GPU's memory runs out, fewer texts are decoded together from then on: the same texts but for rounding.
     """
 
     def __init__(self, sweep: Sweep, device: str):
@@ -65,17 +65,24 @@ class TransformersEngine(Engine):
     def of(self, cell: Cell) -> Produce:
         if torch.device(self.device).type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        drawn = self.sweep.samples
         if cell.guide == UNGUIDED:
-            return partial(self._fit, self._unguided(cell))
-        best_of = self.sweep.guides[cell.guide].best_of
-        return partial(self._fit, self._best_of(cell) if best_of else self._guided(cell))
+            return partial(self._fit, self._unguided(cell), drawn)
+        if self.sweep.guides[cell.guide].best_of:
+            n = int(cell.beta or 1)
+            return partial(self._fit, self._best_of(cell, n), n * drawn)
+        return partial(self._fit, self._guided(cell), drawn)
 
-    def _fit(self, produce: Produce, prompts: Sequence[str], first: int) -> tuple[Sequence[Continuation], Usage | None]:
+    def _fit(
+        self, produce: Produce, drawn: int, prompts: Sequence[str], first: int
+    ) -> tuple[Sequence[Continuation], Usage | None]:
+        """What is drawn for one prompt stays together."""
+
         def work(batch_size: int) -> tuple[Sequence[Continuation], Usage | None]:
             self.batch_size = batch_size
             return produce(prompts, first)
 
-        return in_smaller_batches(work, self.batch_size, self.sweep.samples)[0]  # samples of a prompt stay together
+        return in_smaller_batches(work, self.batch_size, drawn)[0]
 
     def _unguided(self, cell: Cell) -> Produce:
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
@@ -96,8 +103,8 @@ class TransformersEngine(Engine):
 
         return produce
 
-    def _best_of(self, cell: Cell) -> Produce:
-        guide, n = self.sweep.guides[cell.guide], int(cell.beta or 1)
+    def _best_of(self, cell: Cell, n: int) -> Produce:
+        guide = self.sweep.guides[cell.guide]
         model = self._load(
             cell.guide, lambda: RewardModel.from_pretrained(guide.folder, self.device, dtype=self.sweep.dtype)
         )
