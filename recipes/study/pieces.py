@@ -34,8 +34,8 @@ RECIPES = Path(__file__).resolve().parent.parent
 HERE = RECIPES / "study"
 RADQ = [sys.executable, "-m", "radq"]
 SWEEPS = ("sentiment", "detox")  # the longest first
-AT_EVERY_K, FIRST_K = ("rad-q (distilled)", "rad-v", "rad-q (responses)"), 20
 EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
+MAUVE_K = 20
 TASKS = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 
 
@@ -166,10 +166,7 @@ def measure_stopped(jobs: int) -> None:
 
 
 def sweep_jobs() -> list[Job]:
-    """A run for each number of candidates: guides are compared at the same one, and runs stay short.
-
-    Rivals, which read two or three more language models, and ablations run at the first number only.
-    """
+    """A run for each number of candidates: guides are compared at the same one, and runs stay short."""
     Path("sweeps").mkdir(exist_ok=True)
     settings = {name: yaml.safe_load((HERE / "sweeps" / f"{name}.yaml").read_text()) for name in SWEEPS}
     ks = sorted({k for sweep in settings.values() for k in sweep["top_k"]})
@@ -178,8 +175,7 @@ def sweep_jobs() -> list[Job]:
 
 def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
     run = f"sweeps/{name}-k{k}"
-    guides = {name: guide for name, guide in settings["guides"].items() if name in AT_EVERY_K or k == FIRST_K}
-    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"guides": guides, "top_k": k}, sort_keys=False))
+    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"top_k": k}, sort_keys=False))
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
     return Job(Path(run).name, command, f"{run}.json")
 
@@ -236,11 +232,11 @@ def excerpts(jobs: int) -> None:
 
 
 def mauve(jobs: int) -> None:
-    """Of each cell at the first number of candidates against the unguided texts of the same prompts."""
+    """Of each cell with MAUVE_K candidates against the unguided texts of the same prompts."""
     known = Path("mauve.jsonl").read_text().splitlines() if Path("mauve.jsonl").exists() else []
     done = {(row["sweep"], row["cell"], row["group"]) for row in map(json.loads, known)}
     encoder = load_encoder("minilm", find_device("auto"))
-    for file in sorted(Path("excerpts").glob(f"*-k{FIRST_K}.jsonl.xz")):
+    for file in sorted(Path("excerpts").glob(f"*-k{MAUVE_K}.jsonl.xz")):
         sweep, reference = file.name.removesuffix(".jsonl.xz"), {}
         for (cell, group), texts in read_excerpt(file).items():
             features = encoder.encode([text for samples in texts for text in samples])
