@@ -35,7 +35,6 @@ HERE = RECIPES / "study"
 RADQ = [sys.executable, "-m", "radq"]
 SWEEPS = ("sentiment", "detox")  # the longest first
 EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
-MAUVE_K = 20
 TASKS = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 
 
@@ -232,11 +231,11 @@ def excerpts(jobs: int) -> None:
 
 
 def mauve(jobs: int) -> None:
-    """Of each cell with MAUVE_K candidates against the unguided texts of the same prompts."""
+    """Of each cell against the unguided texts of the same prompts."""
     known = Path("mauve.jsonl").read_text().splitlines() if Path("mauve.jsonl").exists() else []
     done = {(row["sweep"], row["cell"], row["group"]) for row in map(json.loads, known)}
     encoder = load_encoder("minilm", find_device("auto"))
-    for file in sorted(Path("excerpts").glob(f"*-k{MAUVE_K}.jsonl.xz")):
+    for file in sorted(Path("excerpts").glob("*.jsonl.xz")):
         sweep, reference = file.name.removesuffix(".jsonl.xz"), {}
         for (cell, group), texts in read_excerpt(file).items():
             features = encoder.encode([text for samples in texts for text in samples])
