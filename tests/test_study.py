@@ -1,6 +1,7 @@
 """The results of a study: verdicts worked by hand; pages of whole, partial and empty studies; links that lead on."""
 
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -471,3 +473,29 @@ def test_excerpts_are_of_measured_cells(
     pieces.excerpts(1)
     texts = pieces.read_excerpt(tmp_path / "excerpts" / "detox-k20.jsonl.xz")
     assert texts == {("whole", "g"): [["whole 0 0", "whole 0 1"], ["whole 1 0", "whole 1 1"]]}
+
+
+def test_mauve_is_of_cells_that_lack_it(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A known cell is not even encoded; unguided texts are, to compare with."""
+    pytest.importorskip("mauve")
+    pieces, encoded = modules["pieces"], []
+
+    class Encoder:
+        def encode(self, texts: list[str]) -> np.ndarray:
+            encoded.append(texts[0].split()[0])
+            return np.random.default_rng(len(texts[0])).normal(size=(len(texts), 4)).astype(np.float32)
+
+    file = tmp_path / "detox-k20.jsonl.xz"
+    with lzma.open(file, "wt") as stream:
+        for cell, prompt in product(("none", "known", "new"), range(20)):
+            row = {"cell": cell, "group": "g", "prompt": prompt, "continuations": [f"{cell} {n}" for n in range(5)]}
+            stream.write(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pieces, "load_encoder", lambda *_: Encoder())
+    pieces.mauve_of_sweep(file, {("detox-k20", "none", "g"), ("detox-k20", "known", "g")})
+    (row,) = map(json.loads, (tmp_path / "mauve.jsonl").read_text().splitlines())
+    assert encoded == ["none", "new"]
+    assert (row["sweep"], row["cell"], row["group"]) == ("detox-k20", "new", "g")
+    assert 0 <= row["low"] <= row["value"] <= row["high"] <= 1

@@ -13,8 +13,11 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -222,30 +225,39 @@ def excerpts(jobs: int) -> None:
             continue
         measured = {row["cell"] for row in read_lines(metrics)}  # whole ones
         file.parent.mkdir(exist_ok=True)
-        with lzma.open(file, "wt", preset=1) as stream:
+        temporary = file.with_suffix(".tmp")
+        with lzma.open(temporary, "wt", preset=1) as stream:
             for row in read_lines(metrics.with_name("generations.jsonl")):
                 if row["cell"] not in measured:
                     break
                 kept = {name: row[name] for name in ("cell", "prompt", "group")}
                 stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
+        temporary.replace(file)
 
 
 def mauve(jobs: int) -> None:
-    """Of each cell against the unguided texts of the same prompts."""
-    known = Path("mauve.jsonl").read_text().splitlines() if Path("mauve.jsonl").exists() else []
-    done = {(row["sweep"], row["cell"], row["group"]) for row in map(json.loads, known)}
+    """Of each cell against the unguided texts of the same prompts; a process for each sweep and k."""
+    Path("mauve.jsonl").touch()
+    done = {(row["sweep"], row["cell"], row["group"]) for row in read_lines(Path("mauve.jsonl"))}
+    files = sorted(Path("excerpts").glob("*.jsonl.xz"))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        list(pool.map(mauve_of_sweep, files, repeat(done)))
+
+
+def mauve_of_sweep(file: Path, done: set[tuple[str, str, str]]) -> None:
     encoder = load_encoder("minilm", find_device("auto"))
-    for file in sorted(Path("excerpts").glob("*.jsonl.xz")):
-        sweep, reference = file.name.removesuffix(".jsonl.xz"), {}
-        for (cell, group), texts in read_excerpt(file).items():
-            features = encoder.encode([text for samples in texts for text in samples])
-            features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
-            reference.setdefault(group, features)  # the unguided cell comes first
-            if (sweep, cell, group) not in done:
-                found = measure(["mauve"], Cell(texts, features=features, reference=reference[group]))["mauve"]
-                row = {"sweep": sweep, "cell": cell, "group": group, "value": found.value}
-                with Path("mauve.jsonl").open("a") as stream:
-                    stream.write(json.dumps(row | {"low": found.low, "high": found.high}) + "\n")
+    sweep, reference = file.name.removesuffix(".jsonl.xz"), {}
+    for (cell, group), texts in read_excerpt(file).items():
+        if group in reference and (sweep, cell, group) in done:
+            continue
+        features = encoder.encode([text for samples in texts for text in samples])
+        features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
+        reference.setdefault(group, features)  # the unguided cell comes first
+        if (sweep, cell, group) not in done:
+            found = measure(["mauve"], Cell(texts, features=features, reference=reference[group]))["mauve"]
+            row = {"sweep": sweep, "cell": cell, "group": group, "value": found.value}
+            with Path("mauve.jsonl").open("a") as stream:
+                stream.write(json.dumps(row | {"low": found.low, "high": found.high}) + "\n")
 
 
 def read_excerpt(file: Path) -> dict[tuple[str, str], list[list[str]]]:
