@@ -231,7 +231,7 @@ def generate(
         lm: a causal language model of transformers; it stays as it is.
         guide: steers the base; None samples from the base by the same path.
         top_k, top_p, temperature, kl_budget: see `Steering`.
-        seed: sample s of prompt p depends on (seed, p, s), not on the batch nor on `max_new_tokens`.
+        seed: sample s of prompt p depends on (seed, p, s), not on `max_new_tokens` nor, but for rounding, on the batch.
         stop_token_ids: end a text; by default the model's end-of-text tokens.
         batch_size: rows (prompts × samples) decoded together.
         first_prompt: number of the first prompt: a part of a list, so numbered, draws what the whole list would.
