@@ -50,7 +50,7 @@ def test_guides_add(lm_folders: dict[str, Path]) -> None:
         shifts = [guide.shift(state, CANDIDATES)]
         state = guide.advance(state, tokens)
         shifts.append(guide.shift(state, CANDIDATES))
-        state = guide.select(guide.fork(state, 2), torch.tensor([3, 0]))
+        state = guide.select(state, torch.tensor([1, 0]))
         shifts.append(guide.shift(state, CANDIDATES))
         shifts.append(guide.shift(guide.rewind(state, 1), CANDIDATES))
         return torch.stack(shifts)

@@ -76,7 +76,7 @@ def test_the_whole_vocabulary_in_chunks(
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_states_advance_fork_select_and_rewind_as_if_read_anew(kind: str, lm_folders: dict[str, Path]) -> None:
+def test_states_advance_select_and_rewind_as_if_read_anew(kind: str, lm_folders: dict[str, Path]) -> None:
     model = make_reward(kind, lm_folders["mistral"])
     ids, mask = padded(TEXTS, "left")
     candidates = torch.tensor([[4, 9, 13]] * 3)
@@ -92,7 +92,7 @@ def test_states_advance_fork_select_and_rewind_as_if_read_anew(kind: str, lm_fol
     check(scored, longer)
     unscored = model.advance(state, torch.tensor([20, 13, 4]))  # one of them not
     check(unscored, [[*TEXTS[0], 20], *longer[1:]])
-    check(scored.fork(2), [text for text in longer for _ in range(2)])
+    check(scored.select(torch.tensor([0, 0, 1, 1, 2, 2])), [text for text in longer for _ in range(2)])
     check(scored.select(torch.tensor([1, 1, 0])), [longer[1], longer[1], longer[0]])
     selected = scored.select(torch.tensor([2, 0]))  # keeps what was scored, so that it can advance for free
     check(model.advance(selected, torch.tensor([4, 9])), [[*longer[2], 4], [*longer[0], 9]])

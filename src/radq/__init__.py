@@ -6,6 +6,8 @@ The names below load on first use, so that `import radq` stays instant and impor
 import importlib
 from typing import TYPE_CHECKING
 
+from radq.auto import register_reward_models
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -76,3 +78,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])
+
+
+register_reward_models()

@@ -2,22 +2,30 @@
 
 An adapted layer is one product with W + s·B·A, which costs as much as the layer alone: the sum has the size of the
 weights, not of the batch. Gradients of A and B are products of rank r, so training needs no pass over the activations
-beside those of the backbone. Names and scale are those of peft's files.
+beside those of the backbone.
+
+The files are PEFT's: adapter_config.json, and adapter_model.safetensors with the names that PEFT gives to tensors, so
+PEFT loads the adapters beside `AutoModel.from_pretrained(BACKBONE)`. The head's tensors stand in the same file.
 """
 
+import json
 from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
 
+from radq.embedded import EMBEDDED, HUB_NAME
 from radq.errors import ModelError
 
 SCALE = 2.0  # s, as with lora_alpha = 2 · rank
+CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
+EARLIER_WEIGHT_FILE = "model.safetensors"  # of folders that earlier versions have written
 
 
 @final
@@ -33,7 +41,11 @@ class AdaptedLinear(nn.Module):
         self.lora_A = nn.ModuleDict({"default": nn.Linear(into, rank, **options)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, out, **options)})
         nn.init.zeros_(self.b)
-        self.folded = False
+        self._frozen: Tensor | None = None  # the weights as they were before folding, in main memory
+
+    @property
+    def folded(self) -> bool:
+        return self._frozen is not None
 
     @property
     def weight(self) -> Float[Tensor, "o i"]:
@@ -58,13 +70,15 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> None:
+        self._frozen = self.weight.to("cpu", copy=True)
         self.weight.copy_(_sum(self.weight, self.a, self.b))
-        self.folded = True
 
     @torch.no_grad()
     def unfold(self) -> None:
-        self.weight.copy_(_sum(self.weight, self.a, -self.b))
-        self.folded = False
+        """Bit for bit as before: subtracting again what was added would leave rounding errors in frozen weights."""
+        assert self._frozen is not None
+        self.weight.copy_(self._frozen)
+        self._frozen = None
 
 
 @final
@@ -115,14 +129,62 @@ def unfold_adapters(backbone: nn.Module) -> None:
             module.unfold()
 
 
-def without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+# --- files ---
+
+
+def save_adapters(
+    backbone: nn.Module, weights: dict[str, Tensor], folder: Path, backbone_name: str, revision: str | None
+) -> None:
+    """The adapters of a backbone and the head of its reward model, whose tensors are `weights`."""
+    trained = {_file_name(name): tensor.contiguous() for name, tensor in _without_backbone(weights).items()}
+    save_file(trained, folder / WEIGHT_FILE, metadata={"format": "pt"})
+    layers = {name: layer for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)}
+    rank = len(next(iter(layers.values())).a)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "FEATURE_EXTRACTION",
+        "base_model_name_or_path": HUB_NAME if backbone_name == EMBEDDED else backbone_name,
+        "revision": revision,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": SCALE * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(layer.transposed for layer in layers.values()),
+        "target_modules": list(layers),  # in full: a backbone that was cut has fewer layers than its original
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def find_adapters(name: str | Path, **hub: Any) -> Path:
+    """The weight file of a LoRA model, in a folder or on the hub."""
+    for file in (WEIGHT_FILE, EARLIER_WEIGHT_FILE):
+        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
+        if found is not None:
+            return Path(found)
+    raise ModelError(f"{str(name)!r} holds no {WEIGHT_FILE}.", "is the folder complete?")
+
+
+def load_adapters(model: nn.Module, file: Path) -> None:
+    weights = {_model_name(name): tensor for name, tensor in load_file(file).items()}
+    missing = [name for name in _without_backbone(model.state_dict()) if name not in weights]
+    if missing:
+        raise ModelError(f"the adapters in {str(file)!r} lack {missing[0]!r}.", "is the file complete?")
+    model.load_state_dict(weights, strict=False)
+
+
+def _without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of adapters and head."""
     return {name: value for name, value in weights.items() if name.startswith("head.") or ".lora_" in name}
 
 
-def load_adapters(model: nn.Module, file: Path) -> None:
-    weights = load_file(file)
-    missing = [name for name in without_backbone(model.state_dict()) if name not in weights]
-    if missing:
-        raise ModelError(f"the adapters in {str(file)!r} lack {missing[0]!r}.", "is the file complete?")
-    model.load_state_dict(weights, strict=False)
+def _file_name(name: str) -> str:
+    """PEFT's name for a tensor of an adapter; the head's stay as they are."""
+    return name.replace("backbone.", "base_model.model.", 1).replace(".default.weight", ".weight")
+
+
+def _model_name(name: str) -> str:
+    """The name in the model of a tensor in a file; files of earlier versions have that one."""
+    if not name.startswith("base_model.model."):
+        return name
+    return name.replace("base_model.model.", "backbone.", 1).replace(".weight", ".default.weight")

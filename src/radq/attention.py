@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -27,7 +27,7 @@ MANY_ROWS = 256  # fewer leave a GPU waiting for launches, of which plain produc
 
 
 @contextmanager
-def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
+def grouped_heads(model: Any) -> Iterator[None]:
     """Within, a model that would use SDPA for grouped heads reads its keys and values once."""
     config: Any = model.config
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))

@@ -15,6 +15,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,15 +29,22 @@ from transformers.utils import logging as transformers_logging
 from radq.embedded import located
 from radq.errors import ModelError, OptionError
 
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+Wrappable = Any  # a model of transformers, maybe inside a wrapper such as PEFT's or torch.compile's
 
-def load_config(name: str | Path) -> PreTrainedConfig:
+
+def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
+    """Other arguments are among `HUB_OPTIONS`."""
     name = located(name)
     with explained(name, "a model configuration"):
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, **hub)
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """By hub name or folder; also a tokenizer.json alone, or a folder with GPT-2's encoder.json and vocab.bpe."""
+def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:
+    """By hub name or folder; also a tokenizer.json alone, or a folder with GPT-2's encoder.json and vocab.bpe.
+
+    Other arguments are among `HUB_OPTIONS`.
+    """
     name = located(name)
     path = Path(name)
     try:
@@ -47,7 +55,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # tokenizers raises nothing more precise
         raise ModelError(f"cannot read a tokenizer from {str(name)!r}: {error}.", "is the file whole?") from error
     with explained(name, "a tokenizer"):
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **hub)
 
 
 def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -59,22 +67,30 @@ def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end)
 
 
-def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where the folder has none."""
     name = located(name)
     if Path(name).is_dir() and not list(Path(name).glob("*tokenizer*")) + list(Path(name).glob("vocab.*")):
         return None
-    return load_tokenizer(name)
+    return load_tokenizer(name, **hub)
 
 
 def load_causal_lm(
-    name: str | Path, num_layers: int | None = None, dtype: torch.dtype | str = "auto", device: str = "cpu"
+    name: str | Path,
+    num_layers: int | None = None,
+    dtype: torch.dtype | str = "auto",
+    device: str | None = None,
+    **loading: Any,
 ) -> PreTrainedModel:
-    """A language model in evaluation mode, optionally only its first layers."""
-    config = load_config(name)
+    """A language model in evaluation mode, optionally only its first layers.
+
+    It comes to the device, by default the CPU or where a `device_map` says. Other arguments are those of transformers.
+    """
+    config = load_config(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
     if num_layers is not None:
         truncate(config, num_layers)
-    return load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype).to(device).eval()
+    lm = load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype, **loading)
+    return (lm if loading.get("device_map") is not None else lm.to(device or "cpu")).eval()
 
 
 def load_weights(
@@ -85,6 +101,12 @@ def load_weights(
     Tensors whose names begin with one of `unused` are not needed and may be missing.
     """
     name = located(name)
+    for option, needed in {"use_safetensors": True, "output_loading_info": False}.items():
+        if kwargs.pop(option, needed) != needed:
+            raise OptionError(
+                f"{option} is {not needed}.",
+                f"leave it at {needed}: radq reads safetensors and refuses missing weights.",
+            )
     with explained(name, "model weights"):
         model, report = from_pretrained(name, use_safetensors=True, output_loading_info=True, **kwargs)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
@@ -107,7 +129,47 @@ def truncate(config: PreTrainedConfig, num_layers: int) -> None:
     config.num_hidden_layers = num_layers
 
 
-def num_logits(lm: PreTrainedModel) -> int:
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has in which a text's numbers do not depend on its neighbours; None without a limit.
+
+    Longrope takes other frequencies for the whole batch as soon as one text is longer than the original context, also
+    for keys that lie in a cache already. So it is read up to there.
+    """
+    config = config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one, or one per layer type
+        if parameters.get("rope_type") == "longrope":
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def name_positions(config: PreTrainedConfig) -> str:
+    """For messages: how many there are, and why, where config.json says more."""
+    positions = max_positions(config)
+    more = getattr(config.get_text_config(), "max_position_embeddings", None) != positions
+    return f"{positions} positions" + (" (beyond them, longrope would depend on the other texts)" if more else "")
+
+
+def hidden_size(config: PreTrainedConfig) -> int:
+    """Of the last hidden states, which have the size of the output embeddings: OPT-350m projects them to it."""
+    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+
+
+def find_backbone(lm: PreTrainedModel, name: str | Path) -> PreTrainedModel:
+    """The transformer below a language model's head: what `AutoModel` makes from the same configuration."""
+    wanted = MODEL_MAPPING.get(type(lm.config), None)
+    found: Any = next((module for module in lm.modules() if type(module) is wanted), None)
+    embedding: Any = lm.get_output_embeddings()
+    if found is None or not hasattr(lm.config, "hidden_size") or embedding.weight.shape[1] != hidden_size(lm.config):
+        raise ModelError(
+            f"{str(name)!r} is a {type(lm).__name__}, which has no plain decoder below its head.",
+            "radq takes decoder-only language models of text (GPT-2, LLaMA, Qwen3, GPT-NeoX, Gemma-3, Mistral, …).",
+        )
+    return found
+
+
+def num_logits(lm: Wrappable) -> int:
     """Tokens that a language model scores: may be more than its tokenizer has."""
     head: Any = lm.get_output_embeddings()
     return head.weight.shape[0]
@@ -122,6 +184,17 @@ def find_device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"there is no device {name!r} here.", "use --device auto or cpu.") from error
     return name
+
+
+@contextmanager
+def evaluating(model: Wrappable) -> Iterator[None]:
+    """Without dropout; afterwards the model is in the mode it came in."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @contextmanager

@@ -18,14 +18,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from radq.attention import grouped_heads
+from radq.backbones import Wrappable, evaluating
 from radq.errors import ModelError
 
 Layers = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer, (b, heads, t, head size)
+MASKED_TYPES = {"full_attention", "sliding_attention"}  # layers for which this file can write a mask
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ def leading(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], token: int) ->
     return (mask.cumsum(1) == 1) & (mask == 1) & (tokens == token)
 
 
+def leave_out_unknown(
+    tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"] | None, num_known: int
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Tokens and mask in which tokens from `num_known` on are padding."""
+    known = tokens < num_known
+    return tokens * known, known.long() if mask is None else mask.long() * known
+
+
 def pack_right(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
     """Move the real tokens of every row to its right end: left padding, whatever the padding was."""
     order = mask.argsort(dim=1, stable=True)
@@ -98,16 +108,34 @@ def pack_left(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> LeftPacke
     return LeftPacked(tokens.gather(1, order), order)
 
 
-def start(
-    model: PreTrainedModel, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], **kwargs: Any
-) -> tuple[Any, Prefix]:
+def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefix:
+    """The rows of `prefix` where they are held, those of `longer`, which has one more column, elsewhere.
+
+    A held row moves right by a column, so that all padding stays on the left and sliding windows stay as wide.
+    """
+
+    def choose(old: Tensor, new: Tensor, dim: int) -> Tensor:
+        shifted = F.pad(old, (0, 0) * (old.dim() - 1 - dim) + (1, 0))
+        return torch.where(held.view(-1, *[1] * (old.dim() - 1)), shifted, new)
+
+    pairs = zip(prefix.layers, longer.layers, strict=True)
+    return Prefix(
+        choose(prefix.tokens, longer.tokens, 1),
+        choose(prefix.mask, longer.mask, 1),
+        tuple((choose(k, new_k, 2), choose(v, new_v, 2)) for (k, v), (new_k, new_v) in pairs),
+    )
+
+
+def start(model: Wrappable, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], **kwargs: Any) -> tuple[Any, Prefix]:
     """Read a left-padded batch of prompts."""
+    if not bool(mask.all()):
+        check_padding(model)
     empty = Prefix(tokens[:, :0], mask[:, :0], ())
     return extend(model, empty, tokens, mask, **kwargs)
 
 
 def extend(
-    model: PreTrainedModel,
+    model: Wrappable,
     prefix: Prefix,
     tokens: Int[Tensor, "b n"],
     mask: Int[Tensor, "b n"] | None = None,
@@ -199,9 +227,7 @@ def _read_rows(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor
 
 def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k: int) -> Tensor | dict[str, Tensor]:
     """Additive masks of shape (b, 1, k, t + k): each sibling sees the prefix and itself; one mask per layer type."""
-    config = backbone.config
-    window: int = getattr(config, "sliding_window", None) or 0
-    types = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    window: int = getattr(backbone.config, "sliding_window", None) or 0
     b, t = prefix_mask.shape
     itself = torch.eye(k, dtype=torch.bool, device=prefix_mask.device).expand(b, k, k)
 
@@ -214,44 +240,86 @@ def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k
         additive = torch.zeros(allowed.shape, dtype=backbone.dtype, device=allowed.device)
         return additive.masked_fill(~allowed, torch.finfo(backbone.dtype).min)[:, None]
 
-    masks = {layer_type: build(layer_type) for layer_type in types}
+    masks = {layer_type: build(layer_type) for layer_type in _layer_types(backbone)}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
+def _layer_types(backbone: PreTrainedModel) -> set[str]:
+    window = getattr(backbone.config, "sliding_window", None)
+    return set(getattr(backbone.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+
+
+# What models can do is tried once, on three tokens, and remembered: they differ in ways no configuration tells, such as
+# ALiBi, flash attention, chunked layers, or a wrapper that drops arguments.
+
 _TAKES_SIBLINGS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_TAKES_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def takes_siblings(backbone: PreTrainedModel) -> bool:
-    """Whether a sibling mask gives this backbone's true hidden states: tried once on three tokens, then remembered.
-
-    A trial, because backbones differ in ways no configuration tells: ALiBi, flash attention, chunked layers.
-    """
+    """Whether a sibling mask gives this backbone's true hidden states."""
     if backbone not in _TAKES_SIBLINGS:
-        tokens = torch.arange(3, device=backbone.device)[None]
-        candidates = torch.arange(3, 5, device=backbone.device)[None]
-        tolerance = 1e-4 if torch.finfo(backbone.dtype).eps < 1e-6 else 0.05
-        with torch.no_grad():
-            _, prefix = start(backbone, tokens, torch.ones_like(tokens))
-            expected = _read_rows(backbone, prefix, candidates).hidden
-            try:
-                actual = _read_masked(backbone, prefix, candidates).hidden
-            except Exception:  # whatever a backbone raises when handed a mask it does not understand
-                _TAKES_SIBLINGS[backbone] = False
-            else:
-                error = (actual - expected).abs().max() / expected.abs().max()
-                _TAKES_SIBLINGS[backbone] = bool(error < tolerance)
+        _TAKES_SIBLINGS[backbone] = _layer_types(backbone) <= MASKED_TYPES and _try_siblings(backbone)
     return _TAKES_SIBLINGS[backbone]
 
 
+@torch.no_grad()
+def _try_siblings(backbone: PreTrainedModel) -> bool:
+    tokens = torch.arange(3, device=backbone.device)[None]
+    candidates = torch.arange(3, 5, device=backbone.device)[None]
+    _, prefix = start(backbone, tokens, torch.ones_like(tokens))
+    expected = _read_rows(backbone, prefix, candidates).hidden
+    try:
+        return _agree(_read_masked(backbone, prefix, candidates).hidden, expected)
+    except Exception:  # whatever a backbone raises when handed a mask it does not understand
+        return False
+
+
+def takes_padding(model: Wrappable) -> bool:
+    """Whether a model reads a padded text as the text alone."""
+    if model not in _TAKES_PADDING:
+        with evaluating(model):
+            _TAKES_PADDING[model] = _try_padding(model)
+    return _TAKES_PADDING[model]
+
+
+def check_padding(model: Wrappable) -> None:
+    if not takes_padding(model):
+        raise ModelError(
+            f"{type(model).__name__} gives other results for a padded text than for the text alone: it neither takes "
+            "position_ids nor finds the positions from the attention mask.",
+            "decode prompts of different lengths one by one, or pass the model without the wrapper around it.",
+        )
+
+
+@torch.no_grad()
+def _try_padding(model: Wrappable) -> bool:
+    text = torch.arange(3, 6, device=model.device)[None]
+
+    def read(padding: int) -> Tensor:
+        """Logits or hidden states at the last token."""
+        tokens, mask = F.pad(text, (padding, 0)), F.pad(torch.ones_like(text), (padding, 0))
+        return extend(model, Prefix(tokens[:, :0], mask[:, :0], ()), tokens, mask)[0][0][:, -1]
+
+    return _agree(read(4), read(0))
+
+
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    """To rounding; of numbers that have overflowed there is nothing to say."""
+    tolerance = 1e-4 if torch.finfo(actual.dtype).eps < 1e-6 else 0.05
+    error = (actual - expected).abs().max() / expected.abs().max()
+    return bool(error < tolerance) or not bool(expected.isfinite().all())
+
+
 def _forward(
-    model: PreTrainedModel,
+    model: Wrappable,
     layers: Layers,
     tokens: Int[Tensor, "b n"],
     mask: Tensor | dict[str, Tensor],
     positions: Int[Tensor, "b n"],
     **kwargs: Any,
 ) -> tuple[Any, Layers]:
-    if accepts(model, "position_ids"):  # not where positions come from the mask (ALiBi)
+    if accepts(model, "position_ids"):  # families without it find positions from the mask (ALiBi)
         kwargs["position_ids"] = positions
     cache = _to_cache(layers)
     with grouped_heads(model):
@@ -259,13 +327,18 @@ def _forward(
     return output, _from_cache(cache, model)
 
 
-def accepts(model: PreTrainedModel, argument: str) -> bool:
-    return argument in _parameters(type(model))
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether a model's forward takes an argument, also through wrappers (PEFT, torch.compile) that hand it on."""
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    return all(_takes(layer, argument) for layer in {type(model), type(inner)})
 
 
 @lru_cache
-def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)
+def _takes(model_class: type[nn.Module], argument: str) -> bool:
+    """A wrapper takes whatever it is given; a model of transformers only what it names."""
+    parameters = inspect.signature(model_class.forward).parameters
+    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return argument in parameters or (hands_on and not issubclass(model_class, PreTrainedModel))
 
 
 def _to_cache(layers: Layers) -> DynamicCache:
@@ -280,7 +353,7 @@ def _to_cache(layers: Layers) -> DynamicCache:
     return cache
 
 
-def _from_cache(cache: DynamicCache, model: PreTrainedModel) -> Layers:
+def _from_cache(cache: DynamicCache, model: Wrappable) -> Layers:
     layers: list[Any] = cache.layers
     if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
         raise ModelError(

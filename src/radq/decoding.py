@@ -9,7 +9,6 @@ of a batch, `generate` collects what streams by. Axes: b rows, k candidates, v v
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,16 +18,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from radq import cache
-from radq.backbones import num_logits
+from radq.backbones import Wrappable, evaluating, max_positions, name_positions, num_logits
 from radq.errors import ContextLengthError, OptionError, RewardValueError
 from radq.guides import Guide
 from radq.precision import log_probabilities, precise
-from radq.vocabulary import find_bos
+from radq.vocabulary import find_bos, tokenise
 
 KL_BISECTIONS = 30  # finds the scale of β to 1 part in 10⁹
+COLDEST = 1e-5  # logits divided by less may leave the range of float32
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def choose_candidates(
 def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steering: Steering) -> Proposal:
     """From the base's logits for the next token to the guided logits of its candidates."""
     candidates, values = choose_candidates(logits, steering.top_k, steering.top_p)
-    base = values / (steering.temperature or 1.0)
+    base = divide(values, steering.temperature)
     none = torch.zeros_like(base[:, 0])
     if guide is None:
         return Proposal(candidates, base, torch.zeros_like(base), none)
@@ -154,6 +154,13 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steer
     possible = ~base.isneginf()
     share = (clipped.to(base.device) & possible).sum(-1) / possible.sum(-1)
     return Proposal(candidates, base, shift, share)
+
+
+def divide(values: Float[Tensor, "b k"], temperature: float) -> Float[Tensor, "b k"]:
+    """z_LM / T; z_LM itself for greedy decoding. Below `COLDEST` less the best of each row, since it would overflow."""
+    if 0 < temperature < COLDEST:
+        values = values - values.amax(-1, keepdim=True)
+    return values / (temperature or 1.0)
 
 
 def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"] | None) -> Float[Tensor, "b k"]:
@@ -208,7 +215,7 @@ def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[T
 
 
 def generate(
-    lm: PreTrainedModel,
+    lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     guide: Guide | None = None,
@@ -228,12 +235,12 @@ def generate(
     """Continue every prompt `num_samples` times; results in prompt order, samples of a prompt together.
 
     Args:
-        lm: a causal language model of transformers; it stays as it is.
+        lm: a causal language model of transformers, maybe inside PEFT or torch.compile; it stays as it is.
         guide: steers the base; None samples from the base by the same path.
         top_k, top_p, temperature, kl_budget: see `Steering`.
         seed: sample s of prompt p depends on (seed, p, s), not on `max_new_tokens` nor, but for rounding, on the batch.
         stop_token_ids: end a text; by default the model's end-of-text tokens.
-        batch_size: rows (prompts × samples) decoded together.
+        batch_size: rows (prompts × samples) decoded together at most; samples of a prompt may be spread over batches.
         first_prompt: number of the first prompt: a part of a list, so numbered, draws what the whole list would.
         progress: show a progress bar.
     """
@@ -293,7 +300,7 @@ class _Record:
 
 
 def stream(
-    lm: PreTrainedModel,
+    lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     guide: Guide | None = None,
@@ -314,7 +321,6 @@ def stream(
     if guide is not None:
         guide.check_vocabulary(vocab_size, tokenizer, lm.config.name_or_path or type(lm).__name__)
         guide.check_length(max(map(len, encoded)) + max_new_tokens)
-        vocab_size = min(vocab_size, guide.vocab_size)
     if steering.top_k is not None and steering.top_k > vocab_size:
         raise OptionError(
             f"top_k is {steering.top_k}, but the vocabulary has {vocab_size} tokens.", f"give at most {vocab_size}."
@@ -324,13 +330,15 @@ def stream(
 
     def steps() -> Iterator[Step]:
         by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # neighbours need little padding
-        size = max(1, batch_size // num_samples)
-        for batch in (by_length[i : i + size] for i in range(0, len(by_length), size)):
-            first_rows = torch.tensor(batch, device=lm.device)[:, None] * num_samples
-            rows = (first_rows + torch.arange(num_samples, device=lm.device)).flatten()
-            with _evaluating(lm):
-                decoder = _Decoder(lm, guide, vocab_size, [encoded[p] for p in batch]).fork(num_samples)
-                yield from _decode(decoder, steering, rows, uniforms[batch].flatten(0, 1), stops)
+        order = [p * num_samples + s for p in by_length for s in range(num_samples)]
+        for batch in (order[first : first + batch_size] for first in range(0, len(order), batch_size)):
+            place = {p: n for n, p in enumerate(dict.fromkeys(row // num_samples for row in batch))}
+            rows = torch.tensor(batch, device=lm.device)
+            with evaluating(lm):
+                decoder = _Decoder(lm, guide, [encoded[p] for p in place])
+                if len(batch) > len(place):  # samples share the reading of their prompt
+                    decoder.select(torch.tensor([place[row // num_samples] for row in batch], device=lm.device))
+                yield from _decode(decoder, steering, rows, uniforms.flatten(0, 1)[rows], stops)
 
     return steps()
 
@@ -362,52 +370,43 @@ class _Decoder:
     """A base model and a guide that read the same batch of texts."""
 
     @torch.no_grad()
-    def __init__(self, lm: PreTrainedModel, guide: Guide | None, vocab_size: int, prompts: list[list[int]]):
+    def __init__(self, lm: Wrappable, guide: Guide | None, prompts: list[list[int]]):
         longest = max(map(len, prompts))
         tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=lm.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=lm.device)
-        self.lm, self.guide, self.vocab_size = lm, guide, vocab_size
+        self.lm, self.guide = lm, guide
         self.last_only: dict[str, Any] = {"logits_to_keep": 1} if cache.accepts(lm, "logits_to_keep") else {}
         output, self.prefix = cache.start(lm, tokens, mask, **self.last_only)
-        self.logits = self._next_logits(output)  # (b, v): of the base, for the next token
+        self.logits = output.logits[:, -1]  # (b, v): of the base, for the next token
         self.state = None if guide is None else guide.start(tokens, mask)
 
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, " b"]) -> None:
         output, self.prefix = cache.extend(self.lm, self.prefix, tokens[:, None], **self.last_only)
-        self.logits = self._next_logits(output)
+        self.logits = output.logits[:, -1]
         if self.guide is not None:
             self.state = self.guide.advance(self.state, tokens)
-
-    def fork(self, n: int) -> "_Decoder":
-        if n > 1:
-            self.prefix, self.logits = self.prefix.fork(n), self.logits.repeat_interleave(n, dim=0)
-            if self.guide is not None:
-                self.state = self.guide.fork(self.state, n)
-        return self
 
     def select(self, rows: Int[Tensor, " r"]) -> None:
         self.prefix, self.logits = self.prefix.select(rows), self.logits[rows]
         if self.guide is not None:
             self.state = self.guide.select(self.state, rows)
 
-    def _next_logits(self, output: Any) -> Float[Tensor, "b v"]:
-        return output.logits[:, -1, : self.vocab_size]
-
 
 def encode_prompts(
-    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
+    lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
     """Token ids of the prompts, with the special tokens the base expects; an empty prompt is a BOS alone."""
     if isinstance(prompts, str) or not prompts:
         raise OptionError(f"prompts are {prompts!r}.", "give a list of one or more texts.")
-    encoded = [ids or [find_bos(lm.config, tokenizer)] for ids in tokenizer(list(prompts)).input_ids]
-    positions = getattr(lm.config, "max_position_embeddings", None)
+    bos = find_bos(lm.config, tokenizer)
+    encoded = [ids or [bos] for ids in tokenise(tokenizer, prompts, bos)]
+    positions = max_positions(lm.config)
     for number, ids in enumerate(encoded):
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ContextLengthError(
                 f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones they exceed the base model's "
-                f"{positions} positions.",
+                f"{name_positions(lm.config)}.",
                 "shorten the prompt or lower max_new_tokens.",
             )
     return encoded
@@ -429,9 +428,7 @@ def decode_texts(
     ]
 
 
-def _stop_tokens(
-    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None
-) -> list[int]:
+def _stop_tokens(lm: Wrappable, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None) -> list[int]:
     if stop_token_ids is not None:
         return list(stop_token_ids)
     generation_config = getattr(lm, "generation_config", None)
@@ -452,17 +449,6 @@ def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: 
     return torch.from_numpy(
         np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)])
     )
-
-
-@contextmanager
-def _evaluating(lm: PreTrainedModel) -> Iterator[None]:
-    """Without dropout; afterwards the model is in the mode it came in."""
-    training = lm.training
-    lm.eval()
-    try:
-        yield
-    finally:
-        lm.train(training)
 
 
 def _check_finite(candidates: Int[Tensor, "b k"], shift: Float[Tensor, "b k"]) -> None:

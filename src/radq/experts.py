@@ -5,21 +5,21 @@ Axes: b batch, t time, n columns of a run, v vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from radq import cache
-from radq.backbones import num_logits
+from radq.backbones import Wrappable, max_positions, name_positions, num_logits
 from radq.cache import Prefix
 from radq.errors import ContextLengthError
 from radq.precision import precise
-from radq.vocabulary import Vocabulary, check_vocabulary, find_bos, read_vocabulary
+from radq.vocabulary import Vocabulary, check_vocabulary, find_bos, find_special_tokens, read_vocabulary
 
 NO_CODE: Sequence[Sequence[int]] = ((),)
 
@@ -30,25 +30,28 @@ class ExpertState:
 
     prefix: Prefix
     logits: Float[Tensor, "b v"]  # of the next token, in the precision of the model
-
-    def fork(self, n: int) -> "ExpertState":
-        return ExpertState(self.prefix.fork(n), self.logits.repeat_interleave(n, dim=0))
+    num_known: int  # tokens with smaller ids are known; a base model may have more
 
     def select(self, rows: Int[Tensor, " r"]) -> "ExpertState":
         rows = rows.to(self.logits.device)
-        return ExpertState(self.prefix.select(rows), self.logits[rows])
+        return replace(self, prefix=self.prefix.select(rows), logits=self.logits[rows])
 
     @staticmethod
     def join(states: "Sequence[ExpertState]") -> "ExpertState":
         prefix = cache.join([state.prefix for state in states])
-        return ExpertState(prefix, torch.cat([state.logits for state in states]))
+        return replace(states[0], prefix=prefix, logits=torch.cat([state.logits for state in states]))
 
     def logits_of(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """In float32 or better."""
-        return precise(self.logits.gather(1, tokens.to(self.logits.device)))
+        """In float32 or better. Of an unknown token that which makes its log-probability 0: it changes nothing about
+        how likely the text is.
+        """
+        tokens = tokens.to(self.logits.device)
+        known = tokens < self.num_known
+        logits = precise(self.logits.gather(1, tokens * known))
+        return logits if bool(known.all()) else torch.where(known, logits, self.log_normaliser)
 
     def log_probabilities(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """Of next tokens."""
+        """Of next tokens; 0 of unknown ones."""
         return self.logits_of(tokens) - self.log_normaliser
 
     @cached_property
@@ -60,11 +63,12 @@ class ExpertState:
 class Expert:
     """A causal language model that reads along. With c codes it reads every text c times, as rows of one batch."""
 
-    def __init__(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
-        self.lm = lm.eval()
+    def __init__(self, lm: Wrappable, tokenizer: PreTrainedTokenizerBase | None = None):
+        self.lm, self.tokenizer = lm.eval(), tokenizer
+        cache.takes_padding(lm)  # tried here, so that the trial is no part of a first step
         self.bos = find_bos(lm.config, tokenizer)
         self.vocabulary: Vocabulary = read_vocabulary(num_logits(lm), tokenizer)
-        self.max_positions: int | None = getattr(lm.config, "max_position_embeddings", None)
+        self.max_positions = max_positions(lm.config)
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if cache.accepts(lm, "logits_to_keep") else {}
 
     @torch.no_grad()
@@ -77,7 +81,7 @@ class Expert:
         """The state after a batch of texts: the rows of the first code, then those of the next."""
         tokens, mask = self._begin(input_ids, attention_mask, codes)
         output, prefix = cache.start(self.lm, tokens, mask, **self._last_only)
-        return ExpertState(prefix, output.logits[:, -1])
+        return ExpertState(prefix, output.logits[:, -1], self.vocab_size)
 
     @torch.no_grad()
     def read_scored(
@@ -92,21 +96,40 @@ class Expert:
         logits = precise(output.logits)  # (rows, n, v)
         scores = torch.zeros_like(logits[..., 0])
         scores[:, 1:] = token_log_probabilities(logits[:, :-1], tokens[:, 1:])
-        return ExpertState(prefix, output.logits[:, -1].clone()), scores  # a view would keep those of all positions
+        last = output.logits[:, -1].clone()  # a view would keep those of all positions
+        return ExpertState(prefix, last, self.vocab_size), scores
 
     @torch.no_grad()
     def advance(self, state: ExpertState, tokens: Int[Tensor, " b"]) -> ExpertState:
+        """The state after one more token per row; rows whose token the model does not know stay as they are."""
+        held = tokens >= self.vocab_size
+        if bool(held.all()):
+            return state
         self._check_positions(state.prefix.tokens.shape[1] + 1)
-        output, prefix = cache.extend(self.lm, state.prefix, tokens[:, None], **self._last_only)
-        return ExpertState(prefix, output.logits[:, -1])
+        known = tokens.masked_fill(held, 0)
+        output, prefix = cache.extend(self.lm, state.prefix, known[:, None], **self._last_only)
+        longer = replace(state, prefix=prefix, logits=output.logits[:, -1])
+        if not bool(held.any()):
+            return longer
+        logits = torch.where(held[:, None], state.logits, longer.logits)
+        return replace(state, prefix=cache.hold_rows(held, state.prefix, prefix), logits=logits)
 
     def rewind(self, state: ExpertState, n: int) -> ExpertState:
         """The state before the last n tokens of every row."""
-        return self.advance(ExpertState(state.prefix.crop(n + 1), state.logits), state.prefix.tokens[:, -n - 1])
+        return self.advance(replace(state, prefix=state.prefix.crop(n + 1)), state.prefix.tokens[:, -n - 1])
+
+    def join(self, states: Sequence[ExpertState]) -> ExpertState:
+        cache.check_padding(self.lm)
+        return ExpertState.join(states)
 
     @property
     def vocab_size(self) -> int:
+        """Tokens with smaller ids are known."""
         return self.vocabulary.num_tokens or self.vocabulary.size
+
+    @property
+    def special_tokens(self) -> set[int]:
+        return find_special_tokens(self.lm.config, self.tokenizer)
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         check_vocabulary(self.vocabulary, base_size, tokenizer, base_name, "expert")
@@ -126,8 +149,10 @@ class Expert:
         codes: Sequence[Sequence[int]],
     ) -> tuple[Int[Tensor, "rows n"], Int[Tensor, "rows n"]]:
         """BOS, code and text of every run, left padded as little as the longest allows."""
-        input_ids = input_ids.to(self.lm.device)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.lm.device).long()
+        device = self.lm.device
+        input_ids, mask = cache.leave_out_unknown(
+            input_ids.to(device), None if attention_mask is None else attention_mask.to(device), self.vocab_size
+        )
         mask = mask * ~cache.leading(input_ids, mask, self.bos)
         b = len(input_ids)
 
@@ -147,7 +172,7 @@ class Expert:
     def _check_positions(self, n: int) -> None:
         if self.max_positions is not None and n > self.max_positions:
             raise ContextLengthError(
-                f"{n} tokens (BOS and control code included) do not fit the expert's {self.max_positions} positions.",
+                f"{n} tokens (BOS and control code included) do not fit the expert's {name_positions(self.lm.config)}.",
                 "shorten the text.",
             )
 

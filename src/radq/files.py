@@ -3,9 +3,25 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+# What a saved model and its tokenizer may consist of: a second save into the same folder replaces all of it.
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
+    "*tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates",
+)
 
 
 def default_cache_folder() -> Path:
@@ -13,10 +29,11 @@ def default_cache_folder() -> Path:
 
 
 @contextmanager
-def whole_folder(target: str | Path) -> Iterator[Path]:
+def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block succeeds and vanishes when it fails.
 
-    Into a folder that exists already, the finished files move one by one, each replacing its namesake at once.
+    Into a folder that exists already, the finished files move one by one. What was there under the same names goes, and
+    so does all else that matches one of the patterns `replaces`: files of an earlier save that this one has not made.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -27,12 +44,24 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
         if target.exists():
-            for file in temporary.iterdir():
-                file.replace(target / file.name)
+            _replace_files(temporary, target, replaces)
         else:
             temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_files(source: Path, target: Path, replaces: Sequence[str]) -> None:
+    """Old files first move aside, so that a crash in between leaves a folder that lacks files, not one that mixes."""
+    new = [path.name for path in source.iterdir()]
+    stale = {path.name for pattern in replaces for path in target.glob(pattern)} | {*new}
+    aside = source / ".replaced"
+    aside.mkdir()
+    for name in stale:
+        if (target / name).exists():
+            (target / name).rename(aside / name)
+    for name in new:
+        (source / name).rename(target / name)
 
 
 @contextmanager

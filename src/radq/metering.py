@@ -86,9 +86,6 @@ class Meter(Guide):
     def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
         return self.guide.advance(state, tokens)
 
-    def fork(self, state: Any, n: int) -> Any:
-        return self.guide.fork(state, n)
-
     def select(self, state: Any, rows: Int[Tensor, " r"]) -> Any:
         return self.guide.select(state, rows)
 
@@ -109,6 +106,10 @@ class Meter(Guide):
     @property
     def experts(self) -> list[nn.Module]:
         return self.guide.experts
+
+    @property
+    def special_tokens(self) -> set[int]:
+        return self.guide.special_tokens
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         self.guide.check_vocabulary(base_size, tokenizer, base_name)

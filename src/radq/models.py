@@ -12,9 +12,10 @@ Axes: b batch, t time, k candidates, d hidden, a attributes.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 import torch
@@ -26,13 +27,25 @@ from transformers.initialization import no_init_weights
 from transformers.utils.generic import ModelOutput
 
 from radq import cache
-from radq.adapters import add_adapters, load_adapters, unfold_adapters, without_backbone
-from radq.backbones import explained, find_tokenizer, load_causal_lm, load_weights, quiet
+from radq.adapters import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
+from radq.backbones import (
+    HUB_OPTIONS,
+    explained,
+    find_backbone,
+    find_tokenizer,
+    hidden_size,
+    load_causal_lm,
+    load_weights,
+    max_positions,
+    name_positions,
+    quiet,
+)
 from radq.cache import LeftPacked, Prefix, Siblings
 from radq.embedded import located
 from radq.errors import ContextLengthError, ModelError, OptionError
-from radq.files import whole_folder
+from radq.files import MODEL_FILES, whole_folder
 from radq.heads import build_head, score_candidates, score_tokens
+from radq.origins import Origin, find_backbone_source, identify_backbone
 from radq.precision import precise
 from radq.vocabulary import Vocabulary, find_bos, read_vocabulary
 
@@ -52,7 +65,10 @@ class RewardConfig(PreTrainedConfig):
         prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
         vocabulary: size, number of tokens and fingerprint, see `radq.vocabulary`.
         lora_rank: of the adapters that were trained beside a frozen backbone; 0 without.
-        backbone_name: where that backbone is found, since the folder then holds adapters and head only.
+        backbone_name: where that backbone is found, since the folder then holds adapters and head only: `embedded`, a
+            hub name, or a folder, in config.json relative to the folder of the reward model.
+        backbone_revision: commit of a hub name.
+        backbone_fingerprint: of its weights, see `radq.origins`.
     """
 
     model_type = "radq"
@@ -70,6 +86,8 @@ class RewardConfig(PreTrainedConfig):
         vocabulary: Sequence[Any] | None = None,
         lora_rank: int = 0,
         backbone_name: str | None = None,
+        backbone_revision: str | None = None,
+        backbone_fingerprint: str | None = None,
         **kwargs: Any,
     ):
         self.kind = kind
@@ -82,8 +100,19 @@ class RewardConfig(PreTrainedConfig):
         self.vocabulary = None if vocabulary is None else list(vocabulary)
         self.lora_rank = lora_rank
         self.backbone_name = backbone_name
+        self.backbone_revision = backbone_revision
+        self.backbone_fingerprint = backbone_fingerprint
         super().__init__(**kwargs)
         self.bos_token_id: Any = bos_token_id
+
+    @property
+    def origin(self) -> Origin:
+        """Of the backbone that adapters stand beside."""
+        return Origin(self.backbone_name or "", self.backbone_revision, self.backbone_fingerprint)
+
+    def set_origin(self, origin: Origin) -> None:
+        self.backbone_name, self.backbone_revision = origin.name, origin.revision
+        self.backbone_fingerprint = origin.fingerprint
 
 
 @dataclass
@@ -116,9 +145,6 @@ class RewardState:
     length: int  # tokens of the longest row, BOS included
     scored: Scored | None = None
 
-    def fork(self, n: int) -> "RewardState":
-        return replace(self, prefix=self.prefix.fork(n), hidden=self.hidden.repeat_interleave(n, 0), scored=None)
-
     def select(self, rows: Int[Tensor, " r"]) -> "RewardState":
         rows = rows.to(self.hidden.device)
         scored = None if self.scored is None else self.scored.select(rows)
@@ -148,19 +174,27 @@ class RewardModel(PreTrainedModel):
         # in the dtype that is asked for, not in the one the backbone was stored in
         self.backbone = AutoModel.from_config(config.backbone, dtype=torch.get_default_dtype())
         self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
-        self.max_positions: int | None = getattr(config.backbone, "max_position_embeddings", None)
+        self.max_positions = max_positions(config.backbone)
         self.tokenizer = None
 
     # --- making, saving, loading ---
 
     @classmethod
     def _over_backbone(
-        cls, name: str | Path, attributes: Sequence[str], num_layers: int | None, dtype: torch.dtype, **options: Any
+        cls,
+        name: str | Path,
+        attributes: Sequence[str],
+        num_layers: int | None,
+        dtype: torch.dtype,
+        loading: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
     ) -> Any:
+        """`loading` goes to transformers' from_pretrained, `options` into `RewardConfig`."""
         if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
             raise OptionError(f"attributes are {attributes!r}.", "give a list of one or more different names.")
-        lm = load_causal_lm(name, num_layers, dtype)
-        tokenizer = find_tokenizer(name)
+        lm = load_causal_lm(name, num_layers, dtype, **loading)
+        backbone = find_backbone(lm, name)
+        tokenizer = find_tokenizer(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
         embedding = lm.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
         lm.config.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
         lm.config._name_or_path = ""  # a path of this machine means nothing where the reward model goes
@@ -173,11 +207,11 @@ class RewardModel(PreTrainedModel):
         )
         with no_init_weights():
             model = cls(config)
-        model.backbone = lm.base_model
+        model.backbone = backbone
         model.init_head(embedding)
         model.tokenizer = tokenizer
         model.freeze_embeddings()
-        return model.to(dtype).eval()  # pyright: ignore[reportArgumentType]
+        return model.to(backbone.device, dtype).eval()  # pyright: ignore[reportArgumentType]
 
     @abstractmethod
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
@@ -190,35 +224,80 @@ class RewardModel(PreTrainedModel):
         self, save_directory: str | Path, **kwargs: Any
     ) -> None:
         """config.json, safetensors and the tokenizer: all of them or, if anything fails, none."""
-        if self.config.lora_rank:
-            kwargs["state_dict"] = without_backbone(kwargs.get("state_dict") or self.state_dict())
-        with whole_folder(save_directory) as folder, quiet():
-            super().save_pretrained(folder, **kwargs)
+        with whole_folder(save_directory, replaces=MODEL_FILES) as folder, quiet():
+            if self.config.lora_rank:
+                self._save_adapters(folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict())
+            else:
+                super().save_pretrained(folder, **kwargs)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
 
+    def _save_adapters(self, folder: Path, final_folder: Path, weights: dict[str, Tensor]) -> None:
+        config = copy.deepcopy(self.config)
+        config.set_origin(self.config.origin.relative_to(final_folder))
+        config.architectures, config.dtype = [type(self).__name__], self.dtype
+        config.save_pretrained(folder)
+        save_adapters(self.backbone, weights, folder, config.origin.name, config.backbone_revision)
+
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, device: str | torch.device = "cpu", **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        device: str | torch.device | None = None,
+        *,
+        backbone: str | Path | None = None,
+        **kwargs: Any,
     ) -> "RewardModel":
-        """Load a folder or hub name; other arguments are those of transformers, such as `dtype`."""
+        """Load a folder or hub name.
+
+        Args:
+            device: where to put the model; the CPU by default, or where `device_map` says.
+            backbone: name or folder of a LoRA model's backbone, where it is no longer at the place that the model
+                remembers; other weights are refused.
+            kwargs: those of transformers, such as `dtype`, `attn_implementation`, `device_map` or `revision`.
+        """
+        if device is not None and kwargs.get("device_map") is not None:
+            raise OptionError(f"both device ({device}) and device_map are given.", "give one of them.")
         name = located(pretrained_model_name_or_path)
-        stored = _read_stored_config(name)
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        stored = _read_stored_config(name, **hub)
         kind = KINDS[stored["kind"]]
         if not issubclass(kind, cls):
             raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
-        if stored.get("lora_rank"):
-            model: Any = _load_beside_backbone(kind, stored, Path(name), **kwargs)
+        kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
+        config: Any = kwargs.pop("config", None) or RewardConfig.from_dict(stored)
+        if config.lora_rank:
+            model: Any = _load_beside_backbone(kind, config, name, backbone, hub, **kwargs)
         else:
-            model = load_weights(super(RewardModel, kind).from_pretrained, name, **kwargs)
-        model.tokenizer = find_tokenizer(name) or model.tokenizer  # beside adapters: that of the backbone
+            if attention := kwargs.pop("attn_implementation", None):
+                config.backbone._attn_implementation = attention
+            model = load_weights(super(RewardModel, kind).from_pretrained, name, config=config, **kwargs)
+        model.tokenizer = find_tokenizer(name, **hub) or model.tokenizer  # beside adapters: that of the backbone
         model.freeze_embeddings()
-        return model.to(device).eval()
+        if kwargs.get("device_map") is None:
+            return model.to(device or "cpu").eval()
+        _check_one_device(model)
+        return model.eval()
+
+    @classmethod
+    def _from_config(cls, config: RewardConfig, **kwargs: Any) -> Any:  # pyright: ignore
+        """What `AutoModel.from_config` calls: a model of the kind that the configuration says."""
+        return super(RewardModel, KINDS[config.kind])._from_config(config, **kwargs)
+
+    def load_trained(self, folder: str | Path) -> None:
+        """Take the trained weights of a folder that a model of this shape has saved, such as a checkpoint."""
+        if self.config.lora_rank:
+            with explained(folder, "adapters"):
+                load_adapters(self, find_adapters(folder))
+        else:
+            saved = load_weights(super(RewardModel, type(self)).from_pretrained, folder, dtype=self.dtype)
+            self.load_state_dict(saved.state_dict())
 
     def add_lora(self, rank: int, backbone_name: str) -> None:
         """Freeze the backbone and train adapters beside it, and the head; saved are then these alone."""
         add_adapters(self.backbone, rank)
-        self.config.lora_rank, self.config.backbone_name = rank, str(backbone_name)
+        self.config.lora_rank = rank
+        self.config.set_origin(identify_backbone(backbone_name))
 
     def train(self, mode: bool = True) -> Any:
         if mode and self.config.lora_rank:
@@ -270,9 +349,17 @@ class RewardModel(PreTrainedModel):
         """r̂(v | x) of k candidates after each prefix, or of the whole vocabulary."""
         return self.score(self.read(input_ids, attention_mask), candidates)
 
+    @property
+    def num_known(self) -> int:
+        """Tokens with smaller ids are known from training. A base model may have more: they say nothing to a reward
+        model, which leaves them out of what it reads and gives them the reward of the prefix itself.
+        """
+        return self.vocabulary.num_tokens or self.vocabulary.size
+
     @torch.no_grad()
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
-        tokens, mask = cache.pack_right(*self._with_bos(input_ids, attention_mask))
+        known = cache.leave_out_unknown(input_ids, attention_mask, self.num_known)
+        tokens, mask = cache.pack_right(*self._with_bos(*known))
         lengths = mask.sum(1)
         longest = int(lengths.max())
         if int(lengths.min()) == 0:
@@ -283,7 +370,14 @@ class RewardModel(PreTrainedModel):
 
     @torch.no_grad()
     def score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None = None) -> Float[Tensor, "b k a"]:
-        outputs, siblings = self._score(state, candidates)
+        """Rewards of candidates after each prefix, or of the whole vocabulary; of unknown ones that of the prefix."""
+        if candidates is None:
+            outputs, siblings = self._score(state, None)
+            known = torch.arange(outputs.shape[1], device=outputs.device) < self.num_known
+        else:
+            known = candidates < self.num_known
+            outputs, siblings = self._score(state, candidates * known)
+        outputs = torch.where(known[..., None], outputs, self._score_prefix(state)[:, None])
         state.scored = Scored(candidates, self.link(outputs), siblings)
         return state.scored.rewards
 
@@ -292,9 +386,25 @@ class RewardModel(PreTrainedModel):
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None
     ) -> tuple[Float[Tensor, "b k a"], Siblings | None]: ...
 
+    @abstractmethod
+    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
+        """Head outputs of the prefix itself, whatever comes next."""
+
     @torch.no_grad()
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
-        """The state after one more token per row; free where the token was scored as a sibling."""
+        """The state after one more token per row; rows whose token the model does not know stay as they are."""
+        held = tokens >= self.num_known
+        if not bool(held.any()):
+            return self._advance(state, tokens)
+        if bool(held.all()):
+            return state
+        longer = self._advance(state, tokens)
+        prefix = cache.hold_rows(held, state.prefix, longer.prefix)
+        hidden = torch.where(held[:, None], state.hidden, longer.hidden)
+        return RewardState(prefix, hidden, int(prefix.mask.sum(1).max()))
+
+    def _advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
+        """Free where the tokens were scored as siblings."""
         scored = state.scored
         if scored is not None and scored.siblings is not None and scored.candidates is not None:
             match = scored.candidates == tokens[:, None]
@@ -303,7 +413,8 @@ class RewardModel(PreTrainedModel):
                 rows = torch.arange(len(index), device=index.device)
                 return RewardState(scored.siblings.choose(index), scored.siblings.hidden[rows, index], state.length + 1)
         self._check_positions(state.length + 1)
-        output, prefix = cache.extend(self.backbone, state.prefix, tokens[:, None])
+        known = tokens * (tokens < self.num_known)
+        output, prefix = cache.extend(self.backbone, state.prefix, known[:, None])
         return RewardState(prefix, output.last_hidden_state[:, -1], state.length + 1)
 
     @torch.no_grad()
@@ -320,7 +431,7 @@ class RewardModel(PreTrainedModel):
     def _check_positions(self, n: int) -> None:
         if self.max_positions is not None and n > self.max_positions:
             raise ContextLengthError(
-                f"{n} tokens (BOS included) do not fit the reward model's {self.max_positions} positions.",
+                f"{n} tokens (BOS included) do not fit the reward model's {name_positions(self.backbone.config)}.",
                 "shorten the text.",
             )
 
@@ -334,7 +445,7 @@ class RadQ(RewardModel):
         assert config.backbone is not None
         if not config.prepend_bos:
             raise OptionError("prepend_bos is False.", "RAD-Q needs a prefix before the first token; use a BOS.")
-        d, v = config.backbone.hidden_size, config.backbone.vocab_size
+        d, v = hidden_size(config.backbone), config.backbone.vocab_size
         self.output_embedding = None if config.backbone.tie_word_embeddings else nn.Embedding(v, d)
         self.head = build_head(config.head, d, len(config.attributes), v)
         self.post_init()
@@ -415,6 +526,9 @@ class RadQ(RewardModel):
         marginals = score_candidates(features, self.head.table(self.embedding), candidates)
         return marginals + self.head.baseline(state.hidden)[:, None], None
 
+    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
+        return self.head.baseline(state.hidden)
+
 
 @final
 class RadV(RewardModel):
@@ -423,7 +537,7 @@ class RadV(RewardModel):
     def __init__(self, config: RewardConfig):
         super().__init__(config)
         assert config.backbone is not None
-        self.head = nn.Linear(config.backbone.hidden_size, len(config.attributes))
+        self.head = nn.Linear(hidden_size(config.backbone), len(config.attributes))
         self.post_init()
 
     @classmethod
@@ -462,27 +576,58 @@ class RadV(RewardModel):
         hidden = (cache.read_siblings(self.backbone, state.prefix, chunk).hidden for chunk in chunks)
         return torch.cat([self.head(h) for h in hidden], dim=1), None
 
+    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
+        return self.head(state.hidden)
 
-def _load_beside_backbone(kind: Any, stored: dict[str, Any], folder: Path, dtype: Any = "auto") -> RewardModel:
+
+def _load_beside_backbone(
+    kind: Any,
+    config: RewardConfig,
+    name: str | Path,
+    given_backbone: str | Path | None,
+    hub: dict[str, Any],
+    dtype: Any = None,
+    torch_dtype: Any = None,
+    **loading: Any,
+) -> RewardModel:
     """A model of which the folder holds adapters and head; the backbone comes from where the configuration says."""
-    config = RewardConfig.from_dict(stored)
     assert config.backbone is not None
-    assert config.backbone_name is not None
-    dtype = torch.float32 if dtype in ("auto", None) else getattr(torch, str(dtype).removeprefix("torch."))
-    options = {name: getattr(config, name) for name in ("loss", "response_range", "prepend_bos")}
-    if kind is RadQ:
-        options["head"] = config.head
-    num_layers = config.backbone.num_hidden_layers
-    model = kind.from_backbone(config.backbone_name, config.attributes, num_layers=num_layers, dtype=dtype, **options)
-    model.add_lora(config.lora_rank, config.backbone_name)
-    with explained(folder, "adapters"):
-        load_adapters(model, folder / "model.safetensors")
+    origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
+    source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None)
+    loading = {key: value for key, value in loading.items() if key not in ("revision", "subfolder")}  # of the adapters
+    if origin.is_hub and not Path(source).is_dir():
+        loading["revision"] = origin.revision
+    wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
+    options = {key: getattr(config, key) for key in ("kind", "loss", "response_range", "prepend_bos", "head")}
+    model = kind._over_backbone(
+        source,
+        config.attributes,
+        config.backbone.num_hidden_layers,
+        torch.float32 if wanted == "auto" else getattr(torch, wanted),
+        loading,
+        **options,
+    )
+    add_adapters(model.backbone, config.lora_rank)
+    model.config.lora_rank = config.lora_rank
+    found = str(Path(source).resolve()) if Path(source).is_dir() else source
+    model.config.set_origin(replace(origin, name=found))
+    with explained(name, "adapters"):
+        load_adapters(model, find_adapters(name, **hub))
     return model
 
 
-def _read_stored_config(name: str | Path) -> dict[str, Any]:
+def _check_one_device(model: RewardModel) -> None:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ModelError(
+            f"device_map spreads the reward model over {', '.join(devices)}.",
+            "a reward model stands on one device: give device='cuda', say, or device_map={'': 0}.",
+        )
+
+
+def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:
     with explained(name, "a reward model"):
-        stored, _ = RewardConfig.get_config_dict(name)
+        stored, _ = RewardConfig.get_config_dict(name, **hub)
     if stored.get("model_type") != RewardConfig.model_type or stored.get("kind") not in KINDS:
         raise ModelError(
             f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",

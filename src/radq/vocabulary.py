@@ -1,6 +1,7 @@
 """What token ids mean: a fingerprint that tells whether two models speak of the same tokens, and which one is first."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -33,8 +34,8 @@ def check_vocabulary(
 ) -> None:
     """Refuse a base model whose token ids mean something else.
 
-    Tokens that the base has beyond the guide's (an added padding token, say) are no obstacle: they are never
-    candidates. Without two tokenizers to compare, the sizes must agree.
+    Tokens that the base has beyond the guide's (an added padding token, say) are no obstacle: they stay candidates, and
+    the guide neither favours nor punishes them. Without two tokenizers to compare, the sizes must agree.
     """
     if guide.fingerprint is not None and guide.num_tokens is not None and base_tokenizer is not None:
         same = _fingerprint(base_tokenizer, guide.num_tokens) == guide.fingerprint
@@ -61,6 +62,25 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
     return known[key]
 
 
+def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: int) -> list[list[int]]:
+    """Token ids with the special tokens that the tokenizer adds, but no second BOS before a text that brings its own,
+    as chat templates write it.
+    """
+    if not texts:
+        return []
+    rows = tokenizer(list(texts), verbose=False).input_ids
+    for number, row in enumerate(rows):
+        if row[:2] == [bos, bos]:
+            written = tokenizer(texts[number], add_special_tokens=False, verbose=False).input_ids
+            if 1 <= _count_leading(written, bos) < _count_leading(row, bos):
+                rows[number] = row[1:]
+    return rows
+
+
+def _count_leading(row: Sequence[int], token: int) -> int:
+    return next((place for place, other in enumerate(row) if other != token), len(row))
+
+
 def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """The token before the first one; the end-of-text token where a family (such as Qwen) has no BOS."""
     known = [] if tokenizer is None else [tokenizer.bos_token_id, tokenizer.eos_token_id]
@@ -70,3 +90,11 @@ def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
         if token is not None:
             return token
     raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")
+
+
+def find_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Those that mark beginnings, ends and padding, as far as tokenizer and configuration say."""
+    found = [] if tokenizer is None else list(tokenizer.all_special_ids)
+    for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        found += token if isinstance(token, list) else [token]
+    return {token for token in found if token is not None}

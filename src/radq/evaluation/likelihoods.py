@@ -17,13 +17,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from radq import cache
+from radq.backbones import Wrappable, max_positions
 from radq.errors import ContextLengthError, OptionError
 from radq.memory import in_smaller_batches
 from radq.precision import log_probabilities
-from radq.vocabulary import find_bos
+from radq.vocabulary import find_bos, tokenise
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Pair:
 
 
 def measure_likelihoods(
-    lm: PreTrainedModel,
+    lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     continuations: Sequence[str],
@@ -60,7 +61,7 @@ def measure_likelihoods(
             f"there are {len(prompts)} prompts and {len(continuations)} continuations.", "give them in pairs."
         )
     whole = encode_pairs(lm, tokenizer, prompts, continuations)
-    pairs = [_fit(pair, getattr(lm.config, "max_position_embeddings", None)) for pair in whole]
+    pairs = [_fit(pair, max_positions(lm.config)) for pair in whole]
     nll, tokens = np.zeros(len(pairs)), np.array([len(pair.continuation) for pair in pairs], dtype=np.int64)
     by_length = sorted(np.flatnonzero(tokens), key=lambda n: -len(pairs[n]))
     with tqdm(total=len(by_length), unit="text", desc="perplexity", disable=not progress) as bar:
@@ -75,24 +76,20 @@ def measure_likelihoods(
 
 
 def encode_pairs(
-    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], continuations: Sequence[str]
+    lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], continuations: Sequence[str]
 ) -> list[_Pair]:
     """Token ids; where nothing precedes the continuation, a BOS does."""
     texts = [prompt + continuation for prompt, continuation in zip(prompts, continuations, strict=True)]
     distinct = list(dict.fromkeys(prompts))  # many samples have one prompt
-    alone = dict(zip(distinct, _encode(tokenizer, distinct), strict=True))
     bos = find_bos(lm.config, tokenizer)
+    alone = dict(zip(distinct, tokenise(tokenizer, distinct, bos), strict=True))
     pairs = []
-    for prompt, continuation, ids in zip(prompts, continuations, _encode(tokenizer, texts), strict=True):
+    for prompt, continuation, ids in zip(prompts, continuations, tokenise(tokenizer, texts, bos), strict=True):
         begin = alone[prompt]
         differs = (n for n, (a, b) in enumerate(zip(begin, ids, strict=False)) if a != b)
         cut = next(differs, min(len(begin), len(ids))) if continuation.strip() else len(ids)
         pairs.append(_Pair(ids[:cut] or [bos], ids[cut:]))
     return pairs
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, verbose=False).input_ids if texts else []
 
 
 def _fit(pair: _Pair, positions: int | None) -> _Pair:
@@ -110,7 +107,7 @@ def _fit(pair: _Pair, positions: int | None) -> _Pair:
 
 
 @torch.no_grad()
-def _read(lm: PreTrainedModel, pairs: list[_Pair]) -> Float[Tensor, " b"]:
+def _read(lm: Wrappable, pairs: list[_Pair]) -> Float[Tensor, " b"]:
     """Negative log-likelihoods of a batch, padded on the left, so that all continuations end together."""
     longest, c = max(map(len, pairs)), max(len(pair.continuation) for pair in pairs)
     padding = [[0] * (longest - len(pair)) for pair in pairs]
@@ -121,7 +118,7 @@ def _read(lm: PreTrainedModel, pairs: list[_Pair]) -> Float[Tensor, " b"]:
 
 
 def _sum_nll(
-    lm: PreTrainedModel, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], scored: Bool[Tensor, "b c"]
+    lm: Wrappable, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], scored: Bool[Tensor, "b c"]
 ) -> Float[Tensor, " b"]:
     c = scored.shape[1]
     last: dict[str, Any] = {"logits_to_keep": c + 1} if cache.accepts(lm, "logits_to_keep") else {}

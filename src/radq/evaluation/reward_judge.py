@@ -16,7 +16,7 @@ from radq.errors import ModelError
 from radq.evaluation.judges import Judge, Scored, choose_label
 from radq.evaluation.readers import identify
 from radq.models import RewardModel
-from radq.reranking import score_texts, texts_per_forward
+from radq.reranking import score_texts
 
 
 @final
@@ -42,11 +42,11 @@ class RewardJudge(Judge):
         limit = self.model.max_tokens
         self._truncated += sum(limit is not None and len(row) > limit for row in rows)
         by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
-        size = texts_per_forward(self.model)
+        size = 64 if self.model.device.type == "cpu" else 4096  # a GPU wants many short texts at once
         for first in range(0, len(rows), size):
             positions = by_length[first : first + size]
             with _tensor_cores():
-                scores = score_texts(self.model, {self.attribute: 1.0}, [rows[n][:limit] for n in positions])
+                scores = score_texts(self.model, {self.attribute: 1.0}, [rows[n][:limit] for n in positions], size)
             yield positions, scores.clamp(0, 1).numpy()
 
 

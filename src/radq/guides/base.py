@@ -1,7 +1,10 @@
 """Guides: what a host adds to the base model's logits, token by token. Guides add up: `guide_a + guide_b`.
 
-A guide holds no state of a generation. The host keeps what `start`, `advance`, `fork`, `select`, `join` and `rewind`
-return, one state per batch of prefixes: nothing to reset, nothing left over from an earlier prompt.
+A guide holds no state of a generation. The host keeps what `start`, `advance`, `select`, `join` and `rewind` return,
+one state per batch of prefixes: nothing to reset, nothing left over from an earlier prompt.
+
+A base model may have tokens that a guide does not know, such as those of a chat format. They stay candidates. A guide
+leaves them out of what it reads, and its shift of such a token is that of a token which changes nothing.
 
 Axes: b batch, t time, k candidates, a attributes.
 """
@@ -19,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 class Guide(ABC):
     """What a host sees. `State` is whatever the guide returns; only the guide looks inside."""
 
-    vocab_size: int  # candidates must be smaller
+    vocab_size: int  # tokens with smaller ids are known to the guide
 
     @abstractmethod
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
@@ -34,12 +37,8 @@ class Guide(ABC):
         """The state after one more token per row."""
 
     @abstractmethod
-    def fork(self, state: Any, n: int) -> Any:
-        """Every row n times, copies side by side: n samples of each prompt."""
-
-    @abstractmethod
     def select(self, state: Any, rows: Int[Tensor, " r"]) -> Any:
-        """The given rows, in that order: beams, and batches whose finished rows leave."""
+        """The given rows, in that order and maybe several times: samples, beams, batches whose finished rows leave."""
 
     @abstractmethod
     def join(self, states: Sequence[Any]) -> Any:
@@ -47,7 +46,7 @@ class Guide(ABC):
 
     @abstractmethod
     def rewind(self, state: Any, n: int) -> Any:
-        """The state before the last n tokens of every row."""
+        """The state before the last n tokens of every row, all of them known to the guide."""
 
     def clipped(self, state: Any) -> Bool[Tensor, "b k"] | None:
         """Which of the candidates last scored had a reward clamped; None where the guide clamps nothing."""
@@ -66,6 +65,11 @@ class Guide(ABC):
     def experts(self) -> list[nn.Module]:
         """The transformers that the guide runs: what `radq.metering` counts the calls of."""
         return []
+
+    @property
+    def special_tokens(self) -> set[int]:
+        """Ids that mark beginnings, ends and padding, by which a host without a mask can tell that texts are padded."""
+        return set()
 
     @abstractmethod
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
@@ -96,9 +100,6 @@ class SumGuide(Guide):
     def advance(self, state: list[Any], tokens: Int[Tensor, " b"]) -> list[Any]:
         return [guide.advance(part, tokens) for guide, part in self._parts(state)]
 
-    def fork(self, state: list[Any], n: int) -> list[Any]:
-        return [guide.fork(part, n) for guide, part in self._parts(state)]
-
     def select(self, state: list[Any], rows: Int[Tensor, " r"]) -> list[Any]:
         return [guide.select(part, rows) for guide, part in self._parts(state)]
 
@@ -122,6 +123,10 @@ class SumGuide(Guide):
     @property
     def experts(self) -> list[nn.Module]:
         return [expert for guide in self.guides for expert in guide.experts]
+
+    @property
+    def special_tokens(self) -> set[int]:
+        return {token for guide in self.guides for token in guide.special_tokens}
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         for guide in self.guides:

@@ -23,7 +23,8 @@ EXPERT, ANTI_EXPERT = "expert", "anti"  # folders that `radq train-experts` writ
 class DExpertsGuide(Guide):
     """shift(v) = α (z⁺(v | x) − z⁻(v | x)), z⁺ and z⁻ the logits of expert and anti-expert.
 
-    α is signed: a negative one steers away from what the expert was trained on. Two forwards of one token per step.
+    α is signed: a negative one steers away from what the expert was trained on. Two forwards of one token per step. A
+    token that the experts do not know counts as equally likely for both.
     """
 
     def __init__(
@@ -63,14 +64,12 @@ class DExpertsGuide(Guide):
     def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
         return self._each(state, lambda expert, part: expert.advance(part, tokens.to(part.logits.device)))
 
-    def fork(self, state: State, n: int) -> State:
-        return self._each(state, lambda _, part: part.fork(n))
-
     def select(self, state: State, rows: Int[Tensor, " r"]) -> State:
         return self._each(state, lambda _, part: part.select(rows))
 
     def join(self, states: Sequence[State]) -> State:
-        return ExpertState.join([state[0] for state in states]), ExpertState.join([state[1] for state in states])
+        wanted, unwanted = zip(*states, strict=True)
+        return self.expert.join(wanted), self.anti_expert.join(unwanted)
 
     def rewind(self, state: State, n: int) -> State:
         return self._each(state, lambda expert, part: expert.rewind(part, n))
@@ -78,6 +77,10 @@ class DExpertsGuide(Guide):
     @property
     def experts(self) -> list[nn.Module]:
         return [self.expert.lm, self.anti_expert.lm]
+
+    @property
+    def special_tokens(self) -> set[int]:
+        return self.expert.special_tokens
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         self.expert.check_vocabulary(base_size, tokenizer, base_name)

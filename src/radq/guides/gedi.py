@@ -26,21 +26,17 @@ class GeDiState:
     scores: Float[Tensor, "rows t"]  # log P of each token of the text; 0 at padding, BOS and control code
     lengths: Int[Tensor, " b"]  # tokens of each text
 
-    def fork(self, n: int) -> "GeDiState":
-        scores, lengths = (values.repeat_interleave(n, dim=0) for values in (self.scores, self.lengths))
-        return GeDiState(self.run.fork(n), scores, lengths)
-
     def select(self, rows: Int[Tensor, " r"]) -> "GeDiState":
         rows = rows.to(self.lengths.device)
         both = torch.cat([rows, rows + len(self.lengths)])
         return GeDiState(self.run.select(both), self.scores[both], self.lengths[rows])
 
     @staticmethod
-    def join(states: "Sequence[GeDiState]") -> "GeDiState":
+    def join(states: "Sequence[GeDiState]", expert: Expert) -> "GeDiState":
         classes = [
             (state, c * len(state.lengths) + torch.arange(len(state.lengths))) for c in (0, 1) for state in states
         ]
-        run = ExpertState.join([state.run.select(rows) for state, rows in classes])
+        run = expert.join([state.run.select(rows) for state, rows in classes])
         n = run.prefix.tokens.shape[1]
         scores = [F.pad(state.scores[rows], (n - state.scores.shape[1], 0)) for state, rows in classes]
         return GeDiState(run, torch.cat(scores), torch.cat([state.lengths for state in states]))
@@ -121,11 +117,12 @@ class GeDiGuide(Guide):
         return GeDiState(run, scores * (columns <= lengths[:, None]), lengths[: len(input_ids)])
 
     def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """log P(c | x, v)."""
+        """log P(c | x, v); of a token v that the model does not know log P(c | x)."""
         candidates = candidates.to(state.scores.device)
         both = state.run.log_probabilities(candidates.repeat(2, 1)) + state.scores.sum(1, keepdim=True)  # (2b, k)
         sums = both.view(2, *candidates.shape)
-        return class_log_posterior(sums, state.lengths[:, None] + 1, self.scale, self._log_prior)[0]
+        lengths = state.lengths[:, None] + (candidates < self.vocab_size).long()  # (b, k)
+        return class_log_posterior(sums, lengths.clamp(min=1), self.scale, self._log_prior)[0]
 
     def shift(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
         return (abs(self.omega) * self.log_posterior(state, candidates)).to(candidates.device)
@@ -141,17 +138,19 @@ class GeDiGuide(Guide):
 
     def advance(self, state: GeDiState, tokens: Int[Tensor, " b"]) -> GeDiState:
         both = tokens.to(state.scores.device).repeat(2)
-        scores = torch.cat([state.scores, state.run.log_probabilities(both[:, None])], dim=1)
-        return GeDiState(self.expert.advance(state.run, both), scores, state.lengths + 1)
-
-    def fork(self, state: GeDiState, n: int) -> GeDiState:
-        return state.fork(n)
+        held = both >= self.vocab_size
+        if bool(held.all()):
+            return state
+        longer = torch.cat([state.scores, state.run.log_probabilities(both[:, None])], dim=1)
+        scores = torch.where(held[:, None], F.pad(state.scores, (1, 0)), longer)  # as the prefix's columns move
+        lengths = state.lengths + (~held[: len(tokens)]).long()
+        return GeDiState(self.expert.advance(state.run, both), scores, lengths)
 
     def select(self, state: GeDiState, rows: Int[Tensor, " r"]) -> GeDiState:
         return state.select(rows)
 
     def join(self, states: Sequence[GeDiState]) -> GeDiState:
-        return GeDiState.join(states)
+        return GeDiState.join(states, self.expert)
 
     def rewind(self, state: GeDiState, n: int) -> GeDiState:
         kept = state.scores.shape[1] - n
@@ -160,6 +159,10 @@ class GeDiGuide(Guide):
     @property
     def experts(self) -> list[nn.Module]:
         return [self.expert.lm]
+
+    @property
+    def special_tokens(self) -> set[int]:
+        return self.expert.special_tokens
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         self.expert.check_vocabulary(base_size, tokenizer, base_name)

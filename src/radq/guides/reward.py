@@ -10,18 +10,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from radq.adapters import fold_adapters
-from radq.cache import takes_siblings
+from radq.cache import check_padding, takes_padding, takes_siblings
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError
 from radq.guides.base import Guide
 from radq.models import RadV, RewardModel, RewardState
-from radq.vocabulary import check_vocabulary
+from radq.vocabulary import check_vocabulary, find_special_tokens
 
 
 @final
 class RewardGuide(Guide):
     """Σ_a β_a · clamp(r̂_a(v | x)). β is signed: a negative weight steers away from the attribute.
 
-    Rewards are clamped to the range of the training responses, unless `clamp=False`.
+    Rewards are clamped to the range of the training responses, unless `clamp=False`. A token that the reward model does
+    not know has the reward of the prefix itself, so that neither sign of β favours it.
     """
 
     def __init__(self, model: RewardModel, weights: Mapping[str, float], clamp: bool = True):
@@ -38,9 +39,10 @@ class RewardGuide(Guide):
         fold_adapters(model.backbone)
         self.weights = dict(weights)
         self.clamp = clamp
-        self.vocab_size = model.vocabulary.num_tokens or model.vocabulary.size
+        self.vocab_size = model.num_known
+        takes_padding(model.backbone)  # tried here, so that the trial is no part of a first step
         if isinstance(model, RadV):
-            takes_siblings(model.backbone)  # tried here, so that the trial is no part of a first step
+            takes_siblings(model.backbone)
         self._columns = [model.config.attributes.index(name) for name in weights]
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
@@ -57,13 +59,11 @@ class RewardGuide(Guide):
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
         return self.model.advance(state, tokens.to(self.model.device))
 
-    def fork(self, state: RewardState, n: int) -> RewardState:
-        return state.fork(n)
-
     def select(self, state: RewardState, rows: Int[Tensor, " r"]) -> RewardState:
         return state.select(rows)
 
     def join(self, states: Sequence[RewardState]) -> RewardState:
+        check_padding(self.model.backbone)
         return RewardState.join(states)
 
     def rewind(self, state: RewardState, n: int) -> RewardState:
@@ -79,6 +79,10 @@ class RewardGuide(Guide):
     @property
     def experts(self) -> list[nn.Module]:
         return [self.model.backbone]
+
+    @property
+    def special_tokens(self) -> set[int]:
+        return find_special_tokens(self.model.backbone.config, self.model.tokenizer)
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         check_vocabulary(self.model.vocabulary, base_size, tokenizer, base_name)

@@ -61,14 +61,15 @@ class GuidedLogitsProcessor(LogitsProcessor):
         if self._texts is None:
             self.guide.check_vocabulary(scores.shape[1], self.tokenizer, "the base model")
         self._follow(self._with_padding(input_ids))
-        shared = scores[:, : self.guide.vocab_size].float()
-        proposal = propose(shared, self.guide, self._state, self.steering)
+        proposal = propose(scores.float(), self.guide, self._state, self.steering)
         guided = torch.full_like(scores, -torch.inf)
         return guided.scatter(1, proposal.candidates, proposal.logits.to(scores.dtype))
 
     def _with_padding(self, input_ids: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
         """A copy of the texts with PADDING where their prompts were padded."""
         if self.attention_mask is None:
+            if self._texts is None or _find_way(self._texts, input_ids, self.guide.vocab_size) is None:
+                self._refuse_padding(input_ids)
             return input_ids.clone()
         mask = self.attention_mask.to(input_ids.device).bool()
         if self._prompts is None:
@@ -87,9 +88,22 @@ class GuidedLogitsProcessor(LogitsProcessor):
             padding = (input_ids == pad_token).long().cumprod(1).bool()
         return input_ids.masked_fill(padding, PADDING)
 
+    def _refuse_padding(self, input_ids: Int[Tensor, "b t"]) -> None:
+        """A special token before some of the texts but not all, or twice before one, is padding, not a BOS."""
+        special = torch.tensor(sorted(self._special_tokens()), device=input_ids.device, dtype=torch.long)
+        leading = torch.isin(input_ids, special).long().cumprod(1).sum(1)  # (b,)
+        if int(leading.max()) > 1 or int(leading.min()) < int(leading.max()):
+            raise OptionError(
+                "texts begin with special tokens, which look like padding, and there is no attention_mask.",
+                "pass attention_mask=inputs.attention_mask to GuidedLogitsProcessor; ones where nothing is padded.",
+            )
+
+    def _special_tokens(self) -> set[int]:
+        return self.guide.special_tokens | set([] if self.tokenizer is None else self.tokenizer.all_special_ids)
+
     def _follow(self, texts: Int[Tensor, "b t"]) -> None:
         """Bring the state to these texts, from the ones it has read if that is near, else from their beginning."""
-        way = None if self._texts is None else _find_way(self._texts, texts)
+        way = None if self._texts is None else _find_way(self._texts, texts, self.guide.vocab_size)
         if way is None:
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt begin as equals
             state = self.guide.start(unique.clamp(min=0), (unique != PADDING).long())
@@ -112,16 +126,24 @@ class _Way(NamedTuple):
     tokens: Int[Tensor, " b"] | None
 
 
-def _find_way(known: Int[Tensor, "r s"], texts: Int[Tensor, "b t"]) -> _Way | None:
+def _find_way(known: Int[Tensor, "r s"], texts: Int[Tensor, "b t"], vocab_size: int) -> _Way | None:
     """None where reading the texts anew is simpler: more than one new token is one forward either way."""
     s, t = known.shape[1], texts.shape[1]
     if t == s + 1 and torch.equal(texts[:, :s], known):  # the common case
         return _Way(None, 0, texts[:, s])
-    shorter = min(s, t)
-    equal = texts[:, None, :shorter] == known[None, :, :shorter]  # (b, r, shorter)
-    common, rows = equal.long().cumprod(-1).sum(-1).max(1)  # (b,)
-    kept = int(common.min())
-    readable = bool((texts[:, :kept] != PADDING).any(1).all())
-    if t - kept > 1 or not readable:
-        return None
-    return _Way(rows, s - kept, texts[:, kept] if kept < t else None)
+    for kept in (t, t - 1):
+        rows = _find_rows(known[:, :kept], texts[:, :kept]) if 0 < kept <= s else None
+        if rows is not None:
+            readable = bool((texts[:, :kept] != PADDING).any(1).all())
+            read = bool((known[rows, kept:] < vocab_size).all())  # what the guide has left out it cannot rewind
+            return _Way(rows, s - kept, texts[:, kept] if kept < t else None) if readable and read else None
+    return None
+
+
+def _find_rows(known: Int[Tensor, "r n"], texts: Int[Tensor, "b n"]) -> Int[Tensor, " b"] | None:
+    """For each text a row of `known` that equals it; None where one has none."""
+    _, groups = torch.cat([known, texts]).unique(dim=0, return_inverse=True)
+    row_of = torch.full((int(groups.max()) + 1,), -1, device=texts.device)
+    row_of[groups[: len(known)]] = torch.arange(len(known), device=texts.device)
+    rows = row_of[groups[len(known) :]]
+    return rows if bool((rows >= 0).all()) else None

@@ -10,7 +10,7 @@ with the rows whose text grew by a token, reads the others anew, and joins them.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -198,9 +198,7 @@ class Batch:
     """Requests that share a guide and a steering, and the guide's state of their texts."""
 
     def __init__(self, guide: Guide, steering: Steering):
-        self.guide = guide
-        top_k = None if steering.top_k is None else min(steering.top_k, guide.vocab_size)
-        self.steering = Steering(top_k, steering.top_p, steering.temperature, steering.kl_budget)
+        self.guide, self.steering = guide, steering
         self.requests: list[Request] = []  # in the order of the state's rows
         self._outputs: list[list[int]] = []  # what the state has read of them
         self._state: Any = None
@@ -232,8 +230,8 @@ class Batch:
 
     def steer(self, logits: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         """From base logits to logits which, divided by the temperature, are the guided ones; −∞ beside candidates."""
-        shared = logits[:, : self.guide.vocab_size].float()
-        proposal = propose(shared, self.guide, self._state, self.steering)
+        top_k = None if self.steering.top_k is None else min(self.steering.top_k, logits.shape[1])
+        proposal = propose(logits.float(), self.guide, self._state, replace(self.steering, top_k=top_k))
         scaled = proposal.logits * (self.steering.temperature or 1.0)
         guided = torch.full_like(logits, -torch.inf)
         return guided.scatter(1, proposal.candidates, scaled.to(logits.dtype))

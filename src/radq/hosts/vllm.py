@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import yaml
 
-from radq.backbones import load_config, load_tokenizer
+from radq.backbones import load_config, load_tokenizer, max_positions
 from radq.decoding import decode_texts
 from radq.embedded import located
 from radq.errors import ContextLengthError, OptionError
 from radq.extras import need
 from radq.hosts.requests import Guidance, Registry, Request, Slots, Steerer
-from radq.vocabulary import find_bos
+from radq.vocabulary import find_bos, tokenise
 
 first_runner: Any = need("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = need("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
@@ -164,7 +164,7 @@ class VllmEngine:
         self.tokenizer = load_tokenizer(base)
         config = load_config(base)
         self._bos = find_bos(config, self.tokenizer)
-        positions = getattr(config, "max_position_embeddings", None) or LONGEST
+        positions = max_positions(config) or LONGEST
         self.max_model_len = max_model_len or min(LONGEST, positions - (HEADROOM if guides else 0))
         self.tokens_per_second = 0.0  # of the last call
         self._folder = tempfile.TemporaryDirectory(prefix="radq-")
@@ -259,7 +259,7 @@ class VllmEngine:
     def _encode(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
         if isinstance(prompts, str) or not prompts:
             raise OptionError(f"prompts are {prompts!r}.", "give a list of one or more texts.")
-        encoded = [ids or [self._bos] for ids in self.tokenizer(list(prompts)).input_ids]
+        encoded = [ids or [self._bos] for ids in tokenise(self.tokenizer, prompts, self._bos)]
         for number, ids in enumerate(encoded):
             if len(ids) + max_new_tokens > self.max_model_len:
                 raise ContextLengthError(
