@@ -11,7 +11,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -327,18 +326,23 @@ def _forward(
     return output, _from_cache(cache, model)
 
 
+_ACCEPTED: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
+
+
 def accepts(model: nn.Module, argument: str) -> bool:
     """Whether a model's forward takes an argument, also through wrappers (PEFT, torch.compile) that hand it on."""
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    return all(_takes(layer, argument) for layer in {type(model), type(inner)})
+    known = _ACCEPTED.setdefault(model, {})
+    if argument not in known:
+        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+        known[argument] = _takes(model, argument) and _takes(inner, argument)
+    return known[argument]
 
 
-@lru_cache
-def _takes(model_class: type[nn.Module], argument: str) -> bool:
+def _takes(model: nn.Module, argument: str) -> bool:
     """A wrapper takes whatever it is given; a model of transformers only what it names."""
-    parameters = inspect.signature(model_class.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return argument in parameters or (hands_on and not issubclass(model_class, PreTrainedModel))
+    return argument in parameters or (hands_on and not isinstance(model, PreTrainedModel))
 
 
 def _to_cache(layers: Layers) -> DynamicCache:
