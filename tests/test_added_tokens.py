@@ -74,9 +74,7 @@ def make_guide(kind: str, strength: float, rewards: dict[str, RewardModel]) -> G
         with torch.no_grad():
             anti.lm_head.weight.mul_(0.7)
         return DExpertsGuide(make_lm(family).double(), anti, strength, make_number_tokenizer())
-    return GeDiGuide(
-        make_lm(family).double(), ((9,), (10,)), strength, filter_p=0.0, tokenizer=make_number_tokenizer()
-    )
+    return GeDiGuide(make_lm(family).double(), ((9,), (10,)), strength, filter_p=0.0, tokenizer=make_number_tokenizer())
 
 
 @pytest.mark.parametrize("kind", GUIDES)
@@ -175,7 +173,9 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
     batch = Batch(guide, guidance.steering)
     for text in calls:
         scores = oracle.base_logits(base, text)[None]
-        fresh = GuidedLogitsProcessor(guide, torch.ones(1, len(text), dtype=torch.long), top_k=None, tokenizer=tokenizer)
+        fresh = GuidedLogitsProcessor(
+            guide, torch.ones(1, len(text), dtype=torch.long), top_k=None, tokenizer=tokenizer
+        )
         expected = fresh(torch.tensor([text]), scores)
         torch.testing.assert_close(processor(torch.tensor([text]), scores), expected, atol=1e-5, rtol=1e-5)
         request.output[:] = text[2:]
@@ -186,9 +186,7 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
 
 @settings(max_examples=15, deadline=None)
 @given(steps=st.lists(st.lists(st.integers(3, VOCAB + 1), min_size=2, max_size=2), min_size=1, max_size=6))
-def test_held_rows_equal_reading_the_known_tokens_anew(
-    steps: list[list[int]], rewards: dict[str, RewardModel]
-) -> None:
+def test_held_rows_equal_reading_the_known_tokens_anew(steps: list[list[int]], rewards: dict[str, RewardModel]) -> None:
     for model in rewards.values():
         state = model.read(torch.tensor([[5, 9, 3, 12, 30], [7, 8, 6, 6, 6]]))
         texts = [[5, 9, 3, 12, 30], [7, 8, 6, 6, 6]]

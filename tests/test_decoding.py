@@ -9,11 +9,23 @@ import torch
 from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.decoding import Steering, choose_candidates, generate, kl_divergence, kl_scale, propose, sample, stream
+from radq.decoding import (
+    Steering,
+    choose_candidates,
+    encode_prompts,
+    generate,
+    kl_divergence,
+    kl_scale,
+    propose,
+    sample,
+    stream,
+)
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
+from radq.evaluation.likelihoods import measure_likelihoods
 from radq.guides import Guide, RewardGuide
 from radq.models import RadQ, RewardModel
 
@@ -111,6 +123,29 @@ def test_temperature_divides_the_base_alone() -> None:
 
 
 @settings(max_examples=30, deadline=None)
+@given(st.floats(0, 3, exclude_min=True), st.integers(0, 99))
+def test_no_temperature_is_too_low(temperature: float, seed: int) -> None:
+    """The colder, the more of the base's best candidate; numbers stay numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, guide = 40 * torch.randn(3, 9, generator=generator), ConstantGuide(torch.randn(9, generator=generator))
+    proposal = propose(logits, guide, None, Steering(5, temperature=temperature, kl_budget=0.5))
+    assert proposal.kl.isfinite().all()
+    probabilities = proposal.logits.softmax(-1)
+    assert probabilities.isfinite().all()
+    if temperature < 1e-4:
+        assert probabilities.argmax(-1).tolist() == [0, 0, 0]
+        assert (probabilities[:, 0] > 0.999).all()
+
+
+def test_a_temperature_that_float32_cannot_divide_by(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("gpt2", "q", lm_folders)
+    cold = generate(lm.float(), TOKENIZER, PROMPTS, RewardGuide(model, WEIGHTS), temperature=1e-39)
+    greedy = generate(lm, TOKENIZER, PROMPTS, temperature=0)
+    assert [g.token_ids for g in cold] == [g.token_ids for g in greedy]
+    assert all(g.kl == 0 for g in cold)
+
+
+@settings(max_examples=30, deadline=None)
 @given(st.floats(-50, 50), st.integers(0, 99))
 def test_a_constant_added_to_all_rewards_changes_nothing(constant: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -142,6 +177,23 @@ def test_texts_do_not_depend_on_the_batch(kind: str, lm_folders: dict[str, Path]
     assert [g.token_ids[:6] for g in longer] == together
     more = generate(lm, TOKENIZER, PROMPTS, guide, **(options | {"num_samples": 5}))
     assert [g.token_ids for i, g in enumerate(more) if i % 5 < 2] == together
+
+
+@pytest.mark.parametrize("kind", ["q", "v", None])
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_batch_size_is_a_limit_also_for_the_samples_of_one_prompt(
+    batch_size: int, kind: str | None, lm_folders: dict[str, Path]
+) -> None:
+    lm, model = make("gpt2", kind or "q", lm_folders)
+    guide = RewardGuide(model, WEIGHTS) if kind else None
+    options: dict[str, Any] = {"num_samples": 7, "max_new_tokens": 4, "seed": 2, "stop_token_ids": [3, 5, 9]}
+    whole = generate(lm, TOKENIZER, PROMPTS, guide, **options)
+    rows: list[int] = []
+    lm.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    parts = generate(lm, TOKENIZER, PROMPTS, guide, **options, batch_size=batch_size)
+    assert [g.token_ids for g in parts] == [g.token_ids for g in whole]
+    assert [g.prompt for g in parts] == [prompt for prompt in PROMPTS for _ in range(7)]
+    assert max(rows) == batch_size
 
 
 def test_same_seed_same_text_other_seed_other_text(lm_folders: dict[str, Path]) -> None:
@@ -284,6 +336,24 @@ def test_guides_steer_a_real_tokenizer_and_text(
         assert g.prompt + g.text == toy_tokenizer.decode(
             toy_tokenizer(g.prompt).input_ids + g.token_ids, skip_special_tokens=True
         )
+
+
+def make_llama_tokenizer() -> PreTrainedTokenizerBase:
+    """Adds a BOS to every text, as LLaMA's does."""
+    tokenizer = make_number_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return tokenizer
+
+
+def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
+    lm, tokenizer = make_lm("llama").double(), make_llama_tokenizer()
+    prompts = ["5 9", "<s> 5 9", "<s> <s> 5 9", "", "<s>"]
+    assert encode_prompts(lm, tokenizer, prompts, 1) == [[BOS, 5, 9]] * 2 + [[BOS, BOS, 5, 9], [BOS], [BOS]]
+    assert encode_prompts(lm, TOKENIZER, prompts, 1) == [[5, 9], [BOS, 5, 9], [BOS, BOS, 5, 9], [BOS], [BOS]]
+    plain, begun = generate(lm, tokenizer, prompts[:1]), generate(lm, tokenizer, prompts[1:2])
+    assert plain[0].token_ids == begun[0].token_ids
+    likelihoods = measure_likelihoods(lm, tokenizer, prompts[:2], [" 12 30", " 12 30"])
+    assert likelihoods.nll[0] == pytest.approx(likelihoods.nll[1])
 
 
 # --- bad input ---

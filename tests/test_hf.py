@@ -8,12 +8,13 @@ import pytest
 import torch
 from families import BOS, VOCAB, make_lm, make_number_tokenizer, make_reward
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LogitsProcessor, PreTrainedModel
 
 from radq.decoding import generate
 from radq.errors import OptionError, RewardValueError, VocabularyError
 from radq.guides import RewardGuide
-from radq.hosts.hf import GuidedLogitsProcessor
+from radq.hosts.hf import GuidedLogitsProcessor, _find_way
 from radq.models import RewardModel
 
 TOKENIZER = make_number_tokenizer()
@@ -179,6 +180,62 @@ def test_a_step_reads_one_token(kind: str, lm_folders: dict[str, Path]) -> None:
     prompt = (1, 6)  # once, BOS included, not once per beam
     steps = [(3, 1)] * 5 if kind == "q" else [(3, 7)] * 6
     assert shapes == [prompt, *steps]
+
+
+class Peak(TorchDispatchMode):
+    """The largest tensor that an operation returns, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.bytes = max(self.bytes, value.numel() * value.element_size())
+        return result
+
+
+def test_beams_are_found_without_comparing_all_with_all() -> None:
+    """256 rows of 600 tokens that change places at every step: memory grows with the rows, not with their square."""
+    torch.manual_seed(0)
+    known = torch.randint(3, VOCAB, (256, 600))
+    chosen = torch.randint(256, (256,))
+    texts = torch.cat([known[chosen], torch.randint(3, VOCAB, (256, 1))], dim=1)
+    with Peak() as peak:
+        way = _find_way(known, texts, VOCAB)
+    assert way is not None
+    assert way.rows is not None
+    assert torch.equal(known[way.rows], texts[:, :600])
+    assert way.rewind == 0
+    assert way.tokens is not None
+    assert torch.equal(way.tokens, texts[:, 600])
+    assert peak.bytes <= 8 * 2 * known.numel()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_padded_batch_without_its_mask_is_refused(kind: str, toy: Path, lm_folders: dict[str, Path]) -> None:
+    lm, model = make(kind, lm_folders)  # whose configuration names BOS, EOS and padding
+    guide = RewardGuide(model, WEIGHTS)
+    inputs = encode(PROMPTS)["input_ids"]
+    refused = [inputs, inputs[1:2], torch.tensor([[0, 5], [6, 7]]), torch.tensor([[2, 2, 5], [2, 2, 6]])]
+    for ids in refused:
+        with pytest.raises(OptionError, match="no attention_mask.*pass attention_mask="):
+            GuidedLogitsProcessor(guide)(ids, torch.zeros(len(ids), VOCAB))
+    plain = [torch.tensor([[5, 6], [7, 7]]), torch.tensor([[BOS, 5], [BOS, 6]]), torch.tensor([[6, 6, 5]])]
+    for ids in plain:
+        GuidedLogitsProcessor(guide)(ids, torch.zeros(len(ids), VOCAB))
+        GuidedLogitsProcessor(guide, torch.ones_like(ids))(ids, torch.zeros(len(ids), VOCAB))
+
+
+def test_padding_by_a_token_of_the_bases_tokenizer_is_seen(lm_folders: dict[str, Path]) -> None:
+    tokenizer = make_number_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "36"})
+    _, model = make("q", lm_folders)
+    ids = torch.tensor([[36, 36, 5], [6, 7, 8]])
+    with pytest.raises(OptionError, match="attention_mask"):
+        GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), tokenizer=tokenizer)(ids, torch.zeros(2, VOCAB))
 
 
 def test_a_budget_and_a_temperature_of_its_own(lm_folders: dict[str, Path]) -> None:

@@ -59,6 +59,15 @@ def rounded(generation: Generation) -> Generation:
     return replace(generation, nll=round(generation.nll, 9))
 
 
+def test_no_more_than_a_batch_is_drawn_or_scored_at_once(lm_folders: dict[str, Path]) -> None:
+    lm, model = make_lm("gpt2").double(), make_reward("v", lm_folders["gpt2"])
+    rows: list[int] = []
+    for module in (lm, model.backbone):
+        module.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    best_of_n(lm, TOKENIZER, PROMPTS, model, WEIGHTS, n=10, num_samples=2, batch_size=4)
+    assert max(rows) == 4
+
+
 def test_more_choice_has_more_reward(lm_folders: dict[str, Path]) -> None:
     lm, model = make_lm("gpt2").double(), make_reward("v", lm_folders["gpt2"])
 

@@ -157,9 +157,11 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steer
 
 
 def divide(values: Float[Tensor, "b k"], temperature: float) -> Float[Tensor, "b k"]:
-    """z_LM / T; z_LM itself for greedy decoding. Below `COLDEST` less the best of each row, since it would overflow."""
+    """z_LM / T; z_LM itself for greedy decoding. Below `COLDEST`, where that might overflow, less the best of each row:
+    the probabilities are the same.
+    """
     if 0 < temperature < COLDEST:
-        values = values - values.amax(-1, keepdim=True)
+        return (values - values.amax(-1, keepdim=True)) / max(temperature, torch.finfo(values.dtype).tiny)
     return values / (temperature or 1.0)
 
 
