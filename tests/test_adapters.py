@@ -46,6 +46,17 @@ def test_a_folded_layer_computes_the_same(layer: nn.Linear | Conv1D) -> None:
     torch.testing.assert_close(module.weight, weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_frozen_weights_survive_folding_bit_for_bit(layer: nn.Linear | Conv1D, dtype: torch.dtype) -> None:
+    module = adapted(layer).to(dtype)
+    weight = module.weight.clone()
+    for _ in range(5):
+        module.fold()
+        module.unfold()
+    assert torch.equal(module.weight, weight)
+
+
 def test_in_autocast_products_are_in_bfloat16_and_gradients_in_float32() -> None:
     module, x = adapted(nn.Linear(5, 7)).float(), torch.randn(4, 5, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

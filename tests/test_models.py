@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,101 @@ def test_a_truncated_backbone_is_its_first_layers(family: str, lm_folders: dict[
     assert torch.equal(RewardModel.from_pretrained(tmp_path / "short").token_rewards(ids), model.token_rewards(ids))
     with pytest.raises(OptionError, match="3.*2 layers"):
         make_reward("q", lm_folders[family], num_layers=3)
+
+
+@pytest.mark.parametrize("sizes", [("50GB", "2KB"), ("2KB", "50GB"), ("2KB", "4KB")])
+def test_a_second_save_leaves_nothing_of_the_first(
+    sizes: tuple[str, str], lm_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """However either is sharded; what is not the model's stays."""
+    first, second = make_reward("q", lm_folders["gpt2"]), make_reward("v", lm_folders["llama"])
+    first.tokenizer = make_number_tokenizer()
+    first.save_pretrained(tmp_path / "reward", max_shard_size=sizes[0])
+    (tmp_path / "reward" / "metrics.jsonl").write_text("{}")
+    (tmp_path / "reward" / "checkpoint-1").mkdir()
+    second.save_pretrained(tmp_path / "reward", max_shard_size=sizes[1])
+    loaded = RewardModel.from_pretrained(tmp_path / "reward")
+    assert torch.equal(loaded.token_rewards(torch.tensor(TEXTS[:1])), second.token_rewards(torch.tensor(TEXTS[:1])))
+    assert loaded.tokenizer is None  # the first one's is gone
+    kept = [path.name for path in (tmp_path / "reward").iterdir() if not path.name.startswith("model")]
+    assert sorted(kept) == ["checkpoint-1", "config.json", "metrics.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["reward"]
+
+
+def test_a_tokenizer_with_several_chat_templates_is_saved_again(lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    model = make_reward("q", lm_folders["gpt2"])
+    model.tokenizer = make_number_tokenizer()
+    model.tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "reward")
+    loaded = RewardModel.from_pretrained(tmp_path / "reward")
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.chat_template == model.tokenizer.chat_template
+
+
+def test_trained_weights_of_a_folder_are_taken(lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    model, other = make_reward("v", lm_folders["gpt2"]), make_reward("v", lm_folders["gpt2"])
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    model.save_pretrained(tmp_path / "reward")
+    other.load_trained(tmp_path / "reward")
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+# --- transformers' ways of loading ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_of_transformers_are_honoured(kind: str, lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    make_reward(kind, lm_folders["llama"]).save_pretrained(tmp_path / "reward")
+    default = RewardModel.from_pretrained(tmp_path / "reward")
+    assert default.backbone.config._attn_implementation == "sdpa"
+    model = RewardModel.from_pretrained(
+        tmp_path / "reward", attn_implementation="eager", dtype="float32", device_map="cpu", local_files_only=True
+    )
+    assert model.backbone.config._attn_implementation == "eager"
+    assert model.dtype == torch.float32
+    ids = torch.tensor(TEXTS[:1])
+    torch.testing.assert_close(model.token_rewards(ids), default.token_rewards(ids).float(), atol=1e-4, rtol=1e-4)
+    on_meta = {"": "meta"}
+    with pytest.raises(ModelError, match="one device"):
+        RewardModel.from_pretrained(tmp_path / "reward", device_map=on_meta)
+    with pytest.raises(OptionError, match="both device"):
+        RewardModel.from_pretrained(tmp_path / "reward", "cpu", device_map="cpu")
+    with pytest.raises(OptionError, match="use_safetensors is False"):
+        RewardModel.from_pretrained(tmp_path / "reward", use_safetensors=False)
+
+
+AUTO = """
+import sys
+{imports}
+from transformers import AutoConfig
+config = AutoConfig.from_pretrained({folder!r})
+assert type(config).__name__ == "RewardConfig", config
+from transformers import AutoModel, AutoTokenizer
+model = AutoModel.from_pretrained({folder!r})
+assert type(model).__name__ == "RadV", model
+assert type(AutoModel.from_config(config)).__name__ == "RadV"
+import radq
+assert isinstance(model, radq.RadV)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import radq; assert 'torch' not in sys.modules",
+        "import transformers, radq",
+        "from transformers import AutoModel; import radq",
+        "from transformers import AutoTokenizer, AutoConfig; import radq",
+        "from radq import RewardModel",
+        "import radq; from transformers import AutoTokenizer",
+    ],
+)
+def test_auto_classes_know_reward_models(imports: str, lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    make_reward("v", lm_folders["gpt2"]).save_pretrained(tmp_path / "reward")
+    script = AUTO.format(imports=imports, folder=str(tmp_path / "reward"))
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_failed_save_leaves_nothing(

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from radq.embedded import located
 from radq.errors import ModelError, OptionError
@@ -38,6 +39,14 @@ def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
     name = located(name)
     with explained(name, "a model configuration"):
         return AutoConfig.from_pretrained(name, **hub)
+
+
+def find_snapshot(name: str) -> Path:
+    """The folder in which the files of a hub name lie; its own name is the commit."""
+    with explained(name, "a model configuration"):
+        file = cached_file(name, "config.json")
+    assert file is not None  # or it had raised
+    return Path(file).parent
 
 
 def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers.utils.hub import cached_file
 
-from radq.backbones import explained, load_config
+from radq.backbones import explained, find_snapshot
 from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
 
@@ -44,11 +43,8 @@ def identify_backbone(name: str | Path) -> Origin:
         return Origin(EMBEDDED, None, base_name())
     if Path(name).is_dir():
         return Origin(str(Path(name).resolve()), None, fingerprint_weights(Path(name)))
-    revision = getattr(load_config(name), "_commit_hash", None)
-    with explained(name, "model weights"):
-        config_file = cached_file(str(name), "config.json", revision=revision)
-    assert config_file is not None
-    return Origin(str(name), revision, fingerprint_weights(Path(config_file).parent))
+    snapshot = find_snapshot(str(name))
+    return Origin(str(name), snapshot.name, fingerprint_weights(snapshot))
 
 
 def find_backbone_source(origin: Origin, model_folder: Path | None) -> str:
