@@ -224,9 +224,19 @@ def test_a_padded_batch_without_its_mask_is_refused(kind: str, toy: Path, lm_fol
         with pytest.raises(OptionError, match="no attention_mask.*pass attention_mask="):
             GuidedLogitsProcessor(guide)(ids, torch.zeros(len(ids), VOCAB))
     plain = [torch.tensor([[5, 6], [7, 7]]), torch.tensor([[BOS, 5], [BOS, 6]]), torch.tensor([[6, 6, 5]])]
+    plain.append(torch.tensor([[BOS, 2, 5], [BOS, 2, 6]]))  # a BOS and another special token, as in a chat
     for ids in plain:
         GuidedLogitsProcessor(guide)(ids, torch.zeros(len(ids), VOCAB))
         GuidedLogitsProcessor(guide, torch.ones_like(ids))(ids, torch.zeros(len(ids), VOCAB))
+
+
+def test_a_mask_without_padding_says_nothing_about_later_prompts(lm_folders: dict[str, Path]) -> None:
+    _, model = make("q", lm_folders)
+    processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), torch.ones(1, 3, dtype=torch.long))
+    processor(torch.tensor([[0, 0, 5]]), torch.zeros(1, VOCAB))  # the mask says that these are no padding
+    with pytest.raises(OptionError, match="attention_mask"):
+        processor(torch.tensor([[0, 0, 0, 7]]), torch.zeros(1, VOCAB))
+    processor(torch.tensor([[6, 9, 7]]), torch.zeros(1, VOCAB))
 
 
 def test_padding_by_a_token_of_the_bases_tokenizer_is_seen(lm_folders: dict[str, Path]) -> None:

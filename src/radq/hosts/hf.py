@@ -68,8 +68,6 @@ class GuidedLogitsProcessor(LogitsProcessor):
     def _with_padding(self, input_ids: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
         """A copy of the texts with PADDING where their prompts were padded."""
         if self.attention_mask is None:
-            if self._texts is None or _find_way(self._texts, input_ids, self.guide.vocab_size) is None:
-                self._refuse_padding(input_ids)
             return input_ids.clone()
         mask = self.attention_mask.to(input_ids.device).bool()
         if self._prompts is None:
@@ -88,23 +86,31 @@ class GuidedLogitsProcessor(LogitsProcessor):
             padding = (input_ids == pad_token).long().cumprod(1).bool()
         return input_ids.masked_fill(padding, PADDING)
 
-    def _refuse_padding(self, input_ids: Int[Tensor, "b t"]) -> None:
+    def _knows_padding(self, texts: Int[Tensor, "b t"]) -> bool:
+        """Whether the attention mask is of these texts, or has shown by which token others are padded."""
+        if self.attention_mask is None or self._prompts is None:
+            return False
+        return not bool(self.attention_mask.all()) or torch.equal(texts[:, : self._prompts.shape[1]], self._prompts)
+
+    def _refuse_padding(self, texts: Int[Tensor, "b t"]) -> None:
         """A special token before some of the texts but not all, or twice before one, is padding, not a BOS."""
-        special = torch.tensor(sorted(self._special_tokens()), device=input_ids.device, dtype=torch.long)
-        leading = torch.isin(input_ids, special).long().cumprod(1).sum(1)  # (b,)
-        if int(leading.max()) > 1 or int(leading.min()) < int(leading.max()):
+        known = set() if self.tokenizer is None else set(self.tokenizer.all_special_ids)
+        special = torch.tensor(sorted(known | self.guide.special_tokens), device=texts.device, dtype=torch.long)
+        first = texts[:, :1]
+        begins = torch.isin(first, special)
+        twice = begins & (texts[:, 1:2] == first)
+        if bool(twice.any()) or bool(begins.any() & (first != first[0]).any()):
             raise OptionError(
-                "texts begin with special tokens, which look like padding, and there is no attention_mask.",
+                "texts begin with special tokens in the way of padding, and no attention_mask says whether they are.",
                 "pass attention_mask=inputs.attention_mask to GuidedLogitsProcessor; ones where nothing is padded.",
             )
-
-    def _special_tokens(self) -> set[int]:
-        return self.guide.special_tokens | set([] if self.tokenizer is None else self.tokenizer.all_special_ids)
 
     def _follow(self, texts: Int[Tensor, "b t"]) -> None:
         """Bring the state to these texts, from the ones it has read if that is near, else from their beginning."""
         way = None if self._texts is None else _find_way(self._texts, texts, self.guide.vocab_size)
         if way is None:
+            if not self._knows_padding(texts):
+                self._refuse_padding(texts)
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt begin as equals
             state = self.guide.start(unique.clamp(min=0), (unique != PADDING).long())
             self._state = self.guide.select(state, rows)
