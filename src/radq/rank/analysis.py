@@ -119,7 +119,9 @@ def verify(matrix: RewardMatrix, certificate: str | Path) -> dict[str, Any]:
     """What a certificate is worth, computed from its factors and the matrix alone."""
     omega2 = matrix.omega2
     if not len(omega2):
-        raise DataError("the matrix has no prefix with two continuations.", "there is nothing to certify: rank 1 meets it.")
+        raise DataError(
+            "the matrix has no prefix with two continuations.", "there is nothing to certify: rank 1 meets it."
+        )
     factors = Factors.load(certificate, omega2)
     mse = factors.mse(omega2)
     return {

@@ -260,6 +260,10 @@ def check_options(penalty: float, iterations: int, tolerance: float, seed: int) 
         raise OptionError(f"iterations is {iterations}.", "give 1 or more, 1000 say.")
     if not 0 <= tolerance < float("inf"):
         raise OptionError(f"the tolerance is {tolerance}.", "give 0 or a positive number, 0.01 say.")
+    check_seed(seed)
+
+
+def check_seed(seed: int) -> None:
     if not 0 <= seed < 2**63:
         raise OptionError(f"the seed is {seed}.", "give 0 to 2⁶³ − 1.")
 

@@ -9,7 +9,7 @@ so its own residual.
 
 A row whose tokens have linearly independent rows of [E, 1] is met exactly and costs nothing; a row with more than d + 1
 tokens cannot be such a row. Most rows are short, so independence is proved in batches by a Cholesky factorisation, and
-only where that fails is a singular value decomposition computed. Everything is computed in float64.
+only where that fails is the least-squares problem solved, by singular values. Everything is computed in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from radq.memory import require_memory
 from radq.rank.completion import NUMBERS_PER_CHUNK, group_entries
 from radq.rank.matrix import RewardMatrix, ranges
 
-ROUNDING = 1e-10  # a residual below this share of its row is a rounding error, and counts as 0
+ROUNDING = 1e-8  # a residual below this share of its row is a rounding error, and counts as 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class AttributeBound:
     mse_omega2: float  # over the entries of Ω_2
     mse_omega: float  # over all entries: those outside Ω_2 cost nothing
     weighted_loss: float | None  # of training: (1/N) Σ_entries Λ (r̂ − R)², with Λ = Σ λ over the utterances of an entry
-    contradiction_loss: float | None  # (1/N) Σ λ (y − R)²: utterances that contradict each other; it holds for RAD-V too
+    contradiction_loss: (
+        float | None
+    )  # (1/N) Σ λ (y − R)²: utterances that contradict each other; it holds for RAD-V too
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,6 @@ def bound_by_embedding(
     embedding: Float[Tensor, "v d"],
     decode: Callable[[Sequence[int]], str] = str,
     max_rows: int = 100,
-    device: str = "cpu",
     progress: bool = False,
 ) -> EmbeddingBound:
     """Lower bounds of the error of RAD-Q with a linear head and this output embedding.
@@ -108,11 +109,11 @@ def bound_by_embedding(
     n, a = len(entries.starts) - 1, len(matrix.attributes)
     squares, weighted = np.zeros((n, a)), np.zeros((n, a))
     if n:
-        features, columns = _token_features(entries.tokens, embedding, device)
+        features, columns = _token_features(entries.tokens, embedding)
         dependent = np.flatnonzero(~_independent_rows(entries.starts, columns, features))
         for row in tqdm(dependent, desc="frozen embeddings", unit="prefix", disable=not progress, leave=False):
             part = slice(entries.starts[row], entries.starts[row + 1])
-            x, y = features[torch.from_numpy(columns[part]).to(device)], torch.from_numpy(entries.values[part])
+            x, y = features[torch.from_numpy(columns[part])], torch.from_numpy(entries.values[part])
             squares[row] = least_squares(x, y)
             if entries.weights is not None:
                 weighted[row] = least_squares(x, y, torch.from_numpy(entries.weights[part]))
@@ -126,20 +127,17 @@ def least_squares(
 
     Singular values below max(k, f) · eps of the largest count as 0, as in numpy and LAPACK.
     """
-    x, y = x.double(), y.to(x.device, torch.float64)
     if weights is not None:
-        roots = weights.to(x).sqrt()[:, None]
+        roots = weights.sqrt()[:, None]
         x, y = roots * x, roots * y
-    u, singular, _ = torch.linalg.svd(x, full_matrices=False)
-    u = u[:, singular > max(x.shape) * torch.finfo(torch.float64).eps * singular[0]]
-    residual = y - u @ (u.T @ y)
-    residual = residual - u @ (u.T @ residual)  # once more, for what rounding left of the span
-    squares = residual.square().sum(0)
-    return torch.where(squares > ROUNDING**2 * y.square().sum(0), squares, 0.0).cpu().numpy()
+    cutoff = max(x.shape) * torch.finfo(torch.float64).eps
+    solution = torch.linalg.lstsq(x, y, rcond=cutoff, driver="gelsd").solution
+    squares = (y - x @ solution).square().sum(0)
+    return torch.where(squares > ROUNDING**2 * y.square().sum(0), squares, 0.0).numpy()
 
 
 def _token_features(
-    tokens: Int[np.ndarray, " s"], embedding: Float[Tensor, "v d"], device: str
+    tokens: Int[np.ndarray, " s"], embedding: Float[Tensor, "v d"]
 ) -> tuple[Float[Tensor, "m f"], Int[np.ndarray, " s"]]:
     """The rows of [E, 1] of the tokens that occur, and which of them each entry has.
 
@@ -147,8 +145,8 @@ def _token_features(
     """
     used, columns = np.unique(tokens, return_inverse=True)
     m, f = len(used), embedding.shape[1] + 1
-    require_memory(3 * m * f * torch.float64.itemsize, device, f"the embeddings of {m} tokens in float64")
-    rows = embedding[torch.from_numpy(used).to(embedding.device)].to(device, torch.float64)
+    require_memory(3 * m * f * torch.float64.itemsize, "cpu", f"the embeddings of {m} tokens in float64")
+    rows = embedding[torch.from_numpy(used).to(embedding.device)].to("cpu", torch.float64)
     if not bool(torch.isfinite(rows).all()):
         raise ModelError("the output embedding of the backbone is not finite.", "are its weights whole?")
     constant = rows.norm(dim=1).mean().clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
@@ -172,14 +170,14 @@ def _independent_rows(
     for group in group_entries(rows, columns[short], np.zeros(len(rows)), units):
         k = group.neighbours.shape[1]
         threshold = 4 * k * (k + 1) * torch.finfo(torch.float64).eps
-        step = max(1, NUMBERS_PER_CHUNK["cuda" if features.is_cuda else "cpu"] // (k * (features.shape[1] + k)))
+        step = max(1, NUMBERS_PER_CHUNK["cpu"] // (k * (features.shape[1] + k)))
         for first in range(0, len(group.rows), step):
             neighbours = group.neighbours[first : first + step]  # (b, k)
             vectors = F.embedding(neighbours, padded)  # (b, k, f)
             gram = vectors @ vectors.mT
             gram.diagonal(dim1=1, dim2=2).add_((neighbours == len(units)).double() - threshold)
             failed = torch.linalg.cholesky_ex(gram).info
-            independent[group.rows[first : first + step].cpu().numpy()] = (failed == 0).cpu().numpy()
+            independent[group.rows[first : first + step].numpy()] = (failed == 0).numpy()
     return independent
 
 

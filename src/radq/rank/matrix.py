@@ -146,7 +146,7 @@ class RewardMatrix:
     @classmethod
     def load(cls, file: str | Path) -> "RewardMatrix":
         try:
-            with np.load(file, allow_pickle=False) as stored:
+            with Path(file).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
                 matrix = cls._from_parts(dict(stored))
             matrix._check_parts()
         except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
@@ -356,9 +356,7 @@ def _read_level(
     return active[going_on], children[going_on], part
 
 
-def _average(
-    weights: Array, responses: Array, first: Array, children: Array, sums: Array
-) -> tuple[Array, float, int]:
+def _average(weights: Array, responses: Array, first: Array, children: Array, sums: Array) -> tuple[Array, float, int]:
     """Weighted means over runs, the weighted squares of what differs from them, and in how many runs any does."""
     if not len(first):
         return np.empty(0), 0.0, 0

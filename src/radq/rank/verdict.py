@@ -11,7 +11,7 @@ The verdict is the first of these that holds:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from radq.rank.analysis import RankResult, rank_beyond_omega2
 from radq.rank.embedding_bound import BoundedRow, EmbeddingBound
@@ -21,6 +21,11 @@ from radq.rank.peeling import degeneracy
 NAMED_PREFIXES = 4
 PREFIX_CHARACTERS = 40
 MARGIN = 10  # errors this near to ε are those of the penalty and of when the solver stopped: shuffled ones still pass
+WITHOUT_BACKBONE = "What the frozen embeddings of a backbone cost is another matter: name it by --backbone."
+WITHOUT_TOKENS = (
+    "What its frozen embeddings cost is not known: the matrix was saved without its vocabulary. Make it anew from the "
+    "data."
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,11 @@ def give_verdict(
     embedding_bound: EmbeddingBound | None = None,
 ) -> Verdict:
     about_rank = _judge_rank(matrix, results, shuffled, eps, backbone)
-    if embedding_bound is None or embedding_bound.mse_omega2 <= eps or backbone is None:
+    if backbone is None:
+        return replace(about_rank, text=f"{about_rank.text} {WITHOUT_BACKBONE}")
+    if embedding_bound is None:
+        return replace(about_rank, text=f"{about_rank.text} {WITHOUT_TOKENS}")
+    if embedding_bound.mse_omega2 <= eps:
         return about_rank
     return Verdict("embeddings", f"{_describe_cost(embedding_bound, backbone)} By rank alone: {about_rank.text}")
 
@@ -108,8 +117,8 @@ def _compare_with_shuffled(
         return Verdict(
             "sparse",
             f"cannot tell: too sparse. {found[0].upper()}{found[1:]}, and {enough}. But shuffled responses are met "
-            f"too, with {same_rank.mse:.2g}: the prefixes have so few continuations that the rank says nothing about "
-            "the responses.",
+            f"about as well ({same_rank.mse:.2g}): the prefixes have so few continuations that the rank says nothing "
+            "about the responses.",
         )
     return Verdict(
         "no-obstacle",
@@ -119,7 +128,11 @@ def _compare_with_shuffled(
 
 
 def _describe_cost(bound: EmbeddingBound, backbone: Backbone) -> str:
-    named = ", ".join(f"{quote_prefix(row)} ({row.mse:.2g})" for row in bound.rows[:NAMED_PREFIXES])
+    several = len(bound.attributes) > 1
+    named = ", ".join(
+        f"{quote_prefix(row)} ({f'{row.attribute}, ' if several else ''}{row.mse:.2g})"
+        for row in bound.rows[:NAMED_PREFIXES]
+    )
     more = bound.costly_rows - NAMED_PREFIXES
     weighted = "" if bound.weighted_loss is None else f" ({bound.weighted_loss:.2g} as training weighs the entries)"
     return (
