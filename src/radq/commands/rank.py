@@ -206,6 +206,10 @@ def _check(arguments: Data) -> None:
         raise OptionError(f"eps is {arguments.eps}.", "give a mean squared error, 1e-6 say.")
     if arguments.max_length is not None and not 1 <= arguments.max_length < 2**31:
         raise OptionError(f"max_length is {arguments.max_length}.", "give 1 token or more, or leave it out.")
+    if arguments.save_matrix is not None and (not arguments.save_matrix.name or arguments.save_matrix.is_dir()):
+        raise OptionError(
+            f"the matrix cannot be saved as {str(arguments.save_matrix)!r}.", "name a file, matrix.npz say."
+        )
     low, high = arguments.label_range or (0.0, 1.0)
     if not -float("inf") < low < high < float("inf"):
         raise OptionError(f"the label range is {low} to {high}.", "give two finite numbers, the lower one first.")

@@ -58,8 +58,9 @@ class Factors:
                 a, b = stored.get_tensor("A"), stored.get_tensor("B")
                 matrix = (stored.metadata() or {}).get("matrix")
         except (OSError, SafetensorError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
             raise DataError(
-                f"{str(file)!r} cannot be read as a certificate: {error}.",
+                f"{str(file)!r} cannot be read as a certificate: {reason}.",
                 "`radq rank data --certificates` makes them.",
             ) from error
         wanted = [(size, *a.shape[1:2]) for size in observed.shape]
