@@ -44,7 +44,7 @@ class Data:
     """Ranks to try, separated by commas; by default five up to where an exact fit is likely."""
     eps: float = 1e-6
     """Mean squared error over Ω_2 that counts as a fit."""
-    iterations: int = 1000
+    iterations: int = 200
     """At most so many per rank."""
     penalty: float = 1e-4
     """On the squares of the factors."""

@@ -55,7 +55,7 @@ def complete(
     observed: Observed,
     rank: int,
     penalty: float = 1e-4,
-    iterations: int = 1000,
+    iterations: int = 200,
     tolerance: float = 0.01,
     target: float = 1e-6,
     start: Factors | None = None,
@@ -257,7 +257,7 @@ def check_options(penalty: float, iterations: int, tolerance: float, seed: int) 
     if not 0 < penalty < float("inf"):
         raise OptionError(f"the penalty is {penalty}.", "give a positive number, 1e-4 say.")
     if not 1 <= iterations < 2**31:
-        raise OptionError(f"iterations is {iterations}.", "give 1 or more, 1000 say.")
+        raise OptionError(f"iterations is {iterations}.", "give 1 or more, 200 say.")
     if not 0 <= tolerance < float("inf"):
         raise OptionError(f"the tolerance is {tolerance}.", "give 0 or a positive number, 0.01 say.")
     check_seed(seed)

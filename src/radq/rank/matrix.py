@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -126,7 +127,7 @@ class RewardMatrix:
 
     def save(self, file: str | Path) -> None:
         """As npz; `scipy.sparse.load_npz` reads it as the matrix it is."""
-        parts = {
+        parts: dict[str, Any] = {
             "format": np.array(b"csr"),
             "shape": np.array([self.prefixes, len(self.attributes) * self.vocab_size]),
             "indptr": self.starts,
