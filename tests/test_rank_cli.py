@@ -348,6 +348,6 @@ def test_sst2_is_met_better_than_by_soft_impute(tmp_path: Path, capsys: pytest.C
         *("--cache", str(tmp_path), "--save-matrix", str(tmp_path / "matrix.npz")),
     )
     assert result["omega2_value_sum"] == pytest.approx(31987.759287307515)
-    assert result["table"][0]["mse"] <= 0.0657
+    assert result["table"][0]["mse"] <= 1e-6  # a solver that stops early is at 1.3e-6
     omega2 = RewardMatrix.load(tmp_path / "matrix.npz").omega2
     assert complete(omega2, 127, iterations=100).mse <= 0.000631
