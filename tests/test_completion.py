@@ -136,6 +136,19 @@ def test_tolerance_stops_early_and_progress_counts() -> None:
     assert len(seen) == result.iterations < 500
 
 
+def test_a_target_in_reach_is_gone_on_for() -> None:
+    """The penalty is most of the objective, so a change of the error hardly shows in it."""
+    observed = make_observed(60, 50, density=0.25, binary=True)
+    rank = degeneracy(observed)
+    early = complete(observed, rank, tolerance=0.05, target=0.0)
+    target = early.mse / 1.5
+    longer = complete(observed, rank, tolerance=0.05, target=target)
+    assert longer.mse <= target
+    assert longer.iterations > early.iterations
+    hopeless = complete(observed, rank, tolerance=0.05, target=1e-300)
+    assert hopeless.iterations == early.iterations
+
+
 # --- peeling ---
 
 
@@ -255,6 +268,9 @@ def test_certificates_belong_to_their_matrix(tmp_path: Path) -> None:
         ({"rank": 2, "penalty": -1e-4}, "penalty is"),
         ({"rank": 2, "penalty": float("nan")}, "penalty is"),
         ({"rank": 2, "iterations": 0}, "iterations is 0"),
+        ({"rank": 2, "iterations": 10**400}, "iterations is 1000"),
+        ({"rank": 2, "tolerance": float("nan")}, "tolerance is nan"),
+        ({"rank": 2, "seed": -1}, "seed is -1"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], problem: str) -> None:

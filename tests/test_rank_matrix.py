@@ -15,7 +15,7 @@ from reward_data import make_data
 from radq.backbones import load_tokenizer
 from radq.data import NO_LIMIT, DataColumns, load_data
 from radq.errors import DataError
-from radq.rank.matrix import Observed, RewardMatrix, build_matrix
+from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_responses
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 VOCAB = 5
@@ -77,6 +77,86 @@ def test_entries_are_those_of_the_definition(case: tuple[list[list[int]], list[f
         assert omega2.values.sum() == pytest.approx(sum(inside.values()), abs=1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data_sets(), st.integers(1, 3), st.integers(0, 1000))
+def test_attributes_stand_side_by_side(
+    case: tuple[list[list[int]], list[float], list[int], list[float]], count: int, seed: int
+) -> None:
+    """The stacked matrix holds that of each attribute alone, and each entry the weights of its utterances."""
+    utterances, _, prompts, weights = case
+    responses = np.random.default_rng(seed).integers(0, 3, (len(utterances), count)) / 4
+    with TemporaryDirectory() as folder:
+        matrix = build_matrix(make_data(Path(folder), utterances, responses.tolist(), prompts, weights), VOCAB)
+        matrix.save(Path(folder) / "matrix.npz")
+        again, sparse = RewardMatrix.load(Path(folder) / "matrix.npz"), scipy.sparse.load_npz(f"{folder}/matrix.npz")
+    assert sparse.shape == (matrix.prefixes, count * VOCAB)
+    assert len(matrix.attributes) == len(again.attributes) == count
+    assert matrix.weights is not None
+    assert matrix.contradictions is not None
+    counted = sum(weight for weight in weights if weight > 0)
+    assert matrix.weights.sum() == pytest.approx(count * counted)
+    for a in range(count):
+        alone = count_prefixes(utterances, responses[:, a].tolist(), prompts, weights)
+        inside = matrix.columns // VOCAB == a
+        rows = np.repeat(np.arange(matrix.prefixes), np.diff(matrix.starts))[inside]
+        found = {}
+        for row, token, value in zip(rows, matrix.tokens[inside], matrix.values[inside], strict=True):
+            prefix = tuple(utterances[matrix.prefix_utterance[row]][: matrix.prefix_length[row]])
+            found[prefix, int(token)] = float(value)
+        assert found == pytest.approx(alone, abs=1e-12)
+    for one, other in ((matrix, again), (again, matrix)):
+        np.testing.assert_array_equal(one.values, other.values)
+        np.testing.assert_array_equal(one.columns, other.columns)
+    for index, row in enumerate(matrix.omega2_rows):
+        prefix = utterances[matrix.prefix_utterance[row]][: matrix.prefix_length[row]]
+        assert again.omega2_prefix(index) == prefix
+
+
+def test_the_rank_of_the_stacked_matrix_is_that_of_shared_hidden_states(tmp_path: Path) -> None:
+    """Rewards ⟨h(x), V_a[v]⟩ of three attributes: each block and all of them side by side have rank d."""
+    rng = np.random.default_rng(0)
+    n, v, d = 12, 10, 2
+    blocks = rng.normal(size=(n, d)) @ rng.normal(size=(3, d, v))  # (a, n, v)
+    utterances = [[x + v, token] for x in range(n) for token in range(v)]
+    data = make_data(tmp_path, utterances, blocks.transpose(1, 2, 0).reshape(n * v, 3).tolist())
+    data.labels = blocks.transpose(1, 2, 0).reshape(n * v, 3)  # not rounded to float32
+    matrix = build_matrix(data, v + n)
+    rows = np.flatnonzero(matrix.prefix_length == 1)
+    stacked = np.array([matrix.values[matrix.starts[row] : matrix.starts[row + 1]] for row in rows])
+    assert stacked.shape == (n, 3 * v)
+    assert np.linalg.matrix_rank(stacked) == d
+    independent = np.concatenate(rng.normal(size=(3, n, d)) @ rng.normal(size=(3, d, v)), axis=1)
+    assert np.linalg.matrix_rank(independent) == 3 * d  # where each attribute has hidden states of its own
+
+
+@settings(max_examples=60, deadline=None)
+@given(data_sets(), st.integers(0, 1000))
+def test_shuffled_responses_are_the_same_responses(
+    case: tuple[list[list[int]], list[float], list[int], list[float]], seed: int
+) -> None:
+    utterances, responses, prompts, weights = case
+    pairs = [[response, 2 * response + 1] for response in responses]
+    with TemporaryDirectory() as folder:
+        data = make_data(Path(folder), utterances, pairs, prompts, weights)
+        shuffled = shuffle_responses(data, seed)
+        matrix, other = build_matrix(data, VOCAB), build_matrix(shuffled, VOCAB)
+    counting = np.array(weights) > 0
+    assert sorted(shuffled.labels[counting].tolist()) == sorted(np.array(data.labels)[counting].tolist())
+    np.testing.assert_allclose(shuffled.labels[:, 1], 2 * shuffled.labels[:, 0] + 1)  # they move together
+    np.testing.assert_array_equal(shuffled.labels[~counting], data.labels[~counting])
+    np.testing.assert_array_equal(matrix.columns, other.columns)
+    np.testing.assert_array_equal(matrix.weights, other.weights)
+    assert len(matrix.omega2) == len(other.omega2)
+
+
+def test_rows_that_do_not_count(tmp_path: Path) -> None:
+    for weights in ([0.0, 0.0], [-1.0, 0.0]):
+        with pytest.raises(DataError, match="none of the 2 rows count"):
+            build_matrix(make_data(tmp_path, [[1, 2], [1, 3]], [1.0, 0.0], weights=weights), VOCAB)
+    with pytest.raises(DataError, match="not finite"):
+        build_matrix(make_data(tmp_path, [[1, 2], [1, 3]], [1.0, float("nan")]), VOCAB)
+
+
 def test_counts_worked_by_hand(tmp_path: Path) -> None:
     # ∅ → 1 (three utterances), 2; (1) → 2 (two, responses 1 and 0), 3; (1, 2) → 4; (2) → nothing
     data = make_data(tmp_path, [[1, 2], [1, 2, 4], [1, 3], [2]], [1.0, 0.0, 1.0, 0.0])
@@ -89,6 +169,10 @@ def test_counts_worked_by_hand(tmp_path: Path) -> None:
     assert entries[(), 1] == pytest.approx((1 / 3 + 1 / 3) / (1 / 3 + 1 / 6 + 1 / 3))
     assert entries[(1,), 2] == pytest.approx((2 / 3) / (2 / 3 + 2 / 6))
     assert entries[(1, 2), 4] == 0.0
+    assert matrix.contradictions is not None
+    first = [1 / 3, 1 / 6, 1 / 3] @ np.square(np.array([1, 0, 1]) - entries[(), 1])
+    second = [2 / 3, 2 / 6] @ np.square(np.array([1, 0]) - entries[(1,), 2])
+    assert matrix.contradictions.tolist() == pytest.approx([first + second])
 
 
 def test_a_single_utterance_has_no_row_with_two_continuations(tmp_path: Path) -> None:
@@ -109,6 +193,37 @@ def test_saved_matrices_are_read_by_radq_and_scipy(tmp_path: Path) -> None:
     assert sparse.sum() == pytest.approx(matrix.values.sum())
     with pytest.raises(DataError, match="reward matrix"):
         RewardMatrix.load(tmp_path / "data" / "tokens.bin")
+
+
+def test_files_of_earlier_versions_and_damaged_ones(tmp_path: Path) -> None:
+    file = tmp_path / "matrix.npz"
+    matrix = build_matrix(make_data(tmp_path / "data", [[1, 2], [1, 3], [2, 2]], [1.0, 0.5, 0.25]), VOCAB, ["praise"])
+    matrix.save(file)
+    with np.load(file) as stored:
+        parts = dict(stored)
+    new = ("attributes", "weights", "contradictions", "omega2_prefixes")
+    np.savez(file, **{name: part for name, part in parts.items() if name not in new})
+    old = RewardMatrix.load(file)
+    assert (old.attributes, old.weights, old.shuffled, old.vocabulary) == (("response",), None, None, None)
+    np.testing.assert_array_equal(old.omega2.values, matrix.omega2.values)
+    damages = {
+        "indptr": parts["indptr"][:-1],
+        "indices": parts["indices"] + VOCAB,
+        "data": parts["data"] * np.nan,
+        "prefix_length": parts["prefix_length"][1:],
+        "weights": parts["weights"][1:],
+        "omega2_prefixes": np.arange(9),
+        "counts": np.array([1]),
+        "attributes": np.array(["a", "b"]),
+        "shape": np.array([]),
+    }
+    for name, part in damages.items():
+        np.savez(file, **(parts | {name: part}))
+        with pytest.raises(DataError, match="cannot be read as a reward matrix"):
+            RewardMatrix.load(file)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(DataError, match="cannot be read as a reward matrix"):
+        RewardMatrix.load(file)
 
 
 # --- the paper's examples, from utterances to ranks ---

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
 from transformers import (
     MODEL_MAPPING,
     AutoConfig,
@@ -100,6 +102,19 @@ def load_causal_lm(
         truncate(config, num_layers)
     lm = load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype, **loading)
     return (lm if loading.get("device_map") is not None else lm.to(device or "cpu")).eval()
+
+
+def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
+    """The rows e(v) that a linear head of RAD-Q scores tokens with; of the layers only one is loaded."""
+    lm = load_causal_lm(name, num_layers=1)
+    head: Any = lm.get_output_embeddings()
+    hidden_size = getattr(lm.config.get_text_config(), "hidden_size", None)
+    if head is None or head.weight.shape[1] != hidden_size:
+        raise ModelError(
+            f"{str(name)!r} has no output embedding with the {hidden_size} numbers per token of its hidden states.",
+            "choose another backbone; RAD-Q cannot be made from this one.",
+        )
+    return head.weight.detach()
 
 
 def load_weights(
@@ -189,7 +204,7 @@ def find_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
+        torch.zeros(1, device=name).item()  # the meta device, say, has no numbers
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"there is no device {name!r} here.", "use --device auto or cpu.") from error
     return name

@@ -16,7 +16,7 @@ COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ f
     "score": "show the reward of every token of a text",
     "train": "train a reward model on texts and responses",
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
-    "rank": "say whether a low-rank reward model fits a data set; ranks of trained models",
+    "rank": "say what keeps RAD-Q from fitting a data set; ranks of trained models",
     "train-experts": "train the language models of the rivals DExperts and GeDi",
     "eval": "sweep guides over prompts: generations, judges, metrics",
     "measure": "metrics of generations that are there already",

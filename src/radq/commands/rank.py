@@ -1,9 +1,11 @@
-"""radq rank data reviews.csv --labels praise --tokenizer gpt2
+"""radq rank data reviews.csv --labels praise --backbone gpt2
 
 Also `radq rank model DIR --data reviews.csv` and `radq rank verify MATRIX CERTIFICATE`.
 """
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,32 +13,43 @@ import tyro
 
 if TYPE_CHECKING:
     from radq.data import RewardData
+    from radq.rank.analysis import RankResult
+    from radq.rank.embedding_bound import EmbeddingBound
     from radq.rank.matrix import RewardMatrix
     from radq.rank.numerical import NumericalRank
+    from radq.rank.verdict import Backbone
+    from radq.vocabulary import Vocabulary
+
+
+ROWS_PRINTED = 10
 
 
 @dataclass
 class Data:
-    """Say whether a low-rank reward model can fit the responses of a data set, before training one."""
+    """Say whether RAD-Q can fit the responses of a data set, before training one.
+
+    Ranks that meet the responses stand beside those that meet shuffled responses, and with --backbone beside a lower
+    bound of the error that its frozen output embedding leaves.
+    """
 
     files: tyro.conf.Positional[list[str]]
     """csv, tsv, jsonl or parquet, maybe compressed; or one .npz that --save-matrix has written."""
     labels: str = ""
-    """Column with the response."""
+    """Columns with the responses, separated by commas; several attributes share one stacked matrix."""
     tokenizer: str = ""
     """Hub name, folder, tokenizer.json, or a folder with GPT-2's encoder.json and vocab.bpe; else the backbone's."""
     backbone: str | None = None
-    """Language model whose hidden size the verdict is about."""
+    """Language model whose hidden size and frozen output embedding the verdict is about."""
     ranks: str = ""
     """Ranks to try, separated by commas; by default five up to where an exact fit is likely."""
     eps: float = 1e-6
     """Mean squared error over Ω_2 that counts as a fit."""
-    iterations: int = 1000
+    iterations: int = 200
     """At most so many per rank."""
     penalty: float = 1e-4
     """On the squares of the factors."""
     tolerance: float = 0.01
-    """Stop when an iteration lowers the objective by less than this share."""
+    """Stop when an iteration lowers the objective by less than this share, unless eps is still in reach."""
     text: str = "text"
     """Column with the texts."""
     prompt: str | None = None
@@ -56,7 +69,7 @@ class Data:
     certificates: Path | None = None
     """Folder for the factors of each rank; those that are there already are gone on from."""
     seed: int = 0
-    """Of the random start."""
+    """Of the random start, and of the shuffle unless a matrix brings its own."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
     dtype: Literal["float64", "float32"] = "float64"
@@ -117,81 +130,192 @@ Arguments = (
 
 
 def run(arguments: Data | Model | Verify) -> None:
-    if isinstance(arguments, Data):
-        rank_data(arguments)
-    elif isinstance(arguments, Model):
-        rank_model(arguments)
-    else:
-        verify_certificate(arguments)
+    with _explained_failures():
+        if isinstance(arguments, Data):
+            rank_data(arguments)
+        elif isinstance(arguments, Model):
+            rank_model(arguments)
+        else:
+            verify_certificate(arguments)
+
+
+@contextmanager
+def _explained_failures() -> Iterator[None]:
+    """One line with a hint for what disks and memory do: full, not writable, a folder where a file is meant."""
+    from radq.errors import DataError, MemoryLimitError, RadqError
+
+    try:
+        yield
+    except (RadqError, BrokenPipeError):
+        raise
+    except OSError as error:
+        where = f"{error.filename!r} cannot be used" if error.filename else "a file cannot be used"
+        reason = (error.strerror or str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{where}: {reason}.", "check that paths are right and writable, and the room on disk."
+        ) from error
+    except MemoryError as error:
+        raise MemoryLimitError("the memory of this machine is full.", "use less data or lower ranks.") from error
 
 
 # --- radq rank data ---
 
 
 def rank_data(arguments: Data) -> None:
-    import torch
-
-    from radq.backbones import find_device, load_config
+    from radq.backbones import find_device
     from radq.commands.console import console, print_json
-    from radq.errors import OptionError
     from radq.memory import peak_memory
-    from radq.rank.analysis import complete_all, describe, give_verdict, suggest_ranks
-    from radq.rank.completion import check_options
+    from radq.rank.analysis import describe
+    from radq.rank.verdict import give_verdict
 
-    check_options(arguments.penalty, arguments.iterations)
-    if not 0 <= arguments.eps < float("inf"):
-        raise OptionError(f"eps is {arguments.eps}.", "give a mean squared error, 1e-6 say.")
+    _check(arguments)
     device = find_device(arguments.device)
-    hidden_size = None if arguments.backbone is None else load_config(arguments.backbone).hidden_size
-    given = parse_numbers(arguments.ranks, "ranks")
+    ranks = parse_numbers(arguments.ranks, "ranks")
+    backbone = _describe_backbone(arguments)
     matrix = _read_matrix(arguments)
     facts = describe(matrix)
     if not arguments.json:
         _print_facts(facts)
-    results = []
-    if len(matrix.omega2):
-        options = {name: getattr(arguments, name) for name in ("penalty", "iterations", "tolerance", "seed")}
-        for result in complete_all(
-            matrix,
-            given or suggest_ranks(matrix),
-            arguments.eps,
-            arguments.certificates,
-            progress=not arguments.json,
-            device=device,
-            dtype=getattr(torch, arguments.dtype),
-            **options,
-        ):
-            results.append(result)
-    verdict = give_verdict(matrix, results, arguments.eps, arguments.backbone, hidden_size)
+    bound = _bound(arguments, matrix)
+    results, shuffled = _complete(arguments, matrix, ranks, device)
+    verdict = give_verdict(matrix, results, shuffled, arguments.eps, backbone, bound)
     peak = {"peak_memory": peak_memory()} | ({"peak_gpu_memory": peak_memory(device)} if device != "cpu" else {})
     if arguments.json:
-        table = [asdict(result) for result in results]
-        print_json(facts | {"eps": arguments.eps, "table": table, "verdict": verdict} | peak)
+        answer = {
+            "eps": arguments.eps,
+            "table": [asdict(result) for result in results],
+            "shuffled": None if shuffled is None else [asdict(result) for result in shuffled],
+            "embedding_bound": None if bound is None else {"backbone": arguments.backbone} | asdict(bound),
+            "verdict": verdict.text,
+            "verdict_code": verdict.code,
+        }
+        print_json(facts | answer | peak)
         return
-    _print_results(results)
-    console().print(verdict)
+    _print_results(results, shuffled)
+    _print_bound(bound, arguments.backbone)
+    console().print(f"verdict: {verdict.text}", markup=False)
     console().print(", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f} GiB" for name, size in peak.items()))
+
+
+def _check(arguments: Data) -> None:
+    from radq.errors import OptionError
+    from radq.rank.completion import check_options
+
+    check_options(arguments.penalty, arguments.iterations, arguments.tolerance, arguments.seed)
+    if not 0 <= arguments.eps < float("inf"):
+        raise OptionError(f"eps is {arguments.eps}.", "give a mean squared error, 1e-6 say.")
+    if arguments.max_length is not None and not 1 <= arguments.max_length < 2**31:
+        raise OptionError(f"max_length is {arguments.max_length}.", "give 1 token or more, or leave it out.")
+    if arguments.save_matrix is not None and (not arguments.save_matrix.name or arguments.save_matrix.is_dir()):
+        raise OptionError(
+            f"the matrix cannot be saved as {str(arguments.save_matrix)!r}.", "name a file, matrix.npz say."
+        )
+    low, high = arguments.label_range or (0.0, 1.0)
+    if not -float("inf") < low < high < float("inf"):
+        raise OptionError(f"the label range is {low} to {high}.", "give two finite numbers, the lower one first.")
+
+
+def _describe_backbone(arguments: Data) -> "Backbone | None":
+    from radq.backbones import load_config
+    from radq.errors import ModelError
+    from radq.rank.verdict import Backbone
+
+    if arguments.backbone is None:
+        return None
+    hidden_size = getattr(load_config(arguments.backbone).get_text_config(), "hidden_size", None)
+    if not isinstance(hidden_size, int):
+        raise ModelError(f"{arguments.backbone!r} names no hidden size.", "choose a causal language model.")
+    return Backbone(arguments.backbone, hidden_size)
 
 
 def _read_matrix(arguments: Data) -> "RewardMatrix":
     from radq.backbones import load_tokenizer
     from radq.errors import OptionError
-    from radq.rank.matrix import RewardMatrix, build_matrix
+    from radq.rank.matrix import RewardMatrix, build_matrix, shuffle_responses
+    from radq.vocabulary import read_vocabulary
 
+    labels = [label.strip() for label in arguments.labels.split(",")]
     if len(arguments.files) == 1 and arguments.files[0].endswith(".npz"):
-        return RewardMatrix.load(arguments.files[0])
-    name = arguments.tokenizer or arguments.backbone
-    if not name:
-        raise OptionError("there is no tokenizer.", "give --tokenizer, or the --backbone it belongs to.")
-    label = arguments.labels.strip()
-    if not label or "," in label:
-        raise OptionError(f"the label is {label!r}.", "give --labels with one column; each label has its own matrix.")
-    tokenizer = load_tokenizer(name)
-    data = _load(arguments, tokenizer, [label])
-    matrix = build_matrix(data, max(len(tokenizer), 1 + max(tokenizer.get_vocab().values())))
+        matrix = RewardMatrix.load(arguments.files[0])
+    else:
+        name = arguments.tokenizer or arguments.backbone
+        if not name:
+            raise OptionError("there is no tokenizer.", "give --tokenizer, or the --backbone it belongs to.")
+        if not all(labels) or len(set(labels)) < len(labels):
+            raise OptionError(
+                f"the labels are {arguments.labels!r}.", "give --labels with one column, or different ones with commas."
+            )
+        tokenizer = load_tokenizer(name)
+        vocabulary = read_vocabulary(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values())), tokenizer)
+        if arguments.tokenizer and arguments.backbone is not None:
+            _check_vocabulary(arguments.backbone, vocabulary)
+        data = _load(arguments, tokenizer, labels)
+        shuffled = build_matrix(shuffle_responses(data, arguments.seed), vocabulary.size).omega2.values
+        matrix = replace(build_matrix(data, vocabulary.size, labels), shuffled=shuffled, vocabulary=vocabulary)
     if arguments.save_matrix is not None:
         matrix.save(arguments.save_matrix)
     return matrix
+
+
+def _check_vocabulary(backbone: str, vocabulary: "Vocabulary") -> None:
+    """Refuse a backbone whose token ids mean something else: its embeddings would be those of other tokens."""
+    from radq.backbones import find_tokenizer, load_config
+    from radq.errors import VocabularyError
+    from radq.vocabulary import read_vocabulary
+
+    tokenizer = find_tokenizer(backbone)
+    if tokenizer is None:
+        same = getattr(load_config(backbone).get_text_config(), "vocab_size", None) == vocabulary.size
+    else:
+        same = read_vocabulary(vocabulary.num_tokens or 0, tokenizer).fingerprint == vocabulary.fingerprint
+    if not same:
+        raise VocabularyError(
+            f"the tokens of the matrix are not those of the backbone {backbone!r}.",
+            "leave --tokenizer out to use the backbone's own, or leave --backbone out to ask about ranks alone.",
+        )
+
+
+def _bound(arguments: Data, matrix: "RewardMatrix") -> "EmbeddingBound | None":
+    """None without a backbone, and for matrices that do not say what their tokens are."""
+    from radq.backbones import find_tokenizer, load_output_embedding
+    from radq.errors import VocabularyError
+    from radq.rank.embedding_bound import bound_by_embedding
+
+    if arguments.backbone is None or matrix.vocabulary is None or matrix.omega2_prefixes is None:
+        return None
+    _check_vocabulary(arguments.backbone, matrix.vocabulary)
+    embedding = load_output_embedding(arguments.backbone)
+    highest = int(matrix.tokens.max())
+    if highest >= len(embedding):
+        raise VocabularyError(
+            f"the data have the token {highest}, but the output embedding of {arguments.backbone!r} has "
+            f"{len(embedding)} rows.",
+            "use the tokenizer that the backbone was trained with.",
+        )
+    tokenizer = find_tokenizer(arguments.backbone)
+    decode = str if tokenizer is None else lambda tokens: str(tokenizer.decode(tokens))
+    return bound_by_embedding(matrix, embedding, decode, progress=not arguments.json)
+
+
+def _complete(
+    arguments: Data, matrix: "RewardMatrix", ranks: list[int], device: str
+) -> "tuple[list[RankResult], list[RankResult] | None]":
+    """The table of the responses, and that of shuffled ones where the matrix has them."""
+    import torch
+
+    from radq.rank.analysis import complete_all, complete_shuffled, suggest_ranks
+
+    if not len(matrix.omega2):
+        return [], []
+    options: dict[str, Any] = {
+        name: getattr(arguments, name) for name in ("penalty", "iterations", "tolerance", "seed")
+    }
+    options |= {"device": device, "dtype": getattr(torch, arguments.dtype), "progress": not arguments.json}
+    ranks = ranks or suggest_ranks(matrix)
+    results = list(complete_all(matrix, ranks, arguments.eps, arguments.certificates, **options))
+    if matrix.shuffled is None:
+        return results, None
+    return results, list(complete_shuffled(matrix, ranks, arguments.eps, **options))
 
 
 def _load(arguments: Data | Model, tokenizer: Any, labels: list[str]) -> "RewardData":
@@ -204,7 +328,7 @@ def _load(arguments: Data | Model, tokenizer: Any, labels: list[str]) -> "Reward
         columns = DataColumns(
             arguments.text, labels, arguments.prompt, arguments.weight, arguments.label_range, arguments.skip_empty
         )
-        limit = arguments.max_length or NO_LIMIT
+        limit = NO_LIMIT if arguments.max_length is None else arguments.max_length
     return load_data(files, tokenizer, columns, limit, arguments.cache, progress=not arguments.json)
 
 
@@ -234,26 +358,58 @@ def _print_facts(facts: dict[str, Any]) -> None:
     )
 
 
-def _print_results(results: list[Any]) -> None:
+def _print_results(results: "list[RankResult]", shuffled: "list[RankResult] | None") -> None:
     from rich.table import Table
 
     from radq.commands.console import console
 
     table = Table()
-    for column in ("rank", "MSE over Ω_2", "MSE over nm", "ε-rank", "fits", "iterations", "seconds"):
+    for column in ("rank", "MSE over Ω_2", "shuffled", "over nm", "ε-rank", "iterations", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
-    for result in results:
-        reached = result.bound is not None
+    for index, result in enumerate(results):
         table.add_row(
             str(result.rank),
             f"{result.mse:.3g}",
+            "?" if shuffled is None else f"{shuffled[index].mse:.3g}",
             f"{result.mse_nm:.3g}",
-            f"≤ {result.bound}" if reached else "?",
-            f"d ≥ {result.bound}" if reached else "-",
+            "?" if result.bound is None else f"≤ {result.bound}",
             str(result.iterations),
             f"{result.seconds:.2f}",
         )
     console().print(table)
+
+
+def _print_bound(bound: "EmbeddingBound | None", backbone: str | None) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from radq.commands.console import console
+    from radq.rank.verdict import quote_prefix
+
+    if bound is None:
+        return
+    out = console()
+    out.print(
+        f"With the frozen output embedding of {backbone}, a RAD-Q with a linear head has at least these errors:",
+        markup=False,
+    )
+    for part in bound.attributes:
+        line = f"  {part.attribute}: {part.mse_omega2:.3g} over Ω_2, {part.mse_omega:.3g} over Ω"
+        if part.weighted_loss is not None and part.contradiction_loss is not None:
+            line += (
+                f", {part.weighted_loss:.3g} of the training loss. Utterances that contradict each other add "
+                f"{part.contradiction_loss:.3g} to the loss of every model."
+            )
+        out.print(line, markup=False)
+    if not bound.rows:
+        return
+    table = Table(title=f"{bound.costly_rows} rows that the embedding cannot meet; those that cost most")
+    for column in ("after", "attribute", "continuations", "variance", "best fit"):
+        table.add_column(column, justify="left" if column in ("after", "attribute") else "right")
+    for row in bound.rows[:ROWS_PRINTED]:
+        numbers = (f"{row.continuations:,}", f"{row.variance:.3g}", f"{row.mse:.3g}")
+        table.add_row(escape(quote_prefix(row)), escape(row.attribute), *numbers)
+    out.print(table)
 
 
 # --- radq rank model ---
@@ -266,21 +422,26 @@ def rank_model(arguments: Model) -> None:
     from radq.commands.console import console, print_json
     from radq.errors import ModelError, OptionError, UnknownAttributeError
     from radq.models import RewardModel
-    from radq.rank.numerical import numerical_ranks, reward_rows, sample_prefixes
+    from radq.rank.completion import check_seed
+    from radq.rank.numerical import numerical_ranks, require_rows, reward_rows, sample_prefixes
 
     sizes = sorted(parse_numbers(arguments.rows, "rows"))
     if not sizes or sizes[0] < 1:
         raise OptionError(f"the rows are {arguments.rows!r}.", "give numbers of prefixes, 64,128,256 say.")
+    if arguments.batch_size < 1:
+        raise OptionError(f"the batch size is {arguments.batch_size}.", "give 1 prefix or more.")
+    check_seed(arguments.seed)
     device = find_device(arguments.device)
     dtype = getattr(torch, arguments.dtype)
     model = RewardModel.from_pretrained(arguments.reward, device, dtype=dtype)
     if model.tokenizer is None:
         raise ModelError(f"{arguments.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
-    attribute = arguments.attribute or model.config.attributes[0]
+    attribute = model.config.attributes[0] if arguments.attribute is None else arguments.attribute
     if attribute not in model.config.attributes:
         raise UnknownAttributeError(
             f"the reward model has no attribute {attribute!r}.", f"it has {', '.join(model.config.attributes)}."
         )
+    require_rows(sizes[-1], model.vocabulary.size)
     data = _load(arguments, model.tokenizer, [])
     limit = None if model.max_tokens is None else model.max_tokens - 1  # and a candidate
     prefixes = sample_prefixes(data, sizes[-1], limit, arguments.seed)

@@ -55,8 +55,9 @@ def complete(
     observed: Observed,
     rank: int,
     penalty: float = 1e-4,
-    iterations: int = 1000,
+    iterations: int = 200,
     tolerance: float = 0.01,
+    target: float = 1e-6,
     start: Factors | None = None,
     seed: int = 0,
     device: str = "cpu",
@@ -66,12 +67,15 @@ def complete(
     """Factors of at most the given rank. Rank 0 is the zero matrix.
 
     Args:
-        tolerance: stop when an iteration lowers the objective by less than this share of it.
+        tolerance: stop when an iteration lowers the objective by less than this share of it, but not
+        target: where the mean squared error is above this number and would still come down to it, at the pace of the
+            last iteration, in the iterations that are left. The penalty is most of the objective by then, so the error
+            may halve while the objective hardly moves.
         start: factors to go on from, of this or another rank; by default those that peeling gives.
         progress: called after every iteration with its mean squared error.
     """
     n, m = observed.shape
-    check_options(penalty, iterations)
+    check_options(penalty, iterations, tolerance, seed)
     check_rank(observed, rank)
     began = time.perf_counter()
     if rank == 0:
@@ -85,7 +89,8 @@ def complete(
             begin, before = _eliminate(observed, random, penalty, iterations, tolerance, progress)
         else:
             begin = Factors(torch.cat([start.a[:, :rank].to(random.a), random.a[:, start.rank :]], dim=1), random.b)
-        factors, after = _alternate(observed, begin, penalty, max(1, iterations - before), tolerance, progress)
+        left = max(1, iterations - before)
+        factors, after = _alternate(observed, begin, penalty, left, tolerance, target, progress)
     return Completion(factors, factors.mse(observed), before + after, time.perf_counter() - began)
 
 
@@ -106,25 +111,31 @@ def _alternate(
     penalty: float,
     iterations: int,
     tolerance: float,
+    target: float,
     progress: Callable[[float], None],
 ) -> tuple[Factors, int]:
     """Solve for B, then for A, until little changes; and how often. B's start does not matter."""
     by_row = group_entries(observed.rows, observed.columns, observed.values, factors.b)
     by_column = group_entries(observed.columns, observed.rows, observed.values, factors.a)
     a, b = factors.a.clone(), factors.b.clone()
-    objective, done = float("inf"), 0
+    objective, mse, done = float("inf"), float("inf"), 0
     while True:
         solve(by_column, a, b, penalty)
         squares = solve(by_row, b, a, penalty)
         done += 1
         last, objective = objective, float(squares + penalty * (a.square().sum() + b.square().sum()))
-        progress(float(squares) / len(observed))
+        last_mse, mse = mse, float(squares) / len(observed)
+        progress(mse)
         if not objective < float("inf"):
             raise OptionError(
                 f"the completion diverged in {a.dtype}.",
                 "use a larger penalty" + ("." if a.dtype == torch.float64 else ", or float64."),
             )
-        if done == iterations or last - objective <= tolerance * objective:
+        if done == iterations:
+            return Factors(a, b), done
+        pace = min(1.0, mse / last_mse) if last_mse else 1.0
+        in_reach = mse > target and mse * pace ** (iterations - done) <= target
+        if last - objective <= tolerance * objective and not in_reach:
             return Factors(a, b), done
 
 
@@ -146,7 +157,7 @@ def _eliminate(
     if len(peeling.core):
         rows, columns = np.unique(observed.rows[peeling.core]), np.unique(observed.columns[peeling.core])
         core, begin = observed.restrict(peeling.core), Factors(a[rows], b[columns])
-        done, iterated = _alternate(core, begin, penalty, max(1, iterations - 1), tolerance, progress)
+        done, iterated = _alternate(core, begin, penalty, max(1, iterations - 1), tolerance, 0.0, progress)
         a[rows], b[columns] = done.a, done.b
     for part in reversed(peeling.rounds):
         ends = (observed.rows, observed.columns) if part.of_rows else (observed.columns, observed.rows)
@@ -242,11 +253,19 @@ def _random_factors(n: int, m: int, rank: int, seed: int, device: str, dtype: to
     return Factors(a, b)
 
 
-def check_options(penalty: float, iterations: int) -> None:
+def check_options(penalty: float, iterations: int, tolerance: float, seed: int) -> None:
     if not 0 < penalty < float("inf"):
         raise OptionError(f"the penalty is {penalty}.", "give a positive number, 1e-4 say.")
-    if iterations < 1:
-        raise OptionError(f"iterations is {iterations}.", "give 1 or more.")
+    if not 1 <= iterations < 2**31:
+        raise OptionError(f"iterations is {iterations}.", "give 1 or more, 200 say.")
+    if not 0 <= tolerance < float("inf"):
+        raise OptionError(f"the tolerance is {tolerance}.", "give 0 or a positive number, 0.01 say.")
+    check_seed(seed)
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise OptionError(f"the seed is {seed}.", "give 0 to 2⁶³ − 1.")
 
 
 def check_rank(observed: Observed, rank: int) -> None:

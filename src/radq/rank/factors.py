@@ -45,7 +45,10 @@ class Factors:
         """As safetensors, with a fingerprint of the entries they were fitted to."""
         tensors = {"A": self.a.cpu().contiguous(), "B": self.b.cpu().contiguous()}
         with whole_file(file) as temporary:
-            save_file(tensors, temporary, metadata={"matrix": fingerprint(observed)})
+            try:
+                save_file(tensors, temporary, metadata={"matrix": fingerprint(observed)})
+            except SafetensorError as error:  # a full disk, say
+                raise DataError(f"{str(file)!r} cannot be written: {error}.", "is there room on the disk?") from error
 
     @classmethod
     def load(cls, file: str | Path, observed: Observed) -> "Factors":
@@ -55,17 +58,20 @@ class Factors:
                 a, b = stored.get_tensor("A"), stored.get_tensor("B")
                 matrix = (stored.metadata() or {}).get("matrix")
         except (OSError, SafetensorError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
             raise DataError(
-                f"{str(file)!r} cannot be read as a certificate: {error}.",
+                f"{str(file)!r} cannot be read as a certificate: {reason}.",
                 "`radq rank data --certificates` makes them.",
             ) from error
-        wanted = [(size, a.shape[-1]) for size in observed.shape]
+        wanted = [(size, *a.shape[1:2]) for size in observed.shape]
         if [tuple(a.shape), tuple(b.shape)] != wanted or matrix != fingerprint(observed):
             raise DataError(
                 f"the certificate {str(file)!r} ({tuple(a.shape)} and {tuple(b.shape)}) does not belong to this matrix "
                 f"of {observed.shape[0]} × {observed.shape[1]} with {len(observed)} entries.",
                 "give the matrix that was saved with it: same data, tokenizer, label and options.",
             )
+        if not all(bool(torch.isfinite(part).all()) for part in (a, b)):
+            raise DataError(f"the certificate {str(file)!r} is not finite.", "make it anew.")
         return cls(a, b)
 
 

@@ -2,15 +2,22 @@
 
     R[x, v] = Σ λ y / Σ λ    over the utterances that continue the prefix x with the token v
 
+Several attributes share the hidden state h(x) of a prefix, so theirs is the stacked matrix [R_1 … R_a]: the columns are
+all tokens of the first attribute, then all tokens of the second, and so on.
+
 Two things follow from a prefix tree. Sorted by what they begin with, utterances that share a prefix are neighbours, so
 one sort per depth finds all rows of that depth. And an utterance that has left the others behind meets nobody again:
 each of its further prefixes is a row with one entry, its own response, and needs no sorting. What is sorted is then
 what utterances really share, a small part of the tokens.
 """
 
-from dataclasses import dataclass
+import copy
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,6 +25,7 @@ from jaxtyping import Float, Int
 from radq.data import RewardData
 from radq.errors import DataError
 from radq.files import whole_file
+from radq.vocabulary import Vocabulary
 
 Array = np.ndarray
 
@@ -49,10 +57,14 @@ class Observed:
 
 @dataclass(frozen=True)
 class RewardMatrix:
-    """P_Ω(R) in compressed rows, with where each row's prefix is found: the first tokens of an utterance."""
+    """P_Ω([R_1 … R_a]) in compressed rows, with where each row's prefix is found: the first tokens of an utterance.
+
+    A row holds the entries of its first attribute, then those of the second, and so on, each with the same tokens in
+    the same order. What files of earlier versions lack is None.
+    """
 
     starts: Int[Array, " bounds"]  # row r has the entries starts[r] to starts[r + 1]
-    tokens: Int[Array, " e"]
+    columns: Int[Array, " e"]  # attribute · vocab_size + token
     values: Float[Array, " e"]
     prefix_utterance: Int[Array, " rows"]
     prefix_length: Int[Array, " rows"]
@@ -60,6 +72,12 @@ class RewardMatrix:
     utterances: int
     ambiguous: int  # entries that average over several utterances
     contradicting: int  # and over different responses
+    attributes: tuple[str, ...] = ("response",)
+    weights: Float[Array, " e"] | None = None  # Σ λ of each entry, λ times the weight of the utterance
+    contradictions: Float[Array, " a"] | None = None  # Σ λ (y − R)² over all utterances and their tokens
+    omega2_prefixes: Int[Array, " p"] | None = None  # tokens of the prefixes of Ω_2, one after the other
+    shuffled: Float[Array, " s"] | None = None  # values of Ω_2 where utterances have the responses of others
+    vocabulary: Vocabulary | None = None  # the tokens that the ids stand for
 
     @property
     def prefixes(self) -> int:
@@ -69,57 +87,126 @@ class RewardMatrix:
     def entries(self) -> int:
         return len(self.values)
 
+    @property
+    def tokens(self) -> Int[Array, " e"]:
+        return self.columns % self.vocab_size if len(self.attributes) > 1 else self.columns
+
+    @cached_property
+    def omega2_rows(self) -> Int[Array, " n"]:
+        """The rows with two or more continuations."""
+        return np.flatnonzero(np.diff(self.starts) >= 2 * len(self.attributes))
+
     @cached_property
     def omega2(self) -> Observed:
         """The rows with two or more continuations, without the columns that are empty then."""
-        sizes = np.diff(self.starts)
-        rows = np.flatnonzero(sizes >= 2)
-        where = _ranges(self.starts[rows], sizes[rows])
-        tokens, columns = np.unique(self.tokens[where], return_inverse=True)
+        sizes = np.diff(self.starts)[self.omega2_rows]
+        where = ranges(self.starts[self.omega2_rows], sizes)
+        kept, columns = np.unique(self.columns[where], return_inverse=True)
         return Observed(
-            rows=np.repeat(np.arange(len(rows)), sizes[rows]),
+            rows=np.repeat(np.arange(len(sizes)), sizes),
             columns=columns.astype(np.int64),
             values=self.values[where],
-            shape=(len(rows), len(tokens)),
+            shape=(len(sizes), len(kept)),
         )
+
+    @property
+    def shuffled_omega2(self) -> Observed | None:
+        """Ω_2 where utterances have the responses of others; None in files of earlier versions."""
+        return None if self.shuffled is None else replace(self.omega2, values=self.shuffled)
+
+    def omega2_prefix(self, row: int) -> list[int]:
+        """The tokens before a row of Ω_2."""
+        if self.omega2_prefixes is None:
+            raise DataError(
+                "the reward matrix does not hold the tokens of its prefixes: an earlier version of radq has saved it.",
+                "make it anew from the data by --save-matrix.",
+            )
+        ends = np.cumsum(self.prefix_length[self.omega2_rows], dtype=np.int64)
+        end, length = int(ends[row]), int(self.prefix_length[self.omega2_rows[row]])
+        return self.omega2_prefixes[end - length : end].tolist()
 
     def save(self, file: str | Path) -> None:
         """As npz; `scipy.sparse.load_npz` reads it as the matrix it is."""
+        parts: dict[str, Any] = {
+            "format": np.array(b"csr"),
+            "shape": np.array([self.prefixes, len(self.attributes) * self.vocab_size]),
+            "indptr": self.starts,
+            "indices": self.columns,
+            "data": self.values,
+            "prefix_utterance": self.prefix_utterance,
+            "prefix_length": self.prefix_length,
+            "counts": np.array([self.utterances, self.ambiguous, self.contradicting]),
+            "attributes": np.array(self.attributes),
+        }
+        parts |= {name: getattr(self, name) for name in OPTIONAL_PARTS if getattr(self, name) is not None}
+        if self.vocabulary is not None and self.vocabulary.fingerprint is not None:
+            parts["vocabulary"] = np.array([str(self.vocabulary.num_tokens), self.vocabulary.fingerprint])
         with whole_file(file) as temporary, temporary.open("wb") as stream:
-            np.savez(
-                stream,
-                format=np.array("csr".encode("ascii")),
-                shape=np.array([self.prefixes, self.vocab_size]),
-                indptr=self.starts,
-                indices=self.tokens,
-                data=self.values,
-                prefix_utterance=self.prefix_utterance,
-                prefix_length=self.prefix_length,
-                counts=np.array([self.utterances, self.ambiguous, self.contradicting]),
-            )
+            np.savez(stream, **parts)
 
     @classmethod
     def load(cls, file: str | Path) -> "RewardMatrix":
         try:
-            with np.load(file, allow_pickle=False) as stored:
-                utterances, ambiguous, contradicting = stored["counts"].tolist()
-                return cls(
-                    starts=stored["indptr"],
-                    tokens=stored["indices"],
-                    values=stored["data"],
-                    prefix_utterance=stored["prefix_utterance"],
-                    prefix_length=stored["prefix_length"],
-                    vocab_size=int(stored["shape"][1]),
-                    utterances=utterances,
-                    ambiguous=ambiguous,
-                    contradicting=contradicting,
-                )
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            with Path(file).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+                matrix = cls._from_parts(dict(stored))
+            matrix._check_parts()
+        except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else (str(error).splitlines() or ["damaged"])[0]
             raise DataError(
-                f"{str(file)!r} cannot be read as a reward matrix: {reason}.",
+                f"{str(file)!r} cannot be read as a reward matrix: {reason.rstrip('.')}.",
                 "`radq rank data --save-matrix` makes one.",
             ) from error
+        return matrix
+
+    @classmethod
+    def _from_parts(cls, parts: dict[str, Array]) -> "RewardMatrix":
+        utterances, ambiguous, contradicting = parts["counts"].tolist()
+        attributes = tuple(parts["attributes"].tolist()) if "attributes" in parts else ("response",)
+        vocab_size = int(parts["shape"][1]) // len(attributes)
+        vocabulary = None
+        if "vocabulary" in parts:
+            num_tokens, fingerprint = parts["vocabulary"].tolist()
+            vocabulary = Vocabulary(vocab_size, int(num_tokens), fingerprint)
+        return cls(
+            starts=parts["indptr"],
+            columns=parts["indices"],
+            values=parts["data"],
+            prefix_utterance=parts["prefix_utterance"],
+            prefix_length=parts["prefix_length"],
+            vocab_size=vocab_size,
+            utterances=utterances,
+            ambiguous=ambiguous,
+            contradicting=contradicting,
+            attributes=attributes,
+            vocabulary=vocabulary,
+            **{name: parts.get(name) for name in OPTIONAL_PARTS},
+        )
+
+    def _check_parts(self) -> None:
+        """Raise ValueError where parts of a file do not belong together."""
+        starts, n, a = self.starts, self.prefixes, len(self.attributes)
+        sizes = np.diff(starts)
+        if n < 1 or starts[0] != 0 or starts[-1] != self.entries or (sizes < a).any() or (sizes % a).any():
+            raise ValueError("its rows do not fit its entries")
+        if len(self.columns) != self.entries or self.columns.min() < 0 or self.columns.max() >= a * self.vocab_size:
+            raise ValueError("its columns do not fit its shape")
+        if len(self.prefix_length) != n or len(self.prefix_utterance) != n:
+            raise ValueError("its prefixes do not fit its rows")
+        if not np.isfinite(self.values).all():
+            raise ValueError("a value is not finite")
+        wanted = {
+            "weights": self.entries,
+            "contradictions": a,
+            "omega2_prefixes": int(self.prefix_length[self.omega2_rows].sum()),
+            "shuffled": int(sizes[self.omega2_rows].sum()),
+        }
+        for name, size in wanted.items():
+            part = getattr(self, name)
+            if part is not None and (len(part) != size or not np.isfinite(part).all()):
+                raise ValueError(f"its {name} do not fit its entries")
+
+
+OPTIONAL_PARTS = ("weights", "contradictions", "omega2_prefixes", "shuffled")
 
 
 @dataclass
@@ -130,15 +217,17 @@ class _Part:
     prefix_utterance: Array
     prefix_length: Array
     tokens: Array
-    values: Array
+    values: Array  # (a, e)
+    weights: Array
+    contradictions: Array | float = 0.0
     ambiguous: int = 0
     contradicting: int = 0
 
 
-def build_matrix(data: RewardData, vocab_size: int) -> RewardMatrix:
-    """P_Ω(R) of tokenised data with one label. Prompts are context: rows may contain them, entries are the texts'."""
+def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = ()) -> RewardMatrix:
+    """P_Ω([R_1 … R_a]) of tokenised data. Prompts are context: rows may contain them, entries are the texts'."""
     utterances = _Utterances(data)
-    active = np.flatnonzero(utterances.lengths > 0)
+    active = np.arange(len(utterances.rows))
     nodes = np.zeros(len(active), np.int64)  # which prefix of the depth an utterance has; sorted
     parts, loners, departures, depth = [], [], [], 0
     while len(active):
@@ -149,31 +238,87 @@ def build_matrix(data: RewardData, vocab_size: int) -> RewardMatrix:
         parts.append(part)
         depth += 1
     parts.append(_read_tails(utterances, np.concatenate(loners), np.concatenate(departures)))
+    a = len(utterances.responses)
+    row_sizes = np.concatenate([part.row_sizes for part in parts])
+    prefix_utterance = np.concatenate([part.prefix_utterance for part in parts])
+    prefix_length = np.concatenate([part.prefix_length for part in parts])
+    starts, columns, values, weights = _stack(parts, row_sizes, vocab_size)
     return RewardMatrix(
-        starts=np.concatenate([[0], np.cumsum(np.concatenate([part.row_sizes for part in parts]), dtype=np.int64)]),
-        tokens=np.concatenate([part.tokens for part in parts]),
-        values=np.concatenate([part.values for part in parts]),
-        prefix_utterance=np.concatenate([part.prefix_utterance for part in parts]),
-        prefix_length=np.concatenate([part.prefix_length for part in parts]),
+        starts=starts,
+        columns=columns,
+        values=values,
+        prefix_utterance=prefix_utterance,
+        prefix_length=prefix_length,
         vocab_size=vocab_size,
         utterances=len(data),
-        ambiguous=sum(part.ambiguous for part in parts),
+        ambiguous=a * sum(part.ambiguous for part in parts),
         contradicting=sum(part.contradicting for part in parts),
+        attributes=tuple(attributes) or _number_attributes(a),
+        weights=weights,
+        contradictions=np.sum([part.contradictions + np.zeros(a) for part in parts], axis=0),
+        omega2_prefixes=_read_prefixes(data, prefix_utterance, prefix_length, row_sizes >= 2),
     )
+
+
+def shuffle_responses(data: RewardData, seed: int) -> RewardData:
+    """The same utterances, each with the responses of a random one: those that count for the matrix change places."""
+    counting = _counting_rows(data)
+    labels = np.array(data.labels)
+    labels[counting] = labels[np.random.default_rng(seed).permutation(counting)]
+    shuffled = copy.copy(data)
+    shuffled.labels = labels
+    return shuffled
+
+
+def _number_attributes(count: int) -> tuple[str, ...]:
+    return ("response",) if count == 1 else tuple(f"response {number + 1}" for number in range(count))
+
+
+def _counting_rows(data: RewardData) -> Int[Array, " u"]:
+    """Rows with a positive weight and a text."""
+    sizes = np.diff(data.offsets) - data.prompt_lengths
+    counting = data.rows[(data.weights[data.rows] > 0) & (sizes[data.rows] > 0)]
+    if not len(counting):
+        raise DataError(
+            f"none of the {len(data)} rows count: their weights are 0 or less, or their texts have no tokens.",
+            "give a --weight column with positive numbers, or leave --weight out.",
+        )
+    if not np.isfinite(data.labels[counting]).all():
+        raise DataError("a label is not finite once it is scaled.", "check the labels and --label-range.")
+    return counting
+
+
+def _read_prefixes(data: RewardData, utterances: Array, lengths: Array, chosen: Array) -> Int[Array, " p"]:
+    return data.tokens[ranges(data.offsets[utterances[chosen]], lengths[chosen].astype(np.int64))].astype(np.int32)
+
+
+def _stack(parts: list[_Part], row_sizes: Array, vocab_size: int) -> tuple[Array, Array, Array, Array]:
+    """Starts, columns, values and weights of [R_1 … R_a] from entries that hold the values of all attributes."""
+    tokens, weights = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "weights"))
+    values = np.concatenate([part.values for part in parts], axis=1)
+    starts = np.concatenate([[0], np.cumsum(row_sizes, dtype=np.int64)])
+    a = len(values)
+    if a == 1:
+        return starts, tokens, values[0], weights
+    first = np.arange(len(tokens)) + (a - 1) * np.repeat(starts[:-1], row_sizes)  # places in the first attribute
+    places = first + np.arange(a)[:, None] * np.repeat(row_sizes, row_sizes)  # (a, e)
+    order = np.empty(places.size, np.int64)
+    order[places.ravel()] = np.arange(places.size)
+    columns = tokens + np.arange(a, dtype=np.int64)[:, None] * vocab_size
+    return a * starts, columns.ravel()[order], values.ravel()[order], np.tile(weights, a)[order]
 
 
 class _Utterances:
     """What the matrix needs to know of the data. A position counts from the first token of prompt and text."""
 
     def __init__(self, data: RewardData):
-        sizes = np.diff(data.offsets) - data.prompt_lengths
-        counting = data.rows[(data.weights[data.rows] > 0) & (sizes[data.rows] > 0)]
+        counting = _counting_rows(data)
         self.rows, self.tokens = counting, data.tokens
         self.starts = data.offsets[counting]
         self.lengths = data.offsets[counting + 1] - self.starts
         self.prompt_lengths = data.prompt_lengths[counting].astype(np.int64)
-        self.responses = data.labels[counting, 0].astype(np.float64)
-        texts = sizes[counting].astype(np.float64)
+        self.responses = np.ascontiguousarray(data.labels[counting].T, dtype=np.float64)  # (a, u)
+        texts = (self.lengths - self.prompt_lengths).astype(np.float64)
         self.scale = data.weights[counting] / (texts * (texts + 1) / 2)  # λ_t is this times t
 
     def weights(self, utterances: Array, position: int) -> Array:
@@ -185,30 +330,43 @@ def _read_level(
     utterances: _Utterances, active: Array, nodes: Array, depth: int, vocab_size: int
 ) -> tuple[Array, Array, _Part]:
     """Rows of the prefixes of one length, and who goes on to the next."""
+    attributes = range(len(utterances.responses))
     keys = nodes * vocab_size + utterances.tokens[utterances.starts[active] + depth]
     order = np.argsort(keys, kind="stable")
     active, keys = active[order], keys[order]
     first = np.flatnonzero(np.diff(keys, prepend=-1))  # of the utterances that share an entry
-    weights, responses = utterances.weights(active, depth), utterances.responses[active]
-    seen = weights > 0
-    sums, counts = _sum(weights, first), _sum(seen, first)
+    weights = utterances.weights(active, depth)
+    sums, counts = _sum(weights, first), _sum(weights > 0, first)
     known = counts > 0
-    lowest = np.minimum.reduceat(np.where(seen, responses, np.inf), first) if len(first) else first
-    highest = np.maximum.reduceat(np.where(seen, responses, -np.inf), first) if len(first) else first
+    children = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(keys))))
     entry_nodes = (keys[first] // vocab_size)[known]
     row_starts = np.flatnonzero(np.diff(entry_nodes, prepend=-1))
+    averages = [_average(weights, utterances.responses[a][active], first, children, sums) for a in attributes]
     part = _Part(
         row_sizes=np.diff(np.append(row_starts, len(entry_nodes))),
         prefix_utterance=utterances.rows[active[first[known][row_starts]]].astype(np.int32),
         prefix_length=np.full(len(row_starts), depth, np.int32),
         tokens=(keys[first] % vocab_size)[known].astype(np.int32),
-        values=_sum(weights * responses, first)[known] / sums[known],
+        values=np.array([means[known] for means, _, _ in averages]),
+        weights=sums[known],
+        contradictions=np.array([spread for _, spread, _ in averages]),
         ambiguous=int((counts > 1).sum()),
-        contradicting=int((known & (lowest < highest)).sum()),
+        contradicting=sum(differing for _, _, differing in averages),
     )
-    children = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(keys))))
     going_on = utterances.lengths[active] > depth + 1
     return active[going_on], children[going_on], part
+
+
+def _average(weights: Array, responses: Array, first: Array, children: Array, sums: Array) -> tuple[Array, float, int]:
+    """Weighted means over runs, the weighted squares of what differs from them, and in how many runs any does."""
+    if not len(first):
+        return np.empty(0), 0.0, 0
+    means = np.divide(_sum(weights * responses, first), sums, out=np.zeros(len(first)), where=sums > 0)
+    spread = float(weights @ np.square(responses - means[children]))
+    seen = weights > 0
+    lowest = np.minimum.reduceat(np.where(seen, responses, np.inf), first)
+    highest = np.maximum.reduceat(np.where(seen, responses, -np.inf), first)
+    return means, spread, int((lowest < highest).sum())
 
 
 def _read_tails(utterances: _Utterances, loners: Array, departures: Array) -> _Part:
@@ -218,9 +376,11 @@ def _read_tails(utterances: _Utterances, loners: Array, departures: Array) -> _P
     return _Part(
         row_sizes=np.ones(int(sizes.sum()), np.int32),
         prefix_utterance=np.repeat(utterances.rows[loners].astype(np.int32), sizes),
-        prefix_length=_ranges(begins, sizes).astype(np.int32),
-        tokens=utterances.tokens[_ranges(utterances.starts[loners] + begins, sizes)].astype(np.int32),
-        values=np.repeat(utterances.responses[loners], sizes),
+        prefix_length=ranges(begins, sizes).astype(np.int32),
+        tokens=utterances.tokens[ranges(utterances.starts[loners] + begins, sizes)].astype(np.int32),
+        values=np.repeat(utterances.responses[:, loners], sizes, axis=1),
+        weights=np.repeat(utterances.scale[loners], sizes)
+        * (ranges(begins, sizes) + 1 - np.repeat(utterances.prompt_lengths[loners], sizes)),
     )
 
 
@@ -229,7 +389,7 @@ def _sum(values: Array, first: Array) -> Array:
     return np.add.reduceat(values, first, dtype=np.float64) if len(first) else np.empty(0)
 
 
-def _ranges(starts: Array, sizes: Array) -> Array:
+def ranges(starts: Array, sizes: Array) -> Array:
     """start, start + 1, …, start + size - 1 of each pair, one after the other."""
     ends = np.cumsum(sizes)
     return np.repeat(starts - ends + sizes, sizes) + np.arange(ends[-1] if len(ends) else 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from radq.data import RewardData
-from radq.errors import OptionError
+from radq.errors import DataError, OptionError
 from radq.memory import require_memory
 from radq.models import RewardModel
 
@@ -30,10 +30,11 @@ class NumericalRank:
 
 def sample_prefixes(data: RewardData, n: int, max_tokens: int | None, seed: int) -> list[np.ndarray]:
     """Prefixes drawn independently, each of those in the data as likely as another; the empty one is among them."""
-    rng = np.random.default_rng(seed)
     lengths = data.lengths if max_tokens is None else np.minimum(data.lengths, max_tokens)
     ends = np.cumsum(lengths)
-    picks = rng.integers(ends[-1], size=n)
+    if not len(ends) or not ends[-1]:
+        raise DataError("the texts have no tokens to draw prefixes from.", "give --data with longer texts.")
+    picks = np.random.default_rng(seed).integers(ends[-1], size=n)
     utterances = np.searchsorted(ends, picks, side="right")
     sizes = picks - (ends - lengths)[utterances]  # 0 to length - 1: what precedes a token
     starts = data.offsets[data.rows[utterances]]
@@ -48,10 +49,7 @@ def reward_rows(
     column = model.config.attributes.index(attribute)
     n, v = len(prefixes), model.vocabulary.size
     dtype = torch.promote_types(model.dtype, torch.float32)
-    hint = "use fewer --rows."
-    require_memory(
-        3 * n * v * torch.float64.itemsize, "cpu", f"a matrix of {n} × {v} rewards and its factorisation", hint
-    )
+    require_rows(n, v)
     rows = torch.empty(n, v, dtype=dtype)
     by_length = sorted(range(n), key=lambda index: len(prefixes[index]))  # little padding
     for first in tqdm(range(0, n, batch_size), desc="rewards", unit="batch", disable=not progress):
@@ -65,6 +63,12 @@ def reward_rows(
         ids, attention = (torch.from_numpy(array).to(model.device) for array in (tokens, mask))
         rows[chosen] = model.next_rewards(ids, attention)[..., column].to("cpu", dtype)
     return rows
+
+
+def require_rows(n: int, v: int) -> None:
+    """Refuse more rows of rewards than memory holds."""
+    what = f"a matrix of {n} × {v} rewards and its factorisation"
+    require_memory(3 * n * v * torch.float64.itemsize, "cpu", what, "use fewer --rows.")
 
 
 def numerical_ranks(

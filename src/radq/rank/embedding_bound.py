@@ -1,0 +1,236 @@
+"""What frozen embeddings cost: a lower bound of the error of every RAD-Q with a linear head, whatever it learns.
+
+    r̂(v | x) = ⟨h, w⟩ + ⟨h, W e(v)⟩ = a constant + a linear function of e(v)
+
+h, w and W are learnt, the output embedding E with its rows e(v) is not. So after a prefix x the rewards of the tokens
+lie in the span of the columns of E and the constant, and the least-squares residual of the row R[x, ·] on [E, 1],
+restricted to the tokens observed there, is an error that no training removes. Each attribute has its own w and W, and
+so its own residual.
+
+A row whose tokens have linearly independent rows of [E, 1] is met exactly and costs nothing; a row with more than d + 1
+tokens cannot be such a row. Most rows are short, so independence is proved in batches by a Cholesky factorisation, and
+only where that fails is the least-squares problem solved, by singular values. Everything is computed in float64.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from radq.errors import ModelError
+from radq.memory import require_memory
+from radq.rank.completion import NUMBERS_PER_CHUNK, group_entries
+from radq.rank.matrix import RewardMatrix, ranges
+
+ROUNDING = 1e-8  # a residual below this share of its row is a rounding error, and counts as 0
+
+
+@dataclass(frozen=True)
+class BoundedRow:
+    """A prefix at which frozen embeddings cost something."""
+
+    prefix: str
+    attribute: str
+    continuations: int
+    variance: float  # of the row's values: the error of the best constant
+    mse: float  # of the best constant plus linear function of e(v)
+    weighted_loss: float | None  # what the row adds to `EmbeddingBound.weighted_loss`
+
+
+@dataclass(frozen=True)
+class AttributeBound:
+    """Lower bounds of the mean squared error of one attribute."""
+
+    attribute: str
+    mse_omega2: float  # over the entries of Ω_2
+    mse_omega: float  # over all entries: those outside Ω_2 cost nothing
+    weighted_loss: float | None  # of training: (1/N) Σ_entries Λ (r̂ − R)², with Λ = Σ λ over the utterances of an entry
+    contradiction_loss: (
+        float | None
+    )  # (1/N) Σ λ (y − R)²: utterances that contradict each other; it holds for RAD-V too
+
+
+@dataclass(frozen=True)
+class EmbeddingBound:
+    """The errors are means over the entries of all attributes, the losses sums over attributes, as in training."""
+
+    hidden_size: int
+    mse_omega2: float
+    mse_omega: float
+    weighted_loss: float | None
+    contradiction_loss: float | None
+    costly_rows: int  # rows of any attribute whose error cannot be 0
+    attributes: list[AttributeBound]
+    rows: list[BoundedRow]  # those that cost most, first
+
+
+@dataclass(frozen=True)
+class _Continuations:
+    """The tokens that follow each prefix of Ω_2, with the values of all attributes."""
+
+    starts: Int[np.ndarray, " bounds"]
+    tokens: Int[np.ndarray, " s"]
+    values: Float[np.ndarray, "s a"]
+    weights: Float[np.ndarray, " s"] | None
+
+    @classmethod
+    def of(cls, matrix: RewardMatrix) -> "_Continuations":
+        a = len(matrix.attributes)
+        sizes = np.diff(matrix.starts)[matrix.omega2_rows] // a
+        first = ranges(matrix.starts[matrix.omega2_rows], sizes)  # entries of the first attribute
+        all_attributes = first[:, None] + np.arange(a) * np.repeat(sizes, sizes)[:, None]  # (s, a)
+        return cls(
+            starts=np.concatenate([[0], np.cumsum(sizes)]),
+            tokens=matrix.columns[first].astype(np.int64),
+            values=matrix.values[all_attributes],
+            weights=None if matrix.weights is None else matrix.weights[first],
+        )
+
+
+def bound_by_embedding(
+    matrix: RewardMatrix,
+    embedding: Float[Tensor, "v d"],
+    decode: Callable[[Sequence[int]], str] = str,
+    max_rows: int = 100,
+    progress: bool = False,
+) -> EmbeddingBound:
+    """Lower bounds of the error of RAD-Q with a linear head and this output embedding.
+
+    Args:
+        decode: turns the tokens of a prefix into text.
+        max_rows: at most so many of the rows that cost most are named.
+    """
+    entries = _Continuations.of(matrix)
+    n, a = len(entries.starts) - 1, len(matrix.attributes)
+    squares, weighted = np.zeros((n, a)), np.zeros((n, a))
+    if n:
+        features, columns = _token_features(entries.tokens, embedding)
+        dependent = np.flatnonzero(~_independent_rows(entries.starts, columns, features))
+        for row in tqdm(dependent, desc="frozen embeddings", unit="prefix", disable=not progress, leave=False):
+            part = slice(entries.starts[row], entries.starts[row + 1])
+            x, y = features[torch.from_numpy(columns[part])], torch.from_numpy(entries.values[part])
+            squares[row] = least_squares(x, y)
+            if entries.weights is not None:
+                weighted[row] = least_squares(x, y, torch.from_numpy(entries.weights[part]))
+    return _summarise(matrix, entries, squares, weighted, embedding.shape[1], decode, max_rows)
+
+
+def least_squares(
+    x: Float[Tensor, "k f"], y: Float[Tensor, "k a"], weights: Float[Tensor, " k"] | None = None
+) -> Float[np.ndarray, " a"]:
+    """min Σ_k weight_k (y_k − ⟨x_k, q⟩)² over q, for each column of y.
+
+    Singular values below max(k, f) · eps of the largest count as 0, as in numpy and LAPACK.
+    """
+    if weights is not None:
+        roots = weights.sqrt()[:, None]
+        x, y = roots * x, roots * y
+    cutoff = max(x.shape) * torch.finfo(torch.float64).eps
+    solution = torch.linalg.lstsq(x, y, rcond=cutoff, driver="gelsd").solution
+    squares = (y - x @ solution).square().sum(0)
+    return torch.where(squares > ROUNDING**2 * y.square().sum(0), squares, 0.0).numpy()
+
+
+def _token_features(
+    tokens: Int[np.ndarray, " s"], embedding: Float[Tensor, "v d"]
+) -> tuple[Float[Tensor, "m f"], Int[np.ndarray, " s"]]:
+    """The rows of [E, 1] of the tokens that occur, and which of them each entry has.
+
+    The constant is as long as an embedding instead of 1: the same span, better conditioned.
+    """
+    used, columns = np.unique(tokens, return_inverse=True)
+    m, f = len(used), embedding.shape[1] + 1
+    require_memory(3 * m * f * torch.float64.itemsize, "cpu", f"the embeddings of {m} tokens in float64")
+    rows = embedding[torch.from_numpy(used).to(embedding.device)].to("cpu", torch.float64)
+    if not bool(torch.isfinite(rows).all()):
+        raise ModelError("the output embedding of the backbone is not finite.", "are its weights whole?")
+    constant = rows.norm(dim=1).mean().clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
+    return torch.cat([rows, constant.expand(m, 1)], dim=1), columns
+
+
+def _independent_rows(
+    starts: Int[np.ndarray, " bounds"], columns: Int[np.ndarray, " s"], features: Float[Tensor, "m f"]
+) -> Bool[np.ndarray, " n"]:
+    """True where the features of a row's tokens are proved to be linearly independent.
+
+    With unit vectors, the k × k matrix G of their products minus τ is positive definite only if the smallest eigenvalue
+    of G is above τ; τ is beyond the rounding errors of the factorisation, so that success is a proof.
+    """
+    sizes = np.diff(starts)
+    independent = np.zeros(len(sizes), dtype=bool)
+    short = np.repeat(sizes <= features.shape[1], sizes)
+    rows = np.repeat(np.arange(len(sizes)), sizes)[short]
+    units = F.normalize(features, dim=1)
+    padded = F.pad(units, (0, 0, 0, 1))
+    for group in group_entries(rows, columns[short], np.zeros(len(rows)), units):
+        k = group.neighbours.shape[1]
+        threshold = 4 * k * (k + 1) * torch.finfo(torch.float64).eps
+        step = max(1, NUMBERS_PER_CHUNK["cpu"] // (k * (features.shape[1] + k)))
+        for first in range(0, len(group.rows), step):
+            neighbours = group.neighbours[first : first + step]  # (b, k)
+            vectors = F.embedding(neighbours, padded)  # (b, k, f)
+            gram = vectors @ vectors.mT
+            gram.diagonal(dim1=1, dim2=2).add_((neighbours == len(units)).double() - threshold)
+            failed = torch.linalg.cholesky_ex(gram).info
+            independent[group.rows[first : first + step].numpy()] = (failed == 0).numpy()
+    return independent
+
+
+def _summarise(
+    matrix: RewardMatrix,
+    entries: _Continuations,
+    squares: Float[np.ndarray, "n a"],
+    weighted: Float[np.ndarray, "n a"],
+    hidden_size: int,
+    decode: Callable[[Sequence[int]], str],
+    max_rows: int,
+) -> EmbeddingBound:
+    a = len(matrix.attributes)
+    in_omega2, in_omega = max(1, len(entries.tokens)), matrix.entries // a
+    losses = None if entries.weights is None else weighted.sum(0) / matrix.utterances
+    contradictions = None if matrix.contradictions is None else matrix.contradictions / matrix.utterances
+    costs = np.argsort(-squares, axis=None, kind="stable")[: min(max_rows, int((squares > 0).sum()))]
+    return EmbeddingBound(
+        hidden_size=hidden_size,
+        mse_omega2=float(squares.sum()) / (a * in_omega2),
+        mse_omega=float(squares.sum()) / (a * in_omega),
+        weighted_loss=None if losses is None else float(losses.sum()),
+        contradiction_loss=None if contradictions is None else float(contradictions.sum()),
+        costly_rows=int((squares > 0).sum()),
+        attributes=[
+            AttributeBound(
+                attribute=name,
+                mse_omega2=float(squares[:, index].sum()) / in_omega2,
+                mse_omega=float(squares[:, index].sum()) / in_omega,
+                weighted_loss=None if losses is None else float(losses[index]),
+                contradiction_loss=None if contradictions is None else float(contradictions[index]),
+            )
+            for index, name in enumerate(matrix.attributes)
+        ],
+        rows=[_describe_row(matrix, entries, squares, weighted, *divmod(int(cell), a), decode) for cell in costs],
+    )
+
+
+def _describe_row(
+    matrix: RewardMatrix,
+    entries: _Continuations,
+    squares: Float[np.ndarray, "n a"],
+    weighted: Float[np.ndarray, "n a"],
+    row: int,
+    attribute: int,
+    decode: Callable[[Sequence[int]], str],
+) -> BoundedRow:
+    values = entries.values[entries.starts[row] : entries.starts[row + 1], attribute]
+    return BoundedRow(
+        prefix=decode(matrix.omega2_prefix(row)),
+        attribute=matrix.attributes[attribute],
+        continuations=len(values),
+        variance=float(values.var()),
+        mse=float(squares[row, attribute]) / len(values),
+        weighted_loss=None if entries.weights is None else float(weighted[row, attribute]) / matrix.utterances,
+    )
