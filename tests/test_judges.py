@@ -1,6 +1,7 @@
 """Judges: labels, probabilities against a computation by hand, blanks, and a cache that survives kills and company."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from radq.errors import DataError, ModelError, OptionError
 from radq.evaluation.judges import JUDGES, CachedJudge, InvertedJudge, Judge, Scored, choose_label, load_judge
 from radq.evaluation.linear import Card, LinearModel, split_rows
+from radq.evaluation.readers import TransformersReader
+from radq.evaluation.reward_judge import RewardJudge
 from radq.models import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
@@ -433,8 +436,8 @@ def test_every_judge_gives_the_same_digits_after_a_kill(
     RadV.from_backbone(toy, attributes=["praise"]).save_pretrained(tmp_path / "reward")
     make_classifier(tmp_path / "classifier")
     monkeypatch.setattr("radq.evaluation.readers.BATCH_SIZE", 3)
-    for name in ("readers.TransformersReader", "reward_judge.RewardJudge"):
-        monkeypatch.setattr(f"radq.evaluation.{name}.together", 7)
+    for batched in (TransformersReader, RewardJudge):
+        monkeypatch.setattr(batched, "together", 7)
     judge = load_judge(f"{kind}:{tmp_path / kind.removeprefix('not:')}")
     assert judge.together == 7
     texts = [f"{'a very ' * (n % 5)} fine {'film ' * (n % 7)} {'plot' * (n % 2)}" for n in range(40)]
@@ -454,47 +457,54 @@ def test_a_judge_that_reads_one_by_one_does_not_care_about_company(tmp_path: Pat
     np.testing.assert_array_equal(judge.score(TEXTS), [judge.score([text])[0] for text in TEXTS])
 
 
-WORKER = """
-import os, signal, sys
+WORKERS = """
+import json, os, signal, sys
 import numpy as np
 from radq.evaluation.judges import CachedJudge, Judge
-folder, log, first, last, kill_after = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 class Logs(Judge):
     name = "logs"
+    def __init__(self, log, kill_after):
+        self.log, self.kill_after = log, kill_after
     def judge(self, texts):
         for n, text in enumerate(texts):
-            if n == kill_after:
+            if n == self.kill_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            with open(log, "a") as stream:
+            with open(self.log, "a") as stream:
                 stream.write(text + "\\n")
             yield [n], np.array([int(text) / 1000])
-scores = CachedJudge(Logs(), folder).score([str(n) for n in range(first, last)])
-assert np.allclose(scores, np.arange(first, last) / 1000)
+def work(log, first, last, kill_after):
+    scores = CachedJudge(Logs(log, kill_after), sys.argv[1]).score([str(n) for n in range(first, last)])
+    os._exit(0 if np.allclose(scores, np.arange(first, last) / 1000) else 1)
+for jobs in json.loads(sys.argv[2]):
+    children = [os.fork() or work(*job) for job in jobs]
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
 """
 
 
-def start_worker(folder: Path, log: Path, first: int, last: int, kill_after: int = -1) -> subprocess.Popen[bytes]:
-    arguments = [folder, log, first, last, kill_after]
-    return subprocess.Popen([sys.executable, "-c", WORKER, *map(str, arguments)], env=os.environ)
+def run_workers(cache: Path, *rounds: list[tuple[str, int, int, int | None]]) -> list[list[int]]:
+    """Exit codes of processes that judge the numbers from `first` to `last`; those of a round work side by side."""
+    command = [sys.executable, "-c", WORKERS, str(cache), json.dumps(rounds)]
+    done = subprocess.run(command, env=os.environ, check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def count_rows(cache: Path) -> tuple[int, int]:
+    with contextlib.closing(sqlite3.connect(cache / "judges.sqlite")) as database:
+        return database.execute("SELECT count(*), count(DISTINCT text) FROM scores").fetchone()
 
 
 def test_a_kill_loses_nothing_that_was_scored(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    for scored in (3, 2):
-        assert start_worker(tmp_path / "cache", log, 0, 400, kill_after=scored).wait() == -signal.SIGKILL
+    killed = run_workers(tmp_path / "cache", [(str(log), 0, 400, 3)], [(str(log), 0, 400, 2)])
+    assert killed == [[-signal.SIGKILL], [-signal.SIGKILL]]
     assert log.read_text().split() == ["0", "1", "2", "3", "4"]
-    with sqlite3.connect(tmp_path / "cache" / "judges.sqlite") as database:
-        assert database.execute("SELECT count(*) FROM scores").fetchone()[0] == 5
-    database.close()
+    assert count_rows(tmp_path / "cache") == (5, 5)
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
-    workers = [start_worker(tmp_path / "cache", tmp_path / f"log{n}", 20 * n, 20 * n + 60) for n in range(3)]
-    assert [worker.wait() for worker in workers] == [0, 0, 0]
-    with sqlite3.connect(tmp_path / "cache" / "judges.sqlite") as database:
-        rows = database.execute("SELECT count(*), count(DISTINCT text) FROM scores").fetchone()
-    database.close()
-    assert rows == (100, 100)
+    jobs = [(str(tmp_path / f"log{n}"), 20 * n, 20 * n + 60, None) for n in range(3)]
+    assert run_workers(tmp_path / "cache", jobs) == [[0, 0, 0]]
+    assert count_rows(tmp_path / "cache") == (100, 100)
 
 
 def test_a_file_that_is_no_cache(tmp_path: Path) -> None:

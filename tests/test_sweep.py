@@ -364,9 +364,10 @@ def test_kills_change_nothing(run: Path, world: Path, write: Any, tmp_path: Path
     """Neither does a cache of scores that knows some of the texts from another run."""
     rows = list(read_lines(run / "generations.jsonl"))
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[5:20:3]))
-    judge = ["--judge", f"classifier:{world / 'judge'}", "--cache", str(tmp_path / "cache")]
-    assert main(["measure", "--json", "--metrics", "avg_max", *judge, str(tmp_path / "some.jsonl")]) == 0
-    argv = ["eval", "--json", "--config", write(), "--out", str(tmp_path / "killed"), "--cache", str(tmp_path / "cache")]
+    cache = ["--cache", str(tmp_path / "cache")]
+    judge = ["--metrics", "avg_max", "--judge", f"classifier:{world / 'judge'}"]
+    assert main(["measure", "--json", *judge, *cache, str(tmp_path / "some.jsonl")]) == 0
+    argv = ["eval", "--json", "--config", write(), "--out", str(tmp_path / "killed"), *cache]
     plan = json.dumps({"values": SMALL_BATCHES, "kills": KILLS})
     subprocess.run([sys.executable, str(Path(__file__).parent / "kills.py"), plan, *argv], check=True)
     assert main(argv) == 0

@@ -280,7 +280,7 @@ def make_keys(texts: Sequence[str], together: int) -> list[bytes]:
 
 
 def _find_missing(known: list[bool], together: int) -> list[Sequence[int]]:
-    """Positions to ask the judge about, in the groups in which it is asked: whole ones, wherever one score is missing."""
+    """Positions to ask the judge about, in the groups in which it is asked: a whole one wherever a score is missing."""
     if together == 1:
         missing = [n for n, is_known in enumerate(known) if not is_known]
         return [missing] if missing else []
