@@ -56,7 +56,7 @@ class Train:
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
     overwrite: bool = False
-    """Write into a folder that exists."""
+    """Replace the judge in a folder that holds one."""
     json: bool = False
     """Print the judge's card as JSON, and no progress."""
 
@@ -131,8 +131,10 @@ def _train(arguments: Train) -> None:
     from radq.commands.console import print_json
     from radq.errors import OptionError
     from radq.evaluation.encoders import load_encoder
-    from radq.evaluation.linear import Card, LinearModel, split_rows
+    from radq.evaluation.linear import CARD, Card, LinearModel, split_rows
+    from radq.files import require_own_folder
 
+    require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
     if arguments.out.exists() and not arguments.overwrite:
         raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or pass --overwrite.")
     texts, labels, blank = _read_labelled(arguments)
