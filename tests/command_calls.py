@@ -174,7 +174,7 @@ def make_world(folder: Path, toy: Path) -> Path:
     (folder / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "prompts.txt").write_text("the film\nthe plot was\n")
     (folder / "sweep.yaml").write_text(yaml.safe_dump(make_sweep(folder)))
-    make_run(folder / "run")
+    make_run(folder / "run", guides={"rad-q": 1.0, "rad-v": 1.15}, groups=("all",))
     torch.save(PublicRad("gpt2", 7).state_dict(), folder / "public.bin")
     config_folder("gpt2", folder / "backbone")
     data = ["rank", "data", str(folder / "reviews.csv"), "--labels", "praise", "--backbone", str(toy), "--ranks", "2"]
