@@ -220,7 +220,7 @@ def test_any_value_of_any_option(command: tuple[str, ...], world: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(world / "user-cache"))
     monkeypatch.delenv("PERSPECTIVE_API_KEY", raising=False)
 
-    @_settings(12)
+    @_settings(8)
     @given(changes(COMMANDS[command]))
     def try_one(change: Call) -> None:
         with odd_files() as here:
@@ -243,7 +243,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def test_any_value_in_the_yaml_of_a_sweep(world: Path) -> None:
-    @_settings(25)
+    @_settings(20)
     @given(st.data())
     def try_one(data: st.DataObject) -> None:
         sweep = make_sweep(world)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Score:
-    """Score texts with a judge. Scores are kept on disk: a text is judged once."""
+    """Score texts with a judge. Scores are kept on disk: the same texts are not judged again."""
 
     judge: str
     """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, linear:embedded:sentiment or toxicity,
@@ -168,6 +168,8 @@ def _read_labelled(arguments: Train) -> "tuple[list[str], np.ndarray, int]":
 
     if arguments.limit is not None and arguments.limit < 1:
         raise OptionError(f"limit is {arguments.limit}.", "give 1 or more.")
+    if arguments.seed < 0:
+        raise OptionError(f"seed is {arguments.seed}.", "give 0 or more.")
     columns = DataColumns(arguments.text, [arguments.labels], skip_empty=True)
     pieces = [piece for source in arguments.data for piece in read_examples(source, columns)]
     texts = [text for piece in pieces for text in piece.texts]
