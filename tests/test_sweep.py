@@ -144,6 +144,10 @@ def test_yaml_numbers_and_single_items(write: Any) -> None:
         ({"samples": 0}, "samples is 0"),
         ({"seeds": []}, "seeds is empty"),
         ({"samples": True}, "give a whole number"),
+        ({"samples": 2.5}, "give a whole number"),
+        ({"max_new_tokens": float("inf")}, "give a whole number"),
+        ({"kl_budget": float("inf")}, "kl_budget is inf"),
+        ({"resamples": 10**12}, "give 1 to 1000000"),
     ],
 )
 def test_mistakes_in_the_file(write: Any, changes: dict[str, Any], problem: str) -> None:

@@ -37,17 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        _drop_output()
-        return 0
+        code = 0
     except KeyboardInterrupt:
-        return 130
+        code = 130
     except Exception as error:
         message = explain(error)
         if message is None:
             raise
-        if isinstance(error, OSError):
-            _drop_output()  # standard output may be what cannot be written
-        return _fail(message)
+        code = _fail(message)
+    _settle_output()
     return code
 
 
@@ -91,10 +89,13 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_output() -> None:
-    """Let what is still in the buffer of standard output go nowhere, or Python complains when it ends."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _settle_output() -> None:
+    """Write what standard output still holds; where that fails it goes nowhere, or Python complains when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

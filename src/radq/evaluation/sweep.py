@@ -237,6 +237,9 @@ def _check(sweep: Sweep) -> None:
     for name in ("prompts", "top_k", "top_p", "kl_budget", "seeds"):
         if not getattr(sweep, name):
             raise OptionError(f"{name} is empty.", "give one or more.")
+    for budget in sweep.kl_budget:
+        if budget is not None and not 0 <= budget < float("inf"):
+            raise OptionError(f"kl_budget is {budget}.", "give 0 or more nats per token, or null for no limit.")
     for name, guide in sweep.guides.items():
         if name == UNGUIDED or not re.fullmatch(r"[\w.+() -]+", name):
             raise OptionError(f"a guide is called {name!r}.", f"use letters, digits and .+()-, and not {UNGUIDED!r}.")
