@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: test demo lint types format bench clean
 
 test: .venv/installed
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 demo: .venv/demo
 	@HF_HUB_OFFLINE=1 $(BIN)/radq demo

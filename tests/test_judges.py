@@ -1,5 +1,7 @@
 """Judges: labels, probabilities against a computation by hand, blanks, and a cache that survives kills and company."""
 
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -7,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from radq.errors import DataError, ModelError, OptionError
 from radq.evaluation.judges import JUDGES, CachedJudge, InvertedJudge, Judge, Scored, choose_label, load_judge
 from radq.evaluation.linear import Card, LinearModel, split_rows
+from radq.evaluation.readers import TransformersReader
+from radq.evaluation.reward_judge import RewardJudge
 from radq.models import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
@@ -385,53 +388,123 @@ def test_what_was_scored_before_a_failure_stays(tmp_path: Path) -> None:
     assert sorted(inner.asked) == ["a", "b"]
 
 
-WORKER = """
-import sys, time
+class Neighbours(Judge):
+    """Scores that depend on the whole company of a text, as those of a batched model do in their last digits."""
+
+    name = "neighbours"
+    together = 4
+
+    def __init__(self, fails_after: int | None = None):
+        self.fails_after, self.calls = fails_after, 0
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        company = sum(map(len, texts)) + len(texts) / 10
+        for n, text in enumerate(texts):
+            if self.calls == self.fails_after:
+                raise ModelError("the machine went down.")
+            self.calls += 1
+            yield [n], np.array([(len(text) + company / 1000) / (1 + company)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text("ab ", max_size=4), max_size=14),
+    earlier=st.lists(st.lists(st.text("ab ", max_size=4), max_size=9), max_size=3),
+    stops=st.lists(st.integers(0, 12), max_size=4),
+)
+def test_scores_do_not_depend_on_what_the_cache_held(
+    texts: list[str], earlier: list[list[str]], stops: list[int]
+) -> None:
+    """Nothing, other texts, or part of these, from runs that stopped after any number of scores."""
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as warm:
+        expected = CachedJudge(Neighbours(), empty).score(texts)
+        for others in earlier:
+            CachedJudge(Neighbours(), warm).score(others)
+        for stop in stops:
+            with contextlib.suppress(ModelError):
+                CachedJudge(Neighbours(stop), warm).score(texts)
+        np.testing.assert_array_equal(CachedJudge(Neighbours(), warm).score(texts), expected)
+        again = Neighbours()
+        np.testing.assert_array_equal(CachedJudge(again, warm).score(texts), expected)
+        assert again.calls == 0
+
+
+@pytest.mark.parametrize("kind", ["classifier", "not:classifier", "linear", "reward"])
+def test_every_judge_gives_the_same_digits_after_a_kill(
+    kind: str, toy: Path, linear: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RadV.from_backbone(toy, attributes=["praise"]).save_pretrained(tmp_path / "reward")
+    make_classifier(tmp_path / "classifier")
+    monkeypatch.setattr("radq.evaluation.readers.BATCH_SIZE", 3)
+    for batched in (TransformersReader, RewardJudge):
+        monkeypatch.setattr(batched, "together", 7)
+    judge = load_judge(f"{kind}:{tmp_path / kind.removeprefix('not:')}")
+    assert judge.together == 7
+    texts = [f"{'a very ' * (n % 5)} fine {'film ' * (n % 7)} {'plot' * (n % 2)}" for n in range(40)]
+    expected = CachedJudge(judge, tmp_path / "empty").score(texts)
+    CachedJudge(judge, tmp_path / "warm").score(texts[3:9] + texts[:2])
+    for kept in (1, 3, 6):  # as if a kill had come after so many scores of the first group
+        scores = CachedJudge(judge, tmp_path / "warm").judge(texts)
+        for _ in range(kept):
+            next(scores)
+        scores.close()  # pyright: ignore[reportAttributeAccessIssue]
+    np.testing.assert_array_equal(CachedJudge(judge, tmp_path / "warm").score(texts), expected)
+
+
+def test_a_judge_that_reads_one_by_one_does_not_care_about_company(tmp_path: Path) -> None:
+    judge = load_judge(f"onnx:{make_onnx(tmp_path / 'judge', make_table().tolist())}")
+    assert judge.together == 1
+    np.testing.assert_array_equal(judge.score(TEXTS), [judge.score([text])[0] for text in TEXTS])
+
+
+WORKERS = """
+import json, os, signal, sys
 import numpy as np
-from pathlib import Path
 from radq.evaluation.judges import CachedJudge, Judge
-class Slow(Judge):
-    name = "slow"
+class Logs(Judge):
+    name = "logs"
+    def __init__(self, log, kill_after):
+        self.log, self.kill_after = log, kill_after
     def judge(self, texts):
         for n, text in enumerate(texts):
-            time.sleep(float(sys.argv[2]))
-            with open(sys.argv[3], "a") as log:
-                log.write(text + "\\n")
+            if n == self.kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with open(self.log, "a") as stream:
+                stream.write(text + "\\n")
             yield [n], np.array([int(text) / 1000])
-scores = CachedJudge(Slow(), sys.argv[1]).score([str(n) for n in range(int(sys.argv[4]), int(sys.argv[5]))])
-assert np.allclose(scores, np.arange(int(sys.argv[4]), int(sys.argv[5])) / 1000)
+def work(log, first, last, kill_after):
+    scores = CachedJudge(Logs(log, kill_after), sys.argv[1]).score([str(n) for n in range(first, last)])
+    os._exit(0 if np.allclose(scores, np.arange(first, last) / 1000) else 1)
+for jobs in json.loads(sys.argv[2]):
+    children = [os.fork() or work(*job) for job in jobs]
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
 """
 
 
-def start_worker(folder: Path, pause: float, log: Path, first: int, last: int) -> subprocess.Popen[bytes]:
-    arguments = [folder, pause, log, first, last]
-    return subprocess.Popen([sys.executable, "-c", WORKER, *map(str, arguments)], env=os.environ)
+def run_workers(cache: Path, *rounds: list[tuple[str, int, int, int | None]]) -> list[list[int]]:
+    """Exit codes of processes that judge the numbers from `first` to `last`; those of a round work side by side."""
+    command = [sys.executable, "-c", WORKERS, str(cache), json.dumps(rounds)]
+    done = subprocess.run(command, env=os.environ, check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def count_rows(cache: Path) -> tuple[int, int]:
+    with contextlib.closing(sqlite3.connect(cache / "judges.sqlite")) as database:
+        return database.execute("SELECT count(*), count(DISTINCT text) FROM scores").fetchone()
 
 
 def test_a_kill_loses_nothing_that_was_scored(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    for wanted in (3, 6):
-        worker = start_worker(tmp_path / "cache", 0.05, log, 0, 400)
-        deadline = time.monotonic() + 120
-        while (not log.exists() or log.read_text().count("\n") < wanted) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        worker.send_signal(signal.SIGKILL)
-        worker.wait(timeout=60)
-    asked = log.read_text().split()
-    with sqlite3.connect(tmp_path / "cache" / "judges.sqlite") as database:
-        kept = database.execute("SELECT count(*) FROM scores").fetchone()[0]
-    database.close()
-    assert kept >= len(set(asked)) - 1 >= 4  # what was on its way when a kill came may be missing, and asked again
-    assert len(asked) - len(set(asked)) <= 1  # and is asked again
+    killed = run_workers(tmp_path / "cache", [(str(log), 0, 400, 3)], [(str(log), 0, 400, 2)])
+    assert killed == [[-signal.SIGKILL], [-signal.SIGKILL]]
+    assert log.read_text().split() == ["0", "1", "2", "3", "4"]
+    assert count_rows(tmp_path / "cache") == (5, 5)
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
-    workers = [start_worker(tmp_path / "cache", 0, tmp_path / f"log{n}", 20 * n, 20 * n + 60) for n in range(3)]
-    assert [worker.wait(timeout=300) for worker in workers] == [0, 0, 0]
-    with sqlite3.connect(tmp_path / "cache" / "judges.sqlite") as database:
-        rows = database.execute("SELECT count(*), count(DISTINCT text) FROM scores").fetchone()
-    database.close()
-    assert rows == (100, 100)
+    jobs = [(str(tmp_path / f"log{n}"), 20 * n, 20 * n + 60, None) for n in range(3)]
+    assert run_workers(tmp_path / "cache", jobs) == [[0, 0, 0]]
+    assert count_rows(tmp_path / "cache") == (100, 100)
 
 
 def test_a_file_that_is_no_cache(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ VALUES = st.floats(0.001, 0.999) | st.just(NAN)
 
 
 @given(st.lists(NAMES, min_size=1, max_size=9, unique=True), st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_every_guide_is_in_the_plot(guides: list[str], data: st.DataObject) -> None:
     results = []
     for guide in guides:

@@ -1,6 +1,5 @@
 """The README's example and commands run as they are written."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -8,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from radq.cli import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 DOCS = Path(__file__).parent.parent / "docs"
@@ -44,17 +45,17 @@ def test_the_first_command_is_the_demo() -> None:
     assert blocks("sh")[0].startswith("make demo")
 
 
-def test_the_commands_after_it_run(example: tuple[Path, str]) -> None:
+def test_the_commands_after_it_run(
+    example: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(example[0])
+    monkeypatch.setenv("COLUMNS", "100")
     block = next(block for block in blocks("sh") if "--base toy" in block)
     commands = [line for line in block.splitlines() if line.startswith("radq ")]
     assert len(commands) == 2
     for command in commands:
-        argv = [sys.executable, "-m", *shlex.split(command)]
-        result = subprocess.run(
-            argv, cwd=example[0], capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}
-        )
-        assert result.returncode == 0, result.stderr
-        assert "film" in result.stdout
+        assert main(shlex.split(command)[1:]) == 0
+        assert "film" in capsys.readouterr().out
 
 
 def test_every_test_that_the_docs_name_exists() -> None:

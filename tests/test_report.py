@@ -261,7 +261,7 @@ def browse(file: Path, *options: str) -> tuple[str, list[str]]:
     assert BROWSER is not None
     offline = [*OFFLINE, "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={file.parent / 'profile'}"]
     command = [BROWSER, *offline, *options, file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

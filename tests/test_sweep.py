@@ -1,12 +1,10 @@
 """Sweeps: what YAML means, what a killed one leaves behind, and numbers that another computation gives too."""
 
 import json
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,21 @@ from radq.evaluation.sweep import Cell, GuideSweep, PromptFile, Sweep, find_chan
 from radq.models import RadQ, RadV
 
 PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the acting", "it was"]
+
+
+SMALL_BATCHES = {  # so that the texts of a cell fill several
+    "radq.evaluation.readers:BATCH_SIZE": 3,
+    "radq.evaluation.judges:BATCH_SIZE": 3,
+    "radq.evaluation.readers:TransformersReader.together": 7,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_batches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for place, value in SMALL_BATCHES.items():
+            patch.setattr(place.replace(":", "."), value)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +144,10 @@ def test_yaml_numbers_and_single_items(write: Any) -> None:
         ({"samples": 0}, "samples is 0"),
         ({"seeds": []}, "seeds is empty"),
         ({"samples": True}, "give a whole number"),
+        ({"samples": 2.5}, "give a whole number"),
+        ({"max_new_tokens": float("inf")}, "give a whole number"),
+        ({"kl_budget": float("inf")}, "kl_budget is inf"),
+        ({"resamples": 10**12}, "give 1 to 1000000"),
     ],
 )
 def test_mistakes_in_the_file(write: Any, changes: dict[str, Any], problem: str) -> None:
@@ -335,22 +352,30 @@ def test_what_is_whole_can_be_measured_before_the_rest_is_there(
     assert outcome(folder) == whole
 
 
-def test_five_kills_change_nothing(run: Path, write: Any, tmp_path: Path) -> None:
-    random.seed(0)
-    sweep, folder = write(), tmp_path / "killed"
-    argv = ["eval", "--json", "--config", sweep, "--out", str(folder), "--cache", str(tmp_path / "cache")]
-    command = [sys.executable, "-m", "radq", *argv]
-    started = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    duration = time.monotonic() - started
-    shutil.rmtree(folder)
-    for _ in range(5):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(random.uniform(0.6, 1.0) * duration)
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=60)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    assert outcome(folder) == outcome(run)
+KILLS = [  # a run is killed after so many calls of this function; each goes on where the one before was killed
+    ("radq.evaluation.generating:append_lines", 3),  # generations that have no costs yet
+    ("radq.evaluation.generating:append_lines", 4),
+    ("radq.evaluation.generating:load_engine", 1),
+    ("radq.evaluation.judges:CachedJudge._store", 1),  # within a group of texts
+    ("radq.evaluation.measuring:measure_likelihoods", 3),  # between cells
+    ("radq.evaluation.judges:CachedJudge._store", 4),
+    ("radq.evaluation.measuring:_metrics_row", 5),
+    ("radq.evaluation.measuring:compare_guides", 1),
+]
+
+
+def test_kills_change_nothing(run: Path, world: Path, write: Any, tmp_path: Path) -> None:
+    """Neither does a cache of scores that knows some of the texts from another run."""
+    rows = list(read_lines(run / "generations.jsonl"))
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[5:20:3]))
+    cache = ["--cache", str(tmp_path / "cache")]
+    judge = ["--metrics", "avg_max", "--judge", f"classifier:{world / 'judge'}"]
+    assert main(["measure", "--json", *judge, *cache, str(tmp_path / "some.jsonl")]) == 0
+    argv = ["eval", "--json", "--config", write(), "--out", str(tmp_path / "killed"), *cache]
+    plan = json.dumps({"values": SMALL_BATCHES, "kills": KILLS})
+    subprocess.run([sys.executable, str(Path(__file__).parent / "kills.py"), plan, *argv], check=True)
+    assert main(argv) == 0
+    assert outcome(tmp_path / "killed") == outcome(run)
 
 
 def test_full_memory_means_smaller_batches(

@@ -1,14 +1,18 @@
 """The command line. One module per command, imported when the command runs, so that help is instant.
 
-Errors a user can act on become one line on standard error and exit code 2.
+Errors a user can act on become one line on standard error and exit code 2: wrong values, files that cannot be read or
+written, a full memory or disk. Any other error is a bug of radq and shows its traceback.
 """
 
+import contextlib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import radq
+from radq.errors import explain
 
 COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ for -
     "demo": "steer a real language model that pip installs, and compare",
@@ -28,6 +32,24 @@ COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ f
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    _prepare_streams()
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        code = _fail(message)
+    _settle_output()
+    return code
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
         return 0 if argv else 2
@@ -37,28 +59,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = argv
     if name not in COMMANDS:
         return _fail(f"there is no command {name!r}. hint: choose one of {', '.join(COMMANDS)}.")
+    for argument in rest:
+        if any("\ud800" <= character <= "\udfff" for character in argument):  # as Python reads bytes that are no UTF-8
+            return _fail(f"the argument {argument!r} is no UTF-8. hint: write it in UTF-8, or rename the file.")
     # Threads of torch that wait for a core in use spin by default, and small steps then take ten times as long. OpenMP
     # reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    return _run(name, rest)
+    # A CPU without bfloat16 computes as well, only slower; torch says so with a C++ stack trace.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
+    _run_command(name, rest)
+    return 0
 
 
-def _run(name: str, argv: list[str]) -> int:
+def _run_command(name: str, argv: list[str]) -> None:
     import tyro
 
-    from radq.errors import RadqError
-
     command = importlib.import_module(f"radq.commands.{name.replace('-', '_')}")
+    options = {"default": command.defaults(argv)} if hasattr(command, "defaults") else {}
+    command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, **options))
+
+
+def _prepare_streams() -> None:
+    """Streams that take any text: a closed one becomes nothing, and characters that one cannot write are escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _settle_output() -> None:
+    """Write what standard output still holds; where that fails it goes nowhere, or Python complains when it ends."""
     try:
-        options = {"default": command.defaults(argv)} if hasattr(command, "defaults") else {}
-        command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, **options))
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        return 0
-    except (RadqError, OSError) as error:
-        return _fail(str(error))
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

@@ -14,7 +14,6 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
@@ -102,11 +101,19 @@ def _read_file(file: Path) -> Any:
             f"{str(file)!r} is not a plain pickle of tensors: opening it could run code, so it was not opened.",
             "save its state dict alone: torch.save(model.state_dict(), file).",
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except Exception as error:  # what torch's unpickler raises for a file of another format depends on its bytes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{str(file)!r} is damaged or of another format: {reason}", "copy or download it again."
         ) from error
+
+
+def holds_reward_model(folder: Path) -> bool:
+    """Whether the folder holds a reward model, which a conversion may replace."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == RewardConfig.model_type
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _find_files(checkpoint: Path) -> list[Path]:

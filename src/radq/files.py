@@ -3,9 +3,11 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from radq.errors import OptionError
 
 # What a saved model and its tokenizer may consist of: a second save into the same folder replaces all of it.
 MODEL_FILES = (
@@ -26,6 +28,19 @@ MODEL_FILES = (
 
 def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radq"
+
+
+def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what: str) -> None:
+    """Refuse to write into a folder that holds something else: it must be new, empty, or hold `what` already.
+
+    `is_own` says whether a folder holds `what`, which a message names: "a radq run".
+    """
+    folder = Path(folder)
+    if folder.is_dir() and (is_own(folder) or not any(folder.iterdir())):
+        return
+    if folder.exists() or folder.is_symlink():
+        kind = "folder that holds other files" if folder.is_dir() else "file"
+        raise OptionError(f"{str(folder)!r} is a {kind}, not {what}.", "choose a new or empty folder.")
 
 
 @contextmanager

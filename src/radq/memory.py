@@ -32,6 +32,12 @@ def require_memory(num_bytes: int, device: str, what: str, hint: str = "use a ma
         raise MemoryLimitError(f"{what} takes {num_bytes / 2**30:.1f} GiB of {available / 2**30:.1f} GiB.", hint)
 
 
+def require_memory_for_texts(num_texts: int, num_tokens: int, hint: str) -> None:
+    """Raise before texts are drawn that, with their numbers per token, cannot be kept in main memory."""
+    num_bytes = num_texts * (500 + 50 * num_tokens)  # Python's objects, roughly
+    require_memory(min(num_bytes, 2**100), "cpu", "keeping all texts with their numbers", hint)
+
+
 def in_smaller_batches(work: Callable[[int], T], size: int, smallest: int = 1) -> tuple[T, int]:
     """What work on so many texts at once gives, and how many fitted: half of them, and so on, where memory runs out."""
     while True:

@@ -24,16 +24,18 @@ class Arguments:
     prepend_bos: bool | None = None
     """Whether the reward model sees a BOS; by default as the public code has it: RAD no, rad-q yes."""
     overwrite: bool = False
-    """Write into a folder that exists."""
+    """Replace the reward model in a folder that holds one."""
     json: bool = False
     """Print JSON."""
 
 
 def run(arguments: Arguments) -> None:
     from radq.commands.console import print_json
-    from radq.convert import convert
+    from radq.convert import convert, holds_reward_model
     from radq.errors import OptionError
+    from radq.files import require_own_folder
 
+    require_own_folder(arguments.out, holds_reward_model, "a reward model")
     if arguments.out.exists() and not arguments.overwrite:
         raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or pass --overwrite.")
     attributes = None if arguments.attributes is None else [name.strip() for name in arguments.attributes.split(",")]

@@ -44,8 +44,11 @@ def run(arguments: Arguments) -> None:
 
     from radq.backbones import find_device
     from radq.commands.console import print_json
-    from radq.demonstration import ATTRIBUTES, compare, load_cast
+    from radq.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_cast
+    from radq.memory import require_memory_for_texts
 
+    num_texts = max(len(arguments.prompt), 1) * max(arguments.num_samples, 0)
+    require_memory_for_texts(num_texts, NUM_TOKENS, "give a smaller --num-samples.")
     betas = {"sentiment": arguments.sentiment_betas, "toxicity": arguments.toxicity_betas}
     status = Console(stderr=True).status
     with status("loading SmolLM2-135M-Instruct; the first time it is converted, in half a minute"):

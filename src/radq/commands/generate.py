@@ -57,9 +57,12 @@ def run(arguments: Arguments) -> None:
     from radq.backbones import find_device, load_causal_lm, load_tokenizer
     from radq.commands.console import print_json
     from radq.decoding import generate
+    from radq.memory import require_memory_for_texts
     from radq.specifications import load_guides
 
     prompts = _read_prompts(arguments)
+    num_texts = len(prompts) * max(arguments.num_samples, 0)
+    require_memory_for_texts(num_texts, max(arguments.max_new_tokens, 0), "give a smaller --num-samples.")
     device = find_device(arguments.device)
     guide = load_guides(arguments.guide, device, arguments.dtype, arguments.clamp)
     lm = load_causal_lm(arguments.base, dtype=arguments.dtype, device=device)
@@ -86,11 +89,16 @@ def run(arguments: Arguments) -> None:
 
 
 def _read_prompts(arguments: Arguments) -> list[str]:
-    from radq.errors import OptionError
+    from radq.errors import DataError, OptionError
 
     prompts = list(arguments.prompt)
     if arguments.prompts is not None:
-        prompts += arguments.prompts.read_text(encoding="utf-8").splitlines()
+        try:
+            prompts += arguments.prompts.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{str(arguments.prompts)!r} is no text: {error}.", "give a UTF-8 file with one prompt per line."
+            ) from error
     if not prompts:
         raise OptionError("there is no prompt.", "give --prompt TEXT, or --prompts FILE with one per line.")
     return prompts

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Score:
-    """Score texts with a judge. Scores are kept on disk: a text is judged once."""
+    """Score texts with a judge. Scores are kept on disk: the same texts are not judged again."""
 
     judge: str
     """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, linear:embedded:sentiment or toxicity,
@@ -56,7 +56,7 @@ class Train:
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
     overwrite: bool = False
-    """Write into a folder that exists."""
+    """Replace the judge in a folder that holds one."""
     json: bool = False
     """Print the judge's card as JSON, and no progress."""
 
@@ -131,8 +131,10 @@ def _train(arguments: Train) -> None:
     from radq.commands.console import print_json
     from radq.errors import OptionError
     from radq.evaluation.encoders import load_encoder
-    from radq.evaluation.linear import Card, LinearModel, split_rows
+    from radq.evaluation.linear import CARD, Card, LinearModel, split_rows
+    from radq.files import require_own_folder
 
+    require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
     if arguments.out.exists() and not arguments.overwrite:
         raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or pass --overwrite.")
     texts, labels, blank = _read_labelled(arguments)
@@ -166,6 +168,8 @@ def _read_labelled(arguments: Train) -> "tuple[list[str], np.ndarray, int]":
 
     if arguments.limit is not None and arguments.limit < 1:
         raise OptionError(f"limit is {arguments.limit}.", "give 1 or more.")
+    if arguments.seed < 0:
+        raise OptionError(f"seed is {arguments.seed}.", "give 0 or more.")
     columns = DataColumns(arguments.text, [arguments.labels], skip_empty=True)
     pieces = [piece for source in arguments.data for piece in read_examples(source, columns)]
     texts = [text for piece in pieces for text in piece.texts]

@@ -49,6 +49,7 @@ def run(arguments: Arguments) -> None:
 
     device = find_device(arguments.device)
     judges, plain = _sort_metrics(arguments)
+    bootstrap = Bootstrap(arguments.resamples)
     parts = read_texts(arguments.files)
     reference = {} if arguments.reference is None else read_texts([arguments.reference])
     instruments = Instruments.load(judges, arguments.perplexity, device, arguments.cache)
@@ -71,7 +72,7 @@ def run(arguments: Arguments) -> None:
             other = next((part for (_, name), part in reference.items() if name == group), None)
             features = [encode(texts), None if other is None else encode(other)]
         chosen = range(len(texts.prompts))
-        found = measured.estimate(judges, plain, chosen, Bootstrap(arguments.resamples), *features)
+        found = measured.estimate(judges, plain, chosen, bootstrap, *features)
         rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": found})
     if arguments.json:
         print_json({"metrics": rows})

@@ -23,7 +23,8 @@ from radq.evaluation.engines import Continuation, load_engine
 from radq.evaluation.lines import append_lines, mend
 from radq.evaluation.prompts import Prompt
 from radq.evaluation.sweep import WHILE_DECODING, Cell, Sweep, dump_sweep, find_changes, fingerprint
-from radq.files import whole_file
+from radq.files import require_own_folder, whole_file
+from radq.memory import require_memory_for_texts
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Chunk:
 
 @contextmanager
 def open_run(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool = False) -> Iterator[None]:
-    """Make the run folder this sweep's, for this process alone; refuse one that holds another sweep."""
+    """Make the run folder this sweep's, for this process alone; refuse one that holds anything else."""
+    require_own_folder(folder, _holds_sweep, "a sweep")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
@@ -60,6 +62,17 @@ def open_run(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool 
             with whole_file(folder / "config.yaml") as temporary:
                 temporary.write_text(f"# prompts: {asked['prompts']}\n{dump_sweep(sweep)}", encoding="utf-8")
         yield
+
+
+def _holds_sweep(folder: Path) -> bool:
+    """Whether `radq eval` has begun here; other run folders have a config.yaml too, but no line about prompts."""
+    if all(file.name.startswith(".") for file in folder.iterdir()):  # it ended before it wrote anything
+        return True
+    try:
+        with (folder / "config.yaml").open(encoding="utf-8") as stream:
+            return stream.readline().startswith("# prompts: ")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _check_same(folder: Path, asked: dict[str, Any]) -> None:
@@ -117,6 +130,8 @@ def _run(
     todo = chunks[done:]
     if not todo:
         return
+    drawn = max(len(chunk.prompts) for chunk in todo) * sweep.samples
+    require_memory_for_texts(drawn, sweep.max_new_tokens, "give fewer samples, or a smaller batch_size.")
     engine = load_engine(sweep, device)
     longest = max((prompt.text for chunk in todo for prompt in chunk.prompts), key=len)
     for cell in {chunk.cell.guide: chunk.cell for chunk in todo}.values():

@@ -8,6 +8,9 @@ and count it.
 
 What a judge reads is the caller's choice. The paper's toxicity judges read the continuation alone, its sentiment judge
 prompt and continuation.
+
+A model that reads many texts in one batch rounds differently in other company: the last digits of a score depend on the
+batch. `Judge.together` says so, and `CachedJudge` then keeps each score under the text and its company.
 """
 
 import hashlib
@@ -28,17 +31,22 @@ from radq.embedded import EMBEDDED, judge_folder
 from radq.errors import DataError, ModelError, OptionError
 from radq.evaluation.encoders import Encoder, load_encoder
 from radq.evaluation.linear import LinearModel
-from radq.evaluation.readers import BATCH_SIZE, OnnxReader, Reader, TransformersReader
+from radq.evaluation.readers import BATCH_SIZE, TOGETHER, OnnxReader, Reader, TransformersReader
 from radq.files import default_cache_folder
 
-LINEAR_BATCH = 1024  # texts embedded together
 Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions of texts, and their scores
 
 
 class Judge(ABC):
-    """`name` says all that a score depends on, since scores are cached under it."""
+    """`name` says all that a score depends on besides the texts, since scores are cached under it.
+
+    `together` says how many texts are judged in company. It is 1 where a score depends on its own text alone. Above 1,
+    the last digits of a score may depend on all texts of one call of `judge`, and a caller that wants the same digits
+    again passes the same texts in the same order, this many at a time.
+    """
 
     name: str
+    together: int = 1
 
     @abstractmethod
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
@@ -75,6 +83,7 @@ class ModelJudge(Judge):
 
     def __init__(self, kind: str, reader: Reader, label: str | None):
         self.reader = reader
+        self.together = reader.together
         logits = next(reader.read(["a"]))[1]
         if logits.dim() != 2:
             raise ModelError(f"{reader.name} gives outputs of shape {tuple(logits.shape)}.", "it is no classifier.")
@@ -155,14 +164,15 @@ class LinearJudge(Judge):
                 "bring that encoder back, or train the judge anew.",
             )
         self.name = f"linear:{Path(folder).resolve().name}@{self.model.digest()}"
+        self.together = self.encoder.reader.together
 
     @property
     def truncated(self) -> int:
         return self.encoder.truncated
 
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        for first in range(0, len(texts), LINEAR_BATCH):
-            some = texts[first : first + LINEAR_BATCH]
+        for first in range(0, len(texts), TOGETHER):
+            some = texts[first : first + TOGETHER]
             yield range(first, first + len(some)), self.model.probabilities(self.encoder.encode(some))
 
 
@@ -173,6 +183,7 @@ class InvertedJudge(Judge):
     def __init__(self, judge: Judge):
         self.inner = judge
         self.name = f"not:{judge.name}"
+        self.together = judge.together
 
     @property
     def truncated(self) -> int:
@@ -187,7 +198,13 @@ class InvertedJudge(Judge):
 class CachedJudge(Judge):
     """A judge that asks another one only about texts it has not seen: scores lie on disk, under judge and text.
 
-    They are written batch by batch, so that a kill costs a batch at most, and several processes may share the file.
+    What it returns depends on the judge and the texts of the call alone, to the last bit, whatever the cache held
+    before: nothing, the scores of other texts, or some of these, from a run that was killed. Where the judge reads
+    several texts together, the texts of a call are cut into groups in their order, without repetitions. A score is then
+    kept under its text and the texts of its group, and a group of which any score is missing is judged again as a
+    whole. Scores of a judge that reads texts one by one are kept under the text alone.
+
+    Scores are written as they come, so that a kill costs a group at most, and several processes may share the file.
     """
 
     def __init__(self, judge: Judge, folder: str | Path | None = None):
@@ -200,20 +217,24 @@ class CachedJudge(Judge):
         return self.inner.truncated
 
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
-        places: dict[bytes, list[int]] = {}
-        for n, key in enumerate(keys):
-            places.setdefault(key, []).append(n)
+        places: dict[str, list[int]] = {}
+        for n, text in enumerate(texts):
+            places.setdefault(text, []).append(n)
+        distinct = list(places)
+        keys = make_keys(distinct, self.inner.together)
         with self._open() as database:
-            known = self._find(database, list(places))
-            for key, score in known.items():
-                yield places[key], np.full(len(places[key]), score)
-            new = [key for key in places if key not in known]
-            for some, scores in self.inner.judge([texts[places[key][0]] for key in new]):
-                self._check([texts[places[new[n]][0]] for n in some], scores)
-                self._store(database, [new[n] for n in some], scores)
-                for n, score in zip(some, scores, strict=True):
-                    yield places[new[n]], np.full(len(places[new[n]]), score)
+            known = self._find(database, keys)
+            groups = _find_missing([key in known for key in keys], self.inner.together)
+            asked = {n for group in groups for n in group}
+            for text, key in (pair for n, pair in enumerate(zip(distinct, keys, strict=True)) if n not in asked):
+                yield places[text], np.full(len(places[text]), known[key])
+            for group in groups:
+                for some, scores in self.inner.judge([distinct[n] for n in group]):
+                    self._check([distinct[group[n]] for n in some], scores)
+                    self._store(database, [keys[group[n]] for n in some], scores)
+                    for n, score in zip(some, scores, strict=True):
+                        found = places[distinct[group[n]]]
+                        yield found, np.full(len(found), score)
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -243,6 +264,28 @@ class CachedJudge(Judge):
         rows = [(self.name, key, float(score)) for key, score in zip(keys, scores, strict=True)]
         with database:
             database.executemany("INSERT OR IGNORE INTO scores VALUES (?, ?, ?)", rows)
+
+
+def make_keys(texts: Sequence[str], together: int) -> list[bytes]:
+    """The key of each score: a hash of the text, and of the texts of its group where several are judged together."""
+    alone = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
+    if together == 1:
+        return alone
+    keys = []
+    for first in range(0, len(texts), together):
+        group = alone[first : first + together]
+        company = hashlib.sha256(b"".join(group)).digest()
+        keys += [hashlib.sha256(text + company).digest() for text in group]
+    return keys
+
+
+def _find_missing(known: list[bool], together: int) -> list[Sequence[int]]:
+    """Positions to ask the judge about, in the groups in which it is asked: a whole one wherever a score is missing."""
+    if together == 1:
+        missing = [n for n, is_known in enumerate(known) if not is_known]
+        return [missing] if missing else []
+    groups = [range(first, min(first + together, len(known))) for first in range(0, len(known), together)]
+    return [group for group in groups if not all(known[n] for n in group)]
 
 
 def load_judge(specification: str, device: str = "cpu") -> Judge:

@@ -28,6 +28,7 @@ MAUVE_SCALING = 5  # c of the MAUVE paper
 MAUVE_ITERATIONS = 500  # of k-means
 MAUVE_MIN_SAMPLES = 20  # n/10 clusters, and two at least
 MAUVE_RESAMPLES = 20  # clustering anew takes long; their spread is what is used
+MAX_RESAMPLES = 1_000_000  # more would change no digit that is shown
 RESAMPLES_AT_ONCE = 100
 
 
@@ -102,10 +103,10 @@ class Bootstrap:
     confidence: float = 0.95
 
     def __post_init__(self) -> None:
-        if self.resamples < 1 or not 0 < self.confidence < 1:
-            raise OptionError(
-                f"resamples is {self.resamples}, confidence {self.confidence}.", "give 1 or more, and one below 1."
-            )
+        if not 1 <= self.resamples <= MAX_RESAMPLES:
+            raise OptionError(f"resamples is {self.resamples}.", f"give 1 to {MAX_RESAMPLES}.")
+        if not 0 < self.confidence < 1:
+            raise OptionError(f"confidence is {self.confidence}.", "give a number between 0 and 1.")
 
     def choices(self, p: int) -> Iterator[Int[np.ndarray, "r p"]]:
         """How often each prompt occurs in each resample, some resamples at a time."""

@@ -24,18 +24,23 @@ from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
 from radq.extras import need
 
-BATCH_SIZE = 64
+BATCH_SIZE = 64  # texts in one forward
+TOGETHER = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
 DEFAULT_MAX_TOKENS = 512  # of an ONNX model whose folder does not say
 
 
 class Reader(ABC):
-    """A model with its tokenizer. `name` says which, by content: another model has another name."""
+    """A model with its tokenizer. `name` says which, by content: another model has another name.
+
+    `together` is 1 where what is said about a text does not depend on the other texts of a call, to the last bit.
+    """
 
     name: str
     labels: list[str]  # what the folder calls the outputs of a classifier
     multi_label: bool  # whether these are independent of each other
     max_tokens: int
     truncated: int = 0
+    together: int = 1
 
     @abstractmethod
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
@@ -51,6 +56,8 @@ class TransformersReader(Reader):
         auto_class: `AutoModel` for hidden states, `AutoModelForSequenceClassification` for logits.
         num_layers: read by the first layers alone; None for all.
     """
+
+    together = TOGETHER
 
     def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu", num_layers: int | None = None):
         config = load_config(source)

@@ -14,7 +14,7 @@ import torch
 
 from radq.errors import ModelError
 from radq.evaluation.judges import Judge, Scored, choose_label
-from radq.evaluation.readers import identify
+from radq.evaluation.readers import TOGETHER, identify
 from radq.models import RewardModel
 from radq.reranking import score_texts
 
@@ -22,6 +22,8 @@ from radq.reranking import score_texts
 @final
 class RewardJudge(Judge):
     """The reward at the last token, clamped to [0, 1]; longer texts are judged by their beginning."""
+
+    together = TOGETHER
 
     def __init__(self, folder: str, attribute: str | None, device: str = "cpu"):
         self.model = RewardModel.from_pretrained(folder, device, dtype=torch.float32)

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from radq.errors import OptionError
-from radq.evaluation.metrics import METRICS, check_metric
+from radq.evaluation.metrics import METRICS, Bootstrap, check_metric
 from radq.evaluation.prompts import Prompt, read_prompts
 
 UNGUIDED = "none"
@@ -219,8 +219,10 @@ def _convert(wanted: Any, value: Any, place: str) -> Any:
     try:
         if (target is bool) != isinstance(value, bool) or isinstance(value, (list, dict)) or value is None:
             raise ValueError
+        if target is int and isinstance(value, float) and not value.is_integer():
+            raise ValueError
         return target(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(f"{place} is {value!r}.", f"give {_WORDS[target]}.") from error
 
 
@@ -228,12 +230,16 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 
 def _check(sweep: Sweep) -> None:
-    for name in ("samples", "max_new_tokens", "batch_size", "resamples"):
+    for name in ("samples", "max_new_tokens", "batch_size"):
         if getattr(sweep, name) < 1:
             raise OptionError(f"{name} is {getattr(sweep, name)}.", "give 1 or more.")
+    Bootstrap(sweep.resamples)  # which refuses numbers that make no sense
     for name in ("prompts", "top_k", "top_p", "kl_budget", "seeds"):
         if not getattr(sweep, name):
             raise OptionError(f"{name} is empty.", "give one or more.")
+    for budget in sweep.kl_budget:
+        if budget is not None and not 0 <= budget < float("inf"):
+            raise OptionError(f"kl_budget is {budget}.", "give 0 or more nats per token, or null for no limit.")
     for name, guide in sweep.guides.items():
         if name == UNGUIDED or not re.fullmatch(r"[\w.+() -]+", name):
             raise OptionError(f"a guide is called {name!r}.", f"use letters, digits and .+()-, and not {UNGUIDED!r}.")

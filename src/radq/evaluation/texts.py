@@ -44,7 +44,10 @@ def _read(place: str, row: Any) -> tuple[str, list[str]]:
     else:
         raise DataError(f"{place} has {fields}.", f"wanted are {WANTED}.")
     prompt = prompt.get("text") if isinstance(prompt, dict) else prompt
-    plain: list[Any] = [text.get("text") if isinstance(text, dict) else text for text in texts or []]
-    if not isinstance(prompt, str) or not all(isinstance(text, str) for text in plain):
+    texts = [] if texts is None else texts
+    plain: list[Any] = [
+        text.get("text") if isinstance(text, dict) else text for text in texts if isinstance(texts, list)
+    ]
+    if not isinstance(prompt, str) or not isinstance(texts, list) or not all(isinstance(text, str) for text in plain):
         raise DataError(f"{place} has {fields}, but not as texts.", f"wanted are {WANTED}.")
     return prompt, plain
