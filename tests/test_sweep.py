@@ -403,10 +403,10 @@ def test_full_memory_means_smaller_batches(
         assert found[cell]["expert_tokens_per_token"] == wanted[cell]["expert_tokens_per_token"]
 
 
-@pytest.mark.parametrize(("draws", "texts"), [("generate", 4), ("best_of_n", 12)])
-def test_no_memory_for_one_prompt(
+@pytest.mark.parametrize("draws", ["generate", "best_of_n"])
+@pytest.mark.filterwarnings("ignore:the GPU's memory is full")
+def test_no_memory_for_one_text(
     draws: str,
-    texts: int,
     write: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -418,7 +418,7 @@ def test_no_memory_for_one_prompt(
     monkeypatch.setattr(engines, draws, full)
     out = tmp_path / "run"
     error = fails(capsys, "eval", "--config", write(), "--out", str(out))
-    assert f"no memory for {texts} texts at once" in error
+    assert "no memory for a single text" in error
 
 
 def test_one_process_at_a_time(run: Path, write: Any, capsys: pytest.CaptureFixture[str]) -> None:

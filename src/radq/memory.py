@@ -38,18 +38,17 @@ def require_memory_for_texts(num_texts: int, num_tokens: int, hint: str) -> None
     require_memory(min(num_bytes, 2**100), "cpu", "keeping all texts with their numbers", hint)
 
 
-def in_smaller_batches(work: Callable[[int], T], size: int, smallest: int = 1) -> tuple[T, int]:
+def in_smaller_batches(work: Callable[[int], T], size: int) -> tuple[T, int]:
     """What work on so many texts at once gives, and how many fitted: half of them, and so on, where memory runs out."""
     while True:
         try:
             return work(size), size
         except torch.OutOfMemoryError as error:
-            if size <= smallest:
+            if size == 1:
                 raise MemoryLimitError(
-                    f"the GPU has no memory for {smallest} text{'s' * (smallest > 1)} at once.",
-                    "use a smaller dtype or fewer samples, or see what else runs on it.",
+                    "the GPU has no memory for a single text.", "use a smaller dtype, or see what else runs on it."
                 ) from error
-        size = max(size // 2, smallest)
+        size = size // 2
         torch.cuda.empty_cache()
         warnings.warn(f"the GPU's memory is full: {size} texts at once from now on.", stacklevel=2)
 

@@ -65,24 +65,20 @@ class TransformersEngine(Engine):
     def of(self, cell: Cell) -> Produce:
         if torch.device(self.device).type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        drawn = self.sweep.samples
         if cell.guide == UNGUIDED:
-            return partial(self._fit, self._unguided(cell), drawn)
+            return partial(self._fit, self._unguided(cell))
         if self.sweep.guides[cell.guide].best_of:
-            n = int(cell.beta or 1)
-            return partial(self._fit, self._best_of(cell, n), n * drawn)
-        return partial(self._fit, self._guided(cell), drawn)
+            return partial(self._fit, self._best_of(cell, int(cell.beta or 1)))
+        return partial(self._fit, self._guided(cell))
 
     def _fit(
-        self, produce: Produce, drawn: int, prompts: Sequence[str], first: int
+        self, produce: Produce, prompts: Sequence[str], first: int
     ) -> tuple[Sequence[Continuation], Usage | None]:
-        """What is drawn for one prompt stays together."""
-
         def work(batch_size: int) -> tuple[Sequence[Continuation], Usage | None]:
             self.batch_size = batch_size
             return produce(prompts, first)
 
-        return in_smaller_batches(work, self.batch_size, drawn)[0]
+        return in_smaller_batches(work, self.batch_size)[0]
 
     def _unguided(self, cell: Cell) -> Produce:
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:

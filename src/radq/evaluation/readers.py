@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import load_config, load_tokenizer, load_weights, truncate
+from radq.backbones import find_snapshot, load_config, load_tokenizer, load_weights, truncate
 from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
 from radq.extras import need
@@ -73,7 +73,7 @@ class TransformersReader(Reader):
         self.multi_label = config.problem_type == "multi_label_classification"
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
         self.pad = _pad_token(self.model, self.tokenizer, str(source))
-        self.name = identify(source, getattr(config, "_commit_hash", None))
+        self.name = identify(source)
         if num_layers is not None:
             self.name += f"/{num_layers}"
 
@@ -192,12 +192,12 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sourc
     raise ModelError(f"{source!r} has no padding token.", "set pad_token_id in its config.json.")
 
 
-def identify(source: str | Path, commit: str | None = None) -> str:
+def identify(source: str | Path) -> str:
     """A name that changes with the content: the commit on the hub, or a digest of the folder's files."""
     if source == EMBEDDED:
         return base_name()
     if not Path(source).is_dir():
-        return f"{source}@{commit}"
+        return f"{source}@{find_snapshot(str(source)).name}"
     digest = hashlib.sha256()
     for file in sorted(Path(source).iterdir()):
         if file.suffix in (".json", ".txt", ".safetensors", ".onnx"):
