@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from radq.data import read_table
+from radq.tables import read_table
 from radq.evaluation.encoders import Encoder, load_encoder
 from radq.evaluation.linear import Card, LinearModel, Split
 

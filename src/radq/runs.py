@@ -132,7 +132,7 @@ def _load(config: RewardTrainingConfig, model: RewardModel, progress: bool) -> t
     data, eval_data = load_parts(config, model.tokenizer, model.max_tokens, progress)
     _check_labels(config, data)
     if not config.teacher:
-        model.config.response_range = list(data.response_range)
+        model.config.response_range = data.attribute_ranges
     return data, eval_data
 
 

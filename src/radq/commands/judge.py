@@ -93,7 +93,7 @@ def _score(arguments: Score) -> None:
 
 
 def _read_texts(arguments: Score) -> list[str]:
-    from radq.data import read_texts
+    from radq.tables import read_texts
     from radq.errors import OptionError
 
     texts = list(arguments.text)

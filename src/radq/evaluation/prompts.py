@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from radq.data import COMPRESSIONS, FORMATS, read_table
+from radq.tables import COMPRESSIONS, FORMATS, read_table
 from radq.errors import DataError, OptionError
 
 WANTED = '"prompt": {"text": …}, "prompt": "…" or "text": "…"'
