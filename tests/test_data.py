@@ -230,7 +230,7 @@ def test_data_sets_by_name(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
         ("rows.csv", 'text,praise\n"film"s,1\n', "cannot be read as csv: ',' expected after '\"'"),
         ("rows.csv", 'praise,text\n1,"film\n0,plot\n', "cannot be read as csv: unexpected end of data"),
         ("rows.tsv", "text\tpraise\nfilm\t1\nplot\t1\t1\n", "line 3: 3 fields"),
-        ("rows.tsv", "text\tpraise\n\"film\t1\nplot\n", "line 3: 1 field"),  # a quote is a character there
+        ("rows.tsv", 'text\tpraise\n"film\t1\nplot\n', "line 3: 1 field"),  # a quote is a character there
     ],
 )
 def test_ragged_rows_are_named_by_file_and_line(

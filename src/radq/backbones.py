@@ -28,6 +28,8 @@ from transformers.utils import logging as transformers_logging
 from radq.embedded import located
 from radq.errors import ModelError, OptionError
 
+ACCELERATORS = ("cuda", "mps", "xpu")
+
 
 def load_config(name: str | Path) -> PreTrainedConfig:
     name = located(name)
@@ -114,13 +116,16 @@ def num_logits(lm: PreTrainedModel) -> int:
 
 
 def find_device(name: str) -> str:
-    """The device by that name; "auto" is a GPU where there is one."""
+    """The device by that name; "auto" is the accelerator where there is one, else the CPU."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None and accelerator.type in ACCELERATORS else "cpu"
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
+        known = torch.empty(0, device=name).device.type in (*ACCELERATORS, "cpu")
+    except (RuntimeError, AssertionError, ImportError, ValueError) as error:
         raise OptionError(f"there is no device {name!r} here.", "use --device auto or cpu.") from error
+    if not known:
+        raise OptionError(f"radq does not compute on {name!r}.", f"use cpu, {', '.join(ACCELERATORS)} or auto.")
     return name
 
 

@@ -3,13 +3,46 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from radq.errors import OptionError, WriteError
 
 
 def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radq"
+
+
+def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what: str) -> None:
+    """Refuse to write into a folder that holds something else: it must be new, empty, or hold `what` already.
+
+    `is_own` says whether a folder holds `what`, which a message names: "a radq run".
+    """
+    folder = Path(folder)
+    if folder.is_dir() and (is_own(folder) or not any(folder.iterdir())):
+        return
+    if folder.exists() or folder.is_symlink():
+        kind = "folder that holds other files" if folder.is_dir() else "file"
+        raise OptionError(f"{str(folder)!r} is a {kind}, not {what}.", "choose a new or empty folder.")
+
+
+@contextmanager
+def explained_writing(target: str | Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise where a disk is full into one error that names the place."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError) as error:
+        if isinstance(error, WriteError) or (isinstance(error, RuntimeError) and "inline_container" not in str(error)):
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        if isinstance(error, RuntimeError):  # torch says nothing but at which byte it stopped
+            reason = "a file could be written in part only"
+        raise WriteError(
+            f"cannot write {str(target)!r}: {reason}.", "is the disk full? what was there before is unchanged."
+        ) from error
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape} ".encode())
-        digest.update(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b"")
+        values: Any = np.ascontiguousarray(array)
+        digest.update(values.data.cast("B") if array.size else b"")
     return digest.hexdigest()[:LENGTH]
 
 
@@ -30,5 +32,6 @@ def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(values.data)
     return digest.hexdigest()[:LENGTH]

@@ -221,4 +221,4 @@ def _read_hub(source: str) -> Iterator[Table]:
         yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
 
 
-READERS = dict(zip(FORMATS, (_read_csv, _read_tsv, _read_jsonl, _read_parquet), strict=True))
+READERS: dict[str, Any] = {".csv": _read_csv, ".tsv": _read_tsv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
