@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from radq.errors import OptionError, WriteError
+from radq.errors import OptionError, RadqError, WriteError
 
 
 def default_cache_folder() -> Path:
@@ -35,7 +35,7 @@ def explained_writing(target: str | Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, RuntimeError) as error:
-        if isinstance(error, WriteError) or (isinstance(error, RuntimeError) and "inline_container" not in str(error)):
+        if isinstance(error, RadqError) or (isinstance(error, RuntimeError) and "inline_container" not in str(error)):
             raise
         reason = str(error).strip().splitlines()[0].rstrip(".")
         if isinstance(error, RuntimeError):  # torch says nothing but at which byte it stopped
@@ -55,15 +55,16 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
-        if target.exists():
-            for file in temporary.iterdir():
-                file.replace(target / file.name)
-        else:
-            temporary.rename(target)
+        with explained_writing(target):
+            yield temporary
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
+            if target.exists():
+                for file in temporary.iterdir():
+                    file.replace(target / file.name)
+            else:
+                temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

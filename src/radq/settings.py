@@ -1,5 +1,6 @@
 """Settings of training runs: dataclasses whose docstrings are the help, read from YAML and the command line."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -10,7 +11,8 @@ import yaml
 from radq.errors import OptionError
 from radq.validation import COUNT, Range, check_values, convert
 
-POSITIVE, NOT_NEGATIVE = Range(0, without_low=True), Range(0)
+RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
+BELOW_ONE = Range(0, 1, without_high=True)
 DType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -42,11 +44,11 @@ class TrainingConfig:
     """Longer texts are cut off; how many is said."""
     eval_data: list[str] = field(default_factory=list)
     """Files to evaluate on during training."""
-    eval_share: Annotated[float, Range(0, 1, without_high=True)] = 0.0
+    eval_share: Annotated[float, BELOW_ONE] = 0.0
     """Without eval data: hold this share of the rows out."""
     cache: str | None = None
     """Folder for tokenised data; by default in the user's cache."""
-    epochs: Annotated[float, Range(0, 1e6, without_low=True)] = 5.0
+    epochs: Annotated[float, Range(0, 1_000_000, without_low=True)] = 5.0
     """Passes over the data."""
     max_steps: Annotated[int, Range(1, 2**31 - 1, also=-1)] = -1
     """Stop after so many optimizer steps; -1 goes by epochs."""
@@ -54,15 +56,15 @@ class TrainingConfig:
     """Texts per optimizer step, over all processes."""
     micro_batch_size: Annotated[int | None, COUNT] = None
     """Texts per forward and process; the rest is accumulated. By default all at once."""
-    learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-5
+    learning_rate: Annotated[float, RATE] = 1e-5
     """Falls linearly to 0."""
     warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
     """Of AdamW."""
-    adam_beta1: Annotated[float, Range(0, 1, without_high=True)] = 0.9
+    adam_beta1: Annotated[float, BELOW_ONE] = 0.9
     """Of AdamW."""
-    adam_beta2: Annotated[float, Range(0, 1, without_high=True)] = 0.95
+    adam_beta2: Annotated[float, BELOW_ONE] = 0.95
     """Of AdamW."""
     adam_epsilon: Annotated[float, NOT_NEGATIVE] = 1e-12
     """Of AdamW."""
@@ -116,7 +118,7 @@ class TrainingConfig:
             raise OptionError("there is no run folder.", "give --out DIR.")
         if len(set(self.attributes)) != len(self.attributes):
             raise OptionError(f"labels are {self.labels!r}.", "name each column once.")
-        if self.label_range is not None and self.label_range[0] >= self.label_range[1]:
+        if self.label_range is not None and not 0 < self.label_range[1] - self.label_range[0] < math.inf:
             raise OptionError(f"label_range is {self.label_range}.", "give a low and a high that is above it.")
         if self.chooses_best and not (self.eval_data or self.eval_share):
             raise OptionError(
@@ -147,7 +149,7 @@ class RewardTrainingConfig(TrainingConfig):
     """Of the frozen backbone under adapters, which stay float32 themselves. Half precision takes half the memory."""
     loss: Literal["mse", "ce"] = "mse"
     """Squared error, or cross-entropy for responses in [0, 1]."""
-    head_learning_rate: Annotated[float | None, NOT_NEGATIVE] = None
+    head_learning_rate: Annotated[float | None, RATE] = None
     """Of the head, where it is to differ. A product of two long vectors wants smaller steps than adapters do."""
     reg_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Of the regulariser that keeps marginal rewards of random tokens near 0; RAD-Q only."""

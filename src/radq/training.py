@@ -42,7 +42,7 @@ from radq.statistics import area_under_curve
 from radq.training_arguments import make_arguments
 
 CHECKPOINTS_KEPT = 2  # and the best one, where the best is asked for
-ROWS_NAMED = 5  # of a batch, in an error
+ROWS_NAMED = 8  # of a batch, in an error
 
 
 class BatchTrainer(Trainer):
