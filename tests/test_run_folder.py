@@ -17,7 +17,7 @@ from radq.checkpoints import find_checkpoints, find_damage
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, TrainingError, WriteError
 from radq.expert_training import train_experts
-from radq.models import RadV, RewardModel
+from radq.models import RadQ, RadV, RewardModel
 from radq.runs import train
 from radq.settings import ExpertTrainingConfig, RewardTrainingConfig
 from radq.toy import make_reviews
@@ -368,3 +368,40 @@ def test_each_attribute_has_its_range(settings: RewardTrainingConfig, tmp_path: 
     model = RewardModel.from_pretrained(settings.out)
     assert model.config.response_range == [[0.0, 1.0], [1.0, 5.0]]
     assert model.config.attribute_ranges == [(0.0, 1.0), (1.0, 5.0)]
+
+
+# --- precision ---
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_frozen_backbone_may_be_held_in_half_precision(
+    dtype: str, settings: RewardTrainingConfig, tmp_path: Path
+) -> None:
+    lora = changed(settings, lora_rank=2)
+    train(changed(lora, out=str(tmp_path / "float32")))
+    half = changed(lora, backbone_dtype=dtype, save_steps=2)
+    train(half)
+    assert all(values.dtype == torch.float32 for values in weights(half.out).values())
+    losses = [[line["loss"] for line in lines(run) if "loss" in line] for run in (half.out, tmp_path / "float32")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    train(changed(half, out=settings.out), resume=True)
+    for change, message in [
+        ({"backbone_dtype": dtype}, "backbone_dtype is.*--lora-rank"),
+        ({"lora_rank": 10_000}, "lora_rank is 10000.*width"),
+        ({"precision": "float16"}, "precision is 'float16', and there is no GPU"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            train(changed(settings, out=str(tmp_path / "refused"), **change))
+
+
+def test_bfloat16_works_on_any_processor(settings: RewardTrainingConfig) -> None:
+    metrics = train(changed(settings, precision="bfloat16", max_steps=2))
+    assert np.isfinite(metrics["train_loss"])
+
+
+def test_a_second_stage_from_half_precision_trains_in_float32(
+    settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
+) -> None:
+    RadQ.from_backbone(calm_toy, ["praise"], num_layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    train(changed(settings, backbone="", num_layers=None, init=str(tmp_path / "half"), max_steps=1))
+    assert all(values.dtype == torch.float32 for values in weights(settings.out).values())

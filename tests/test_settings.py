@@ -147,23 +147,7 @@ def test_half_precision_follows_the_card(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 NUMBERS = ["nan", "inf", "-1", "0", "1", "2", "3.5", "1e400", "1e-320", "-3", "99999999999999999999", "1e39"]
-WORDS = [
-    "",
-    " ",
-    "text",
-    "praise",
-    ",",
-    "none",
-    "wandb",
-    "/dev/null",
-    "a\0b",
-    "x" * 300,
-    "§",
-    "None",
-    "true",
-    "{",
-    "../",
-]
+WORDS = ["", " ", "text", "praise", ",", "none", "wandb", "/dev/null", "a\0b", "x" * 300, "§", "None", "true", "../"]
 ANYTHING = st.one_of(st.sampled_from(NUMBERS + WORDS), st.text(string.printable, max_size=8))
 
 

@@ -247,6 +247,34 @@ def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig
     assert losses(settings.out) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("distils", [False, True])
+def test_loss_and_regulariser_agree_over_the_attributes(
+    distils: bool, settings: RewardTrainingConfig, tmp_path: Path
+) -> None:
+    """Both are sums over attributes on responses, and both are means in distillation: written out by hand."""
+    from radq.data import DataColumns, load_data
+
+    pandas.DataFrame({"text": ["film", "plot"], "a": [0, 1], "b": [1, 1], "c": [0.5, 0]}).to_csv(
+        tmp_path / "rows.csv", index=False
+    )
+    names = ["a", "b", "c"]
+    torch.manual_seed(0)
+    teacher = RadV.from_backbone(settings.backbone, names)
+    teacher.save_pretrained(tmp_path / "teacher")
+    three = changed(settings, data=[str(tmp_path / "rows.csv")], labels="a,b,c", max_steps=1, reg_weight=10.0)
+    train(changed(three, teacher=str(tmp_path / "teacher")) if distils else three)
+
+    torch.manual_seed(settings.seed)
+    model = RadQ.from_backbone(settings.backbone, names)
+    assert model.tokenizer is not None
+    batch = load_data(three.data, model.tokenizer, DataColumns(labels=names), cache_folder=settings.cache).batch([0, 1])
+    with torch.no_grad():
+        output = model(batch["input_ids"], batch["attention_mask"], random_tokens(batch, model.vocabulary.size, 0, 0))
+        wanted = teacher.token_rewards(batch["input_ids"])[:, 0] if distils else batch["responses"]  # one token each
+    squares = (output.rewards[:, 0] - wanted).square() + 10 * output.marginals[:, 0].square()  # (2 texts, 3 attributes)
+    assert losses(settings.out) == pytest.approx([squares.sum().item() / 2 / (3 if distils else 1)], rel=1e-4)
+
+
 def test_random_tokens_belong_to_rows_and_are_uniform() -> None:
     rows = torch.arange(3000)
     batch = {"rows": rows, "input_ids": torch.zeros(3000, 20, dtype=torch.long)}

@@ -114,7 +114,7 @@ def simplify_ranges(given: Sequence[float] | Sequence[Sequence[float]], num_attr
 class RewardOutput(ModelOutput):
     """Head outputs, before the σ of a model trained with cross-entropy: what the training losses take."""
 
-    rewards: Tensor | None = None  # (b, t, a)
+    rewards: Any = None  # a tensor (b, t, a); under autocast outputs are made again from a dict of their fields
     marginals: Tensor | None = None  # (b, t, a): Δr of the random tokens, where some were given
 
 
