@@ -254,7 +254,7 @@ def test_loss_and_regulariser_agree_over_the_attributes(
     """Both are sums over attributes on responses, and both are means in distillation: written out by hand."""
     from radq.data import DataColumns, load_data
 
-    pandas.DataFrame({"text": ["film", "plot"], "a": [0, 1], "b": [1, 1], "c": [0.5, 0]}).to_csv(
+    pandas.DataFrame({"text": ["film", "plot"], "a": [0, 1], "b": [1, 0.5], "c": [0.5, 0]}).to_csv(
         tmp_path / "rows.csv", index=False
     )
     names = ["a", "b", "c"]
