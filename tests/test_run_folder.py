@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -252,6 +253,8 @@ def test_a_student_goes_on_with_its_teacher_alone(
 ) -> None:
     student = changed(settings, teacher=make_teacher(tmp_path / "teacher", calm_toy, 0))
     train(student)
+    shutil.copytree(tmp_path / "teacher", tmp_path / "moved")
+    train(changed(student, teacher=str(tmp_path / "moved")), resume=True)
     make_teacher(tmp_path / "teacher", calm_toy, 1)
     with pytest.raises(OptionError, match="the contents of teacher changed"):
         train(student, resume=True)

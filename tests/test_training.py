@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from radq.checkpoints import find_checkpoints
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.guides import RewardGuide
@@ -25,7 +26,7 @@ from radq.runs import train
 from radq.settings import RewardTrainingConfig, load_settings
 from radq.statistics import area_under_curve
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
-from radq.training import compute_metrics, constant_metrics, find_checkpoints, random_tokens
+from radq.training import compute_metrics, constant_metrics, random_tokens
 
 SMALL: dict[str, Any] = {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3, "log_steps": 1}
 

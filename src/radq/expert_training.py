@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.backbones import load_causal_lm, load_config, load_tokenizer, quiet
+from radq.batch_trainer import BatchTrainer
 from radq.data import RewardData
 from radq.errors import DataError, OptionError
 from radq.experts import class_log_posterior, token_log_probabilities
@@ -33,7 +34,6 @@ from radq.precision import precise
 from radq.run_folder import begin_run, check_resumed, find_resumed_checkpoint, forget_run, open_run
 from radq.runs import load_parts, run_trainer
 from radq.settings import ExpertTrainingConfig
-from radq.training import BatchTrainer
 from radq.training_arguments import make_arguments
 from radq.vocabulary import find_bos
 

@@ -15,6 +15,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from radq.batch_trainer import BatchTrainer
 from radq.data import DataColumns, RewardData, load_data
 from radq.errors import DataError, ModelError, OptionError, RadqError, VocabularyError
 from radq.files import explained_writing, whole_file
@@ -23,7 +24,7 @@ from radq.models import RadQ, RadV, RewardModel, simplify_ranges
 from radq.precision import without_emulation_notice
 from radq.run_folder import begin_run, check_resumed, find_resumed_checkpoint, open_run
 from radq.settings import RewardTrainingConfig, TrainingConfig
-from radq.training import BatchTrainer, RewardTrainer
+from radq.training import RewardTrainer
 
 
 def train(
@@ -89,8 +90,17 @@ def _identify_contents(
     if eval_data is not None:
         contents["eval_data"] = eval_data.fingerprint
     if teacher is not None:
-        contents["teacher"] = fingerprint(teacher.config.to_dict(), fingerprint_tensors(teacher.state_dict()))
+        contents["teacher"] = _identify_teacher(teacher)
     return contents
+
+
+def _identify_teacher(teacher: RewardModel) -> str:
+    """By all that its rewards depend on, and not by where it lies."""
+    settings = [teacher.config.attributes, teacher.config.loss, teacher.config.prepend_bos, teacher.config.bos_token_id]
+    backbone: Any = teacher.config.backbone
+    elsewhere = ("_name_or_path", "transformers_version", "dtype")
+    shape = {name: value for name, value in backbone.to_dict().items() if name not in elsewhere}
+    return fingerprint(settings, shape, fingerprint_tensors(teacher.state_dict()))
 
 
 def _compare_with_constants(metrics: dict[str, float]) -> None:
