@@ -137,7 +137,8 @@ class RewardTrainer(BatchTrainer):
         responses, weights = data.labels[data.rows], data.weights[data.rows]
         width = a * (1 + bool(responses.shape[1])) + (2 + 2 * a) * bool(self.config.teacher)
         labels: Any = np.concatenate([responses, weights[:, None]], axis=1)
-        return list(self.metrics(EvalPrediction(np.ones((len(data), width)), labels)))
+        names = self.metrics(EvalPrediction(np.ones((len(data), width)), labels))
+        return [name for name in names if not name.startswith("constant_")]  # which training does not change
 
 
 def give_own_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:

@@ -70,7 +70,7 @@ def _number(value: Any, parts: Any, problem: str) -> float:
     except (OverflowError, TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise OptionError(problem, "give a finite number; numbers are needed there.")
+        raise OptionError(problem, "finite numbers are needed there.")
     return number
 
 
