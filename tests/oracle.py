@@ -70,7 +70,8 @@ def guided_logits(
     for token in candidates(logits, top_k, top_p):
         rewards = reward(model, prefix, token)
         if clamp:
-            rewards = rewards.clamp(*model.config.response_range)
+            low, high = torch.tensor(model.config.attribute_ranges, dtype=rewards.dtype).T
+            rewards = rewards.clamp(low, high)
         shift = sum(beta * rewards[model.config.attributes.index(name)] for name, beta in weights.items())
         guided[token] = logits[token] / temperature + shift
     return guided

@@ -1,11 +1,15 @@
 """Adapted layers against the sum they stand for."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from radq.adapters import AdaptedLinear, add_adapters
+from radq.models import RadQ, RadV
 
 LAYERS = [nn.Linear(5, 7), nn.Linear(5, 7, bias=False), Conv1D(7, 5)]
 
@@ -68,3 +72,58 @@ def test_in_autocast_products_are_in_bfloat16_and_gradients_in_float32() -> None
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
         torch.testing.assert_close(parameter.grad, gradient, rtol=0.03, atol=0.1)
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("layer", [nn.Linear(5, 7), Conv1D(7, 5)])
+def test_adapters_are_float32_beside_weights_of_half_precision(layer: nn.Linear | Conv1D, dtype: torch.dtype) -> None:
+    module = AdaptedLinear(copy.deepcopy(layer).to(dtype), rank=3)
+    nn.init.normal_(module.b)
+    assert module.a.dtype == module.b.dtype == torch.float32
+    x = torch.randn(4, 5, dtype=dtype, requires_grad=True)
+    y = module(x)
+    assert y.dtype == dtype
+    wide = AdaptedLinear(copy.deepcopy(module.base_layer).float(), rank=3)
+    wide.load_state_dict(module.state_dict())
+    torch.testing.assert_close(y.float(), wide(x.float()), rtol=0.03, atol=0.1)
+    y.float().square().sum().backward()
+    for parameter in (module.a, module.b):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    module.fold()
+    assert module.weight.dtype == dtype
+    torch.testing.assert_close(module(x).float(), y.float(), rtol=0.03, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("kind", ["q", "v"])
+@pytest.mark.parametrize("head", ["linear", "linear-nobaseline", "mlp"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_model_of_float32_adapters_over_a_half_backbone(
+    kind: str, head: str, dtype: torch.dtype, lm_folders: dict[str, Path]
+) -> None:
+    """Rewards are those of the same weights in float32, in texts and of next tokens."""
+    options = {"head": head} if kind == "q" else {}
+    torch.manual_seed(0)
+    half = {"q": RadQ, "v": RadV}[kind].from_backbone(lm_folders["llama"], ["a", "b"], dtype=dtype, **options)
+    assert {buffer.dtype for buffer in half.backbone.buffers() if buffer.is_floating_point()} == {torch.float32}
+    half.head.float()
+    half.add_lora(2, "base")
+    wide = copy.deepcopy(half).float()
+    ids = torch.tensor([[3, 9, 4, 12], [5, 5, 6, 7]])
+    rewards = half.token_rewards(ids)
+    assert rewards.dtype == torch.float32
+    torch.testing.assert_close(rewards, wide.token_rewards(ids), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(half.next_rewards(ids), wide.next_rewards(ids), rtol=0.05, atol=0.05)
+    candidates = torch.tensor([[3, 4], [5, 6]])
+    torch.testing.assert_close(
+        half.next_rewards(ids, candidates=candidates),
+        wide.next_rewards(ids, candidates=candidates),
+        rtol=0.05,
+        atol=0.05,
+    )

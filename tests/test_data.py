@@ -3,7 +3,7 @@
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -14,10 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from radq.data import DataColumns, GlobalBatches, RewardData, load_data, read_table
+from radq.data import DataColumns, GlobalBatches, RewardData, load_data
 from radq.errors import DataError, OptionError
+from radq.tables import read_table
 from radq.toy import make_reviews
 
 PRAISE = DataColumns(labels=["praise"])
@@ -75,7 +80,7 @@ def test_every_format_gives_the_same_rows(
 def test_several_files_and_pieces(
     toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radq.data.ROWS_PER_PIECE", 7)
+    monkeypatch.setattr("radq.tables.ROWS_PER_PIECE", 7)
     for n in range(2):
         table(10 + n).to_csv(tmp_path / f"{n}.csv", index=False)
     data = load_data([tmp_path / "0.csv", tmp_path / "1.csv"], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")
@@ -137,10 +142,10 @@ def test_labels_may_be_mapped_and_their_range_is_known(toy_tokenizer: PreTrained
         columns = DataColumns(labels=["stars"], label_range=label_range)
         return load_data([tmp_path / "stars.csv"], toy_tokenizer, columns, cache_folder=tmp_path / "cache")
 
-    assert load(None).response_range == (1.0, 5.0)
-    assert load((1, 5)).response_range == (0.0, 1.0)
+    assert load(None).attribute_ranges == [(1.0, 5.0)]
+    assert load((1, 5)).attribute_ranges == [(0.0, 1.0)]
     assert load((1, 5)).labels[:, 0].tolist() == [0.0, 1.0]
-    assert load((0, 10)).response_range == (0.0, 1.0)
+    assert load((0, 10)).attribute_ranges == [(0.0, 1.0)]
 
 
 def test_an_empty_batch_weighs_nothing(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -214,6 +219,163 @@ def test_data_sets_by_name(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
     table().to_parquet(tmp_path / "reviews" / "train.parquet")  # a folder is a data set of its own
     for name in (f"{tmp_path}/reviews", f"{tmp_path}/reviews:train"):
         assert len(load_data([name], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")) == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("rows.csv", "text,praise\nhello, the plot was bad .,0\n", "line 2: 3 fields in a table of 2 columns"),
+        ("rows.csv", "text,praise\nfilm,1\nplot\n", "line 3: 1 field in"),
+        ("rows.csv", 'text,praise\n"the\n\nfilm",1\n\nplot,1,2\n', "line 6: 3 fields"),  # lines, not rows
+        ("rows.csv", 'text,praise\n"film"s,1\n', "cannot be read as csv: ',' expected after '\"'"),
+        ("rows.csv", 'praise,text\n1,"film\n0,plot\n', "cannot be read as csv: unexpected end of data"),
+        ("rows.tsv", "text\tpraise\nfilm\t1\nplot\t1\t1\n", "line 3: 3 fields"),
+        ("rows.tsv", 'text\tpraise\n"film\t1\nplot\n', "line 3: 1 field"),  # a quote is a character there
+    ],
+)
+def test_ragged_rows_are_named_by_file_and_line(
+    name: str, content: str, line: str, toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=rf"rows\.\w+'?,? {line}"):
+        load_data([tmp_path / name], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")
+
+
+def test_a_text_may_hold_separators_lines_and_more_than_131072_characters(tmp_path: Path) -> None:
+    texts = ['a, "b"\n\nc', "x" * 200_000, "\ufeffd\te"]
+    pandas.DataFrame({"text": texts, "n": range(3)}).to_csv(tmp_path / "rows.csv", index=False)
+    (found,) = read_table(tmp_path / "rows.csv")
+    assert list(found["text"]) == texts
+    (tmp_path / "mark.csv").write_bytes(b"\xef\xbb\xbftext\r\nfilm\r\n")  # as Excel begins files
+    assert list(next(read_table(tmp_path / "mark.csv"))["text"]) == ["film"]
+
+
+MESSAGES = [{"role": "user", "content": "film"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ({"text": ["film", MESSAGES], "praise": [1, 0]}, {}, "row 2: 'text' is a list, not a text.*chat template"),
+        ({"text": ["film", {"a": 1}], "praise": [1, 0]}, {}, "row 2: 'text' is a dict"),
+        ({"text": ["film"], "context": [MESSAGES], "praise": [1]}, {"prompt": "context"}, "row 1: 'context' is a list"),
+        ({"text": ["film", "plot"], "praise": [1, [1]]}, {}, "row 2: 'praise' is \\[1\\]"),
+        ({"text": ["film", "plot"], "praise": [1, 1e39]}, {}, "row 2: 'praise' is 1e\\+39.*3.4e38"),
+        ({"text": ["film", "plot"], "praise": [0, 1.5]}, {"label_range": (0, 1)}, "row 2: 'praise' is 1.5.*0 to 1"),
+        ({"text": ["film", "plot"], "praise": [0, -1]}, {"label_range": (0, 1)}, "row 2: 'praise' is -1"),
+        ({"text": ["film", "plot"], "praise": [0, 1], "w": [1, -1]}, {"weight": "w"}, "row 2: 'w' is -1.*0 or more"),
+        ({"text": ["film", "plot"], "praise": [0, 1], "w": [1, 1e39]}, {"weight": "w"}, "row 2: 'w' is 1e\\+39"),
+    ],
+)
+def test_cells_that_cannot_be_trained_on_are_named(
+    rows: dict, columns: dict, message: str, toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    lines = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    wanted = DataColumns(labels=["praise"], **columns)
+    with pytest.raises(DataError, match=rf"rows\.jsonl, {message}"):
+        load_data([tmp_path / "rows.jsonl"], toy_tokenizer, wanted, cache_folder=tmp_path / "cache")
+
+
+def test_lists_in_parquet_and_columns_twice_are_named(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    pandas.DataFrame({"text": [["a", "b"]], "praise": [1]}).to_parquet(tmp_path / "lists.parquet")
+    (tmp_path / "twice.csv").write_text("text,praise,text\nfilm,1,plot\n")
+    (tmp_path / "digits.jsonl").write_text('{"text": "film", "praise": 1' + "0" * 400 + "}")
+    for name, message in [
+        ("lists.parquet", "row 1: 'text' is a list"),
+        ("twice.csv", "2 columns 'text'"),
+        ("digits.jsonl", "cannot be read|row 1: 'praise' is"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            load_data([tmp_path / name], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")
+
+
+# --- what tokens depend on ---
+
+
+def words(**changes: object) -> PreTrainedTokenizerFast:
+    """A tokenizer of three words, whose parts may be exchanged without a change of its vocabulary."""
+    backend = Tokenizer(WordLevel({"film": 0, "FILM": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    for name, value in changes.items():
+        setattr(backend, name, value)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+def test_a_tokenizer_with_another_normaliser_or_pre_tokenizer_tokenises_anew(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text\nFILM film-film\n")
+
+    def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        data = load_data([tmp_path / "rows.csv"], tokenizer, DataColumns(), cache_folder=tmp_path / "cache")
+        return data.batch([0])["input_ids"][0].tolist()
+
+    assert ids(words()) == [1, 0, 2, 0]
+    assert ids(words(normalizer=Lowercase())) == [0, 0, 2, 0]
+    assert ids(words(pre_tokenizer=WhitespaceSplit())) == [1, 2]
+    padding = words()
+    padding.backend_tokenizer.enable_padding(length=9)  # as some tokenizer.json files ask for
+    padding.backend_tokenizer.enable_truncation(2)
+    assert ids(padding) == [1, 0, 2, 0]
+
+
+def test_tokenizers_written_in_python_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text\nab<x>\n")
+
+    def ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        data = load_data([tmp_path / "rows.csv"], tokenizer, DataColumns(), cache_folder=tmp_path / "cache")
+        return data.batch([0])["input_ids"][0].tolist()
+
+    plain, more = ByT5Tokenizer(), ByT5Tokenizer()
+    more.add_tokens(["<x>"])
+    assert len(ids(plain)) == 5
+    assert len(ids(more)) == 3
+
+
+def test_a_folder_is_known_by_its_place_and_content(
+    toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place / "reviews").mkdir(parents=True)
+        (tmp_path / place / "reviews" / "train.csv").write_text(f"text,praise\nfilm,{int(place == 'one')}\n")
+
+    def read(source: str) -> Iterator[pandas.DataFrame]:  # in place of the package `datasets`
+        yield from read_table(Path(source.split(":")[0]) / "train.csv")
+
+    monkeypatch.setattr("radq.data.read_table", read)
+
+    def label(place: str, source: str) -> float:
+        monkeypatch.chdir(tmp_path / place)
+        return load_data([source], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache").labels[0, 0]
+
+    for source in ("reviews", "reviews:train"):
+        assert label("one", source) == 1
+        assert label("two", source) == 0
+    (tmp_path / "two" / "reviews" / "train.csv").write_text("text,praise\nfilm,2\n")
+    assert label("two", "reviews") == 2
+    assert label("two", "reviews:train") == 2
+
+
+def test_damaged_tokens_are_named(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    table().to_csv(tmp_path / "reviews.csv", index=False)
+    for name in ("tokens.bin", "labels.npy", "counts.json"):
+        data = load_data([tmp_path / "reviews.csv"], toy_tokenizer, PRAISE, cache_folder=tmp_path / name)
+        whole = (data.folder / name).read_bytes()
+        (data.folder / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(DataError, match="damaged.*delete"):
+            load_data([tmp_path / "reviews.csv"], toy_tokenizer, PRAISE, cache_folder=tmp_path / name)
+
+
+def test_a_split_leaves_rows_to_train_on_and_has_a_name_of_its_own(
+    toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    table().to_csv(tmp_path / "reviews.csv", index=False)
+    data = load_data([tmp_path / "reviews.csv"], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")
+    train, held_out = data.split(0.5, seed=0)
+    assert len(train) == len(held_out)
+    assert len({data.fingerprint, train.fingerprint, held_out.fingerprint}) == 3
+    assert data.split(0.5, seed=0)[0].fingerprint == train.fingerprint
+    with pytest.raises(DataError, match="share of 0.5 of 1 row leaves none"):
+        data.where(np.arange(40) == 3).split(0.5, seed=0)
 
 
 # --- batches ---

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from radq.checkpoints import find_checkpoints
 from radq.cli import main
 from radq.decoding import generate
 from radq.errors import DataError, OptionError
@@ -21,7 +22,6 @@ from radq.models import RadQ
 from radq.settings import ExpertTrainingConfig, load_settings
 from radq.specifications import guide_maker, load_guide, load_guides
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
-from radq.training import find_checkpoints
 
 METHODS = ["dexperts", "gedi"]
 

@@ -20,7 +20,8 @@ CANDIDATES = torch.tensor([[4, 9, 13, 2], [0, 36, 9, 9]])
 def rewards_by_hand(model, clamp: bool) -> torch.Tensor:
     rows = [[oracle.reward(model, p.tolist(), int(v)) for v in c] for p, c in zip(PREFIXES, CANDIDATES, strict=True)]
     rewards = torch.stack([torch.stack(row) for row in rows])
-    return rewards.clamp(*model.config.response_range) if clamp else rewards
+    low, high = torch.tensor(model.config.attribute_ranges, dtype=rewards.dtype).T
+    return rewards.clamp(low, high) if clamp else rewards
 
 
 @pytest.mark.parametrize("kind", ["q", "v"])
@@ -132,3 +133,15 @@ def test_another_vocabulary_is_refused(guide: RewardGuide, toy_tokenizer: PreTra
 
 def test_tokens_beyond_the_reward_models_are_no_candidates(guide: RewardGuide) -> None:
     assert guide.vocab_size == len(make_tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+def test_each_attribute_is_clamped_to_its_own_range(kind: str, lm_folders: dict[str, Path]) -> None:
+    model = make_reward(kind, lm_folders["gpt2"], response_range=[(-0.1, 0.1), (-100, 100)])
+    guide = RewardGuide(model, {"rude": -3, "nice": 2.5})
+    state = guide.start(PREFIXES)
+    expected = rewards_by_hand(model, clamp=True) @ torch.tensor([2.5, -3.0], dtype=torch.float64)
+    torch.testing.assert_close(guide.shift(state, CANDIDATES), expected)
+    clipped = rewards_by_hand(model, clamp=False)[..., 0].abs() > 0.1
+    assert clipped.any()
+    assert torch.equal(guide.clipped(state), clipped)

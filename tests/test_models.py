@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from radq.backbones import quiet
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.losses import baseline_loss, squared_loss
-from radq.models import RadQ, RadV, RewardModel
+from radq.models import RadQ, RadV, RewardConfig, RewardModel
 from radq.vocabulary import read_vocabulary
 
 KINDS = ["q", "v"]
@@ -483,3 +483,16 @@ def test_a_stored_model_loads_in_half_precision(
     assert {parameter.dtype for parameter in half.parameters()} == {dtype}
     ids = torch.tensor([[3, 9, 4]])
     torch.testing.assert_close(half.next_rewards(ids).float(), model.next_rewards(ids), atol=0.05, rtol=0.05)
+
+
+def test_response_ranges_are_one_pair_or_one_for_each_attribute(lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    each = [(0, 1), (-2, 2)]
+    model = make_reward("q", lm_folders["gpt2"], response_range=each)
+    model.save_pretrained(tmp_path / "each")
+    assert RewardModel.from_pretrained(tmp_path / "each").config.response_range == [[0.0, 1.0], [-2.0, 2.0]]
+    same = RewardConfig(attributes=["a", "b"], response_range=[(0, 5), (0, 5)])
+    assert same.response_range == [0.0, 5.0]  # as folders of one range have it
+    assert same.attribute_ranges == [(0.0, 5.0), (0.0, 5.0)]
+    for wrong in ([(0, 1)], (0, 1, 2), [(0, 1), (2, 1)], (1, 0), ()):
+        with pytest.raises(OptionError, match="response_range is"):
+            RewardConfig(attributes=["a", "b"], response_range=wrong)

@@ -1,6 +1,7 @@
 """Training: tasks with known answers are learnt, and neither batches, processes nor crashes change a run."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from radq.checkpoints import find_checkpoints
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.guides import RewardGuide
@@ -22,7 +24,7 @@ from radq.runs import train
 from radq.settings import RewardTrainingConfig, load_settings
 from radq.statistics import area_under_curve
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
-from radq.training import compute_metrics, find_checkpoints, random_tokens
+from radq.training import compute_metrics, constant_metrics, random_tokens
 
 SMALL: dict[str, Any] = {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3, "log_steps": 1}
 
@@ -107,6 +109,7 @@ def test_known_answers_are_learnt(kind: str, task: str, calm_toy: Path, tmp_path
         assert model.token_rewards(ids)[0, -1, 0].item() == pytest.approx(expected, abs=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant")
 def test_a_student_learns_its_teachers_rewards(settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path) -> None:
     teacher = changed(settings, kind="v", epochs=12, learning_rate=3e-3, out=str(tmp_path / "teacher"))
     train(teacher)
@@ -243,6 +246,34 @@ def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig
     assert losses(settings.out) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("distils", [False, True])
+def test_loss_and_regulariser_agree_over_the_attributes(
+    distils: bool, settings: RewardTrainingConfig, tmp_path: Path
+) -> None:
+    """Both are sums over attributes on responses, and both are means in distillation: written out by hand."""
+    from radq.data import DataColumns, load_data
+
+    pandas.DataFrame({"text": ["film", "plot"], "a": [0, 1], "b": [1, 0.5], "c": [0.5, 0]}).to_csv(
+        tmp_path / "rows.csv", index=False
+    )
+    names = ["a", "b", "c"]
+    torch.manual_seed(0)
+    teacher = RadV.from_backbone(settings.backbone, names)
+    teacher.save_pretrained(tmp_path / "teacher")
+    three = changed(settings, data=[str(tmp_path / "rows.csv")], labels="a,b,c", max_steps=1, reg_weight=10.0)
+    train(changed(three, teacher=str(tmp_path / "teacher")) if distils else three)
+
+    torch.manual_seed(settings.seed)
+    model = RadQ.from_backbone(settings.backbone, names)
+    assert model.tokenizer is not None
+    batch = load_data(three.data, model.tokenizer, DataColumns(labels=names), cache_folder=settings.cache).batch([0, 1])
+    with torch.no_grad():
+        output = model(batch["input_ids"], batch["attention_mask"], random_tokens(batch, model.vocabulary.size, 0, 0))
+        wanted = teacher.token_rewards(batch["input_ids"])[:, 0] if distils else batch["responses"]  # one token each
+    squares = (output.rewards[:, 0] - wanted).square() + 10 * output.marginals[:, 0].square()  # (2 texts, 3 attributes)
+    assert losses(settings.out) == pytest.approx([squares.sum().item() / 2 / (3 if distils else 1)], rel=1e-4)
+
+
 def test_random_tokens_belong_to_rows_and_are_uniform() -> None:
     rows = torch.arange(3000)
     batch = {"rows": rows, "input_ids": torch.zeros(3000, 20, dtype=torch.long)}
@@ -300,7 +331,9 @@ def test_a_killed_run_resumes_to_the_same_weights(settings: RewardTrainingConfig
 
 
 def test_a_run_folder_tells_what_happened(settings: RewardTrainingConfig) -> None:
-    metrics = train(changed(settings, eval_share=0.2, eval_steps=5, save_steps=4))
+    with pytest.warns(UserWarning, match="does not beat a constant: weighted_mse is 0.*, that of a constant 0"):
+        metrics = train(changed(settings, eval_share=0.2, eval_steps=5, save_steps=4))
+    assert metrics["eval_constant_loss"] == pytest.approx(metrics["eval_constant_weighted_mse"])
     out = Path(settings.out)
     stored = load_settings(out / "config.yaml")
     assert stored.labels == "praise"
@@ -370,8 +403,23 @@ def test_metrics_by_hand() -> None:
     assert metrics["last_token_mse"] == pytest.approx((0.04 + 0.16 + 0.04 + 0.16) / 4)
     assert metrics["auc_a"] == metrics["accuracy_a"] == 1.0
     assert "auc_b" not in metrics
-    distilled = compute_metrics(np.array([[0.5, 6.0, 3.0], [0.5, 2.0, 1.0]]), np.empty((2, 0)), ["a"])
-    assert distilled == {"distillation_mse": 2.0}
+    assert metrics["weighted_mse_a"] == pytest.approx(0.2)
+    # distance, tokens, sum and squares of a teacher that gives 0, 0, 4 and 4
+    distilled = compute_metrics(np.array([[0.5, 6, 3, 4, 16], [0.5, 2, 1, 4, 16]]), np.empty((2, 0)), ["a"])
+    assert distilled == {"distillation_mse": 2.0, "constant_distillation_mse": 4.0}
+
+
+def test_constants_by_hand() -> None:
+    responses, weights = np.array([[0.0, 1.0], [1.0, 1.0]]), np.array([1.0, 3.0])
+    found = constant_metrics(responses, weights, np.array([0.75, 0.5]), ["a", "b"], "mse")
+    a, b = (0.5625 + 0.0625) / 2, 0.25
+    assert found["constant_weighted_mse_a"] == pytest.approx(a)
+    assert found["constant_weighted_mse_b"] == pytest.approx(b)
+    assert found["constant_weighted_mse"] == pytest.approx((a + b) / 2)
+    assert found["constant_loss"] == pytest.approx(((0.5625 + 0.25) + 3 * (0.0625 + 0.25)) / 2)
+    entropy = constant_metrics(responses, weights, np.array([0.75, 0.5]), ["a", "b"], "ce")
+    first, second = -math.log(0.25) - math.log(0.5), -math.log(0.75) - math.log(0.5)
+    assert entropy["constant_loss"] == pytest.approx((first + 3 * second) / 2)
 
 
 # --- mistakes ---

@@ -37,7 +37,8 @@ class AdaptedLinear(nn.Module):
         self.base_layer = layer
         self.transposed = isinstance(layer, Conv1D)
         out, into = self.weight.shape
-        options: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype, "bias": False}
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)  # also beside weights of half precision
+        options: dict[str, Any] = {"device": layer.weight.device, "dtype": dtype, "bias": False}
         self.lora_A = nn.ModuleDict({"default": nn.Linear(into, rank, **options)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, out, **options)})
         nn.init.zeros_(self.b)
@@ -102,9 +103,9 @@ class _AdaptedProduct(torch.autograd.Function):
 
 
 def _sum(weight: Float[Tensor, "o i"], a: Float[Tensor, "r i"], b: Float[Tensor, "o r"]) -> Float[Tensor, "o i"]:
-    """W + s·B·A, in the precision of the weights whatever that of the forward is."""
+    """W + s·B·A, in the precision of the adapter whatever those of the weights and the forward are."""
     with torch.autocast(weight.device.type, enabled=False):
-        return torch.addmm(weight, b, a, alpha=SCALE)
+        return torch.addmm(weight.to(a.dtype), b, a, alpha=SCALE)
 
 
 def add_adapters(backbone: nn.Module, rank: int) -> None:

@@ -3,21 +3,17 @@
     data = load_data(["reviews.csv.gz"], tokenizer, DataColumns(text="text", labels=["praise"]))
     data.batch([0, 5, 7])["input_ids"]
 
-Tables are read in pieces, tokenised once by all cores, and kept on disk: tokens of all rows in one flat memory-mapped
+Tables (`radq.tables`) are tokenised once by all cores and kept on disk: tokens of all rows in one flat memory-mapped
 array, so that millions of rows take no memory. A batch is cut out of it with array operations, not row by row.
 """
 
-import gzip
-import hashlib
 import json
-import lzma
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +23,18 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.errors import DataError, OptionError
 from radq.files import default_cache_folder, whole_folder
+from radq.fingerprints import fingerprint, fingerprint_arrays
+from radq.tables import (
+    Table,
+    check_columns,
+    column_numbers,
+    column_texts,
+    read_table,
+    refuse_rows,
+    split_hub_name,
+)
 
-Table = Any  # a pandas.DataFrame, which is imported only where a table is read
-ROWS_PER_PIECE = 5_000
-FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
-COMPRESSIONS = (".gz", ".xz", ".zst")
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 NO_LIMIT = 2**31  # more tokens than any text has
 
 
@@ -44,8 +46,9 @@ class DataColumns:
         text: the utterance.
         labels: responses, one column per attribute; none where only texts are needed (distillation).
         prompt: context before the utterance, which carries no loss and does not count in its length.
-        weight: how much a row counts.
-        label_range: (low, high) of the labels, to be mapped to [0, 1]; None takes labels as they are.
+        weight: how much a row counts: 0 or more.
+        label_range: (low, high) of the labels, to be mapped to [0, 1]; None takes labels as they are, and a label
+            outside the range is an error.
         skip_empty: leave rows with an empty text out, and count them; otherwise one is an error.
     """
 
@@ -77,14 +80,19 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Tokenised rows in a folder; a map-style data set whose items are whole batches (see `__getitems__`)."""
 
     def __init__(self, folder: Path, rows: np.ndarray | None = None):
-        stored = json.loads((folder / "counts.json").read_text())
         self.folder = folder
-        self.counts = Counts(**stored["counts"])
-        self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        self.tokens = np.memmap(folder / "tokens.bin", dtype=stored["dtype"], mode="r")
-        self.prompt_lengths = np.load(folder / "prompt_lengths.npy", mmap_mode="r")
-        self.labels = np.load(folder / "labels.npy", mmap_mode="r")  # (n, a)
-        self.weights = np.load(folder / "weights.npy", mmap_mode="r")
+        try:
+            stored = json.loads((folder / "counts.json").read_text())
+            self.counts = Counts(**stored["counts"])
+            self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+            self.tokens = np.memmap(folder / "tokens.bin", dtype=stored["dtype"], mode="r", shape=(self.offsets[-1],))
+            self.prompt_lengths = np.load(folder / "prompt_lengths.npy", mmap_mode="r")
+            self.labels = np.load(folder / "labels.npy", mmap_mode="r")  # (n, a)
+            self.weights = np.load(folder / "weights.npy", mmap_mode="r")
+        except (EOFError, KeyError, TypeError, ValueError, OSError) as error:
+            raise DataError(
+                f"the tokenised data in {str(folder)!r} is damaged: {error}.", "delete that folder; it is made again."
+            ) from error
         self.rows = np.arange(len(self.weights)) if rows is None else rows
         self.targets: np.ndarray | None = None  # (tokens, a): rewards of a teacher, where they were computed ahead
 
@@ -101,16 +109,32 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)[self.rows]
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short name for these rows: tokens, labels, weights, and which of the rows are in this part."""
+        arrays = [self.tokens, self.offsets, self.prompt_lengths, self.labels, self.weights, self.rows]
+        return fingerprint_arrays(arrays)
+
     @property
-    def response_range(self) -> tuple[float, float]:
-        """(0, 1) unless the labels saw more."""
-        low, high = min(self.counts.label_low, default=0.0), max(self.counts.label_high, default=1.0)
-        return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
+    def attribute_ranges(self) -> list[tuple[float, float]]:
+        """Of each label (0, 1), or what it runs over where that is more."""
+        ranges = zip(self.counts.label_low, self.counts.label_high, strict=True)
+        return [(0.0, 1.0) if low >= 0 and high <= 1 else (low, high) for low, high in ranges]
+
+    @property
+    def mean_responses(self) -> np.ndarray:
+        """The weighted mean of each label, (a,): the constant that fits these rows best."""
+        return np.average(self.labels[self.rows], axis=0, weights=self.weights[self.rows].astype(np.float64))
 
     def split(self, share: float, seed: int) -> tuple["RewardData", "RewardData"]:
         """The rows without a random share of them, and that share."""
         order = np.random.default_rng(seed).permutation(self.rows)
         cut = max(1, round(len(order) * share))
+        if cut >= len(order):
+            raise DataError(
+                f"a share of {share:g} of {len(order)} row{'s' * (len(order) > 1)} leaves none to train on.",
+                "lower --eval-share, or give --eval-data.",
+            )
         return RewardData(self.folder, np.sort(order[cut:])), RewardData(self.folder, np.sort(order[:cut]))
 
     def where(self, chosen: np.ndarray) -> "RewardData":
@@ -198,6 +222,7 @@ def load_data(
     """Tokenise files or hub data sets, or find what an earlier call has tokenised."""
     if not sources:
         raise OptionError("there is no data.", "give one or more files.")
+    tokenizer("", add_special_tokens=False)  # which turns padding and truncation off, should its file have them on
     folder = Path(cache_folder or default_cache_folder()) / _cache_key(sources, tokenizer, columns, max_length)
     if not (folder / "counts.json").is_file():
         with whole_folder(folder) as temporary:
@@ -208,14 +233,32 @@ def load_data(
 def _cache_key(
     sources: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, columns: DataColumns, max_length: int
 ) -> str:
-    files = []
-    for source in sources:
-        path = Path(source)
-        known = [path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else source
-        files.append(known)
-    vocabulary = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
-    description = [CACHE_FORMAT, files, vocabulary, asdict(columns), max_length]
-    return hashlib.sha256(json.dumps(description, default=str).encode()).hexdigest()[:24]
+    known = [_identify(source) for source in sources]
+    return fingerprint(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), asdict(columns), max_length)
+
+
+def _identify(source: str | Path) -> list[object]:
+    """What changes when a source does: place, sizes and times of its files. A hub data set is known by name alone."""
+    path, split = Path(source), ""
+    if not path.is_file():
+        name, split = split_hub_name(str(source))
+        path = Path(name)
+        if not path.is_dir():
+            return [str(source)]
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    stats = [(file.as_posix(), file.stat()) for file in files]
+    return [path.resolve().as_posix(), split, *((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)]
+
+
+def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """By all that decides how it cuts texts: normaliser, pre-tokenizer, vocabulary, merges and added tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return fingerprint(backend.to_str(), backend.encode_special_tokens)
+    with tempfile.TemporaryDirectory() as folder:  # one written in Python has no description but its files
+        tokenizer.save_pretrained(folder)
+        files = sorted(Path(folder).iterdir())
+        return fingerprint(type(tokenizer).__name__, [(file.name, file.read_bytes().hex()) for file in files])
 
 
 def _tokenise(
@@ -251,6 +294,11 @@ def _tokenise(
     counts.rows, counts.tokens = len(sizes), int(sizes.sum())
     if not counts.rows:
         raise DataError(f"{', '.join(map(str, sources))}: there are no rows.", "is it the right file?")
+    if not counts.tokens:
+        raise DataError(
+            f"{', '.join(map(str, sources))}: the tokenizer makes no tokens of these texts.",
+            "does the tokenizer belong to the language of the texts?",
+        )
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
     np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
     np.save(folder / "labels.npy", np.concatenate(labels))
@@ -266,7 +314,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]  # on all cores
 
 
-# --- reading tables ---
+# --- rows ---
 
 
 @dataclass
@@ -284,132 +332,49 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
     """The rows of a file or hub data set, checked; an error names source, row and value."""
     first_row = 1
     for table in read_table(source):
-        _check_columns(source, table, columns.names)
+        check_columns(source, table, columns.names)
         table.index = np.arange(first_row, first_row + len(table))  # row numbers, for errors
         first_row += len(table)
-        texts = _texts(table, columns.text)
+        texts = column_texts(source, table, columns.text)
         full = np.array([text != "" for text in texts], dtype=bool)
         if not full.all() and not columns.skip_empty:
             row = table.index[int(np.argmin(full))]
             raise DataError(f"{source}, row {row}: {columns.text!r} is empty.", "leave such rows out by --skip-empty.")
         table = table[full]
-        labels = np.array([_numbers(source, table, name) for name in columns.labels]).T.reshape(
-            len(table), len(columns.labels)
-        )
-        if columns.label_range is not None:
-            low, high = columns.label_range
-            labels = (labels - low) / (high - low)
         yield Piece(
             texts=[text for text in texts if text],
-            prompts=[""] * len(table) if columns.prompt is None else _texts(table, columns.prompt),
-            labels=labels.astype(np.float32),
-            weights=np.ones(len(table), np.float32)
-            if columns.weight is None
-            else _numbers(source, table, columns.weight).astype(np.float32),
+            prompts=[""] * len(table) if columns.prompt is None else column_texts(source, table, columns.prompt),
+            labels=_labels(source, table, columns),
+            weights=_weights(source, table, columns.weight),
             empty=int((~full).sum()),
         )
 
 
-def read_texts(source: str | Path, column: str) -> list[str]:
-    """All texts of a column, empty ones included."""
-    texts = []
-    for table in read_table(source):
-        _check_columns(source, table, [column])
-        texts += _texts(table, column)
-    return texts
+def _labels(source: str | Path, table: Table, columns: DataColumns) -> np.ndarray:
+    """Responses as training sees them, (n, a): mapped to [0, 1] where a range is given, in single precision."""
+    labels = np.empty((len(table), len(columns.labels)), np.float32)
+    for column, name in enumerate(columns.labels):
+        numbers = column_numbers(source, table, name)
+        if columns.label_range is not None:
+            low, high = columns.label_range
+            outside = (numbers < low) | (numbers > high)
+            refuse_rows(source, table, name, outside, f"--label-range is {low:g} to {high:g}; labels lie within.")
+            numbers = (numbers - low) / (high - low)
+        labels[:, column] = _single(source, table, name, numbers)
+    return labels
 
 
-def _check_columns(source: str | Path, table: Table, names: list[str]) -> None:
-    missing = [name for name in names if name not in table.columns]
-    if missing:
-        raise DataError(
-            f"{source} has no column {missing[0]!r}.", f"it has {', '.join(map(str, table.columns)) or 'none'}."
-        )
+def _weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:
+    if name is None:
+        return np.ones(len(table), np.float32)
+    numbers = column_numbers(source, table, name)
+    refuse_rows(source, table, name, numbers < 0, "weights are 0 or more.")
+    return _single(source, table, name, numbers)
 
 
-def _texts(table: Table, column: str) -> list[str]:
-    """Texts without trailing whitespace; what is missing is empty."""
-    return ["" if value is None or value != value else str(value).rstrip() for value in table[column]]
-
-
-def _numbers(source: str | Path, table: Table, column: str) -> np.ndarray:
-    import pandas
-
-    numbers = np.asarray(pandas.to_numeric(table[column], errors="coerce"), dtype=np.float64)
-    wrong = np.flatnonzero(~np.isfinite(numbers))
-    if len(wrong):
-        row, value = table.index[wrong[0]], table[column].iloc[int(wrong[0])]
-        raise DataError(f"{source}, row {row}: {column!r} is {value!r}.", "labels and weights are finite numbers.")
-    return numbers
-
-
-def read_table(source: str | Path) -> Iterator[Table]:
-    """Pieces of a table: csv, tsv, jsonl or parquet, maybe compressed, or a hub data set."""
-    path = Path(source)
-    if not path.is_file():
-        yield from _read_hub(str(source))
-        return
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    kind = next((suffix for suffix in reversed(suffixes) if suffix in FORMATS), None)
-    if kind is None:
-        raise DataError(
-            f"{str(path)!r} has no ending that radq knows.",
-            f"use {', '.join(FORMATS)}, each maybe followed by {', '.join(COMPRESSIONS)}.",
-        )
-    try:
-        with _open(path) as stream:
-            yield from _read_stream(stream, kind)
-    except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile, ValueError, OSError) as error:
-        if isinstance(error, DataError):
-            raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.", "is the file whole?") from error
-
-
-def _read_stream(stream: Any, kind: str) -> Iterator[Table]:
-    import pandas
-
-    if kind == ".parquet":
-        from pyarrow.parquet import ParquetFile
-
-        with tempfile.TemporaryFile() as seekable:  # parquet is read from its end
-            shutil.copyfileobj(stream, seekable)
-            for piece in ParquetFile(seekable).iter_batches(ROWS_PER_PIECE):
-                yield piece.to_pandas()
-    elif kind == ".jsonl":
-        options: Any = {"dtype": False}  # as they stand: no guesses at dates and types
-        yield from pandas.read_json(stream, lines=True, chunksize=ROWS_PER_PIECE, **options)
-    else:  # as text, so that "NA" and "null" stay words
-        separator = "," if kind == ".csv" else "\t"
-        options = {} if kind == ".csv" else {"quoting": 3}  # tab separated files quote nothing
-        options |= {"sep": separator, "dtype": str, "keep_default_na": False, "chunksize": ROWS_PER_PIECE}
-        yield from pandas.read_csv(stream, **options)
-
-
-def _open(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    if path.suffix == ".xz":
-        return lzma.open(path)
-    if path.suffix == ".zst":
-        import pyarrow
-
-        return pyarrow.input_stream(str(path), compression="zstd")
-    return path.open("rb")
-
-
-def _read_hub(name: str) -> Iterator[Table]:
-    """`name` or `name:split` of a data set on the hub."""
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise DataError(
-            f"there is no file {name!r}.", "check the path; for a hub data set, pip install 'radq[data]'."
-        ) from error
-    name, _, split = name.partition(":")
-    try:
-        table = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # the library raises many kinds
-        raise DataError(f"there is neither a file nor a data set {name!r}: {error}.", "check the name.") from error
-    for first in range(0, len(table), ROWS_PER_PIECE):
-        yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
+def _single(source: str | Path, table: Table, name: str, numbers: np.ndarray) -> np.ndarray:
+    """In single precision, in which training computes."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = numbers.astype(np.float32)
+    refuse_rows(source, table, name, ~np.isfinite(single), "labels and weights lie between -3.4e38 and 3.4e38.")
+    return single

@@ -155,7 +155,7 @@ def token_rewards(
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=reward.device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=reward.device)
     found = reward.token_rewards(tokens, mask)[..., reward.config.attributes.index(attribute)]  # (b, t)
-    clamped = found.clamp(*reward.config.response_range).tolist()
+    clamped = found.clamp(*reward.config.attribute_ranges[0]).tolist()
     return [values[len(p) : len(row)] for values, p, row in zip(clamped, prompts, rows, strict=True)]
 
 

@@ -50,6 +50,14 @@ class RewardValueError(RadqError, ArithmeticError):
     """A reward model that returned NaN or infinity."""
 
 
+class TrainingError(RadqError, ArithmeticError):
+    """A training whose loss or weights became NaN or infinite."""
+
+
+class WriteError(RadqError, OSError):
+    """A disk that is full, or does not take what is written to it."""
+
+
 class MemoryLimitError(RadqError, MemoryError):
     """Work that does not fit this machine."""
 

@@ -9,9 +9,8 @@ cut off.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +23,18 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.backbones import load_causal_lm, load_config, load_tokenizer, quiet
+from radq.batch_trainer import BatchTrainer
 from radq.data import RewardData
 from radq.errors import DataError, OptionError
 from radq.experts import class_log_posterior, token_log_probabilities
-from radq.files import whole_folder
+from radq.files import explained_writing, whole_file, whole_folder
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
 from radq.losses import gedi_loss, text_loss
 from radq.precision import precise
-from radq.runs import begin_run, forget_run, load_parts, open_run
+from radq.run_folder import begin_run, check_resumed, find_resumed_checkpoint, forget_run, open_run
+from radq.runs import load_parts, run_trainer
 from radq.settings import ExpertTrainingConfig
-from radq.training import BatchTrainer, find_checkpoints
+from radq.training_arguments import make_arguments
 from radq.vocabulary import find_bos
 
 EVEN = (0.0, 0.0)  # log-priors that make no difference
@@ -111,10 +112,6 @@ class ExpertTrainer(BatchTrainer):
         with quiet():
             super()._save(output_dir, state_dict)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with quiet():  # it would report that tied weights are stored once
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     @torch.no_grad()
     def prediction_step(
         self,
@@ -139,6 +136,9 @@ class ExpertTrainer(BatchTrainer):
         if stats.shape[1] == 3:
             metrics["accuracy"] = float((stats[:, 2] > np.log(0.5)).mean())
         return metrics
+
+    def metric_names(self) -> list[str]:
+        return ["perplexity", *(["accuracy"] if self.config.method == "gedi" else [])]
 
 
 class ClassScores(NamedTuple):
@@ -173,10 +173,12 @@ def train_experts(
     with processes.main_process_first():
         data, eval_data = load_parts(config, tokenizer, frame.max_length, progress and processes.is_main_process)
     parts = list(_split(config, data, eval_data))
+    contents = {"data": data.fingerprint} | ({} if eval_data is None else {"eval_data": eval_data.fingerprint})
+    if resume:
+        check_resumed(out, config, contents)
+    make_arguments(config, eval_data is not None, progress)  # so that mistakes there come before anything is written
     if processes.is_main_process:
-        if not resume:
-            _forget_models(out)
-        begin_run(out, config, fresh=not resume)
+        begin_run(out, config, contents, resume)
     metrics: dict[str, float] = {}
     for part in parts:
         if progress and processes.is_main_process:
@@ -184,14 +186,6 @@ def train_experts(
         found = _train_part(config, part, frame, tokenizer, resume, progress)
         metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in found.items()}
     return metrics
-
-
-def _forget_models(out: Path) -> None:
-    """Of an earlier run that is overwritten, maybe by one of the other method."""
-    if (out / "config.yaml").exists():
-        (out / "config.json").unlink(missing_ok=True)
-        for name in (EXPERT, ANTI_EXPERT):
-            shutil.rmtree(out / name, ignore_errors=True)
 
 
 class _Part(NamedTuple):
@@ -218,9 +212,13 @@ def _split(config: ExpertTrainingConfig, data: RewardData, eval_data: RewardData
         return
     for name, wanted in ((EXPERT, True), (ANTI_EXPERT, False)):
         held_out = None if eval_data is None else eval_data.where(high(eval_data) == wanted)
-        yield _Part(
-            name, data.where(high(data) == wanted), held_out if held_out is not None and len(held_out) else None
-        )
+        held_out = held_out if held_out is not None and len(held_out) else None
+        if held_out is None and config.chooses_best:
+            raise DataError(
+                f"the {'high' if wanted else 'low'} class has no texts to evaluate on.",
+                "the best evaluation of each class is asked for; give more --eval-data.",
+            )
+        yield _Part(name, data.where(high(data) == wanted), held_out)
 
 
 def _train_part(
@@ -233,30 +231,24 @@ def _train_part(
 ) -> dict[str, float]:
     folder = Path(config.out) / part.name
     results = folder / "results.json"  # written last
-    settings = json.loads(json.dumps(asdict(config)))
     if resume and results.exists():
-        stored = json.loads(results.read_text())
-        if stored["settings"] == settings:
-            return stored["metrics"]
-    checkpoint = next(reversed(find_checkpoints(folder)), None) if resume else None
+        return json.loads(results.read_text())["metrics"]
+    checkpoint = find_resumed_checkpoint(folder, resume)
     processes = PartialState()
     processes.wait_for_everyone()  # all have looked before one writes
-    if processes.is_main_process:
-        results.unlink(missing_ok=True)
-        if checkpoint is None:
-            forget_run(folder)
+    if processes.is_main_process and checkpoint is None:
+        forget_run(folder)
     torch.manual_seed(config.seed)
     model = load_causal_lm(config.backbone, config.num_layers, torch.float32)
     use_cache = model.config.use_cache
     trainer = ExpertTrainer(model, replace(config, out=str(folder)), frame, part.data, part.eval_data, progress)
-    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    metrics = dict(result.metrics) | (trainer.evaluate() if part.eval_data is not None else {})
+    metrics = run_trainer(trainer, checkpoint)
     if trainer.is_world_process_zero():
         model.config.use_cache = use_cache  # which the Trainer has turned off
-        _save_model(trainer, folder, tokenizer)
-        temporary = results.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"settings": settings, "metrics": metrics}))
-        temporary.replace(results)
+        with explained_writing(folder):
+            _save_model(trainer, folder, tokenizer)
+            with whole_file(results) as temporary:
+                temporary.write_text(json.dumps({"metrics": metrics}))
     return metrics
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from radq.errors import OptionError
+from radq.errors import OptionError, RadqError, WriteError
 
 # What a saved model and its tokenizer may consist of: a second save into the same folder replaces all of it.
 MODEL_FILES = (
@@ -44,6 +44,24 @@ def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what:
 
 
 @contextmanager
+def explained_writing(target: str | Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise where a disk is full into one error that names the place."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError) as error:
+        if isinstance(error, RadqError) or (isinstance(error, RuntimeError) and "inline_container" not in str(error)):
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        if isinstance(error, RuntimeError):  # torch says nothing but at which byte it stopped
+            reason = "a file could be written in part only"
+        raise WriteError(
+            f"cannot write {str(target)!r}: {reason}.", "is the disk full? what was there before is unchanged."
+        ) from error
+
+
+@contextmanager
 def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block succeeds and vanishes when it fails.
 
@@ -54,14 +72,15 @@ def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[P
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
-        if target.exists():
-            _replace_files(temporary, target, replaces)
-        else:
-            temporary.rename(target)
+        with explained_writing(target):
+            yield temporary
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
+            if target.exists():
+                _replace_files(temporary, target, replaces)
+            else:
+                temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -3,6 +3,8 @@
 Every head has the form r̂_a(v|x) = baseline_a(h) + ⟨features_a(h), table[v]⟩ with h = h(x): once the features are there,
 a reward costs one dot product, and only the table rows of the tokens asked for are touched.
 
+A head may be more precise than the backbone below it: hidden states and embeddings are taken to the head's dtype.
+
 Axes: b batch, k candidates, v vocabulary, d hidden, a attributes; `*p` any number of position axes.
 """
 
@@ -12,6 +14,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from radq.errors import OptionError
+
+
+class ValueHead(nn.Linear):
+    """The head of RAD-V: a linear layer, with a bias, of the hidden state after a token."""
+
+    def forward(self, hidden: Float[Tensor, "*p d"]) -> Float[Tensor, "*p a"]:  # pyright: ignore
+        return super().forward(hidden.to(self.weight.dtype))
 
 
 class LinearHead(nn.Module):
@@ -37,11 +46,11 @@ class LinearHead(nn.Module):
     def baseline(self, hidden: Float[Tensor, "*p d"]) -> Float[Tensor, "*p a"]:
         """The part of the reward that is the same for every next token."""
         if not self.has_baseline:
-            return hidden.new_zeros(*hidden.shape[:-1], len(self.weight))
-        return F.linear(hidden, self.baseline_weight)
+            return self.weight.new_zeros(*hidden.shape[:-1], len(self.weight))
+        return F.linear(hidden.to(self.weight.dtype), self.baseline_weight)
 
     def features(self, hidden: Float[Tensor, "*p d"], embedding: Float[Tensor, "v d"]) -> Float[Tensor, "*p a d"]:
-        return torch.einsum("...d,ade->...ae", hidden, self.weight)  # W_aᵀ h
+        return torch.einsum("...d,ade->...ae", hidden.to(self.weight.dtype), self.weight)  # W_aᵀ h
 
     def table(self, embedding: Float[Tensor, "v d"]) -> Float[Tensor, "v d"]:
         """One row per token, to be multiplied with the features."""
@@ -70,10 +79,10 @@ class MlpHead(LinearHead):
     def mixing(self, embedding: Float[Tensor, "v d"]) -> Float[Tensor, "d d"]:
         """W_2 E. It costs |V| d² operations, so outside training it is computed once per version of the weights."""
         if torch.is_grad_enabled():
-            return self.mixing_weight @ embedding
+            return self.mixing_weight @ embedding.to(self.mixing_weight.dtype)
         version = (self.mixing_weight._version, self.mixing_weight.data_ptr(), embedding._version, embedding.data_ptr())
         if self._mixing is None or self._mixing[0] != version:
-            self._mixing = (version, self.mixing_weight @ embedding)
+            self._mixing = (version, self.mixing_weight @ embedding.to(self.mixing_weight.dtype))
         return self._mixing[1]
 
     def features(self, hidden: Float[Tensor, "*p d"], embedding: Float[Tensor, "v d"]) -> Float[Tensor, "*p a d"]:
@@ -87,7 +96,7 @@ def score_tokens(
     features: Float[Tensor, "*p a d"], table: Float[Tensor, "v d"], tokens: Int[Tensor, "*p"]
 ) -> Float[Tensor, "*p a"]:
     """Marginal rewards of one token per position."""
-    return torch.einsum("...ad,...d->...a", features, F.embedding(tokens, table))
+    return torch.einsum("...ad,...d->...a", features, F.embedding(tokens, table).to(features.dtype))
 
 
 def score_candidates(
@@ -95,12 +104,12 @@ def score_candidates(
 ) -> Float[Tensor, "b k a"]:
     """Marginal rewards of k candidates per row; None stands for the whole vocabulary in order."""
     if candidates is not None and candidates.numel() < len(table):
-        rows = F.embedding(candidates, table)  # (b, k, d)
+        rows = F.embedding(candidates, table).to(features.dtype)  # (b, k, d)
         return torch.einsum("bkd,bad->bka", rows, features)
     # One product streams the table once, which is cheaper than gathering as many rows as it has.
     # (v, d) @ (d, b·a) rather than its transpose: on CPUs the tall product runs at 1.7 times the speed.
     b, a, d = features.shape
-    rewards = (table @ features.reshape(b * a, d).T).view(-1, b, a).transpose(0, 1)  # (b, v, a)
+    rewards = (table.to(features.dtype) @ features.reshape(b * a, d).T).view(-1, b, a).transpose(0, 1)  # (b, v, a)
     if candidates is None:
         return rewards
     return rewards.gather(1, candidates[..., None].expand(-1, -1, a))

@@ -53,8 +53,12 @@ def distillation_loss(
 
 
 def baseline_loss(marginals: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
-    """Mean over real positions and attributes of Δr(v'|x)², for the Δr of one random token v' per position."""
-    return _over_positions(_real(marginals, mask).square(), mask)
+    """Mean over real positions of Σ_a Δr_a(v'|x)², for the Δr of one random token v' per position.
+
+    It sums over the attributes as the losses on responses do. Distillation, which averages over them, divides by their
+    number.
+    """
+    return _over_positions(_real(marginals, mask).square(), mask) * marginals.shape[-1]
 
 
 def text_loss(log_probabilities: Float[Tensor, "b t"], mask: Mask, weights: Float[Tensor, " b"]) -> Float[Tensor, ""]:

@@ -16,8 +16,11 @@ T = TypeVar("T")
 
 def available_memory(device: str = "cpu") -> int | None:
     """Bytes that can still be allocated; None where the system does not say."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    kind = torch.device(device).type
+    if kind in ("cuda", "xpu"):
+        return getattr(torch, kind).mem_get_info(device)[0]
+    if kind == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
@@ -49,13 +52,28 @@ def in_smaller_batches(work: Callable[[int], T], size: int) -> tuple[T, int]:
                     "the GPU has no memory for a single text.", "use a smaller dtype, or see what else runs on it."
                 ) from error
         size = size // 2
-        torch.cuda.empty_cache()
+        empty_cache()
         warnings.warn(f"the GPU's memory is full: {size} texts at once from now on.", stacklevel=2)
+
+
+def empty_cache() -> None:
+    """Give memory that torch keeps for later back to the accelerator, where there is one."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def reset_peak_memory(device: str) -> None:
+    """Count the peak of a GPU from here on; that of main memory, and of Apple's GPUs, is of the whole process."""
+    if torch.device(device).type in ("cuda", "xpu"):
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: str = "cpu") -> int:
     """The most bytes this process has held: of the GPU, or of main memory."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    kind = torch.device(device).type
+    if kind in ("cuda", "xpu"):
+        return torch.accelerator.max_memory_allocated(device)
+    if kind == "mps":
+        return torch.mps.driver_allocated_memory()  # now: Apple's GPUs keep no peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

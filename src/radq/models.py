@@ -44,11 +44,12 @@ from radq.cache import LeftPacked, Prefix, Siblings
 from radq.embedded import located
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
-from radq.heads import build_head, score_candidates, score_tokens
+from radq.heads import ValueHead, build_head, score_candidates, score_tokens
 from radq.origins import Origin, find_backbone_source, identify_backbone
 from radq.precision import precise
 from radq.vocabulary import Vocabulary, find_bos, read_vocabulary
 
+RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that is not above the high."
 SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
 
 
@@ -61,7 +62,8 @@ class RewardConfig(PreTrainedConfig):
         head: of kind "q": linear, linear-nobaseline or mlp.
         backbone: configuration of the transformer below the head.
         loss: of the training; with "ce" the reward is σ of the head's output.
-        response_range: range of the training responses, to which guides clamp rewards.
+        response_range: range of the training responses, to which guides clamp rewards: (low, high) for all attributes,
+            or one pair for each. `attribute_ranges` has one for each in either case.
         prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
         vocabulary: size, number of tokens and fingerprint, see `radq.vocabulary`.
         lora_rank: of the adapters that were trained beside a frozen backbone; 0 without.
@@ -80,7 +82,7 @@ class RewardConfig(PreTrainedConfig):
         head: str = "linear",
         backbone: PreTrainedConfig | dict[str, Any] | None = None,
         loss: Literal["mse", "ce"] = "mse",
-        response_range: Sequence[float] = (0.0, 1.0),
+        response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0),
         prepend_bos: bool = True,
         bos_token_id: int | None = None,
         vocabulary: Sequence[Any] | None = None,
@@ -95,7 +97,7 @@ class RewardConfig(PreTrainedConfig):
         self.head = head
         self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
         self.loss = loss
-        self.response_range = [float(bound) for bound in response_range]
+        self.response_range = simplify_ranges(response_range, len(self.attributes))
         self.prepend_bos = prepend_bos
         self.vocabulary = None if vocabulary is None else list(vocabulary)
         self.lora_rank = lora_rank
@@ -114,12 +116,34 @@ class RewardConfig(PreTrainedConfig):
         self.backbone_name, self.backbone_revision = origin.name, origin.revision
         self.backbone_fingerprint = origin.fingerprint
 
+    @property
+    def attribute_ranges(self) -> list[tuple[float, float]]:
+        """The range of the training responses of each attribute."""
+        stored: Any = self.response_range
+        pairs = stored if isinstance(stored[0], Sequence) else [stored] * len(self.attributes)
+        return [(float(low), float(high)) for low, high in pairs]
+
+
+def simplify_ranges(given: Sequence[float] | Sequence[Sequence[float]], num_attributes: int) -> list[Any]:
+    """[low, high] where all attributes have one range, as a model of one attribute has; else a list of such pairs."""
+    try:
+        if isinstance(given[0], Sequence):
+            pairs = [[float(low), float(high)] for low, high in given]  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            low, high = given
+            pairs = [[float(low), float(high)]] * num_attributes  # pyright: ignore[reportArgumentType]
+    except (IndexError, TypeError, ValueError) as error:
+        raise OptionError(f"response_range is {given!r}.", RANGE_HINT) from error
+    if len(pairs) != num_attributes or not all(low <= high for low, high in pairs):
+        raise OptionError(f"response_range is {given!r} with {num_attributes} attributes.", RANGE_HINT)
+    return pairs[0] if all(pair == pairs[0] for pair in pairs) else pairs
+
 
 @dataclass
 class RewardOutput(ModelOutput):
     """Head outputs, before the σ of a model trained with cross-entropy: what the training losses take."""
 
-    rewards: Tensor | None = None  # (b, t, a)
+    rewards: Any = None  # a tensor (b, t, a); under autocast outputs are made again from a dict of their fields
     marginals: Tensor | None = None  # (b, t, a): Δr of the random tokens, where some were given
 
 
@@ -211,7 +235,9 @@ class RewardModel(PreTrainedModel):
         model.init_head(embedding)
         model.tokenizer = tokenizer
         model.freeze_embeddings()
-        return model.to(backbone.device, dtype).eval()  # pyright: ignore[reportArgumentType]
+        # not the whole: the backbone has this dtype, but for buffers that must stay float32
+        model.head.to(backbone.device, dtype)  # pyright: ignore[reportArgumentType]
+        return model.eval()
 
     @abstractmethod
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
@@ -537,7 +563,7 @@ class RadV(RewardModel):
     def __init__(self, config: RewardConfig):
         super().__init__(config)
         assert config.backbone is not None
-        self.head = nn.Linear(hidden_size(config.backbone), len(config.attributes))
+        self.head = ValueHead(hidden_size(config.backbone), len(config.attributes))
         self.post_init()
 
     @classmethod

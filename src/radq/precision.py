@@ -1,5 +1,9 @@
 """Numbers of models in half precision, where sums and small differences of them are taken."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,3 +17,11 @@ def precise(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def log_probabilities(logits: Float[Tensor, "*p v"], tokens: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
     """Of one token at each place, over the whole vocabulary. log_softmax makes one pass, logsumexp several."""
     return precise(logits).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+@contextmanager
+def without_emulation_notice() -> Iterator[None]:
+    """Without torch's warning that a CPU has no bfloat16 of its own: the numbers are the same, it only takes longer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        yield

@@ -5,24 +5,26 @@
 On several processes each runs this; the first one writes.
 """
 
-import shutil
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from accelerate import PartialState
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from radq.batch_trainer import BatchTrainer
 from radq.data import DataColumns, RewardData, load_data
-from radq.errors import DataError, ModelError, OptionError, VocabularyError
-from radq.models import RadQ, RadV, RewardModel
+from radq.errors import DataError, ModelError, OptionError, RadqError, VocabularyError
+from radq.files import explained_writing, whole_file
+from radq.fingerprints import fingerprint, fingerprint_tensors
+from radq.models import RadQ, RadV, RewardModel, simplify_ranges
+from radq.precision import without_emulation_notice
+from radq.run_folder import begin_run, check_resumed, find_resumed_checkpoint, open_run
 from radq.settings import RewardTrainingConfig, TrainingConfig
-from radq.training import RewardTrainer, find_checkpoints
+from radq.training import RewardTrainer
 
 
 def train(
@@ -32,70 +34,103 @@ def train(
     config.check()
     out = Path(config.out)
     processes = PartialState()  # of a launch of several; alone, the only one
-    checkpoint = open_run(out, resume, overwrite)
+    open_run(out, resume, overwrite)
     processes.wait_for_everyone()  # all have looked before one writes
     teacher = None if not config.teacher else RadV.from_pretrained(config.teacher)
     torch.manual_seed(config.seed)
     model = _make_model(config, teacher)
     with processes.main_process_first():  # the others find the data tokenised
         data, eval_data = _load(config, model, progress and processes.is_main_process)
-    if processes.is_main_process:
-        begin_run(out, config, fresh=checkpoint is None)
+    contents = _identify_contents(data, eval_data, model, teacher)
+    if resume:
+        check_resumed(out, config, contents)
+    checkpoint = find_resumed_checkpoint(out, resume)
     trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
+    if processes.is_main_process:
+        begin_run(out, config, contents, resume)
     if teacher is not None and config.cache_targets:
         for part in (data, eval_data):
             if part is not None:
-                part.targets = _cache_targets(part, teacher, config, trainer, progress)
-    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    metrics = dict(result.metrics) | (trainer.evaluate() if eval_data is not None else {})
-    if trainer.is_fsdp_enabled:
-        trainer.save_model(str(out))  # gathers the shards
-    elif trainer.is_world_process_zero():
-        model.save_pretrained(out)
+                part.targets = _cache_targets(part, teacher, contents["teacher"], config, trainer, progress)
+    metrics = run_trainer(trainer, checkpoint)
+    with explained_writing(out):
+        if trainer.is_fsdp_enabled:
+            trainer.save_model(str(out))  # gathers the shards
+        elif trainer.is_world_process_zero():
+            model.save_pretrained(out)
+    if trainer.is_world_process_zero():
+        _compare_with_constants(metrics)
     return metrics
 
 
-def open_run(out: Path, resume: bool, overwrite: bool) -> Path | None:
-    """The checkpoint to go on from; refuses to write over a run by accident."""
-    if not (out / "config.yaml").exists():
-        return None
-    if resume:
-        checkpoints = find_checkpoints(out)
-        return checkpoints[-1] if checkpoints else None
-    if not overwrite:
-        raise OptionError(f"{str(out)!r} holds a run already.", "go on with --resume, or start anew with --overwrite.")
-    return None
+def run_trainer(trainer: BatchTrainer, checkpoint: Path | None) -> dict[str, float]:
+    """Train, from a checkpoint if there is one, and evaluate what training ends with."""
+    with without_emulation_notice():
+        try:
+            result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            metrics = dict(result.metrics) | (trainer.evaluate() if trainer.eval_dataset is not None else {})
+        except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            if isinstance(error, RadqError) or not trainer.settings.trainer:
+                raise
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            raise OptionError(
+                f"the Trainer failed with settings of `trainer:`: {reason}", f"they are {trainer.settings.trainer}."
+            ) from error
+    if trainer.settings.chooses_best and trainer.state.best_global_step:
+        metrics["best_step"] = trainer.state.best_global_step
+    return metrics
 
 
-def begin_run(out: Path, config: TrainingConfig, fresh: bool) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        forget_run(out)
-    (out / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+def _identify_contents(
+    data: RewardData, eval_data: RewardData | None, model: RewardModel, teacher: RewardModel | None
+) -> dict[str, str]:
+    """Fingerprints of what a run depends on, beside its settings. Weights that are trained lie in its checkpoints."""
+    frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+    contents = {"data": data.fingerprint, "backbone": fingerprint_tensors(frozen)}
+    if eval_data is not None:
+        contents["eval_data"] = eval_data.fingerprint
+    if teacher is not None:
+        contents["teacher"] = _identify_teacher(teacher)
+    return contents
 
 
-def forget_run(out: Path) -> None:
-    """Without what an earlier run has left for one to go on from."""
-    for checkpoint in find_checkpoints(out):
-        shutil.rmtree(checkpoint)
-    (out / "metrics.jsonl").unlink(missing_ok=True)
+def _identify_teacher(teacher: RewardModel) -> str:
+    """By all that its rewards depend on, and not by where it lies."""
+    settings = [teacher.config.attributes, teacher.config.loss, teacher.config.prepend_bos, teacher.config.bos_token_id]
+    backbone: Any = teacher.config.backbone
+    elsewhere = ("_name_or_path", "transformers_version", "dtype")
+    shape = {name: value for name, value in backbone.to_dict().items() if name not in elsewhere}
+    return fingerprint(settings, shape, fingerprint_tensors(teacher.state_dict()))
+
+
+def _compare_with_constants(metrics: dict[str, float]) -> None:
+    """Warn where the model is no better than a constant, the mean of the responses or of the teacher's rewards."""
+    worse = []
+    for name, error in metrics.items():
+        own = metrics.get(name.replace("eval_constant_", "eval_"))
+        if name.startswith("eval_constant_") and own is not None and own >= error:
+            worse.append(f"{name.removeprefix('eval_constant_')} is {own:.4g}, that of a constant {error:.4g}")
+    if worse:
+        warnings.warn(f"on the evaluation data the model does not beat a constant: {'; '.join(worse)}.", stacklevel=2)
 
 
 def _make_model(config: RewardTrainingConfig, teacher: Any) -> RewardModel:
     if config.init:
-        model = RewardModel.from_pretrained(config.init)
+        model = RewardModel.from_pretrained(config.init, dtype=torch.float32)
         if isinstance(model, RadQ) != (config.kind == "q"):
             raise OptionError(f"{config.init!r} is a {type(model).__name__}.", f"kind is {config.kind!r}; set --kind.")
         wanted = config.attributes or model.config.attributes
     elif teacher is not None and not config.backbone:
-        model = RadQ.from_teacher(teacher, config.head)
+        model = RadQ.from_teacher(teacher, config.head).float()
         wanted = config.attributes or model.config.attributes
     else:
         wanted = config.attributes or (teacher.config.attributes if teacher is not None else [])
+        dtype = getattr(torch, config.backbone_dtype)
         if config.kind == "q":
-            model = RadQ.from_backbone(config.backbone, wanted, config.head, config.num_layers)
+            model = RadQ.from_backbone(config.backbone, wanted, config.head, config.num_layers, dtype)
         else:
-            model = RadV.from_backbone(config.backbone, wanted, config.num_layers)
+            model = RadV.from_backbone(config.backbone, wanted, config.num_layers, dtype)
+        model.head.float()
     model.config.loss = "mse" if config.teacher else config.loss  # also of a model that was trained otherwise before
     if model.tokenizer is None:
         source = config.backbone or config.init or config.teacher
@@ -109,8 +144,17 @@ def _make_model(config: RewardTrainingConfig, teacher: Any) -> RewardModel:
         _check_teacher(teacher, model, config)
         model.config.response_range = teacher.config.response_range
     if config.lora_rank:
+        _check_rank(config.lora_rank, model)
         model.add_lora(config.lora_rank, config.backbone)
     return model
+
+
+def _check_rank(rank: int, model: RewardModel) -> None:
+    width = model.config.backbone.hidden_size  # pyright: ignore[reportOptionalMemberAccess]
+    if rank > width:
+        raise OptionError(
+            f"lora_rank is {rank}.", f"the backbone has layers of width {width}; adapters are to be smaller than these."
+        )
 
 
 def _check_teacher(teacher: RewardModel, student: RewardModel, config: RewardTrainingConfig) -> None:
@@ -132,7 +176,7 @@ def _load(config: RewardTrainingConfig, model: RewardModel, progress: bool) -> t
     data, eval_data = load_parts(config, model.tokenizer, model.max_tokens, progress)
     _check_labels(config, data)
     if not config.teacher:
-        model.config.response_range = list(data.response_range)
+        model.config.response_range = simplify_ranges(data.attribute_ranges, len(data.attribute_ranges))
     return data, eval_data
 
 
@@ -152,11 +196,14 @@ def load_parts(
     if progress:
         counts = data.counts
         print(f"{counts.rows} rows, {counts.tokens} tokens; {counts.truncated} cut off, {counts.empty} empty left out")
-    if config.eval_data:
-        return data, load(config.eval_data)
-    if config.eval_share:
-        return data.split(config.eval_share, config.seed)
-    return data, None
+    eval_data = load(config.eval_data) if config.eval_data else None
+    if eval_data is None and config.eval_share:
+        data, eval_data = data.split(config.eval_share, config.seed)
+    for part in (data, eval_data):
+        if part is not None and not part.weights[part.rows].any():
+            kind = "train" if part is data else "evaluate"
+            raise DataError(f"{config.weight!r} is 0 in all rows to {kind} on.", "some weights must be above 0.")
+    return data, eval_data
 
 
 def _check_labels(config: RewardTrainingConfig, data: RewardData) -> None:
@@ -172,25 +219,38 @@ def _check_labels(config: RewardTrainingConfig, data: RewardData) -> None:
 
 @torch.no_grad()
 def _cache_targets(
-    data: RewardData, teacher: RewardModel, config: RewardTrainingConfig, trainer: RewardTrainer, progress: bool
+    data: RewardData,
+    teacher: RewardModel,
+    teacher_name: str,
+    config: RewardTrainingConfig,
+    trainer: RewardTrainer,
+    progress: bool,
 ) -> np.ndarray:
-    """The teacher's rewards of all tokens, (tokens, a), computed once and mapped from the run folder."""
-    file = Path(config.out) / "targets" / f"{data.folder.name}-{len(data)}.npy"
+    """The teacher's rewards of all tokens of these rows, (tokens, a), computed once and mapped from the run folder.
+
+    The file is named after the contents of teacher and rows, so that no other ones can be taken for them.
+    """
+    shape = (len(data.tokens), len(teacher.config.attributes))
+    file = Path(config.out) / "targets" / f"{fingerprint(teacher_name, data.fingerprint)}.bin"
     with trainer.args.main_process_first():
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")
-            shape = (len(data.tokens), len(teacher.config.attributes))
-            targets = np.lib.format.open_memmap(temporary, "w+", np.float32, shape)
-            order = np.argsort(data.lengths, kind="stable")
-            chunks = np.array_split(order, -(-len(order) // config.batch_size))
-            for chunk in tqdm(chunks, desc="teacher", disable=not progress):
-                batch = data.batch(chunk.tolist())
-                mask = batch["attention_mask"]
-                rewards = teacher.token_rewards(batch["input_ids"].to(teacher.device), mask.to(teacher.device)).cpu()
-                starts = data.offsets[batch["rows"].numpy()]
-                where = (starts[:, None] + np.arange(mask.shape[1]))[mask.bool().numpy()]
-                targets[where] = rewards[mask.bool()].numpy()
-            targets.flush()
-            temporary.replace(file)
-    return np.load(file, mmap_mode="r")
+        if not file.exists() or file.stat().st_size != 4 * shape[0] * shape[1]:
+            with explained_writing(file), whole_file(file) as temporary:
+                _write_targets(temporary, shape, data, teacher, config.batch_size, progress)
+    return np.memmap(file, np.float32, "r", shape=shape)
+
+
+def _write_targets(
+    file: Path, shape: tuple[int, int], data: RewardData, teacher: RewardModel, batch_size: int, progress: bool
+) -> None:
+    """Row by row to its place; rows of other parts stay holes. (Into a mapped file, a full disk would be a crash.)"""
+    order = np.argsort(data.lengths, kind="stable")
+    chunks = np.array_split(order, -(-len(order) // batch_size))
+    with file.open("wb") as stream:
+        stream.truncate(4 * shape[0] * shape[1])
+        for chunk in tqdm(chunks, desc="teacher", disable=not progress):
+            batch = data.batch(chunk.tolist())
+            ids, mask = batch["input_ids"].to(teacher.device), batch["attention_mask"].to(teacher.device)
+            rewards = teacher.token_rewards(ids, mask).float().cpu().numpy()
+            for row, length, found in zip(batch["rows"].tolist(), mask.sum(1).tolist(), rewards, strict=True):
+                stream.seek(4 * shape[1] * int(data.offsets[row]))
+                stream.write(found[:length].tobytes())

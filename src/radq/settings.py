@@ -1,13 +1,19 @@
 """Settings of training runs: dataclasses whose docstrings are the help, read from YAML and the command line."""
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 import yaml
 
 from radq.errors import OptionError
+from radq.validation import COUNT, Range, check_values, convert
+
+RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
+BELOW_ONE = Range(0, 1, without_high=True)
+DType = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass
@@ -22,79 +28,103 @@ class TrainingConfig:
     """Run folder: what was trained, config.yaml, metrics.jsonl and checkpoints."""
     backbone: str = ""
     """Language model to start from: hub name or folder."""
-    num_layers: int | None = None
+    num_layers: Annotated[int | None, COUNT] = None
     """Keep only the first layers of the backbone."""
     text: str = "text"
     """Column with the texts."""
     prompt: str | None = None
     """Column with context before each text; it carries no loss."""
     weight: str | None = None
-    """Column with the weight of each row."""
+    """Column with the weight of each row: 0 or more, and not 0 in all rows."""
     label_range: tuple[float, float] | None = None
-    """Low and high of the labels, to be mapped to [0, 1]; by default labels stay as they are."""
+    """Low and high of the labels, to be mapped to [0, 1]; by default labels stay as they are. None may lie outside."""
     skip_empty: bool = False
     """Leave rows with an empty text out, and say how many."""
-    max_length: int = 512
+    max_length: Annotated[int, COUNT] = 512
     """Longer texts are cut off; how many is said."""
     eval_data: list[str] = field(default_factory=list)
     """Files to evaluate on during training."""
-    eval_share: float = 0.0
+    eval_share: Annotated[float, BELOW_ONE] = 0.0
     """Without eval data: hold this share of the rows out."""
     cache: str | None = None
     """Folder for tokenised data; by default in the user's cache."""
-    epochs: float = 5.0
+    epochs: Annotated[float, Range(0, 1_000_000, without_low=True)] = 5.0
     """Passes over the data."""
-    max_steps: int = -1
+    max_steps: Annotated[int, Range(1, 2**31 - 1, also=-1)] = -1
     """Stop after so many optimizer steps; -1 goes by epochs."""
-    batch_size: int = 100
+    batch_size: Annotated[int, COUNT] = 100
     """Texts per optimizer step, over all processes."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Annotated[int | None, COUNT] = None
     """Texts per forward and process; the rest is accumulated. By default all at once."""
-    learning_rate: float = 1e-5
+    learning_rate: Annotated[float, RATE] = 1e-5
     """Falls linearly to 0."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Steps in which the learning rate rises from 0."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
     """Of AdamW."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, BELOW_ONE] = 0.9
     """Of AdamW."""
-    adam_beta2: float = 0.95
+    adam_beta2: Annotated[float, BELOW_ONE] = 0.95
     """Of AdamW."""
-    adam_epsilon: float = 1e-12
+    adam_epsilon: Annotated[float, NOT_NEGATIVE] = 1e-12
     """Of AdamW."""
-    max_grad_norm: float = 2.0
-    """Longer gradients are cut to this norm."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forwards; weights stay float32. auto is bfloat16 on a GPU."""
+    max_grad_norm: Annotated[float, NOT_NEGATIVE] = 2.0
+    """Longer gradients are cut to this norm; 0 cuts none."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the forwards; weights stay float32. auto is float32 on a CPU, and on a GPU bfloat16 where it computes in that,
+    else float16 with scaled losses."""
     gradient_checkpointing: bool = False
     """Compute activations twice, to save memory."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Of initialisation, order of the data and random tokens."""
-    log_steps: int = 10
+    log_steps: Annotated[int, COUNT] = 10
     """Steps between lines of metrics.jsonl."""
-    eval_steps: int = 500
+    eval_steps: Annotated[int, COUNT] = 500
     """Steps between evaluations."""
-    save_steps: int = 500
+    save_steps: Annotated[int, COUNT] = 500
     """Steps between checkpoints."""
+    load_best_model_at_end: bool = False
+    """End with the weights of the best evaluation instead of the last ones."""
+    metric: str | None = None
+    """Which number of the evaluation says what is best: loss (the default), weighted_mse, auc_LABEL, …; it turns
+    --load-best-model-at-end on."""
+    early_stopping: Annotated[int | None, COUNT] = None
+    """Stop when so many evaluations in a row were no better than the best; it turns --load-best-model-at-end on."""
     report_to: str = "none"
     """tensorboard or wandb, where installed."""
     trainer: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-    """Any other field of transformers' TrainingArguments."""
+    """Any field of transformers' TrainingArguments that has no option here."""
 
     @property
     def attributes(self) -> list[str]:
         return [name.strip() for name in self.labels.split(",") if name.strip()]
 
+    @property
+    def chooses_best(self) -> bool:
+        """Whether a run ends with the weights of its best evaluation."""
+        asked = self.load_best_model_at_end or self.trainer.get("load_best_model_at_end")
+        return bool(asked or self.metric is not None or self.early_stopping is not None)
+
+    @property
+    def best_metric(self) -> str:
+        """The number of an evaluation that says which one is best."""
+        return str(self.metric or self.trainer.get("metric_for_best_model") or "loss").removeprefix("eval_")
+
     def check(self) -> None:
+        check_values(self)
         if not self.data:
             raise OptionError("there is no data.", "give --data FILE.")
         if not self.out:
             raise OptionError("there is no run folder.", "give --out DIR.")
-        for name in ("batch_size", "max_length", "log_steps", "eval_steps", "save_steps"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}.", "give 1 or more.")
-        if not 0 <= self.eval_share < 1:
-            raise OptionError(f"eval_share is {self.eval_share}.", "give 0 or more and less than 1.")
+        if len(set(self.attributes)) != len(self.attributes):
+            raise OptionError(f"labels are {self.labels!r}.", "name each column once.")
+        if self.label_range is not None and not 0 < self.label_range[1] - self.label_range[0] < math.inf:
+            raise OptionError(f"label_range is {self.label_range}.", "give a low and a high that is above it.")
+        if self.chooses_best and not (self.eval_data or self.eval_share):
+            raise OptionError(
+                "the best evaluation is asked for, and there is nothing to evaluate on.",
+                "give --eval-data or --eval-share.",
+            )
 
 
 @dataclass
@@ -113,13 +143,15 @@ class RewardTrainingConfig(TrainingConfig):
     """RAD-Q scores all next tokens in one forward; RAD-V reads each as an input."""
     head: Literal["linear", "linear-nobaseline", "mlp"] = "linear"
     """Of RAD-Q."""
-    lora_rank: int = 0
+    lora_rank: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Train adapters of this rank beside a frozen backbone; 0 trains the backbone."""
+    backbone_dtype: DType = "float32"
+    """Of the frozen backbone under adapters, which stay float32 themselves. Half precision takes half the memory."""
     loss: Literal["mse", "ce"] = "mse"
     """Squared error, or cross-entropy for responses in [0, 1]."""
-    head_learning_rate: float | None = None
+    head_learning_rate: Annotated[float | None, RATE] = None
     """Of the head, where it is to differ. A product of two long vectors wants smaller steps than adapters do."""
-    reg_weight: float = 1.0
+    reg_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Of the regulariser that keeps marginal rewards of random tokens near 0; RAD-Q only."""
     cache_targets: bool = False
     """Distillation: compute the teacher's rewards once, on disk, instead of online."""
@@ -132,6 +164,13 @@ class RewardTrainingConfig(TrainingConfig):
             raise OptionError("there is no model to start from.", "give --backbone or --init.")
         if self.lora_rank and not self.backbone:
             raise OptionError(f"lora_rank is {self.lora_rank}.", "adapters stand beside a --backbone; name it.")
+        if self.backbone_dtype != "float32" and not self.lora_rank:
+            raise OptionError(
+                f"backbone_dtype is {self.backbone_dtype!r}.",
+                "weights that are trained stay float32; give --lora-rank.",
+            )
+        if self.cache_targets and not self.teacher:
+            raise OptionError("cache_targets is set.", "there are targets in distillation alone; give --teacher.")
         if self.teacher and self.kind != "q":
             raise OptionError("kind is 'v'.", "distillation trains RAD-Q.")
 
@@ -150,7 +189,7 @@ class ExpertTrainingConfig(TrainingConfig):
     """GeDi: control code of the high class."""
     code_low: str = "negative"
     """GeDi: control code of the low class."""
-    gen_weight: float = 0.8
+    gen_weight: Annotated[float, Range(0, 1)] = 0.8
     """GeDi: λ, the share of the generative loss; the rest is discriminative."""
 
     def check(self) -> None:
@@ -159,8 +198,6 @@ class ExpertTrainingConfig(TrainingConfig):
             raise OptionError(f"labels are {self.labels!r}.", "give --labels with one column.")
         if not self.backbone:
             raise OptionError("there is no model to start from.", "give --backbone.")
-        if not 0 <= self.gen_weight <= 1:
-            raise OptionError(f"gen_weight is {self.gen_weight}.", "give a number from 0 to 1.")
 
 
 Settings = TypeVar("Settings", bound=TrainingConfig)
@@ -170,28 +207,14 @@ def load_settings(file: str | Path, kind: type[Settings] = RewardTrainingConfig)
     """A configuration from YAML."""
     try:
         stored = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise OptionError(f"cannot read {str(file)!r}: {str(error).splitlines()[0]}.", "give a YAML file.") from error
-    known = {option.name: option for option in fields(kind)}
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise OptionError(f"cannot read {str(file)!r}: {reason}.", "give a YAML file.") from error
+    if not isinstance(stored, dict):
+        raise OptionError(f"{str(file)!r} holds a {type(stored).__name__}.", "give a YAML file of names and values.")
+    known = get_type_hints(kind, include_extras=True)
     for name in stored:
         if name not in known:
             raise OptionError(f"{str(file)!r} sets {name!r}, which is no option.", f"there are {', '.join(known)}.")
-        stored[name] = _converted(stored[name], known[name].type, f"{str(file)!r} sets {name!r} to {stored[name]!r}.")
+        stored[name] = convert(stored[name], known[name], f"{str(file)!r} sets {name!r} to {stored[name]!r}.")
     return kind(**stored)
-
-
-def _converted(value: Any, wanted: Any, problem: str) -> Any:
-    """What YAML means by a value: it reads 1e-5 as text, and knows no tuples."""
-    try:
-        if wanted in (int, float):
-            return wanted(value)
-        if wanted == float | None and value is not None:
-            return float(value)
-        if wanted == tuple[float, float] | None and value is not None:
-            low, high = value
-            return float(low), float(high)
-    except (TypeError, ValueError) as error:
-        raise OptionError(problem, "numbers are needed there.") from error
-    if get_origin(wanted) is Literal and value not in get_args(wanted):
-        raise OptionError(problem, f"choose one of {', '.join(get_args(wanted))}.")
-    return value

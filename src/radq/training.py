@@ -1,140 +1,22 @@
-"""The trainer of reward models, and what all of radq's trainers share; on transformers' Trainer. `radq.runs` makes a
-whole run of it.
+"""The trainer of reward models: their losses and metrics. `radq.runs` makes a whole run of it.
 
-The loss of an optimizer step is the loss of its whole batch, however that is cut: sums are divided by the utterances
-and positions of all micro-batches of all processes. Random tokens of the regulariser depend on row, position and epoch.
-So padding, micro-batches and the number of processes change nothing but the draws of a backbone's dropout, and a killed
-run resumes to the same weights.
+Random tokens of the regulariser depend on row, position and epoch, so that no way of cutting a batch changes them.
 """
 
-import json
-import shutil
-import time
-from abc import abstractmethod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.data import DataLoader
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EvalPrediction
 
-from radq.data import GlobalBatches, RewardData
+from radq.batch_trainer import BatchTrainer, count_items
+from radq.data import RewardData
 from radq.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
 from radq.models import RewardModel
-from radq.settings import RewardTrainingConfig, TrainingConfig
+from radq.settings import RewardTrainingConfig
 from radq.statistics import area_under_curve
-
-CHECKPOINTS_KEPT = 2
-
-
-class BatchTrainer(Trainer):
-    """transformers' Trainer over whole batches: exact accumulation, checkpoints that are whole, metrics.jsonl.
-
-    A subclass has `compute_loss`, and `prediction_step` and `metrics` where it is evaluated.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: TrainingConfig,
-        train_dataset: RewardData,
-        eval_dataset: RewardData | None = None,
-        progress: bool = False,
-    ):
-        self.settings = config
-        self.tokens_seen = 0
-        super().__init__(
-            model=model,
-            args=_training_arguments(config, eval_dataset is not None, progress),
-            data_collator=self.collate,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            compute_metrics=self.metrics,
-        )
-        self.model_accepts_loss_kwargs = True  # the loss is divided by what the whole optimizer step holds,
-        self.loss_is_scaled_for_ga = True  # so the Trainer must not divide it again
-        self.batches = GlobalBatches(
-            train_dataset.lengths,
-            config.batch_size,
-            self.args.gradient_accumulation_steps,
-            self.args.process_index,
-            self.args.world_size,
-            config.seed,
-        )
-        self.add_callback(_EpochCallback(self.batches))
-        if not progress:
-            self.remove_callback(PrinterCallback)
-        if self.is_world_process_zero():
-            self.add_callback(_MetricsCallback(Path(config.out) / "metrics.jsonl"))
-
-    def collate(self, batch: Any) -> Any:
-        """The data set returns whole batches."""
-        return batch
-
-    @abstractmethod
-    def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """From what `prediction_step` returns of all batches."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        # not prepared by accelerate, which would repeat rows to fill the last batch
-        data: Any = self.train_dataset
-        return DataLoader(
-            data,
-            batch_sampler=self.batches,
-            collate_fn=self.collate,
-            pin_memory=self.args.device.type == "cuda",
-        )
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Utterances and positions of the whole optimizer step, over all micro-batches and processes."""
-        counts = torch.stack([_count(batch["loss_mask"]) for batch in batch_samples]).sum(0).to(device)
-        return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
-
-    def share(self, mask: Tensor, num_items_in_batch: Tensor | None) -> Float[Tensor, "2"]:
-        """How much of the utterances and positions of the whole optimizer step is here."""
-        here = _count(mask)
-        if num_items_in_batch is None:
-            return here / here.clamp(min=1)
-        return here / num_items_in_batch.clamp(min=1) * self.args.world_size  # processes are averaged later
-
-    # --- log, checkpoints ---
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and start_time is not None:
-            logs["tokens_per_second"] = round(self.tokens_seen * self.args.world_size / (time.time() - start_time))
-        super().log(logs, start_time)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(Path(self.settings.out) / ".saving")
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Beside, then in one move to its place: a checkpoint is whole or not there."""
-        saving = Path(self._get_output_dir(trial))
-        if self.is_world_process_zero():
-            shutil.rmtree(saving, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            name = f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(Path(self.settings.out) / name, ignore_errors=True)
-            (saving / name).rename(Path(self.settings.out) / name)
-            shutil.rmtree(saving, ignore_errors=True)
-            for old in find_checkpoints(self.settings.out)[:-CHECKPOINTS_KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
 
 
 class RewardTrainer(BatchTrainer):
@@ -172,7 +54,7 @@ class RewardTrainer(BatchTrainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         mask = inputs["loss_mask"]
-        here = _count(mask)
+        here = count_items(mask)
         share = self.share(mask, num_items_in_batch)
         output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._extra(inputs))
         if self.config.teacher:
@@ -181,7 +63,10 @@ class RewardTrainer(BatchTrainer):
             response_loss = LOSSES[self.config.loss](output.rewards, mask, inputs["responses"], inputs["weights"])
             loss = response_loss * len(mask) / here[0].clamp(min=1) * share[0]
         if output.marginals is not None:
-            loss = loss + self.config.reg_weight * baseline_loss(output.marginals, mask) * share[1]
+            regulariser = baseline_loss(output.marginals, mask) * share[1]
+            if self.config.teacher:
+                regulariser = regulariser / output.marginals.shape[-1]  # the mean over attributes, as the distance is
+            loss = loss + self.config.reg_weight * regulariser
         self.tokens_seen += inputs["attention_mask"].numel()
         return (loss, output) if return_outputs else loss
 
@@ -209,7 +94,11 @@ class RewardTrainer(BatchTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, and of each utterance: rewards at its last token, weighted squared errors, distance to the teacher."""
+        """Loss, statistics of each utterance, its responses and weight.
+
+        Statistics are the rewards at its last token, weighted squared errors if there are labels, and if there is a
+        teacher the distance to it, the number of tokens, and sums of the teacher's rewards and of their squares.
+        """
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss, output = self.compute_loss(model, inputs, return_outputs=True)
@@ -223,12 +112,33 @@ class RewardTrainer(BatchTrainer):
             errors = (rewards - responses[:, None]).square() * prefix_weights(mask)[..., None]
             columns.append(errors.sum(1))
         if self.config.teacher:
-            distance = (rewards - self._targets(inputs)).square().mean(-1) * mask
+            targets = self._targets(inputs)
+            distance = (rewards - targets).square().mean(-1) * mask
             columns += [distance.sum(1, keepdim=True), mask.sum(1, keepdim=True).float()]
-        return loss.detach(), torch.cat(columns, dim=1), responses
+            columns += [(targets * mask[..., None]).sum(1), (targets.square() * mask[..., None]).sum(1)]
+        return loss.detach(), torch.cat(columns, dim=1), torch.cat([responses, inputs["weights"][:, None]], dim=1)
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        return compute_metrics(prediction.predictions, prediction.label_ids, self.model.config.attributes)  # pyright: ignore
+        labels = np.asarray(prediction.label_ids)
+        responses, weights = labels[:, :-1], labels[:, -1]
+        model: Any = self.model
+        attributes = model.config.attributes
+        metrics = compute_metrics(np.asarray(prediction.predictions), responses, attributes)
+        if responses.shape[1]:
+            train: Any = self.train_dataset
+            loss = None if self.config.teacher else self.config.loss
+            metrics |= constant_metrics(responses, weights, train.mean_responses, attributes, loss)
+        return metrics
+
+    def metric_names(self) -> list[str]:
+        data: Any = self.eval_dataset
+        model: Any = self.model
+        a = len(model.config.attributes)
+        responses, weights = data.labels[data.rows], data.weights[data.rows]
+        width = a * (1 + bool(responses.shape[1])) + (2 + 2 * a) * bool(self.config.teacher)
+        labels: Any = np.concatenate([responses, weights[:, None]], axis=1)
+        names = self.metrics(EvalPrediction(np.ones((len(data), width)), labels))
+        return [name for name in names if not name.startswith("constant_")]  # which training does not change
 
 
 def give_own_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
@@ -239,12 +149,6 @@ def give_own_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Pa
         if moved:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
             optimizer.add_param_group({**group, "params": moved, "lr": rate})
-
-
-def find_checkpoints(run: str | Path) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
-    found = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def random_tokens(inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: int) -> Int[Tensor, "b t"]:
@@ -265,7 +169,7 @@ def compute_metrics(stats: np.ndarray, responses: np.ndarray, attributes: list[s
     metrics: dict[str, float] = {}
     if responses.shape[1]:
         last, errors = stats[:, :a], stats[:, a : 2 * a]
-        metrics["weighted_mse"] = float(errors.mean())
+        metrics |= _with_each("weighted_mse", errors, attributes)
         metrics["last_token_mse"] = float(((last - responses) ** 2).mean())
         for column, attribute in enumerate(attributes):
             label = responses[:, column]
@@ -274,88 +178,31 @@ def compute_metrics(stats: np.ndarray, responses: np.ndarray, attributes: list[s
                 metrics[f"accuracy_{attribute}"] = float(((last[:, column] > 0.5) == (label > 0.5)).mean())
     rest = stats[:, a * (2 if responses.shape[1] else 1) :]
     if rest.shape[1]:
-        metrics["distillation_mse"] = float(rest[:, 0].sum() / rest[:, 1].sum())
+        distances, tokens, *sums = rest.astype(np.float64).sum(0)
+        metrics["distillation_mse"] = float(distances / tokens)
+        means, squares = np.array(sums[:a]) / tokens, np.array(sums[a:]) / tokens
+        metrics["constant_distillation_mse"] = float((squares - means**2).mean())
     return metrics
 
 
-def _count(mask: Tensor) -> Float[Tensor, "2"]:
-    """Utterances and positions."""
-    return torch.stack([mask.any(1).sum(), mask.sum()]).float()
+def constant_metrics(
+    responses: np.ndarray, weights: np.ndarray, constant: np.ndarray, attributes: list[str], loss: str | None
+) -> dict[str, float]:
+    """The same numbers of a predictor that always says `constant`, (a,), and its loss where there is one on responses.
+
+    The mean of the training responses is the best constant under squared errors and under cross-entropy alike.
+    """
+    errors = (responses - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
+    metrics = _with_each("constant_weighted_mse", errors, attributes)
+    if loss == "ce":
+        share = constant.clip(1e-7, 1 - 1e-7)
+        errors = -responses * np.log(share) - (1 - responses) * np.log(1 - share)
+    if loss is not None:
+        metrics["constant_loss"] = float((errors.sum(1) * weights).mean())
+    return metrics
 
 
-def _training_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> TrainingArguments:
-    cuda = torch.cuda.is_available()
-    arguments: dict[str, Any] = {
-        "output_dir": config.out,
-        "num_train_epochs": config.epochs,
-        "max_steps": config.max_steps,
-        "learning_rate": config.learning_rate,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": config.warmup_steps,
-        "optim": "adamw_torch_fused" if cuda else "adamw_torch",
-        "weight_decay": config.weight_decay,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "adam_epsilon": config.adam_epsilon,
-        "max_grad_norm": config.max_grad_norm,
-        "bf16": config.precision == "bfloat16" or (config.precision == "auto" and cuda),
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "seed": config.seed,
-        "logging_steps": config.log_steps,
-        "logging_nan_inf_filter": False,
-        "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": config.eval_steps,
-        "save_strategy": "steps",
-        "save_steps": config.save_steps,
-        "report_to": config.report_to,
-        "disable_tqdm": not progress,
-        "remove_unused_columns": False,
-        "label_names": ["responses"],
-        "ddp_find_unused_parameters": False,
-        "use_cpu": not cuda,
-    }
-    arguments |= config.trainer
-    settings = TrainingArguments(**arguments)
-    micro = config.micro_batch_size or -(-config.batch_size // settings.world_size)
-    settings.per_device_train_batch_size = micro
-    settings.per_device_eval_batch_size = micro
-    settings.gradient_accumulation_steps = -(-config.batch_size // (micro * settings.world_size))
-    return settings
-
-
-class _EpochCallback(TrainerCallback):
-    """Tells the batches which epoch it is."""
-
-    def __init__(self, batches: GlobalBatches):
-        self.batches = batches
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.batches.epoch = int((state.epoch or 0) + 1e-6)
-
-
-class _MetricsCallback(TrainerCallback):
-    """metrics.jsonl: a line per log. A resumed run drops the lines of steps it takes again."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state.global_step]
-        self.file.write_text("".join(f"{line}\n" for line in kept))
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        with self.file.open("a") as stream:
-            stream.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **(logs or {})}) + "\n")
+def _with_each(name: str, errors: np.ndarray, attributes: list[str]) -> dict[str, float]:
+    """The mean of errors, (n, a), and of several attributes that of each."""
+    each = {f"{name}_{attribute}": float(errors[:, n].mean()) for n, attribute in enumerate(attributes)}
+    return {name: float(errors.mean())} | (each if len(attributes) > 1 else {})

@@ -93,8 +93,8 @@ def _score(arguments: Score) -> None:
 
 
 def _read_texts(arguments: Score) -> list[str]:
-    from radq.data import read_texts
     from radq.errors import OptionError
+    from radq.tables import read_texts
 
     texts = list(arguments.text)
     for source in arguments.data:

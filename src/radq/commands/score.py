@@ -34,7 +34,7 @@ def run(arguments: Arguments) -> None:
         print_json({"attributes": model.config.attributes, "texts": scores})
     else:
         for score in scores:
-            _print_score(score, model.config.attributes, *model.config.response_range)
+            _print_score(score, dict(zip(model.config.attributes, model.config.attribute_ranges, strict=True)))
 
 
 def _checked(texts: list[str]) -> list[str]:
@@ -62,20 +62,21 @@ def score_text(model: Any, text: str) -> dict[str, Any]:
     return {"text": text, "tokens": tokens}
 
 
-def _print_score(score: dict[str, Any], attributes: list[str], low: float, high: float) -> None:
+def _print_score(score: dict[str, Any], ranges: dict[str, tuple[float, float]]) -> None:
+    """A table of the rewards, and the text once per attribute; colours run over the range of an attribute."""
     from rich.table import Table
 
     from radq.commands.console import coloured, console
 
     table = Table()
     table.add_column("token")
-    for attribute in attributes:
+    for attribute in ranges:
         table.add_column(attribute, justify="right")
     for token in score["tokens"]:
-        rewards = token["rewards"].values()
-        cells = [coloured([(f"{reward:.3f}", reward)], low, high) for reward in rewards]
+        rewards = token["rewards"]
+        cells = [coloured([(f"{rewards[name]:.3f}", rewards[name])], *ranges[name]) for name in ranges]
         table.add_row(token["token"], *cells)
     console().print(table)
-    for attribute in attributes:
+    for attribute, (low, high) in ranges.items():
         pieces = ((token["token"], token["rewards"][attribute]) for token in score["tokens"])
         console().print(coloured([(f"{attribute}: ", (low + high) / 2)], low, high) + coloured(pieces, low, high))

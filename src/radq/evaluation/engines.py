@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from radq.backbones import load_causal_lm, load_tokenizer
 from radq.decoding import Generation, generate
 from radq.errors import OptionError
@@ -14,7 +12,7 @@ from radq.evaluation.costs import Usage
 from radq.evaluation.sweep import UNGUIDED, Cell, Sweep
 from radq.extras import need
 from radq.guides import RewardGuide
-from radq.memory import in_smaller_batches
+from radq.memory import empty_cache, in_smaller_batches, reset_peak_memory
 from radq.metering import Meter
 from radq.models import RewardModel
 from radq.reranking import best_of_n
@@ -63,17 +61,14 @@ class TransformersEngine(Engine):
         return super().options(cell) | {"batch_size": self.batch_size}
 
     def of(self, cell: Cell) -> Produce:
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        reset_peak_memory(self.device)
         if cell.guide == UNGUIDED:
             return partial(self._fit, self._unguided(cell))
         if self.sweep.guides[cell.guide].best_of:
             return partial(self._fit, self._best_of(cell, int(cell.beta or 1)))
         return partial(self._fit, self._guided(cell))
 
-    def _fit(
-        self, produce: Produce, prompts: Sequence[str], first: int
-    ) -> tuple[Sequence[Continuation], Usage | None]:
+    def _fit(self, produce: Produce, prompts: Sequence[str], first: int) -> tuple[Sequence[Continuation], Usage | None]:
         def work(batch_size: int) -> tuple[Sequence[Continuation], Usage | None]:
             self.batch_size = batch_size
             return produce(prompts, first)
@@ -118,7 +113,7 @@ class TransformersEngine(Engine):
     def _load(self, name: str, load: Callable[[], Any]) -> Any:
         if self._loaded[0] != name:
             self._loaded = ("", None)  # the last one goes before the next one comes
-            torch.cuda.empty_cache()  # others may work on the same GPU
+            empty_cache()  # others may work on the same GPU
             self._loaded = (name, load())
         return self._loaded[1]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from radq.data import COMPRESSIONS, FORMATS, read_table
 from radq.errors import DataError, OptionError
+from radq.tables import COMPRESSIONS, FORMATS, read_table
 
 WANTED = '"prompt": {"text": …}, "prompt": "…" or "text": "…"'
 

@@ -52,7 +52,7 @@ class RewardGuide(Guide):
     def shift(self, state: RewardState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
         rewards = self.model.score(state, candidates.to(self.model.device))[..., self._columns]  # (b, k, a)
         if self.clamp:
-            rewards = rewards.clamp(*self.model.config.response_range)
+            rewards = rewards.clamp(*self._bounds(rewards))
         beta = torch.tensor(list(self.weights.values()), dtype=rewards.dtype, device=rewards.device)
         return (rewards @ beta).to(candidates.device)
 
@@ -72,9 +72,14 @@ class RewardGuide(Guide):
     def clipped(self, state: RewardState) -> Bool[Tensor, "b k"] | None:
         if not self.clamp or state.scored is None:
             return None
-        low, high = self.model.config.response_range
         rewards = state.scored.rewards[..., self._columns]
+        low, high = self._bounds(rewards)
         return ((rewards < low) | (rewards > high)).any(-1)
+
+    def _bounds(self, rewards: Float[Tensor, "b k a"]) -> Float[Tensor, "2 a"]:
+        """The lowest and the highest training response of each attribute that is guided by."""
+        ranges = self.model.config.attribute_ranges
+        return torch.tensor([ranges[n] for n in self._columns], dtype=rewards.dtype, device=rewards.device).T
 
     @property
     def experts(self) -> list[nn.Module]:

@@ -1,0 +1,37 @@
+"""Short names for contents: what differs has another one."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LENGTH = 24  # hexadecimal digits
+
+
+def fingerprint(*values: object) -> str:
+    """Of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:LENGTH]
+
+
+def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """Of numbers, their shapes and types."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape} ".encode())
+        values: Any = np.ascontiguousarray(array)
+        digest.update(values.data.cast("B") if array.size else b"")
+    return digest.hexdigest()[:LENGTH]
+
+
+def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Of the named tensors of a model, wherever they lie."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(values.data)
+    return digest.hexdigest()[:LENGTH]

@@ -1,0 +1,224 @@
+"""Tables in files or on the hub, read in pieces, and their cells as texts and numbers.
+
+    for table in read_table("reviews.csv.gz"):  # a pandas.DataFrame of some thousand rows
+        column_texts("reviews.csv.gz", table, "text")
+
+A mistake in a file is an error that names the file, the row (or line) and the value.
+"""
+
+import csv
+import gzip
+import io
+import lzma
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radq.errors import DataError
+
+Table = Any  # a pandas.DataFrame, which is imported only where a table is read
+ROWS_PER_PIECE = 5_000
+FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
+COMPRESSIONS = (".gz", ".xz", ".zst")
+
+
+def read_table(source: str | Path) -> Iterator[Table]:
+    """Pieces of a table: csv, tsv, jsonl or parquet, maybe compressed, or a hub data set."""
+    path = Path(source)
+    if not path.is_file():
+        yield from _read_hub(str(source))
+        return
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    kind = next((suffix for suffix in reversed(suffixes) if suffix in FORMATS), None)
+    if kind is None:
+        raise DataError(
+            f"{str(path)!r} has no ending that radq knows.",
+            f"use {', '.join(FORMATS)}, each maybe followed by {', '.join(COMPRESSIONS)}.",
+        )
+    try:
+        with _open(path) as stream:
+            yield from READERS[kind](stream)
+    except _RaggedRowError as error:
+        raise DataError(f"{path}, {error}", "put texts that hold the separator into quotes.") from error
+    except (EOFError, lzma.LZMAError, csv.Error, TypeError, ValueError, ArithmeticError, OSError) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.", "is the file whole?") from error
+
+
+def read_texts(source: str | Path, column: str) -> list[str]:
+    """All texts of a column, empty ones included."""
+    texts, first_row = [], 1
+    for table in read_table(source):
+        check_columns(source, table, [column])
+        table.index = np.arange(first_row, first_row + len(table))
+        first_row += len(table)
+        texts += column_texts(source, table, column)
+    return texts
+
+
+# --- columns ---
+
+
+def check_columns(source: str | Path, table: Table, names: list[str]) -> None:
+    """Refuse a table that lacks one of these columns, or has it twice."""
+    columns = list(table.columns)
+    for name in names:
+        if name not in columns:
+            raise DataError(f"{source} has no column {name!r}.", f"it has {', '.join(map(str, columns)) or 'none'}.")
+        if columns.count(name) > 1:
+            raise DataError(f"{source} has {columns.count(name)} columns {name!r}.", "rename all but one of them.")
+
+
+def column_texts(source: str | Path, table: Table, column: str) -> list[str]:
+    """Texts without trailing whitespace; a missing one is empty. Rows are named by the table's index."""
+    return [_text(value, source, row, column) for row, value in zip(table.index, table[column], strict=True)]
+
+
+def _text(value: Any, source: str | Path, row: int, column: str) -> str:
+    if isinstance(value, str):
+        return value.rstrip()
+    if value is None or (isinstance(value, Number) and value != value):
+        return ""
+    if isinstance(value, Number | np.generic):
+        return str(value)
+    kind = "list" if isinstance(value, list | tuple | np.ndarray) else type(value).__name__
+    raise DataError(
+        f"{source}, row {row}: {column!r} is a {kind}, not a text.",
+        "write each cell as one text; chat messages first go through the chat template of the model.",
+    )
+
+
+def column_numbers(source: str | Path, table: Table, column: str) -> np.ndarray:
+    """Finite numbers of double precision. Rows are named by the table's index."""
+    import pandas
+
+    try:
+        numbers = np.asarray(pandas.to_numeric(table[column], errors="coerce"), dtype=np.float64)
+    except (OverflowError, TypeError, ValueError):  # an integer of hundreds of digits
+        numbers = np.array([_number(value) for value in table[column]])
+    refuse_rows(source, table, column, ~np.isfinite(numbers), "labels and weights are finite numbers.")
+    return numbers
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError):
+        return np.nan
+
+
+def refuse_rows(source: str | Path, table: Table, column: str, wrong: np.ndarray, hint: str) -> None:
+    """Raise for the first row that is marked as wrong, with the value that the file holds there."""
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        value = table[column].iloc[first]
+        value = value.item() if isinstance(value, np.generic) else value
+        raise DataError(f"{source}, row {table.index[first]}: {column!r} is {value!r}.", hint)
+
+
+# --- formats ---
+
+
+class _RaggedRowError(Exception):
+    """A row with more or fewer fields than there are columns."""
+
+
+def _read_csv(stream: Any) -> Iterator[Table]:
+    return _read_separated(stream, delimiter=",", strict=True)
+
+
+def _read_tsv(stream: Any) -> Iterator[Table]:
+    return _read_separated(stream, delimiter="\t", quoting=csv.QUOTE_NONE)  # such files quote nothing
+
+
+def _read_separated(stream: Any, **dialect: Any) -> Iterator[Table]:
+    """Cells stay text, so that "NA" and "null" stay words. Every row must have a field for each column."""
+    import pandas
+
+    csv.field_size_limit(sys.maxsize)
+    with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, **dialect)
+        header = next((row for row in reader if row), None)
+        if header is None:
+            raise ValueError("it is empty")
+        rows = _rows(reader, len(header))
+        while True:
+            piece = list(islice(rows, ROWS_PER_PIECE))
+            yield pandas.DataFrame(piece, columns=pandas.Index(header, dtype=object), dtype=object)
+            if len(piece) < ROWS_PER_PIECE:
+                return
+
+
+def _rows(reader: Any, num_columns: int) -> Iterator[list[str]]:
+    """The rows that are not blank; a text may run over several lines, so lines are counted by the reader."""
+    line = reader.line_num + 1
+    for row in reader:
+        if len(row) == num_columns:
+            yield row
+        elif row:
+            fields = f"{len(row)} field{'s' * (len(row) > 1)}"
+            raise _RaggedRowError(f"line {line}: {fields} in a table of {num_columns} columns.")
+        line = reader.line_num + 1
+
+
+def _read_jsonl(stream: Any) -> Iterator[Table]:
+    import pandas
+
+    options: Any = {"dtype": False}  # as they stand: no guesses at dates and types
+    yield from pandas.read_json(stream, lines=True, chunksize=ROWS_PER_PIECE, **options)
+
+
+def _read_parquet(stream: Any) -> Iterator[Table]:
+    from pyarrow.parquet import ParquetFile
+
+    with tempfile.TemporaryFile() as seekable:  # parquet is read from its end
+        shutil.copyfileobj(stream, seekable)
+        for piece in ParquetFile(seekable).iter_batches(ROWS_PER_PIECE):
+            yield piece.to_pandas()
+
+
+def _open(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".xz":
+        return lzma.open(path)
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return pyarrow.input_stream(str(path), compression="zstd")
+    return path.open("rb")
+
+
+def split_hub_name(source: str) -> tuple[str, str]:
+    """`name` or `name:split` → name, split."""
+    name, _, split = source.partition(":")
+    return name, split or "train"
+
+
+def _read_hub(source: str) -> Iterator[Table]:
+    """A data set on the hub, or in a folder that `datasets` can read."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise DataError(
+            f"there is no file {source!r}.", "check the path; for a hub data set, pip install 'radq[data]'."
+        ) from error
+    name, split = split_hub_name(source)
+    try:
+        table = datasets.load_dataset(name, split=split)
+    except Exception as error:  # the library raises many kinds
+        raise DataError(f"there is neither a file nor a data set {name!r}: {error}.", "check the name.") from error
+    for first in range(0, len(table), ROWS_PER_PIECE):
+        yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
+
+
+READERS: dict[str, Any] = {".csv": _read_csv, ".tsv": _read_tsv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
