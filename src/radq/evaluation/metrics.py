@@ -103,10 +103,11 @@ class Bootstrap:
     confidence: float = 0.95
 
     def __post_init__(self) -> None:
-        if not 1 <= self.resamples <= MAX_RESAMPLES:
-            raise OptionError(f"resamples is {self.resamples}.", f"give 1 to {MAX_RESAMPLES}.")
-        if not 0 < self.confidence < 1:
-            raise OptionError(f"confidence is {self.confidence}.", "give a number between 0 and 1.")
+        if not 1 <= self.resamples <= MAX_RESAMPLES or not 0 < self.confidence < 1:
+            raise OptionError(
+                f"resamples is {self.resamples}, confidence {self.confidence}.",
+                f"give 1 to {MAX_RESAMPLES} resamples, and a confidence between 0 and 1.",
+            )
 
     def choices(self, p: int) -> Iterator[Int[np.ndarray, "r p"]]:
         """How often each prompt occurs in each resample, some resamples at a time."""
