@@ -177,5 +177,7 @@ def test_arguments_of_transformers_reach_the_backbone(world: Path) -> None:
         world / "praise", dtype=torch.float16, attn_implementation="eager", local_files_only=True, device_map="cpu"
     )
     assert model.backbone.config._attn_implementation == "eager"
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    adapters = {name: parameter.dtype for name, parameter in model.named_parameters() if ".lora_" in name}
+    assert set(adapters.values()) == {torch.float32}
+    assert {p.dtype for name, p in model.named_parameters() if name not in adapters} == {torch.float16}
     assert isinstance(RewardModel.from_pretrained(world / "praise", torch_dtype="float32"), RadQ)

@@ -48,7 +48,8 @@ def changed(settings: RewardTrainingConfig, **changes: Any) -> RewardTrainingCon
 
 
 def weights(run: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(run) / "model.safetensors")
+    (file,) = Path(run).glob("*model.safetensors")  # of a LoRA run adapter_model.safetensors
+    return load_file(file)
 
 
 def same_weights(one: str | Path, other: str | Path) -> bool:

@@ -58,7 +58,8 @@ def losses(run: str | Path) -> list[float]:
 
 
 def weights(run: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(run) / "model.safetensors")
+    (file,) = Path(run).glob("*model.safetensors")  # of a LoRA run adapter_model.safetensors
+    return load_file(file)
 
 
 # --- what is learnt ---
@@ -204,7 +205,7 @@ def test_adapters_and_head_are_all_a_lora_folder_holds(settings: RewardTrainingC
     model.save_pretrained(Path(settings.out) / "again")
     with torch.no_grad():
         assert torch.equal(RewardModel.from_pretrained(Path(settings.out) / "again").token_rewards(ids), rewards)
-    (Path(settings.out) / "again" / "model.safetensors").unlink()
+    (Path(settings.out) / "again" / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError):
         RewardModel.from_pretrained(Path(settings.out) / "again")
 

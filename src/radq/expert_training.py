@@ -27,7 +27,7 @@ from radq.batch_trainer import BatchTrainer
 from radq.data import RewardData
 from radq.errors import DataError, OptionError
 from radq.experts import class_log_posterior, token_log_probabilities
-from radq.files import explained_writing, whole_file, whole_folder
+from radq.files import MODEL_FILES, explained_writing, whole_file, whole_folder
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
 from radq.losses import gedi_loss, text_loss
 from radq.precision import precise
@@ -258,7 +258,7 @@ def _save_model(trainer: ExpertTrainer, folder: Path, tokenizer: PreTrainedToken
     if trainer.config.method == "gedi":
         model.config.gedi = {"codes": [head[1:] for head in trainer.frame.heads], "scale": model.gedi_scale.item()}
         del model.gedi_scale
-    with whole_folder(folder) as temporary, quiet():
+    with whole_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,10 @@ def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
     return digest.hexdigest()[:LENGTH]
 
 
-def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Of the named tensors of a model, wherever they lie."""
+def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Of the named tensors of a model, sorted by name, wherever they lie."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         digest.update(values.data)

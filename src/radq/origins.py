@@ -4,18 +4,19 @@ A backbone is `embedded`, a hub name with its revision, or a folder. The path of
 folder of the reward model, so that both can move together and the working directory does not matter.
 """
 
-import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from radq.backbones import explained, find_snapshot
 from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
+from radq.fingerprints import fingerprint_tensors
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ def _compare(origin: Origin, found: str, fingerprint: str) -> None:
 def fingerprint_weights(folder: Path) -> str:
     """Of the names and numbers of all tensors in a model folder, however they are spread over files."""
     places = {name: file for file in _weight_files(folder) for name in _names(file)}
-    digest = hashlib.sha256()
-    for name in sorted(places):
-        with safe_open(places[name], "pt") as stored:
-            tensor = stored.get_tensor(name)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(places):
+            with safe_open(places[name], "pt") as stored:
+                yield name, stored.get_tensor(name)
+
+    return fingerprint_tensors(tensors())
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import yaml
 
 from radq.checkpoints import find_checkpoints, newest_whole_checkpoint
 from radq.errors import OptionError
-from radq.files import explained_writing, require_own_folder, whole_file
+from radq.files import MODEL_FILES, explained_writing, require_own_folder, whole_file
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
 from radq.settings import TrainingConfig, load_settings
 
@@ -64,8 +64,11 @@ def forget_run(out: Path) -> None:
     """Remove what an earlier run has left: checkpoints, metrics, targets, and the models it has made."""
     for folder in (*find_checkpoints(out), out / "targets", out / EXPERT, out / ANTI_EXPERT):
         shutil.rmtree(folder, ignore_errors=True)
-    for file in (out / "metrics.jsonl", out / "results.json", out / "config.json", *out.glob("model*.safetensors*")):
-        file.unlink(missing_ok=True)
+    for path in (path for pattern in ("metrics.jsonl", "results.json", *MODEL_FILES) for path in out.glob(pattern)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str]) -> None:

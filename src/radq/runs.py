@@ -86,7 +86,7 @@ def _identify_contents(
 ) -> dict[str, str]:
     """Fingerprints of what a run depends on, beside its settings. Weights that are trained lie in its checkpoints."""
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
-    contents = {"data": data.fingerprint, "backbone": fingerprint_tensors(frozen)}
+    contents = {"data": data.fingerprint, "backbone": fingerprint_tensors(sorted(frozen.items()))}
     if eval_data is not None:
         contents["eval_data"] = eval_data.fingerprint
     if teacher is not None:
@@ -100,7 +100,7 @@ def _identify_teacher(teacher: RewardModel) -> str:
     backbone: Any = teacher.config.backbone
     elsewhere = ("_name_or_path", "transformers_version", "dtype")
     shape = {name: value for name, value in backbone.to_dict().items() if name not in elsewhere}
-    return fingerprint(settings, shape, fingerprint_tensors(teacher.state_dict()))
+    return fingerprint(settings, shape, fingerprint_tensors(sorted(teacher.state_dict().items())))
 
 
 def _compare_with_constants(metrics: dict[str, float]) -> None:

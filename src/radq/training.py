@@ -44,6 +44,23 @@ class RewardTrainer(BatchTrainer):
             give_own_rate(optimizer, list(head.parameters()), self.config.head_learning_rate)
         return optimizer
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.model.config.lora_rank:  # pyright: ignore
+            self._load_adapters(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.model.config.lora_rank and self.state.best_model_checkpoint is not None:  # pyright: ignore
+            self._load_adapters(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _load_adapters(self, checkpoint: str) -> None:
+        """The Trainer looks for whole models only."""
+        model: Any = self.model
+        model.load_trained(checkpoint)
+
     # --- losses ---
 
     def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
