@@ -5,6 +5,7 @@ No cache, no padding, no batch, no code of radq beyond reading a model's weights
 
 import math
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,14 +13,21 @@ from transformers import PreTrainedModel
 
 from radq.models import RadQ, RewardModel
 
+_HIDDEN: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
+
 
 def hidden(model: RewardModel, prefix: Sequence[int], *token: int) -> Tensor:
-    """Hidden state at the end of a prefix, or at a token after it, (d,)."""
+    """Hidden state at the end of a prefix, or at a token after it, (d,). Remembered: tests ask for many tokens after one
+    prefix, and none of them changes a backbone.
+    """
     bos = model.config.bos_token_id
     if model.config.prepend_bos and list(prefix[:1]) != [bos]:
         prefix = [bos, *prefix]
-    with torch.no_grad():
-        return model.backbone(input_ids=torch.tensor([[*prefix, *token]]), use_cache=False).last_hidden_state[0, -1]
+    known, text = _HIDDEN.setdefault(model.backbone, {}), (*prefix, *token)
+    if text not in known:
+        with torch.no_grad():
+            known[text] = model.backbone(input_ids=torch.tensor([text]), use_cache=False).last_hidden_state[0, -1]
+    return known[text]
 
 
 def reward(model: RewardModel, prefix: Sequence[int], token: int) -> Tensor:

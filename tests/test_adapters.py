@@ -113,7 +113,7 @@ def test_a_model_of_float32_adapters_over_a_half_backbone(
     half = {"q": RadQ, "v": RadV}[kind].from_backbone(lm_folders["llama"], ["a", "b"], dtype=dtype, **options)
     assert {buffer.dtype for buffer in half.backbone.buffers() if buffer.is_floating_point()} == {torch.float32}
     half.head.float()
-    half.add_lora(2, "base")
+    half.add_lora(2, str(lm_folders["llama"]))
     wide = copy.deepcopy(half).float()
     ids = torch.tensor([[3, 9, 4, 12], [5, 5, 6, 7]])
     rewards = half.token_rewards(ids)

@@ -106,9 +106,9 @@ def test_every_step_equals_brute_force(
 ) -> None:
     """The unknown are not read, and have the reward of the prefix; perplexity is over the whole vocabulary."""
     model, guide = rewards[kind], make_guide(kind, 0.5, rewards)
-    texts = [ids for ids in tokenizer(PROMPTS).input_ids for _ in range(6)]
+    texts = [ids for ids in tokenizer(PROMPTS).input_ids for _ in range(3)]
     seen = set()
-    for step in stream(base, tokenizer, PROMPTS, guide, Steering(None), 7, num_samples=6, stop_token_ids=[]):
+    for step in stream(base, tokenizer, PROMPTS, guide, Steering(None), 6, num_samples=3, stop_token_ids=[]):
         for i, row in enumerate(step.rows.tolist()):
             logits = oracle.base_logits(base, texts[row])
             rewards_by_hand = [

@@ -517,3 +517,15 @@ def test_the_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     CachedJudge(Lengths()).score(["a"])
     assert (tmp_path / "radq" / "judges.sqlite").is_file()
+
+
+def test_scores_do_not_depend_on_kernels_that_an_earlier_product_has_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a product in bfloat16 does on a CPU without bfloat16."""
+    make_classifier(tmp_path)
+    texts = [f"the film was {'good ' * n}" for n in range(9)]
+    fresh = load_judge(f"classifier:{tmp_path}").score(texts)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert load_judge(f"classifier:{tmp_path}").score(texts).tobytes() == fresh.tobytes()
+    assert not torch.backends.mkldnn.enabled  # left as it was found

@@ -1,8 +1,11 @@
-"""Numbers of models in half precision, where sums and small differences of them are taken."""
+"""Numbers of models in half precision, where sums and small differences of them are taken; and numbers that are the
+same to the last digit, whatever ran before.
+"""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -25,3 +28,19 @@ def without_emulation_notice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         yield
+
+
+@contextmanager
+def same_kernels() -> Iterator[None]:
+    """Within, and as a decorator, results do not depend on what the process has computed before.
+
+    On a CPU without bfloat16, torch turns its oneDNN kernels off for the rest of the process at the first product in
+    bfloat16, and other kernels round differently. Here they are on at the beginning.
+    """
+    kernels: Any = torch.backends.mkldnn
+    before = kernels.enabled
+    kernels.enabled = True
+    try:
+        yield
+    finally:
+        kernels.enabled = before

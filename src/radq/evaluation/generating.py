@@ -25,6 +25,7 @@ from radq.evaluation.prompts import Prompt
 from radq.evaluation.sweep import WHILE_DECODING, Cell, Sweep, dump_sweep, find_changes, fingerprint
 from radq.files import require_own_folder, whole_file
 from radq.memory import require_memory_for_texts
+from radq.precision import same_kernels
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def _run(
             bar.set_postfix_str(chunk.cell.name, refresh=False)
             produce = engine.of(chunk.cell)
             began = time.perf_counter()
-            generations, usage = produce([prompt.text for prompt in chunk.prompts], chunk.first)
+            with same_kernels():
+                generations, usage = produce([prompt.text for prompt in chunk.prompts], chunk.first)
             cost = describe_cost(chunk.cell.name, generations, usage, time.perf_counter() - began, device)
             append_lines(stream, _lines(chunk, generations, sweep))
             with costs.open("ab") as file:

@@ -23,7 +23,7 @@ from radq import cache
 from radq.backbones import Wrappable, max_positions
 from radq.errors import ContextLengthError, OptionError
 from radq.memory import in_smaller_batches
-from radq.precision import log_probabilities
+from radq.precision import log_probabilities, same_kernels
 from radq.vocabulary import find_bos, tokenise
 
 
@@ -47,6 +47,7 @@ class _Pair:
         return len(self.prompt) + len(self.continuation)
 
 
+@same_kernels()
 def measure_likelihoods(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
