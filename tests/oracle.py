@@ -17,8 +17,9 @@ _HIDDEN: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, ...], Tensor]] = Wea
 
 
 def hidden(model: RewardModel, prefix: Sequence[int], *token: int) -> Tensor:
-    """Hidden state at the end of a prefix, or at a token after it, (d,). Remembered: tests ask for many tokens after one
-    prefix, and none of them changes a backbone.
+    """Hidden state at the end of a prefix, or at a token after it, (d,).
+
+    Remembered: tests ask for many tokens after one prefix, and none of them changes a backbone.
     """
     bos = model.config.bos_token_id
     if model.config.prepend_bos and list(prefix[:1]) != [bos]:

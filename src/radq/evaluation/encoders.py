@@ -22,7 +22,6 @@ from transformers import AutoModel
 from radq.embedded import EMBEDDED
 from radq.errors import ModelError
 from radq.evaluation.readers import OnnxReader, Reader, TransformersReader, find_onnx
-from radq.precision import same_kernels
 
 EMBEDDED_LAYERS = 16  # of 30: the last ones know less of the text, and more of its next token
 
@@ -41,7 +40,6 @@ class Encoder:
         """How many texts were cut so far."""
         return self.reader.truncated
 
-    @same_kernels()
     def encode(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, "n d"]:
         """One vector per text, in order; NaN for a blank text."""
         full = [n for n, text in enumerate(texts) if text.strip()]

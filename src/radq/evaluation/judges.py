@@ -33,7 +33,6 @@ from radq.evaluation.encoders import Encoder, load_encoder
 from radq.evaluation.linear import LinearModel
 from radq.evaluation.readers import BATCH_SIZE, TOGETHER, OnnxReader, Reader, TransformersReader
 from radq.files import default_cache_folder
-from radq.precision import same_kernels
 
 Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions of texts, and their scores
 
@@ -58,7 +57,6 @@ class Judge(ABC):
         """How many texts were too long and judged by their beginning, so far."""
         return 0
 
-    @same_kernels()
     def score(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, " n"]:
         """One score per text, in order; NaN for a blank text."""
         scores = np.full(len(texts), np.nan)

@@ -23,6 +23,7 @@ from radq.backbones import find_snapshot, load_config, load_tokenizer, load_weig
 from radq.embedded import EMBEDDED, base_name
 from radq.errors import ModelError
 from radq.extras import need
+from radq.precision import same_kernels
 
 BATCH_SIZE = 64  # texts in one forward
 TOGETHER = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
@@ -86,7 +87,7 @@ class TransformersReader(Reader):
             tokens = torch.tensor([rows[n] + [self.pad] * (longest - len(rows[n])) for n in positions])
             mask = torch.tensor([[1] * len(rows[n]) + [0] * (longest - len(rows[n])) for n in positions])
             device = self.model.device
-            with torch.inference_mode():
+            with torch.inference_mode(), same_kernels():
                 output = self.model(input_ids=tokens.to(device), attention_mask=mask.to(device))
             yield positions, output[0].float(), mask.to(device)
 

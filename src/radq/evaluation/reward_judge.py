@@ -16,6 +16,7 @@ from radq.errors import ModelError
 from radq.evaluation.judges import Judge, Scored, choose_label
 from radq.evaluation.readers import TOGETHER, identify
 from radq.models import RewardModel
+from radq.precision import same_kernels
 from radq.reranking import score_texts
 
 
@@ -47,7 +48,7 @@ class RewardJudge(Judge):
         size = 64 if self.model.device.type == "cpu" else 4096  # a GPU wants many short texts at once
         for first in range(0, len(rows), size):
             positions = by_length[first : first + size]
-            with _tensor_cores():
+            with _tensor_cores(), same_kernels():
                 scores = score_texts(self.model, {self.attribute: 1.0}, [rows[n][:limit] for n in positions], size)
             yield positions, scores.clamp(0, 1).numpy()
 
