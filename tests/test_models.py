@@ -328,10 +328,8 @@ assert isinstance(model, radq.RadV)
     "imports",
     [
         "import radq; assert 'torch' not in sys.modules",
-        "import transformers, radq",
         "from transformers import AutoModel; import radq",
         "from transformers import AutoTokenizer, AutoConfig; import radq",
-        "from radq import RewardModel",
         "import radq; from transformers import AutoTokenizer",
     ],
 )

@@ -65,6 +65,7 @@ def _run(argv: list[str]) -> int:
     # Threads of torch that wait for a core in use spin by default, and small steps then take ten times as long. OpenMP
     # reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without the line of code it stands on
     # A CPU without bfloat16 computes as well, only slower; torch says so with a C++ stack trace.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     _run_command(name, rest)
