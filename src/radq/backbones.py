@@ -53,7 +53,7 @@ def find_snapshot(name: str) -> Path:
 
 
 def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:
-    """By hub name or folder; also a tokenizer.json alone, or a folder with GPT-2's encoder.json and vocab.bpe.
+    """Load a tokenizer by hub name or folder, from a tokenizer.json, or from GPT-2's encoder.json and vocab.bpe.
 
     Other arguments are among `HUB_OPTIONS`.
     """
@@ -170,14 +170,14 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def name_positions(config: PreTrainedConfig) -> str:
-    """For messages: how many there are, and why, where config.json says more."""
+    """The number of positions in words, for messages, with the reason where config.json names a larger number."""
     positions = max_positions(config)
     more = getattr(config.get_text_config(), "max_position_embeddings", None) != positions
     return f"{positions} positions" + (" (beyond them, longrope would depend on the other texts)" if more else "")
 
 
 def hidden_size(config: PreTrainedConfig) -> int:
-    """Of the last hidden states, which have the size of the output embeddings: OPT-350m projects them to it."""
+    """The size of the last hidden states. It is that of the output embeddings, to which OPT-350m projects them."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
@@ -216,7 +216,7 @@ def find_device(name: str) -> str:
 
 @contextmanager
 def evaluating(model: Wrappable) -> Iterator[None]:
-    """Without dropout; afterwards the model is in the mode it came in."""
+    """Turn dropout off inside the block, and put the model back into its former mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -227,7 +227,7 @@ def evaluating(model: Wrappable) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' load reports and progress bars: what matters in them, radq raises."""
+    """Hide transformers' load reports and progress bars inside the block; radq raises what matters in them."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

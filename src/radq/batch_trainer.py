@@ -88,11 +88,11 @@ class BatchTrainer(Trainer):
 
     @abstractmethod
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """From what `prediction_step` returns of all batches."""
+        """Compute the metrics from what `prediction_step` has returned for all batches."""
 
     @abstractmethod
     def metric_names(self) -> list[str]:
-        """What `metrics` will return for the evaluation data."""
+        """The names of the metrics that `metrics` will return for the evaluation data."""
 
     def get_train_dataloader(self) -> DataLoader:
         # not prepared by accelerate, which would repeat rows to fill the last batch
@@ -231,7 +231,7 @@ class _EpochCallback(TrainerCallback):
 
 
 class _RunCallback(TrainerCallback):
-    """What a resumed run takes from its settings, not from the checkpoint; and an evaluation of the last weights."""
+    """Lets a resumed run take its steps from its settings, not from the checkpoint, and evaluates the last weights."""
 
     def __init__(self, config: TrainingConfig):
         self.config = config
@@ -275,7 +275,7 @@ class _MetricsCallback(TrainerCallback):
 
 
 def _step(line: str) -> float:
-    """Of a line of metrics.jsonl; one that a kill or a full disk has cut is of no step."""
+    """The step that a line of metrics.jsonl belongs to; infinity for a line that a kill or a full disk has cut."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):

@@ -304,7 +304,7 @@ def _try_padding(model: Wrappable) -> bool:
 
 
 def _agree(actual: Tensor, expected: Tensor) -> bool:
-    """To rounding; of numbers that have overflowed there is nothing to say."""
+    """Whether numbers are equal to rounding. Where the expected ones have overflowed, they count as equal."""
     tolerance = 1e-4 if torch.finfo(actual.dtype).eps < 1e-6 else 0.05
     error = (actual - expected).abs().max() / expected.abs().max()
     return bool(error < tolerance) or not bool(expected.isfinite().all())

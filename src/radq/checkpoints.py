@@ -26,7 +26,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if nothing is. One of an older radq has no checksums, and is believed."""
+    """Say what is wrong with a checkpoint, or return None. An older radq wrote no checksums; it is trusted."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
         sealed = json.loads((checkpoint / SEAL).read_text()) if (checkpoint / SEAL).exists() else {}

@@ -117,7 +117,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     @property
     def attribute_ranges(self) -> list[tuple[float, float]]:
-        """Of each label (0, 1), or what it runs over where that is more."""
+        """The range of each label: (0, 1), or its lowest and highest value where these lie outside."""
         ranges = zip(self.counts.label_low, self.counts.label_high, strict=True)
         return [(0.0, 1.0) if low >= 0 and high <= 1 else (low, high) for low, high in ranges]
 
@@ -238,7 +238,7 @@ def _cache_key(
 
 
 def _identify(source: str | Path) -> list[object]:
-    """What changes when a source does: place, sizes and times of its files. A hub data set is known by name alone."""
+    """Place, sizes and times of the files of a source, which change when it does. A hub data set has only a name."""
     path, split = Path(source), ""
     if not path.is_file():
         name, split = split_hub_name(str(source))
@@ -251,7 +251,7 @@ def _identify(source: str | Path) -> list[object]:
 
 
 def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """By all that decides how it cuts texts: normaliser, pre-tokenizer, vocabulary, merges and added tokens."""
+    """A fingerprint of all that decides how a tokenizer cuts texts: normaliser, pre-tokenizer, vocabulary, merges."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return fingerprint(backend.to_str(), backend.encode_special_tokens)
@@ -373,7 +373,7 @@ def _weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:
 
 
 def _single(source: str | Path, table: Table, name: str, numbers: np.ndarray) -> np.ndarray:
-    """In single precision, in which training computes."""
+    """Convert numbers to single precision, in which training computes, and refuse those that overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         single = numbers.astype(np.float32)
     refuse_rows(source, table, name, ~np.isfinite(single), "labels and weights lie between -3.4e38 and 3.4e38.")

@@ -42,8 +42,9 @@ class ExpertState:
         return replace(states[0], prefix=prefix, logits=torch.cat([state.logits for state in states]))
 
     def logits_of(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """In float32 or better. Of an unknown token that which makes its log-probability 0: it changes nothing about
-        how likely the text is.
+        """The logits of tokens, in float32 or better.
+
+        An unknown token gets the logit that makes its log-probability 0: it does not change how likely the text is.
         """
         tokens = tokens.to(self.logits.device)
         known = tokens < self.num_known
@@ -51,7 +52,7 @@ class ExpertState:
         return logits if bool(known.all()) else torch.where(known, logits, self.log_normaliser)
 
     def log_probabilities(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """Of next tokens; 0 of unknown ones."""
+        """The log-probabilities of next tokens; 0 for unknown ones."""
         return self.logits_of(tokens) - self.log_normaliser
 
     @cached_property

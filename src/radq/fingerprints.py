@@ -13,12 +13,12 @@ LENGTH = 24  # hexadecimal digits
 
 
 def fingerprint(*values: object) -> str:
-    """Of anything that JSON can hold."""
+    """The fingerprint of values that JSON can hold."""
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:LENGTH]
 
 
 def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
-    """Of numbers, their shapes and types."""
+    """The fingerprint of arrays: their numbers, shapes and types."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape} ".encode())
@@ -28,7 +28,7 @@ def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of the named tensors of a model, sorted by name, wherever they lie."""
+    """The fingerprint of named tensors, on any device; the caller sorts them by name."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

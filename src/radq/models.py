@@ -109,7 +109,7 @@ class RewardConfig(PreTrainedConfig):
 
     @property
     def origin(self) -> Origin:
-        """Of the backbone that adapters stand beside."""
+        """The origin of the frozen backbone of a LoRA model."""
         return Origin(self.backbone_name or "", self.backbone_revision, self.backbone_fingerprint)
 
     def set_origin(self, origin: Origin) -> None:
@@ -307,7 +307,7 @@ class RewardModel(PreTrainedModel):
 
     @classmethod
     def _from_config(cls, config: RewardConfig, **kwargs: Any) -> Any:  # pyright: ignore
-        """What `AutoModel.from_config` calls: a model of the kind that the configuration says."""
+        """Make a model of the kind that the configuration names; `AutoModel.from_config` calls this."""
         return super(RewardModel, KINDS[config.kind])._from_config(config, **kwargs)
 
     def load_trained(self, folder: str | Path) -> None:

@@ -21,7 +21,7 @@ from radq.fingerprints import fingerprint_tensors
 
 @dataclass(frozen=True)
 class Origin:
-    """What config.json says about the backbone."""
+    """The entries of config.json that say where the backbone comes from."""
 
     name: str  # `embedded`, a hub name or a folder
     revision: str | None = None  # the commit of a hub name
@@ -32,14 +32,14 @@ class Origin:
         return self.revision is not None
 
     def relative_to(self, folder: Path) -> "Origin":
-        """As it is stored in the reward model's folder."""
+        """The origin as it is stored in the reward model's folder: a path is relative to that folder."""
         if self.name == EMBEDDED or self.is_hub or not Path(self.name).is_absolute():
             return self
         return replace(self, name=Path(os.path.relpath(self.name, folder.resolve())).as_posix())
 
 
 def identify_backbone(name: str | Path) -> Origin:
-    """What to remember about a backbone that can be loaded here by this name."""
+    """Find out what to remember about a backbone that can be loaded here by this name."""
     if str(name) == EMBEDDED:
         return Origin(EMBEDDED, None, base_name())
     if Path(name).is_dir():
@@ -92,7 +92,7 @@ def _compare(origin: Origin, found: str, fingerprint: str) -> None:
 
 
 def fingerprint_weights(folder: Path) -> str:
-    """Of the names and numbers of all tensors in a model folder, however they are spread over files."""
+    """The fingerprint of all tensors in a model folder; it does not depend on how they are spread over files."""
     places = {name: file for file in _weight_files(folder) for name in _names(file)}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

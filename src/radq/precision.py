@@ -24,7 +24,7 @@ def log_probabilities(logits: Float[Tensor, "*p v"], tokens: Int[Tensor, "*p"]) 
 
 @contextmanager
 def without_emulation_notice() -> Iterator[None]:
-    """Without torch's warning that a CPU has no bfloat16 of its own: the numbers are the same, it only takes longer."""
+    """Hide torch's warning that a CPU has no bfloat16 of its own: the numbers are the same, it only takes longer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         yield
@@ -32,7 +32,7 @@ def without_emulation_notice() -> Iterator[None]:
 
 @contextmanager
 def same_kernels() -> Iterator[None]:
-    """Within, and as a decorator, results do not depend on what the process has computed before.
+    """Make the results inside the block independent of what the process has computed before; also a decorator.
 
     On a CPU without bfloat16, torch turns its oneDNN kernels off for the rest of the process at the first product in
     bfloat16, and other kernels round differently. Here they are on at the beginning.

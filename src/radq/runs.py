@@ -95,7 +95,7 @@ def _identify_contents(
 
 
 def _identify_teacher(teacher: RewardModel) -> str:
-    """By all that its rewards depend on, and not by where it lies."""
+    """A fingerprint of all that the teacher's rewards depend on; its folder may be another one."""
     settings = [teacher.config.attributes, teacher.config.loss, teacher.config.prepend_bos, teacher.config.bos_token_id]
     backbone: Any = teacher.config.backbone
     elsewhere = ("_name_or_path", "transformers_version", "dtype")
@@ -242,7 +242,10 @@ def _cache_targets(
 def _write_targets(
     file: Path, shape: tuple[int, int], data: RewardData, teacher: RewardModel, batch_size: int, progress: bool
 ) -> None:
-    """Row by row to its place; rows of other parts stay holes. (Into a mapped file, a full disk would be a crash.)"""
+    """Write the rewards of each row at its place; rows of other parts stay holes.
+
+    Plain writes, since a full disk under a mapped file would crash the process.
+    """
     order = np.argsort(data.lengths, kind="stable")
     chunks = np.array_split(order, -(-len(order) // batch_size))
     with file.open("wb") as stream:

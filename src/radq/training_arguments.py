@@ -97,7 +97,7 @@ def _set_batches(made: TrainingArguments, config: TrainingConfig) -> None:
 
 
 def choose_precision(wanted: str, device: str) -> str:
-    """Of the forwards. auto: float32 on a CPU, else the half precision that the card computes in."""
+    """Choose the precision of the forwards; auto is float32 on a CPU, else the half precision of the card."""
     if wanted == "auto":
         return "float32" if device == "cpu" else "bfloat16" if has_bfloat16(device) else "float16"
     if wanted == "float16" and device == "cpu":

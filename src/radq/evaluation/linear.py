@@ -62,7 +62,7 @@ class LinearModel:
         return expit(self.logits(features))
 
     def logits(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " n"]:
-        """Row by row, which BLAS would not promise: the logit of a row does not depend on the other rows."""
+        """One logit per row. Each row is summed on its own, since with BLAS a logit may depend on the other rows."""
         return np.einsum("nd,d->n", features.astype(self.weight.dtype), self.weight) + self.bias
 
     @classmethod

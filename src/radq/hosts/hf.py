@@ -147,7 +147,7 @@ def _find_way(known: Int[Tensor, "r s"], texts: Int[Tensor, "b t"], vocab_size: 
 
 
 def _find_rows(known: Int[Tensor, "r n"], texts: Int[Tensor, "b n"]) -> Int[Tensor, " b"] | None:
-    """For each text a row of `known` that equals it; None where one has none."""
+    """Find a row of `known` that equals each text; None if some text has no such row."""
     _, groups = torch.cat([known, texts]).unique(dim=0, return_inverse=True)
     row_of = torch.full((int(groups.max()) + 1,), -1, device=texts.device)
     row_of[groups[: len(known)]] = torch.arange(len(known), device=texts.device)

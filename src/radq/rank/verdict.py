@@ -36,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Backbone:
-    """What the verdict says of a language model."""
+    """The facts about a language model that the verdict mentions."""
 
     name: str
     hidden_size: int
