@@ -2,11 +2,9 @@
 
 import io
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from command_calls import CALLS, find_commands, make_world, write_call
+from instruments import full_disk
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from test_any_option import find_errors, odd_files, run_quietly
@@ -30,17 +29,6 @@ WRITERS = [command for command, call in CALLS.items() if "out" in call]
 @pytest.fixture(scope="module")
 def world(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_world(tmp_path_factory.mktemp("world"), toy)
-
-
-@contextmanager
-def full_disk(free_bytes: int) -> Iterator[None]:
-    """No file can grow beyond so many bytes: every library then meets the error that its write fails with."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import oracle
 import pytest
 import torch
 from families import BOS, VOCAB, make_lm, make_number_tokenizer, make_reward
+from instruments import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LogitsProcessor, PreTrainedModel
 
 from radq.decoding import generate
@@ -182,28 +182,13 @@ def test_a_step_reads_one_token(kind: str, lm_folders: dict[str, Path]) -> None:
     assert shapes == [prompt, *steps]
 
 
-class Peak(TorchDispatchMode):
-    """The largest tensor that an operation returns, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor):
-                self.bytes = max(self.bytes, value.numel() * value.element_size())
-        return result
-
-
 def test_beams_are_found_without_comparing_all_with_all() -> None:
     """256 rows of 600 tokens that change places at every step: memory grows with the rows, not with their square."""
     torch.manual_seed(0)
     known = torch.randint(3, VOCAB, (256, 600))
     chosen = torch.randint(256, (256,))
     texts = torch.cat([known[chosen], torch.randint(3, VOCAB, (256, 1))], dim=1)
-    with Peak() as peak:
+    with LargestTensor() as peak:
         way = _find_way(known, texts, VOCAB)
     assert way is not None
     assert way.rows is not None

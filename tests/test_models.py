@@ -11,8 +11,8 @@ import oracle
 import pytest
 import torch
 from families import BOS, FAMILIES, VOCAB, make_number_tokenizer, make_reward
+from instruments import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from radq.backbones import quiet
@@ -432,21 +432,6 @@ def test_texts_longer_than_the_context(kind: str, lm_folders: dict[str, Path]) -
 
 
 # --- memory ---
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor) and value.untyped_storage().nbytes() >= value.element_size() * value.numel():
-                self.numel = max(self.numel, value.numel())
-        return result
 
 
 @pytest.mark.parametrize("head", ["linear", "linear-nobaseline", "mlp"])

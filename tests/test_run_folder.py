@@ -1,10 +1,7 @@
 """Run folders: nothing else is written over, targets belong to teacher and rows, and a run goes on as it was begun."""
 
 import json
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from instruments import full_disk
 from safetensors.torch import load_file
 
 from radq.checkpoints import find_checkpoints, find_damage
@@ -318,17 +316,6 @@ def test_a_damaged_checkpoint_is_passed_over(
 # --- full disks ---
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more fails with an error of the system, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(
     settings: RewardTrainingConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,14 +323,14 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(
     train(changed(begun, max_steps=2))
     before = (Path(settings.out) / "model.safetensors").read_bytes()
     saved = RewardModel.from_pretrained(settings.out)
-    with files_of_at_most(len(before) // 2), pytest.raises((WriteError, OSError)):
+    with full_disk(len(before) // 2), pytest.raises((WriteError, OSError)):
         saved.save_pretrained(settings.out)
     assert (Path(settings.out) / "model.safetensors").read_bytes() == before
 
     argv = ["train", "--data", *settings.data, "--labels", "praise", "--backbone", settings.backbone, "--json"]
     argv += ["--out", str(tmp_path / "full"), "--cache", str(settings.cache), "--max-steps", "3", "--save-steps", "1"]
     for size in (len(before) // 2, len(before) + len(before) // 2, 100):  # weights, optimizer, settings
-        with files_of_at_most(size):
+        with full_disk(size):
             assert main([*argv, "--overwrite"]) == 2
         assert "error: cannot write" in capsys.readouterr().err
         assert not find_checkpoints(tmp_path / "full")
