@@ -15,9 +15,10 @@ from statistics import quantiles
 import torch
 
 from radq import RewardGuide, RewardModel
-from radq.backbones import find_device, load_causal_lm, load_tokenizer
-from radq.decoding import Steering, stream
+from radq.decoding.generate import stream
+from radq.decoding.steering import Steering
 from radq.guides import Guide
+from radq.models.loading import find_device, load_causal_lm, load_tokenizer
 
 PROMPT = "The first thing that I noticed about the new place was"
 TOKENS = 20

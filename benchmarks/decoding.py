@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import RadQ, RadV, RewardGuide
-from radq.backbones import quiet
-from radq.models import RewardState
+from radq.models.loading import quiet
+from radq.models.reward import RewardState
 
 BATCH, PREFIX, K = 8, 64, 20
 

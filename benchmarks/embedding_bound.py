@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from radq.backbones import load_output_embedding
+from radq.models.loading import load_output_embedding
 
 
 @dataclass

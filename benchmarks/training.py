@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import RadQ
-from radq.backbones import quiet
-from radq.losses import baseline_loss, squared_loss
+from radq.models.loading import quiet
+from radq.training.losses import baseline_loss, squared_loss
 
 Batch = dict[str, Tensor]
 

@@ -19,8 +19,8 @@ import tyro
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from radq import RadQ, RadV, RewardModel
-from radq.backbones import quiet
-from radq.losses import squared_loss
+from radq.models.loading import quiet
+from radq.training.losses import squared_loss
 
 
 @dataclass

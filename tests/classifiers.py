@@ -22,7 +22,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from radq.backbones import quiet
+from radq.models.loading import quiet
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"a good bad film plot very the was dull fine".split()]
 SHARED = Path(__file__).parent.parent.parent / "shared"

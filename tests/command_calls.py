@@ -21,7 +21,7 @@ from sweep_folders import make_run
 from test_convert import PublicRad, config_folder
 
 from radq.cli import COMMANDS, main
-from radq.models import RadQ, RadV
+from radq.models.reward import RadQ, RadV
 from radq.toy import make_reviews
 
 Call = dict[str, list[str]]  # values by the name of the option

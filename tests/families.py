@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from radq.models import RadQ, RadV, RewardModel
+from radq.models.reward import RadQ, RadV, RewardModel
 
 VOCAB = 37
 BOS, EOS = 1, 2

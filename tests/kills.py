@@ -1,6 +1,6 @@
 """Run a radq command again and again, and kill each run at a chosen moment; a script, not a test.
 
-    python kills.py '{"values": {…}, "kills": [["radq.evaluation.generating:append_lines", 3], …]}' eval --config …
+    python kills.py '{"values": {…}, "kills": [["radq.evaluation.sweep.generate:append_lines", 3], …]}' eval --config …
 
 A run is killed by SIGKILL right after the n-th call of the named function has returned, so that the moment depends on
 the work done and not on the clock. `values` are set before. torch is imported once; each run is a fork of this process.

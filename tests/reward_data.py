@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from radq.data import RewardData
+from radq.data.dataset import RewardData
 
 
 def make_data(

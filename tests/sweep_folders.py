@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from radq.evaluation.results import Result
+from radq.report.results import Result
 
 HOSTILE = "<script>alert(1)</script> | a_b 100% $x$ & \\end{tabular} \x00\ud800 ``` [x](javascript:1)"
 BAD_GUIDE = "<script>alert(1)</script> | a_b 100% $x$ & \\x"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from radq.adapters import AdaptedLinear, add_adapters
-from radq.models import RadQ, RadV
+from radq.models.lora import AdaptedLinear, add_adapters
+from radq.models.reward import RadQ, RadV
 
 LAYERS = [nn.Linear(5, 7), nn.Linear(5, 7, bias=False), Conv1D(7, 5)]
 

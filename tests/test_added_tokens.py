@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import quiet
-from radq.decoding import Steering, generate, stream
+from radq.decoding.best_of_n import best_of_n, score_texts
+from radq.decoding.generate import generate, stream
+from radq.decoding.steering import Steering
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
-from radq.hosts.hf import GuidedLogitsProcessor
-from radq.hosts.requests import Batch, Guidance, Request
-from radq.models import RewardModel
-from radq.reranking import best_of_n, score_texts
+from radq.hosts.batching import Batch, Guidance, Request
+from radq.hosts.transformers import GuidedLogitsProcessor
+from radq.models.loading import quiet
+from radq.models.reward import RewardModel
 
 START, END = VOCAB, VOCAB + 1  # ids of the added tokens
 PROMPTS = ["5 9 3", f"<|im_start|> 11 {'7 ' * 3}<|im_end|>", "6 <|im_start|> 31 14 3 8"]

@@ -24,11 +24,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_demo import GoodWords
 
-from radq import demonstration
-from radq.backbones import load_causal_lm, load_tokenizer
 from radq.cli import main
-from radq.demonstration import ATTRIBUTES, Cast
-from radq.models import RadQ
+from radq.evaluation import demonstration
+from radq.evaluation.demonstration import ATTRIBUTES, Cast
+from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.reward import RadQ
 
 EXAMPLES = int(os.environ.get("RADQ_EXAMPLES", "0"))
 COMMANDS = find_commands()

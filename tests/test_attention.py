@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from radq import attention
-from radq.attention import grouped_attention, grouped_heads
+from radq.models import grouped_attention as grouped
+from radq.models.grouped_attention import grouped_attention, grouped_heads
 
 
 @settings(max_examples=50, deadline=None)
@@ -50,26 +50,26 @@ def test_plain_products_equal_the_fused_kernel(kind: str) -> None:
     allowed[..., -1] = True
     masks = {"bool": allowed, "additive": torch.zeros(allowed.shape).double().masked_fill(~allowed, -1e9), "none": None}
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=masks[kind], scale=0.3)
-    torch.testing.assert_close(attention.plain_attention(query, key, value, masks[kind], 0.3), expected)
+    torch.testing.assert_close(grouped.plain_attention(query, key, value, masks[kind], 0.3), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_a_backbone_uses_it_within_and_only_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, key_heads = make_lm(family), []
-    scaled = attention.F.scaled_dot_product_attention
+    scaled = grouped.F.scaled_dot_product_attention
 
     def noted(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         key_heads.append(key.shape[1])
         return scaled(query, key, *args, **kwargs)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(grouped.F, "scaled_dot_product_attention", noted)
     tokens, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     with torch.no_grad():
         expected = lm(input_ids=tokens, attention_mask=mask).logits
         assert set(key_heads) == {4}  # copies for every head
         key_heads.clear()
         with grouped_heads(lm):
-            assert lm.config._attn_implementation == attention.GROUPED
+            assert lm.config._attn_implementation == grouped.GROUPED
             actual = lm(input_ids=tokens, attention_mask=mask).logits
     assert lm.config._attn_implementation == "sdpa"
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModel, BloomConfig, MambaConfig, PreTrainedModel
 
-from radq import cache
 from radq.errors import ModelError
+from radq.models import kv_cache
 
 BACKBONES: dict[str, PreTrainedModel] = {family: make_lm(family).base_model.double() for family in FAMILIES}
 LENGTHS = [9, 3, 6]
@@ -48,46 +48,46 @@ def check(actual: Tensor, backbone: PreTrainedModel, rows: list[list[int]]) -> N
 @torch.no_grad()
 def test_padding_and_extension_change_nothing(backbone: PreTrainedModel) -> None:
     rows = texts()
-    output, prefix = cache.start(backbone, *left_padded(rows))
+    output, prefix = kv_cache.start(backbone, *left_padded(rows))
     check(output.last_hidden_state[:, -1], backbone, rows)
     for token in (5, 9, 11):
         rows = [[*row, token] for row in rows]
-        output, prefix = cache.extend(backbone, prefix, torch.full((3, 1), token))
+        output, prefix = kv_cache.extend(backbone, prefix, torch.full((3, 1), token))
         check(output.last_hidden_state[:, -1], backbone, rows)
 
 
 @torch.no_grad()
 def test_joined_prefixes_equal_recomputing(backbone: PreTrainedModel) -> None:
     long, short, middle = texts()
-    _, padded = cache.start(backbone, *left_padded([long, short]))
+    _, padded = kv_cache.start(backbone, *left_padded([long, short]))
     alone = padded.select(torch.tensor([1]))  # with the padding that the long one has left behind
-    _, other = cache.start(backbone, *left_padded([middle]))
+    _, other = kv_cache.start(backbone, *left_padded([middle]))
     for prefixes, rows in (([alone, other, padded], [short, middle, long, short]), ([alone, other], [short, middle])):
-        joined = cache.join(prefixes)
+        joined = kv_cache.join(prefixes)
         assert joined.tokens.shape[1] == max(map(len, rows))
         for token in (5, 9):
-            output, joined = cache.extend(backbone, joined, torch.full((len(rows), 1), token))
+            output, joined = kv_cache.extend(backbone, joined, torch.full((len(rows), 1), token))
             rows = [[*row, token] for row in rows]
             check(output.last_hidden_state[:, -1], backbone, rows)
-    assert cache.join([alone]).tokens.tolist() == [short]
+    assert kv_cache.join([alone]).tokens.tolist() == [short]
 
 
 @torch.no_grad()
 def test_fork_select_and_crop_equal_recomputing(backbone: PreTrainedModel) -> None:
     rows = texts()
-    _, prefix = cache.start(backbone, *left_padded(rows))
+    _, prefix = kv_cache.start(backbone, *left_padded(rows))
     new = torch.tensor([[7], [8]])
 
-    output, _ = cache.extend(backbone, prefix.select(torch.tensor([2, 0])), new)
+    output, _ = kv_cache.extend(backbone, prefix.select(torch.tensor([2, 0])), new)
     check(output.last_hidden_state[:, -1], backbone, [[*rows[2], 7], [*rows[0], 8]])
 
-    output, _ = cache.extend(backbone, prefix.fork(2), new.repeat(3, 1))
+    output, _ = kv_cache.extend(backbone, prefix.fork(2), new.repeat(3, 1))
     check(output.last_hidden_state[:, -1], backbone, [[*row, token] for row in rows for token in (7, 8)])
 
-    output, _ = cache.extend(backbone, prefix.crop(2), torch.full((3, 1), 7))
+    output, _ = kv_cache.extend(backbone, prefix.crop(2), torch.full((3, 1), 7))
     check(output.last_hidden_state[:, -1], backbone, [[*row[:-2], 7] for row in rows])
 
-    output, _ = cache.extend(backbone, prefix, torch.full((3, 1), 7))  # the original is as it was
+    output, _ = kv_cache.extend(backbone, prefix, torch.full((3, 1), 7))  # the original is as it was
     check(output.last_hidden_state[:, -1], backbone, [[*row, 7] for row in rows])
 
 
@@ -95,25 +95,25 @@ def test_fork_select_and_crop_equal_recomputing(backbone: PreTrainedModel) -> No
 def test_siblings_equal_separate_forwards_and_the_chosen_one_stays(backbone: PreTrainedModel) -> None:
     rows = texts()
     candidates = torch.tensor([[4, 5, 6, 7], [7, 6, 5, 4], [9, 9, 3, 30]])
-    _, prefix = cache.start(backbone, *left_padded(rows))
-    for read in (cache.read_siblings, cache._read_masked, cache._read_rows):
+    _, prefix = kv_cache.start(backbone, *left_padded(rows))
+    for read in (kv_cache.read_siblings, kv_cache._read_masked, kv_cache._read_rows):
         siblings = read(backbone, prefix, candidates)
         for column in range(4):
             longer = [[*row, int(candidates[i, column])] for i, row in enumerate(rows)]
             check(siblings.hidden[:, column], backbone, longer)
         choice = torch.tensor([3, 0, 2])
         chosen = [[*row, int(candidates[i, choice[i]])] for i, row in enumerate(rows)]
-        output, _ = cache.extend(backbone, siblings.choose(choice), torch.full((3, 1), 12))
+        output, _ = kv_cache.extend(backbone, siblings.choose(choice), torch.full((3, 1), 12))
         check(output.last_hidden_state[:, -1], backbone, [[*row, 12] for row in chosen])
 
         kept = torch.tensor([2, 1])
-        output, _ = cache.extend(backbone, siblings.select(kept).choose(choice[kept]), torch.full((2, 1), 12))
+        output, _ = kv_cache.extend(backbone, siblings.select(kept).choose(choice[kept]), torch.full((2, 1), 12))
         check(output.last_hidden_state[:, -1], backbone, [[*chosen[i], 12] for i in (2, 1)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_tested_families_take_siblings_in_one_forward(family: str) -> None:
-    assert cache.takes_siblings(BACKBONES[family])
+    assert kv_cache.takes_siblings(BACKBONES[family])
 
 
 @torch.no_grad()
@@ -124,18 +124,18 @@ def test_a_backbone_without_position_ids_reads_siblings_as_rows() -> None:
     for parameter in bloom.parameters():
         if parameter.dim() > 1:
             parameter.mul_(8)
-    assert not cache.takes_siblings(bloom)
+    assert not kv_cache.takes_siblings(bloom)
     rows = texts()
     candidates = torch.tensor([[4, 5], [7, 6], [9, 3]])
-    _, prefix = cache.start(bloom, *left_padded(rows))
-    siblings = cache.read_siblings(bloom, prefix, candidates)
+    _, prefix = kv_cache.start(bloom, *left_padded(rows))
+    siblings = kv_cache.read_siblings(bloom, prefix, candidates)
     check(siblings.hidden[:, 1], bloom, [[*row, int(candidates[i, 1])] for i, row in enumerate(rows)])
 
 
 def test_a_recurrent_backbone_is_refused() -> None:
     mamba = AutoModel.from_config(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1)).eval()
     with pytest.raises(ModelError, match="MambaModel"):
-        cache.start(mamba, *left_padded(texts()))
+        kv_cache.start(mamba, *left_padded(texts()))
 
 
 @settings(max_examples=25, deadline=None)
@@ -145,8 +145,8 @@ def test_packing_keeps_the_order_of_real_tokens(data: st.DataObject) -> None:
         data.draw(st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=1, max_size=4))
     )
     tokens = torch.arange(mask.numel()).view_as(mask)
-    right_tokens, right_mask = cache.pack_right(tokens, mask)
-    left = cache.pack_left(tokens, mask)
+    right_tokens, right_mask = kv_cache.pack_right(tokens, mask)
+    left = kv_cache.pack_left(tokens, mask)
     for row in range(len(mask)):
         real = tokens[row][mask[row] == 1].tolist()
         assert right_tokens[row][right_mask[row] == 1].tolist() == real

@@ -12,8 +12,8 @@ from test_convert import PublicRad, RunsCode, config_folder
 
 from radq.cli import COMMANDS, main
 from radq.errors import OptionError
-from radq.models import RadQ, RadV, RewardModel
-from radq.specifications import parse_guide
+from radq.guides.spec import parse_guide
+from radq.models.reward import RadQ, RadV, RewardModel
 
 
 @pytest.fixture(scope="module")

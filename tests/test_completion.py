@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radq import memory
+from radq import numerics
 from radq.errors import DataError, MemoryLimitError, OptionError
 from radq.rank.completion import complete, group_entries, solve
 from radq.rank.factors import Factors
@@ -279,6 +279,6 @@ def test_wrong_options(options: dict[str, Any], problem: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": 1000)
+    monkeypatch.setattr(numerics, "available_memory", lambda device="cpu": 1000)
     with pytest.raises(MemoryLimitError, match="rank 2"):
         complete(make_observed(), 2)

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radq.convert import JIGSAW, convert
 from radq.errors import CheckpointError, ModelError, OptionError
-from radq.losses import cross_entropy_loss, squared_loss
-from radq.models import RadQ, RadV, RewardModel
+from radq.models.convert import JIGSAW, convert
+from radq.models.reward import RadQ, RadV, RewardModel
+from radq.training.losses import cross_entropy_loss, squared_loss
 
 FAMILIES = ["gpt2", "llama"]
 

@@ -4,9 +4,9 @@ from math import isnan
 
 from sweep_folders import make_result
 
-from radq.evaluation.curves import find_curves
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.results import NAN
+from radq.report.curves import find_curves
+from radq.report.results import NAN
 
 
 def test_curves_run_over_strength_and_average_seeds() -> None:

@@ -20,9 +20,9 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from radq.data import DataColumns, GlobalBatches, RewardData, load_data
+from radq.data.dataset import DataColumns, GlobalBatches, RewardData, load_data
+from radq.data.tables import read_table
 from radq.errors import DataError, OptionError
-from radq.tables import read_table
 from radq.toy import make_reviews
 
 PRAISE = DataColumns(labels=["praise"])
@@ -80,7 +80,7 @@ def test_every_format_gives_the_same_rows(
 def test_several_files_and_pieces(
     toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radq.tables.ROWS_PER_PIECE", 7)
+    monkeypatch.setattr("radq.data.tables.ROWS_PER_PIECE", 7)
     for n in range(2):
         table(10 + n).to_csv(tmp_path / f"{n}.csv", index=False)
     data = load_data([tmp_path / "0.csv", tmp_path / "1.csv"], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")
@@ -95,7 +95,7 @@ def test_tokens_are_cached_until_something_changes(
     file = tmp_path / "reviews.csv"
     table().to_csv(file, index=False)
     calls = []
-    monkeypatch.setattr("radq.data.read_table", lambda source: calls.append(source) or read_table(source))
+    monkeypatch.setattr("radq.data.dataset.read_table", lambda source: calls.append(source) or read_table(source))
 
     def load(**options: int) -> RewardData:
         return load_data([file], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache", **options)
@@ -341,7 +341,7 @@ def test_a_folder_is_known_by_its_place_and_content(
     def read(source: str) -> Iterator[pandas.DataFrame]:  # in place of the package `datasets`
         yield from read_table(Path(source.split(":")[0]) / "train.csv")
 
-    monkeypatch.setattr("radq.data.read_table", read)
+    monkeypatch.setattr("radq.data.dataset.read_table", read)
 
     def label(place: str, source: str) -> float:
         monkeypatch.chdir(tmp_path / place)

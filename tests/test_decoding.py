@@ -13,21 +13,12 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.decoding import (
-    Steering,
-    choose_candidates,
-    encode_prompts,
-    generate,
-    kl_divergence,
-    kl_scale,
-    propose,
-    sample,
-    stream,
-)
+from radq.decoding.generate import encode_prompts, generate, stream
+from radq.decoding.steering import Steering, choose_candidates, kl_divergence, kl_scale, propose, sample
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
-from radq.evaluation.likelihoods import measure_likelihoods
+from radq.evaluation.perplexity import measure_likelihoods
 from radq.guides import Guide, RewardGuide
-from radq.models import RadQ, RewardModel
+from radq.models.reward import RadQ, RewardModel
 
 TOKENIZER = make_number_tokenizer()
 WEIGHTS = {"nice": 4.0, "rude": -6.0}

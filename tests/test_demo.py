@@ -14,13 +14,14 @@ import pytest
 import torch
 from test_cli import fails
 
-from radq import demonstration, embedded
-from radq.backbones import load_causal_lm, load_tokenizer
 from radq.cli import main
-from radq.demonstration import ATTRIBUTES, Cast, compare
 from radq.errors import UnknownAttributeError
-from radq.evaluation.judges import Judge, Scored, load_judge
-from radq.models import RadQ
+from radq.evaluation import demonstration
+from radq.evaluation.demonstration import ATTRIBUTES, Cast, compare
+from radq.evaluation.judges.base import Judge, Scored, load_judge
+from radq.models import embedded
+from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.reward import RadQ
 from radq.toy import GOOD
 
 needs_the_real_one = pytest.mark.skipif(

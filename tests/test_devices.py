@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from radq import memory
-from radq.backbones import find_device
+from radq import numerics
 from radq.errors import OptionError
+from radq.models.loading import find_device
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu", "cpu"])
@@ -36,14 +36,14 @@ def test_memory_is_asked_of_the_kind_of_device(monkeypatch: pytest.MonkeyPatch) 
     resets: list[str] = []
     monkeypatch.setattr("torch.accelerator.reset_peak_memory_stats", resets.append)
     for kind in ("cuda", "xpu", "cuda:1"):
-        assert memory.available_memory(kind) == 7
-        assert memory.peak_memory(kind) == 5
-        memory.reset_peak_memory(kind)
+        assert numerics.available_memory(kind) == 7
+        assert numerics.peak_memory(kind) == 5
+        numerics.reset_peak_memory(kind)
     assert resets == ["cuda", "xpu", "cuda:1"]
     apple = SimpleNamespace(recommended_max_memory=lambda: 9, driver_allocated_memory=lambda: 4)
     monkeypatch.setattr(torch, "mps", apple)
-    assert (memory.available_memory("mps"), memory.peak_memory("mps")) == (5, 4)
+    assert (numerics.available_memory("mps"), numerics.peak_memory("mps")) == (5, 4)
     for kind in ("mps", "cpu"):
-        memory.reset_peak_memory(kind)
-    memory.empty_cache()
-    assert memory.peak_memory("cpu") > 0
+        numerics.reset_peak_memory(kind)
+    numerics.empty_cache()
+    assert numerics.peak_memory("cpu") > 0

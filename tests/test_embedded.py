@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from radq import embedded
-from radq.backbones import load_causal_lm, load_config, load_tokenizer
-from radq.decoding import generate
+from radq.decoding.generate import generate
 from radq.errors import ModelError, UnknownAttributeError
 from radq.guides import RewardGuide
-from radq.models import RewardModel
-from radq.settings import load_settings
-from radq.specifications import load_guide
+from radq.guides.spec import load_guide
+from radq.models import embedded
+from radq.models.loading import load_causal_lm, load_config, load_tokenizer
+from radq.models.reward import RewardModel
+from radq.training.config import load_settings
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "embedded"
 

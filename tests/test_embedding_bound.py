@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_data import make_data
 
-from radq import memory
-from radq.backbones import load_output_embedding
+from radq import numerics
 from radq.cli import main
 from radq.errors import DataError, MemoryLimitError, ModelError
-from radq.heads import LinearHead
-from radq.losses import squared_loss
+from radq.models.heads import LinearHead
+from radq.models.loading import load_output_embedding
 from radq.rank.embedding_bound import bound_by_embedding, least_squares
 from radq.rank.matrix import RewardMatrix, build_matrix
+from radq.training.losses import squared_loss
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 VOCAB = 6
@@ -243,13 +243,13 @@ def test_rows_beyond_the_longest_and_mistakes(tmp_path: Path, monkeypatch: pytes
         np.savez(tmp_path / "old.npz", **{name: stored[name] for name in stored if name != "omega2_prefixes"})
     with pytest.raises(DataError, match="earlier version"):
         RewardMatrix.load(tmp_path / "old.npz").omega2_prefix(0)
-    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": 100)
+    monkeypatch.setattr(numerics, "available_memory", lambda device="cpu": 100)
     with pytest.raises(MemoryLimitError, match="embeddings of 9 tokens"):
         bound_by_embedding(matrix, embedding)
 
 
 def test_the_embedding_is_that_of_rad_q(lm_folders: dict[str, Path]) -> None:
-    from radq.models import RadQ
+    from radq.models.reward import RadQ
 
     for folder in lm_folders.values():
         torch.testing.assert_close(

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.checkpoints import find_checkpoints
 from radq.cli import main
-from radq.decoding import generate
+from radq.decoding.generate import generate
 from radq.errors import DataError, OptionError
-from radq.expert_training import read_classes, train_experts
 from radq.guides import DExpertsGuide, GeDiGuide
-from radq.losses import gedi_loss, text_loss
-from radq.models import RadQ
-from radq.settings import ExpertTrainingConfig, load_settings
-from radq.specifications import guide_maker, load_guide, load_guides
+from radq.guides.spec import guide_maker, load_guide, load_guides
+from radq.models.reward import RadQ
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
+from radq.training.checkpoints import find_checkpoints
+from radq.training.config import ExpertTrainingConfig, load_settings
+from radq.training.experts import read_classes, train_experts
+from radq.training.losses import gedi_loss, text_loss
 
 METHODS = ["dexperts", "gedi"]
 

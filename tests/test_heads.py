@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from radq.errors import OptionError
-from radq.heads import HEADS, LinearHead, MlpHead, build_head, score_candidates, score_tokens
+from radq.models.heads import HEADS, LinearHead, MlpHead, build_head, score_candidates, score_tokens
 
 D, A, V = 6, 3, 11
 

@@ -11,11 +11,11 @@ from instruments import LargestTensor
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LogitsProcessor, PreTrainedModel
 
-from radq.decoding import generate
+from radq.decoding.generate import generate
 from radq.errors import OptionError, RewardValueError, VocabularyError
 from radq.guides import RewardGuide
-from radq.hosts.hf import GuidedLogitsProcessor, _find_way
-from radq.models import RewardModel
+from radq.hosts.transformers import GuidedLogitsProcessor, _find_way
+from radq.models.reward import RewardModel
 
 TOKENIZER = make_number_tokenizer()
 WEIGHTS = {"nice": 4.0, "rude": -6.0}

@@ -9,7 +9,7 @@ from classifiers import WORDS, make_classifier
 from test_cli import fails
 
 from radq.cli import main
-from radq.evaluation.judges import load_judge
+from radq.evaluation.judges.base import load_judge
 
 
 @pytest.fixture

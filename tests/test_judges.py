@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from radq.errors import DataError, ModelError, OptionError
-from radq.evaluation.judges import JUDGES, CachedJudge, InvertedJudge, Judge, Scored, choose_label, load_judge
-from radq.evaluation.linear import Card, LinearModel, split_rows
-from radq.evaluation.readers import TransformersReader
-from radq.evaluation.reward_judge import RewardJudge
-from radq.models import RadV
+from radq.evaluation.judges.base import JUDGES, CachedJudge, InvertedJudge, Judge, Scored, choose_label, load_judge
+from radq.evaluation.judges.linear import Card, LinearModel, split_rows
+from radq.evaluation.judges.readers import TransformersReader
+from radq.evaluation.judges.reward import RewardJudge
+from radq.models.reward import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
 
@@ -263,7 +263,7 @@ def test_a_reward_model_judges_by_its_last_token(toy: Path, tmp_path: Path) -> N
 @pytest.fixture
 def linear(tmp_path: Path) -> Path:
     encoder = make_classifier(tmp_path / "encoder", kind="encoder")
-    from radq.evaluation.encoders import load_encoder
+    from radq.evaluation.judges.encoders import load_encoder
 
     loaded = load_encoder(str(encoder))
     texts = [f"{a} {b} {c}" for a in WORDS[4:] for b in ("good", "bad") for c in WORDS[4:]]
@@ -435,7 +435,7 @@ def test_every_judge_gives_the_same_digits_after_a_kill(
 ) -> None:
     RadV.from_backbone(toy, attributes=["praise"]).save_pretrained(tmp_path / "reward")
     make_classifier(tmp_path / "classifier")
-    monkeypatch.setattr("radq.evaluation.readers.BATCH_SIZE", 3)
+    monkeypatch.setattr("radq.evaluation.judges.readers.BATCH_SIZE", 3)
     for batched in (TransformersReader, RewardJudge):
         monkeypatch.setattr(batched, "together", 7)
     judge = load_judge(f"{kind}:{tmp_path / kind.removeprefix('not:')}")
@@ -460,7 +460,7 @@ def test_a_judge_that_reads_one_by_one_does_not_care_about_company(tmp_path: Pat
 WORKERS = """
 import json, os, signal, sys
 import numpy as np
-from radq.evaluation.judges import CachedJudge, Judge
+from radq.evaluation.judges.base import CachedJudge, Judge
 class Logs(Judge):
     name = "logs"
     def __init__(self, log, kill_after):

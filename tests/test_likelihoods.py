@@ -10,11 +10,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from radq.decoding import generate
+from radq.decoding.generate import generate
 from radq.errors import ContextLengthError, OptionError
-from radq.evaluation import likelihoods
-from radq.evaluation.likelihoods import encode_pairs, measure_likelihoods
+from radq.evaluation import perplexity
 from radq.evaluation.metrics import perplexities
+from radq.evaluation.perplexity import encode_pairs, measure_likelihoods
 
 PROMPTS = ["5 6 7", "8", "9 10 11 12 13 14", "5 6 7", ""]
 LLAMA = make_lm("llama")
@@ -64,17 +64,17 @@ def test_any_pairs_in_any_batches(pairs: list[tuple[list[int], list[int]]], batc
 
 
 def test_full_memory_means_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, tokenizer, read = make_lm("gpt2"), make_number_tokenizer(), likelihoods._read
+    lm, tokenizer, read = make_lm("gpt2"), make_number_tokenizer(), perplexity._read
     wanted = measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS, batch_size=1)
     sizes = []
 
-    def crowded(lm: PreTrainedModel, pairs: list[likelihoods._Pair]) -> torch.Tensor:
+    def crowded(lm: PreTrainedModel, pairs: list[perplexity._Pair]) -> torch.Tensor:
         sizes.append(len(pairs))
         if len(pairs) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return read(lm, pairs)
 
-    monkeypatch.setattr(likelihoods, "_read", crowded)
+    monkeypatch.setattr(perplexity, "_read", crowded)
     with pytest.warns(UserWarning, match="2 texts at once from now on"):
         found = measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS, batch_size=5)
     assert sizes == [5, 2, 2, 1]

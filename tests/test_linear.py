@@ -11,7 +11,7 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
 from radq.errors import DataError, ModelError, OptionError
-from radq.evaluation.linear import PENALTIES, Card, LinearModel, fit_path, log_loss, split_rows
+from radq.evaluation.judges.linear import PENALTIES, Card, LinearModel, fit_path, log_loss, split_rows
 
 CARD = Card("minilm", "model@1", "praise", ["reviews.csv"])
 

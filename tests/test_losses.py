@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radq.losses import LOSSES, baseline_loss, cross_entropy_loss, distillation_loss, prefix_weights, squared_loss
+from radq.training.losses import (
+    LOSSES,
+    baseline_loss,
+    cross_entropy_loss,
+    distillation_loss,
+    prefix_weights,
+    squared_loss,
+)
 
 
 def test_weights_grow_with_the_prefix() -> None:

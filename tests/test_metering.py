@@ -7,9 +7,9 @@ import torch
 from families import VOCAB, make_lm, make_number_tokenizer, make_reward
 from test_rivals import make_guide
 
-from radq.decoding import generate
+from radq.decoding.generate import generate
 from radq.guides import Guide, RewardGuide
-from radq.metering import Meter
+from radq.guides.meter import Meter
 
 TOKENIZER = make_number_tokenizer()
 K = 7

@@ -15,11 +15,11 @@ from instruments import LargestTensor
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from radq.backbones import quiet
 from radq.errors import ContextLengthError, ModelError, OptionError
-from radq.losses import baseline_loss, squared_loss
-from radq.models import RadQ, RadV, RewardConfig, RewardModel
-from radq.vocabulary import read_vocabulary
+from radq.models.loading import quiet
+from radq.models.reward import RadQ, RadV, RewardConfig, RewardModel
+from radq.models.vocabulary import read_vocabulary
+from radq.training.losses import baseline_loss, squared_loss
 
 KINDS = ["q", "v"]
 TEXTS = [[5, 9, 3, 12, 30, 7, 8, 22], [11, 4], [6, 6, 31, 14, 2]]
@@ -72,7 +72,7 @@ def test_the_whole_vocabulary_in_chunks(
     model = make_reward(kind, lm_folders["gemma3"])
     ids, mask = padded(TEXTS, "left")
     whole = model.next_rewards(ids, mask)
-    monkeypatch.setattr("radq.models.SIBLINGS_PER_FORWARD", 5)
+    monkeypatch.setattr("radq.models.reward.SIBLINGS_PER_FORWARD", 5)
     torch.testing.assert_close(model.next_rewards(ids, mask), whole)
 
 
@@ -206,7 +206,7 @@ def test_a_fingerprint_is_computed_once_and_again_for_new_tokens(monkeypatch: py
     tokenizer = make_number_tokenizer()
     before = read_vocabulary(VOCAB + 2, tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr("radq.vocabulary.hashlib", None)  # nothing is hashed any more
+        patch.setattr("radq.models.vocabulary.hashlib", None)  # nothing is hashed any more
         assert read_vocabulary(VOCAB + 2, tokenizer) == before
     tokenizer.add_tokens(["more"])
     after = read_vocabulary(VOCAB + 2, tokenizer)

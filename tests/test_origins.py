@@ -12,10 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, PreTrainedTokenizerBase
 
-from radq.backbones import load_causal_lm, quiet
 from radq.errors import ModelError
-from radq.models import RadQ, RewardModel
-from radq.origins import fingerprint_weights, identify_backbone
+from radq.models.loading import load_causal_lm, quiet
+from radq.models.origins import fingerprint_weights, identify_backbone
+from radq.models.reward import RadQ, RewardModel
 
 IDS = torch.tensor([[5, 9, 3, 12]])
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from radq.errors import ModelError, OptionError
-from radq.evaluation.judges import CachedJudge, load_judge
-from radq.evaluation.perspective import MAX_BYTES, PerspectiveJudge
+from radq.evaluation.judges.base import CachedJudge, load_judge
+from radq.evaluation.judges.perspective import MAX_BYTES, PerspectiveJudge
 
 Answer = tuple[int, Any, dict[str, str]]
 
@@ -107,7 +107,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long the judge waited, on a clock that goes on only while it does."""
     waits: list[float] = []
     clock = SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
-    monkeypatch.setattr("radq.evaluation.perspective.time", clock)
+    monkeypatch.setattr("radq.evaluation.judges.perspective.time", clock)
     return waits
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from sweep_folders import NAMES, Page, make_result, svg_texts
 
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.plots import INK, plot_by_candidates, plot_tradeoff
-from radq.evaluation.results import NAN
+from radq.report.plots import INK, plot_by_candidates, plot_tradeoff
+from radq.report.results import NAN
 
 VALUES = st.floats(0.001, 0.999) | st.just(NAN)
 

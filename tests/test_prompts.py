@@ -9,8 +9,8 @@ import pandas
 import pytest
 from classifiers import SHARED
 
+from radq.data.prompts import Prompt, read_prompts
 from radq.errors import DataError, OptionError
-from radq.evaluation.prompts import Prompt, read_prompts
 
 RTP = [
     {"filename": "x", "prompt": {"text": f"prompt {n} ", "toxicity": score}, "continuation": {"text": " and"}}

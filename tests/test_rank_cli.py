@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_cli import fails
 
-from radq import memory
-from radq.backbones import load_tokenizer
+from radq import numerics
 from radq.cli import main
 from radq.errors import ModelError
-from radq.models import RadQ
+from radq.models.loading import load_tokenizer
+from radq.models.reward import RadQ
 from radq.rank.analysis import RankResult
 from radq.rank.completion import complete
 from radq.rank.factors import Factors
@@ -243,7 +243,7 @@ def test_mistakes_are_one_line(
     assert "does not belong" in fails(
         capsys, "rank", "verify", str(folder / "m.npz"), str(folder / "other.safetensors")
     )
-    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": 1000)
+    monkeypatch.setattr(numerics, "available_memory", lambda device="cpu": 1000)
     assert "takes" in fails(capsys, *argv, "--ranks", "2")
 
 

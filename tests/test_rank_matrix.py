@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_data import make_data
 
-from radq.backbones import load_tokenizer
-from radq.data import NO_LIMIT, DataColumns, load_data
+from radq.data.dataset import NO_LIMIT, DataColumns, load_data
 from radq.errors import DataError
+from radq.models.loading import load_tokenizer
 from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_responses
 
 SHARED = Path(__file__).parent.parent.parent / "shared"

@@ -22,12 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from radq import RadQ
-from radq.backbones import quiet
-from radq.data import DataColumns, read_examples
-from radq.losses import baseline_loss, squared_loss
-from radq.runs import train
-from radq.settings import RewardTrainingConfig, load_settings
+from radq.data.dataset import DataColumns, read_examples
+from radq.models.loading import quiet
 from radq.toy import make_reviews
+from radq.training.config import RewardTrainingConfig, load_settings
+from radq.training.losses import baseline_loss, squared_loss
+from radq.training.reward import train
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ from test_cli import fails
 
 from radq.cli import main
 from radq.errors import OptionError
-from radq.evaluation.report import write_report
-from radq.evaluation.results import read_runs
-from radq.evaluation.tables import difference_table
+from radq.report.report import write_report
+from radq.report.results import read_runs
+from radq.report.tables import difference_table
 
 SHOWN_HOSTILE = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_rivals import make_guide as make_rival
 from torch import Tensor
 
-from radq.decoding import Steering, propose
+from radq.decoding.steering import Steering, propose
 from radq.errors import DataError, OptionError, UnknownAttributeError
 from radq.guides import Guide, RewardGuide
-from radq.hosts.requests import Guidance, Registry, Request, Slots, Steerer
-from radq.metering import Meter
+from radq.guides.meter import Meter
+from radq.hosts.batching import Guidance, Registry, Request, Slots, Steerer
 
 KINDS = ["q", "v", "dexperts", "gedi", "sum"]
 NOTHING: Any = ()

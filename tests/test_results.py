@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sweep_folders import interval, lines_of, make_run, write_lines
 
 from radq.errors import DataError
-from radq.evaluation.results import printable, read_runs, read_samples
+from radq.report.results import printable, read_runs, read_samples
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from radq.decoding import Steering, generate, kl_divergence, propose, stream
+from radq.decoding.generate import generate, stream
+from radq.decoding.steering import Steering, kl_divergence, propose
 from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyError
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.guides.gedi import filter_candidates
-from radq.hosts.hf import GuidedLogitsProcessor
+from radq.hosts.transformers import GuidedLogitsProcessor
 
 FAMILIES = ["gpt2", "llama", "gemma3"]
 METHODS = ["dexperts", "gedi"]

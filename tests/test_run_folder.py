@@ -12,14 +12,14 @@ import torch
 from instruments import full_disk
 from safetensors.torch import load_file
 
-from radq.checkpoints import find_checkpoints, find_damage
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, TrainingError, WriteError
-from radq.expert_training import train_experts
-from radq.models import RadQ, RadV, RewardModel
-from radq.runs import train
-from radq.settings import ExpertTrainingConfig, RewardTrainingConfig
+from radq.models.reward import RadQ, RadV, RewardModel
 from radq.toy import make_reviews
+from radq.training.checkpoints import find_checkpoints, find_damage
+from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
+from radq.training.experts import train_experts
+from radq.training.reward import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant")
 

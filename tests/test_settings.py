@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from radq.cli import main
 from radq.errors import OptionError
-from radq.models import RadV
-from radq.settings import ExpertTrainingConfig, RewardTrainingConfig, load_settings
+from radq.models.reward import RadV
+from radq.settings import Range
 from radq.toy import make_reviews
-from radq.training_arguments import FIXED, MANAGED, choose_precision, make_arguments
-from radq.validation import Range
+from radq.training.arguments import FIXED, MANAGED, choose_precision, make_arguments
+from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig, load_settings
 
 COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "train-experts": ExpertTrainingConfig}
 

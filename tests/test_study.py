@@ -23,10 +23,10 @@ from sweep_folders import make_cell, make_result, measure_cell, write_lines
 from radq.cli import main
 from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.results import NAN
-from radq.evaluation.sweep import load_sweep
-from radq.models import RadQ, RadV
-from radq.settings import ExpertTrainingConfig, RewardTrainingConfig, load_settings
+from radq.evaluation.sweep.config import load_sweep
+from radq.models.reward import RadQ, RadV
+from radq.report.results import NAN
+from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig, load_settings
 
 REPOSITORY = Path(__file__).parent.parent
 STUDY = REPOSITORY / "recipes" / "study"

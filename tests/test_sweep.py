@@ -19,19 +19,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.errors import DataError, OptionError
-from radq.evaluation import engines
-from radq.evaluation.costs import read_costs
-from radq.evaluation.lines import mend, read_lines
-from radq.evaluation.sweep import Cell, GuideSweep, PromptFile, Sweep, find_changes, load_sweep
-from radq.models import RadQ, RadV
+from radq.evaluation.sweep import engines
+from radq.evaluation.sweep.config import Cell, GuideSweep, PromptFile, Sweep, find_changes, load_sweep
+from radq.evaluation.sweep.costs import read_costs
+from radq.files import mend, read_lines
+from radq.models.reward import RadQ, RadV
 
 PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the acting", "it was"]
 
 
 SMALL_BATCHES = {  # so that the texts of a cell fill several
-    "radq.evaluation.readers:BATCH_SIZE": 3,
-    "radq.evaluation.judges:BATCH_SIZE": 3,
-    "radq.evaluation.readers:TransformersReader.together": 7,
+    "radq.evaluation.judges.readers:BATCH_SIZE": 3,
+    "radq.evaluation.judges.base:BATCH_SIZE": 3,
+    "radq.evaluation.judges.readers:TransformersReader.together": 7,
 }
 
 
@@ -353,14 +353,14 @@ def test_what_is_whole_can_be_measured_before_the_rest_is_there(
 
 
 KILLS = [  # a run is killed after so many calls of this function; each goes on where the one before was killed
-    ("radq.evaluation.generating:append_lines", 3),  # generations that have no costs yet
-    ("radq.evaluation.generating:append_lines", 4),
-    ("radq.evaluation.generating:load_engine", 1),
-    ("radq.evaluation.judges:CachedJudge._store", 1),  # within a group of texts
-    ("radq.evaluation.measuring:measure_likelihoods", 3),  # between cells
-    ("radq.evaluation.judges:CachedJudge._store", 4),
-    ("radq.evaluation.measuring:_metrics_row", 5),
-    ("radq.evaluation.measuring:compare_guides", 1),
+    ("radq.evaluation.sweep.generate:append_lines", 3),  # generations that have no costs yet
+    ("radq.evaluation.sweep.generate:append_lines", 4),
+    ("radq.evaluation.sweep.generate:load_engine", 1),
+    ("radq.evaluation.judges.base:CachedJudge._store", 1),  # within a group of texts
+    ("radq.evaluation.sweep.measure:measure_likelihoods", 3),  # between cells
+    ("radq.evaluation.judges.base:CachedJudge._store", 4),
+    ("radq.evaluation.sweep.measure:_metrics_row", 5),
+    ("radq.evaluation.sweep.measure:compare_guides", 1),
 ]
 
 

@@ -13,8 +13,8 @@ from sweep_folders import (
 )
 
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.results import NAN, Result
-from radq.evaluation.tables import (
+from radq.report.results import NAN, Result
+from radq.report.tables import (
     left_out_table,
     number,
     result_table,

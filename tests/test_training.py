@@ -14,17 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from radq.checkpoints import find_checkpoints
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.guides import RewardGuide
-from radq.losses import baseline_loss, squared_loss
-from radq.models import RadQ, RadV, RewardModel
-from radq.runs import train
-from radq.settings import RewardTrainingConfig, load_settings
-from radq.statistics import area_under_curve
+from radq.models.reward import RadQ, RadV, RewardModel
+from radq.numerics import area_under_curve
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
-from radq.training import compute_metrics, constant_metrics, random_tokens
+from radq.training.checkpoints import find_checkpoints
+from radq.training.config import RewardTrainingConfig, load_settings
+from radq.training.losses import baseline_loss, squared_loss
+from radq.training.reward import train
+from radq.training.reward_trainer import compute_metrics, constant_metrics, random_tokens
 
 SMALL: dict[str, Any] = {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3, "log_steps": 1}
 
@@ -229,7 +229,7 @@ def test_accumulation_does_not_change_the_losses(
 
 
 def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig) -> None:
-    from radq.data import DataColumns, GlobalBatches, load_data
+    from radq.data.dataset import DataColumns, GlobalBatches, load_data
 
     train(changed(settings, learning_rate=1e-12))
     torch.manual_seed(settings.seed)
@@ -252,7 +252,7 @@ def test_loss_and_regulariser_agree_over_the_attributes(
     distils: bool, settings: RewardTrainingConfig, tmp_path: Path
 ) -> None:
     """Both are sums over attributes on responses, and both are means in distillation: written out by hand."""
-    from radq.data import DataColumns, load_data
+    from radq.data.dataset import DataColumns, load_data
 
     pandas.DataFrame({"text": ["film", "plot"], "a": [0, 1], "b": [1, 0.5], "c": [0.5, 0]}).to_csv(
         tmp_path / "rows.csv", index=False
@@ -314,7 +314,7 @@ def test_a_killed_run_resumes_to_the_same_weights(settings: RewardTrainingConfig
     whole = changed(settings, out=str(tmp_path / "whole"))
     assert main([*command, *arguments(whole)]) == 0
 
-    kill = {"values": {}, "kills": [["radq.training:BatchTrainer._save_checkpoint", 1]]}
+    kill = {"values": {}, "kills": [["radq.training.reward_trainer:BatchTrainer._save_checkpoint", 1]]}
     script = [sys.executable, str(Path(__file__).parent / "kills.py"), json.dumps(kill)]
     subprocess.run([*script, *command, *arguments(settings)], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
     assert [path.name for path in find_checkpoints(settings.out)] == ["checkpoint-10"]

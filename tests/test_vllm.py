@@ -12,10 +12,10 @@ import torch
 from families import BOS, EOS, VOCAB, make_number_tokenizer, make_reward
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from radq.backbones import load_causal_lm, quiet
-from radq.decoding import generate
+from radq.decoding.generate import generate
 from radq.errors import ContextLengthError, OptionError
-from radq.specifications import load_guide
+from radq.guides.spec import load_guide
+from radq.models.loading import load_causal_lm, quiet
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),
@@ -172,7 +172,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(engine: Any) -> None:
 @pytest.mark.parametrize("world", ["llama"], indirect=True)
 def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
     """The first token of many samples, against the distribution of the formula."""
-    from radq.decoding import Steering, propose
+    from radq.decoding.steering import Steering, propose
 
     guide, steering = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2"), Steering(6, temperature=2.0)
     ids = torch.tensor([TOKENIZER(PROMPTS[0]).input_ids])
@@ -326,9 +326,9 @@ def test_a_sweep_runs_in_it_and_resumes(
 ) -> None:
     """With the engine that is running: a second one would not fit beside it."""
     import radq.hosts.vllm
-    from radq.evaluation.generating import generate_all, open_run
-    from radq.evaluation.lines import read_lines
-    from radq.evaluation.sweep import GuideSweep, PromptFile, Sweep
+    from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep
+    from radq.evaluation.sweep.generate import generate_all, open_run
+    from radq.files import read_lines
 
     monkeypatch.setattr(radq.hosts.vllm, "VllmEngine", lambda base, guides, **options: engine)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))

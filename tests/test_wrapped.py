@@ -11,12 +11,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, MarianConfig, OPTConfig, Phi3Config, PreTrainedConfig
 
-from radq import cache
-from radq.backbones import max_positions, quiet
-from radq.decoding import generate
+from radq.decoding.generate import generate
 from radq.errors import ContextLengthError, ModelError
 from radq.guides import RewardGuide
-from radq.models import RadQ, RewardModel
+from radq.models import kv_cache
+from radq.models.loading import max_positions, quiet
+from radq.models.reward import RadQ, RewardModel
 
 TOKENIZER = make_number_tokenizer()
 PROMPTS = ["5 9 3 12 30", "11", "6 6 31 14 3 8 20 21"]
@@ -77,7 +77,7 @@ def test_padding_is_refused_where_positions_cannot_be_given() -> None:
 
 def test_a_trial_in_training_mode_is_no_trial_of_dropout() -> None:
     lm = make_lm("gpt2").train()
-    cache.check_padding(lm)
+    kv_cache.check_padding(lm)
     assert lm.training
 
 

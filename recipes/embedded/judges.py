@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from radq.evaluation.encoders import Encoder, load_encoder
-from radq.evaluation.linear import Card, LinearModel, Split
-from radq.tables import read_table
+from radq.data.tables import read_table
+from radq.evaluation.judges.encoders import Encoder, load_encoder
+from radq.evaluation.judges.linear import Card, LinearModel, Split
 
 REVIEWS = 12_000
 FEWEST_WORDS, MOST_WORDS = 12, 30  # of an end: about as long as what is generated

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from radq.tables import read_table
+from radq.data.tables import read_table
 
 SENTIMENT_CHARACTERS, TOXICITY_CHARACTERS = 700, 450
 

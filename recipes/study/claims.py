@@ -26,8 +26,8 @@ from verdicts import (
 )
 
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.results import NAN
-from radq.evaluation.tables import interval, number
+from radq.report.results import NAN
+from radq.report.tables import interval, number
 
 RAD_V, DISTILLED, RESPONSES, DEXPERTS, GEDI = "rad-v", "rad-q (distilled)", "rad-q (responses)", "dexperts", "gedi"
 NO_REGULARISER, NO_BASELINE = "no regulariser", "no regulariser, no baseline"

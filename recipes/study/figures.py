@@ -5,7 +5,7 @@ from typing import Any
 from claims import ABLATIONS, TASKS, TRADE_OFF, anchor, ranks_by_rows
 from study import Study, Timed
 
-from radq.evaluation.plots import (
+from radq.report.plots import (
     COLOURS,
     INK,
     LINES,

@@ -26,12 +26,12 @@ import torch
 import yaml
 from jobs import Job, run_all, shown, write
 
-from radq.backbones import find_device
-from radq.evaluation.encoders import load_encoder
-from radq.evaluation.judges import load_judge
-from radq.evaluation.lines import read_lines
+from radq.evaluation.judges.base import load_judge
+from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.metrics import Cell, measure
-from radq.statistics import area_under_curve
+from radq.files import read_lines
+from radq.models.loading import find_device
+from radq.numerics import area_under_curve
 
 RECIPES = Path(__file__).resolve().parent.parent
 HERE = RECIPES / "study"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from radq.tables import read_table
+from radq.data.tables import read_table
 
 PROMPTS = 1000  # of each kind
 UNSEEN_RECORDS = 1400  # of RealToxicityPrompts: what the toxicity judge does not see

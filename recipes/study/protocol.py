@@ -7,8 +7,8 @@ from typing import Any
 
 from study import Study
 
-from radq.evaluation.sweep import PromptFile, Sweep
-from radq.evaluation.tables import number
+from radq.evaluation.sweep.config import PromptFile, Sweep
+from radq.report.tables import number
 
 NOT_RUN = "*Not run.*\n"
 

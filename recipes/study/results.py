@@ -30,8 +30,8 @@ from study import Study, read_study
 from verdicts import FAILS, FITS, FITS_NOT, HOLDS, LOW_RANK, MISSING, MIXED, RULES, UNDECIDED, Rule
 
 from radq.errors import RadqError
-from radq.evaluation.plots import Plot
 from radq.files import whole_file, whole_folder
+from radq.report.plots import Plot
 
 
 @dataclass

@@ -35,11 +35,11 @@ from protocol import NOT_RUN, markdown_table
 from study import Difference, MeasuredSweep, Study
 from verdicts import MARGIN, MISSING, SLIGHT, combine
 
-from radq.evaluation.curves import ATTRIBUTES, Curve, find_curves, unique
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.plots import Plot
-from radq.evaluation.results import NAN, Result, metric_and_judge
-from radq.evaluation.tables import Entry, Table, interval, number, to_markdown
+from radq.report.curves import ATTRIBUTES, Curve, find_curves, unique
+from radq.report.plots import Plot
+from radq.report.results import NAN, Result, metric_and_judge
+from radq.report.tables import Entry, Table, interval, number, to_markdown
 
 RATIOS = {
     "perplexity": (1.1, 1.2, 1.3, 1.5),

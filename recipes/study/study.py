@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from radq.errors import DataError, OptionError
-from radq.evaluation.lines import read_lines
 from radq.evaluation.metrics import Estimate
-from radq.evaluation.results import NAN, Result, read_runs
-from radq.evaluation.sweep import Sweep, load_sweep
+from radq.evaluation.sweep.config import Sweep, load_sweep
+from radq.files import read_lines
+from radq.report.results import NAN, Result, read_runs
 
 
 @dataclass(frozen=True)

@@ -6,44 +6,44 @@ The names below load on first use, so that `import radq` stays instant and impor
 import importlib
 from typing import TYPE_CHECKING
 
-from radq.auto import register_reward_models
+from radq.models.auto import register_reward_models
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from radq.decoding import Generation, generate, stream
+    from radq.decoding.best_of_n import best_of_n
+    from radq.decoding.generate import Generation, generate, stream
     from radq.errors import RadqError
-    from radq.expert_training import train_experts
     from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
-    from radq.hosts.hf import GuidedLogitsProcessor
-    from radq.metering import Meter
-    from radq.models import RadQ, RadV, RewardConfig, RewardModel
-    from radq.reranking import best_of_n
-    from radq.runs import train
-    from radq.settings import ExpertTrainingConfig, RewardTrainingConfig
-    from radq.training import RewardTrainer
+    from radq.guides.meter import Meter
+    from radq.hosts.transformers import GuidedLogitsProcessor
+    from radq.models.reward import RadQ, RadV, RewardConfig, RewardModel
+    from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
+    from radq.training.experts import train_experts
+    from radq.training.reward import train
+    from radq.training.reward_trainer import RewardTrainer
 
 _HOME = {
-    "Generation": "radq.decoding",
-    "generate": "radq.decoding",
-    "stream": "radq.decoding",
+    "Generation": "radq.decoding.generate",
+    "generate": "radq.decoding.generate",
+    "stream": "radq.decoding.generate",
     "RadqError": "radq.errors",
-    "train_experts": "radq.expert_training",
+    "train_experts": "radq.training.experts",
     "DExpertsGuide": "radq.guides",
     "GeDiGuide": "radq.guides",
     "Guide": "radq.guides",
     "RewardGuide": "radq.guides",
-    "GuidedLogitsProcessor": "radq.hosts.hf",
-    "Meter": "radq.metering",
-    "RadQ": "radq.models",
-    "RadV": "radq.models",
-    "RewardConfig": "radq.models",
-    "RewardModel": "radq.models",
-    "best_of_n": "radq.reranking",
-    "train": "radq.runs",
-    "ExpertTrainingConfig": "radq.settings",
-    "RewardTrainingConfig": "radq.settings",
-    "RewardTrainer": "radq.training",
+    "GuidedLogitsProcessor": "radq.hosts.transformers",
+    "Meter": "radq.guides.meter",
+    "RadQ": "radq.models.reward",
+    "RadV": "radq.models.reward",
+    "RewardConfig": "radq.models.reward",
+    "RewardModel": "radq.models.reward",
+    "best_of_n": "radq.decoding.best_of_n",
+    "train": "radq.training.reward",
+    "ExpertTrainingConfig": "radq.training.config",
+    "RewardTrainingConfig": "radq.training.config",
+    "RewardTrainer": "radq.training.reward_trainer",
 }
 
 __all__ = [

@@ -5,7 +5,9 @@ Every class is also the stdlib type a caller would expect. The command line prin
 """
 
 import errno
+import importlib
 import re
+from typing import Any
 
 
 class RadqError(Exception):
@@ -90,3 +92,13 @@ def _explain_os_error(error: OSError) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def require_package(module: str, extra: str) -> Any:
+    """The module, or an error that names the extra it comes with."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ModelError(
+            f"this needs the package {error.name or module}, which is not installed.", f"pip install 'radq[{extra}]'."
+        ) from error

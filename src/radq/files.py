@@ -1,13 +1,20 @@
-"""Writing to users' disks: whole or not at all."""
+"""Writing to users' disks whole or not at all, files of JSON lines, and fingerprints of contents."""
 
+import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from radq.errors import OptionError, RadqError, WriteError
+import numpy as np
+import torch
+from torch import Tensor
+
+from radq.errors import DataError, OptionError, RadqError, WriteError
 
 # What a saved model and its tokenizer may consist of: a second save into the same folder replaces all of it.
 MODEL_FILES = (
@@ -109,3 +116,60 @@ def whole_file(target: str | Path) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_lines(stream: BinaryIO, rows: list[dict[str, Any]]) -> None:
+    """In one piece, and to the disk."""
+    stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def mend(file: Path) -> None:
+    """Cut off a torn last line, so that more can be appended."""
+    if file.exists():
+        data = file.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(file, data.rfind(b"\n") + 1)
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a jsonl file; a torn last line, of a process that was killed, is none."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise DataError(
+                    f"{str(file)!r}, line {number} is damaged.", "remove the line, or make it anew."
+                ) from error
+
+
+LENGTH = 24  # hexadecimal digits
+
+
+def fingerprint(*values: object) -> str:
+    """The fingerprint of values that JSON can hold."""
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:LENGTH]
+
+
+def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """The fingerprint of arrays: their numbers, shapes and types."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape} ".encode())
+        values: Any = np.ascontiguousarray(array)
+        digest.update(values.data.cast("B") if array.size else b"")
+    return digest.hexdigest()[:LENGTH]
+
+
+def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The fingerprint of named tensors, on any device; the caller sorts them by name."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(values.data)
+    return digest.hexdigest()[:LENGTH]

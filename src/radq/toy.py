@@ -56,7 +56,7 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from radq.backbones import quiet
+    from radq.models.loading import quiet
 
     tokenizer = make_tokenizer()
     bos: Any = tokenizer.bos_token_id

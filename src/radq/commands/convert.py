@@ -31,9 +31,9 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     from radq.commands.console import print_json
-    from radq.convert import convert, holds_reward_model
     from radq.errors import OptionError
     from radq.files import require_own_folder
+    from radq.models.convert import convert, holds_reward_model
 
     require_own_folder(arguments.out, holds_reward_model, "a reward model")
     if arguments.out.exists() and not arguments.overwrite:

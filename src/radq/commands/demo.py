@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text as Coloured
     from transformers import PreTrainedTokenizerBase
 
-    from radq.demonstration import Comparison, Text
+    from radq.evaluation.demonstration import Comparison, Text
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     from rich.console import Console
 
-    from radq.backbones import find_device
     from radq.commands.console import print_json
-    from radq.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_cast
-    from radq.memory import require_memory_for_texts
+    from radq.evaluation.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_cast
+    from radq.models.loading import find_device
+    from radq.numerics import require_memory_for_texts
 
     num_texts = max(len(arguments.prompt), 1) * max(arguments.num_samples, 0)
     require_memory_for_texts(num_texts, NUM_TOKENS, "give a smaller --num-samples.")
@@ -69,7 +69,7 @@ def run(arguments: Arguments) -> None:
 
 def _next_command() -> str:
     """What to type, with the program as it was called where no PATH leads to it."""
-    from radq.demonstration import ATTRIBUTES
+    from radq.evaluation.demonstration import ATTRIBUTES
 
     called = sys.argv[0]
     program = called if Path(called).name == "radq" and shutil.which("radq") is None else "radq"

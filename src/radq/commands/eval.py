@@ -32,14 +32,14 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.backbones import find_device
     from radq.commands.console import print_json, print_metrics
     from radq.errors import OptionError
-    from radq.evaluation.costs import read_costs
-    from radq.evaluation.generating import generate_all, open_run
-    from radq.evaluation.lines import read_lines
-    from radq.evaluation.measuring import check_models, measure_all
-    from radq.evaluation.sweep import load_sweep
+    from radq.evaluation.sweep.config import load_sweep
+    from radq.evaluation.sweep.costs import read_costs
+    from radq.evaluation.sweep.generate import generate_all, open_run
+    from radq.evaluation.sweep.measure import check_models, measure_all
+    from radq.files import read_lines
+    from radq.models.loading import find_device
 
     if arguments.only_measure and (arguments.only_generate or arguments.overwrite):
         other = "--only-generate" if arguments.only_generate else "--overwrite"

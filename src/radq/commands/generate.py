@@ -9,7 +9,7 @@ import tyro
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from radq.decoding import Generation
+    from radq.decoding.generate import Generation
 
 
 @dataclass
@@ -54,11 +54,11 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.backbones import find_device, load_causal_lm, load_tokenizer
     from radq.commands.console import print_json
-    from radq.decoding import generate
-    from radq.memory import require_memory_for_texts
-    from radq.specifications import load_guides
+    from radq.decoding.generate import generate
+    from radq.guides.spec import load_guides
+    from radq.models.loading import find_device, load_causal_lm, load_tokenizer
+    from radq.numerics import require_memory_for_texts
 
     prompts = _read_prompts(arguments)
     num_texts = len(prompts) * max(arguments.num_samples, 0)

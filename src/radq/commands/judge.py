@@ -9,7 +9,7 @@ import tyro
 if TYPE_CHECKING:
     import numpy as np
 
-    from radq.evaluation.judges import Judge
+    from radq.evaluation.judges.base import Judge
 
 
 @dataclass
@@ -78,9 +78,9 @@ def run(arguments: Score | Train) -> None:
 
 
 def _score(arguments: Score) -> None:
-    from radq.backbones import find_device
     from radq.commands.console import print_json
-    from radq.evaluation.judges import CachedJudge, load_judge
+    from radq.evaluation.judges.base import CachedJudge, load_judge
+    from radq.models.loading import find_device
 
     texts = _read_texts(arguments)
     judge = CachedJudge(load_judge(arguments.judge, find_device(arguments.device)), arguments.cache)
@@ -93,8 +93,8 @@ def _score(arguments: Score) -> None:
 
 
 def _read_texts(arguments: Score) -> list[str]:
+    from radq.data.tables import read_texts
     from radq.errors import OptionError
-    from radq.tables import read_texts
 
     texts = list(arguments.text)
     for source in arguments.data:
@@ -127,12 +127,12 @@ def _print_scores(judge: "Judge", texts: list[str], scores: "np.ndarray") -> Non
 def _train(arguments: Train) -> None:
     from dataclasses import asdict
 
-    from radq.backbones import find_device
     from radq.commands.console import print_json
     from radq.errors import OptionError
-    from radq.evaluation.encoders import load_encoder
-    from radq.evaluation.linear import CARD, Card, LinearModel, split_rows
+    from radq.evaluation.judges.encoders import load_encoder
+    from radq.evaluation.judges.linear import CARD, Card, LinearModel, split_rows
     from radq.files import require_own_folder
+    from radq.models.loading import find_device
 
     require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
     if arguments.out.exists() and not arguments.overwrite:
@@ -163,7 +163,7 @@ def _read_labelled(arguments: Train) -> "tuple[list[str], np.ndarray, int]":
     """Texts, their labels, and how many rows are left out since they are blank."""
     import numpy as np
 
-    from radq.data import DataColumns, read_examples
+    from radq.data.dataset import DataColumns, read_examples
     from radq.errors import OptionError
 
     if arguments.limit is not None and arguments.limit < 1:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from radq.evaluation.sweep import JudgeUse
+    from radq.evaluation.sweep.config import JudgeUse
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.backbones import find_device
     from radq.commands.console import print_json, print_metrics
-    from radq.evaluation.encoders import load_encoder
-    from radq.evaluation.measuring import Instruments, Measured
+    from radq.data.generations import Texts, read_texts
+    from radq.evaluation.judges.encoders import load_encoder
     from radq.evaluation.metrics import Bootstrap
-    from radq.evaluation.sweep import Cell
-    from radq.evaluation.texts import Texts, read_texts
+    from radq.evaluation.sweep.config import Cell
+    from radq.evaluation.sweep.measure import Instruments, Measured
+    from radq.models.loading import find_device
 
     device = find_device(arguments.device)
     judges, plain = _sort_metrics(arguments)
@@ -84,7 +84,7 @@ def _sort_metrics(arguments: Arguments) -> "tuple[dict[str, JudgeUse], list[str]
     """Those of each judge, and those that need none; what cannot be measured is an error before any work."""
     from radq.errors import OptionError
     from radq.evaluation.metrics import METRICS, check_metric
-    from radq.evaluation.sweep import JudgeUse
+    from radq.evaluation.sweep.config import JudgeUse
 
     names = [name.strip() for name in arguments.metrics.split(",") if name.strip()]
     for name in names:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from radq.data import RewardData
+    from radq.data.dataset import RewardData
+    from radq.models.vocabulary import Vocabulary
     from radq.rank.analysis import RankResult
     from radq.rank.embedding_bound import EmbeddingBound
     from radq.rank.matrix import RewardMatrix
     from radq.rank.numerical import NumericalRank
     from radq.rank.verdict import Backbone
-    from radq.vocabulary import Vocabulary
 
 
 ROWS_PRINTED = 10
@@ -162,9 +162,9 @@ def _explained_failures() -> Iterator[None]:
 
 
 def rank_data(arguments: Data) -> None:
-    from radq.backbones import find_device
     from radq.commands.console import console, print_json
-    from radq.memory import peak_memory
+    from radq.models.loading import find_device
+    from radq.numerics import peak_memory
     from radq.rank.analysis import describe
     from radq.rank.verdict import give_verdict
 
@@ -216,8 +216,8 @@ def _check(arguments: Data) -> None:
 
 
 def _describe_backbone(arguments: Data) -> "Backbone | None":
-    from radq.backbones import load_config
     from radq.errors import ModelError
+    from radq.models.loading import load_config
     from radq.rank.verdict import Backbone
 
     if arguments.backbone is None:
@@ -229,10 +229,10 @@ def _describe_backbone(arguments: Data) -> "Backbone | None":
 
 
 def _read_matrix(arguments: Data) -> "RewardMatrix":
-    from radq.backbones import load_tokenizer
     from radq.errors import OptionError
+    from radq.models.loading import load_tokenizer
+    from radq.models.vocabulary import read_vocabulary
     from radq.rank.matrix import RewardMatrix, build_matrix, shuffle_responses
-    from radq.vocabulary import read_vocabulary
 
     labels = [label.strip() for label in arguments.labels.split(",")]
     if len(arguments.files) == 1 and arguments.files[0].endswith(".npz"):
@@ -259,9 +259,9 @@ def _read_matrix(arguments: Data) -> "RewardMatrix":
 
 def _check_vocabulary(backbone: str, vocabulary: "Vocabulary") -> None:
     """Refuse a backbone whose token ids mean something else: its embeddings would be those of other tokens."""
-    from radq.backbones import find_tokenizer, load_config
     from radq.errors import VocabularyError
-    from radq.vocabulary import read_vocabulary
+    from radq.models.loading import find_tokenizer, load_config
+    from radq.models.vocabulary import read_vocabulary
 
     tokenizer = find_tokenizer(backbone)
     if tokenizer is None:
@@ -277,8 +277,8 @@ def _check_vocabulary(backbone: str, vocabulary: "Vocabulary") -> None:
 
 def _bound(arguments: Data, matrix: "RewardMatrix") -> "EmbeddingBound | None":
     """None without a backbone, and for matrices that do not say what their tokens are."""
-    from radq.backbones import find_tokenizer, load_output_embedding
     from radq.errors import VocabularyError
+    from radq.models.loading import find_tokenizer, load_output_embedding
     from radq.rank.embedding_bound import bound_by_embedding
 
     if arguments.backbone is None or matrix.vocabulary is None or matrix.omega2_prefixes is None:
@@ -319,7 +319,7 @@ def _complete(
 
 
 def _load(arguments: Data | Model, tokenizer: Any, labels: list[str]) -> "RewardData":
-    from radq.data import NO_LIMIT, DataColumns, load_data
+    from radq.data.dataset import NO_LIMIT, DataColumns, load_data
 
     files = arguments.files if isinstance(arguments, Data) else arguments.data
     columns = DataColumns(arguments.text, labels, skip_empty=arguments.skip_empty)
@@ -418,10 +418,10 @@ def _print_bound(bound: "EmbeddingBound | None", backbone: str | None) -> None:
 def rank_model(arguments: Model) -> None:
     import torch
 
-    from radq.backbones import find_device
     from radq.commands.console import console, print_json
     from radq.errors import ModelError, OptionError, UnknownAttributeError
-    from radq.models import RewardModel
+    from radq.models.loading import find_device
+    from radq.models.reward import RewardModel
     from radq.rank.completion import check_seed
     from radq.rank.numerical import numerical_ranks, require_rows, reward_rows, sample_prefixes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from radq.settings import TrainingConfig, load_settings
+from radq.training.config import TrainingConfig, load_settings
 
 
 @dataclass

@@ -21,10 +21,10 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.backbones import find_device
     from radq.commands.console import print_json
     from radq.errors import ModelError
-    from radq.models import RewardModel
+    from radq.models.loading import find_device
+    from radq.models.reward import RewardModel
 
     model = RewardModel.from_pretrained(arguments.reward, find_device(arguments.device))
     if model.tokenizer is None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from radq.commands.runs import RunOptions, needs_training, read_defaults, settings_of, show_metrics
-from radq.settings import RewardTrainingConfig
+from radq.training.config import RewardTrainingConfig
 
 
 @dataclass
@@ -17,7 +17,7 @@ def defaults(argv: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> None:
     with needs_training():
-        from radq.runs import train
+        from radq.training.reward import train
     settings = settings_of(arguments, RewardTrainingConfig)
     metrics = train(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
     show_metrics(f"{'RAD-Q' if settings.kind == 'q' else 'RAD-V'} → {settings.out}", metrics, arguments.json)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from radq.commands.runs import RunOptions, needs_training, read_defaults, settings_of, show_metrics
-from radq.settings import ExpertTrainingConfig
+from radq.training.config import ExpertTrainingConfig
 
 
 @dataclass
@@ -17,7 +17,7 @@ def defaults(argv: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> None:
     with needs_training():
-        from radq.expert_training import train_experts
+        from radq.training.experts import train_experts
     settings = settings_of(arguments, ExpertTrainingConfig)
     metrics = train_experts(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
     show_metrics(f"{settings.method} → {settings.out}", metrics, arguments.json)

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from radq.errors import OptionError
-from radq.extras import need
+from radq.errors import OptionError, require_package
 
 THRESHOLD = 0.5  # a score above it counts as toxic, or positive
 MAUVE_SCALING = 5  # c of the MAUVE paper
@@ -252,7 +251,7 @@ def mauve(features: Float[np.ndarray, "n d"], reference: Float[np.ndarray, "m d"
         raise OptionError(
             f"MAUVE is asked for {fewest} samples.", f"it needs {MAUVE_MIN_SAMPLES}, and is steady from about 1000 on."
         )
-    package = need("mauve", "eval")
+    package = require_package("mauve", "eval")
     with warnings.catch_warnings(), _silent_stderr():
         warnings.simplefilter("ignore")  # scikit-learn's, where vectors are all the same
         result = package.compute_mauve(

@@ -63,7 +63,7 @@ class Guide(ABC):
 
     @property
     def experts(self) -> list[nn.Module]:
-        """The transformers that the guide runs: what `radq.metering` counts the calls of."""
+        """The transformers that the guide runs: what `radq.guides.meter` counts the calls of."""
         return []
 
     @property

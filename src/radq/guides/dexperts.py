@@ -10,10 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import find_tokenizer, load_causal_lm
 from radq.errors import ModelError, OptionError, VocabularyError
-from radq.experts import Expert, ExpertState
 from radq.guides.base import Guide
+from radq.guides.expert import Expert, ExpertState
+from radq.models.loading import find_tokenizer, load_causal_lm
 
 State = tuple[ExpertState, ExpertState]
 EXPERT, ANTI_EXPERT = "expert", "anti"  # folders that `radq train-experts` writes

@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.backbones import explained, find_tokenizer, load_causal_lm
 from radq.errors import ModelError, OptionError
-from radq.experts import Expert, ExpertState, class_log_posterior
 from radq.guides.base import Guide
+from radq.guides.expert import Expert, ExpertState, class_log_posterior
+from radq.models.loading import explained, find_tokenizer, load_causal_lm
 
 
 @dataclass(frozen=True)

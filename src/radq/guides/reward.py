@@ -9,12 +9,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from radq.adapters import fold_adapters
-from radq.cache import check_padding, takes_padding, takes_siblings
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError
 from radq.guides.base import Guide
-from radq.models import RadV, RewardModel, RewardState
-from radq.vocabulary import check_vocabulary, find_special_tokens
+from radq.models.kv_cache import check_padding, takes_padding, takes_siblings
+from radq.models.lora import fold_adapters
+from radq.models.reward import RadV, RewardModel, RewardState
+from radq.models.vocabulary import check_vocabulary, find_special_tokens
 
 
 @final

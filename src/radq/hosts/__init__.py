@@ -1,1 +1,1 @@
-"""Places that decode: transformers here, and radq's own loop in `radq.decoding`."""
+"""Places that decode: transformers here, and radq's own loop in `radq.decoding.generate`."""

@@ -4,7 +4,7 @@
         --logits-processors radq.hosts.vllm:GuidedProcessor
 
 guides.yaml is the operator's: names, and what they stand for (`toxicity: models/toxicity:toxicity=-50`). A client names
-one, in `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; see `radq.hosts.requests` for the arguments.
+one, in `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; see `radq.hosts.batching` for the arguments.
 """
 
 import os
@@ -20,18 +20,17 @@ import numpy as np
 import torch
 import yaml
 
-from radq.backbones import load_config, load_tokenizer, max_positions
-from radq.decoding import decode_texts
-from radq.embedded import located
-from radq.errors import ContextLengthError, OptionError
-from radq.extras import need
-from radq.hosts.requests import Guidance, Registry, Request, Slots, Steerer
-from radq.vocabulary import find_bos, tokenise
+from radq.decoding.generate import decode_texts
+from radq.errors import ContextLengthError, OptionError, require_package
+from radq.hosts.batching import Guidance, Registry, Request, Slots, Steerer
+from radq.models.embedded import located
+from radq.models.loading import load_config, load_tokenizer, max_positions
+from radq.models.vocabulary import find_bos, tokenise
 
-first_runner: Any = need("vllm.v1.sample.logits_processor", "vllm")
-second_runner: Any = need("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
-vllm_errors: Any = need("vllm.exceptions", "vllm")
-platforms: Any = need("vllm.platforms", "vllm")
+first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
+second_runner: Any = require_package("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
+vllm_errors: Any = require_package("vllm.exceptions", "vllm")
+platforms: Any = require_package("vllm.platforms", "vllm")
 
 GUIDES = "RADQ_GUIDES"  # environment variable: vLLM's processes share nothing else before they start
 LONGEST = 2048  # default context of the engine, to leave memory for more texts at once
@@ -176,7 +175,7 @@ class VllmEngine:
             processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]}
         if platforms.current_platform.is_cpu():  # where vLLM 0.32 cannot take back the random number of half a prompt
             options = {"enable_chunked_prefill": False, **options}
-        self._vllm = need("vllm", "vllm")
+        self._vllm = require_package("vllm", "vllm")
         self.llm: Any = self._vllm.LLM(str(located(base)), max_model_len=self.max_model_len, **processors, **options)
 
     def generate(

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.errors import OptionError
-from radq.memory import require_memory
+from radq.numerics import require_memory
 from radq.rank.factors import Factors
 from radq.rank.matrix import Observed
 from radq.rank.peeling import peel

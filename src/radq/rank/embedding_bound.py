@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from radq.errors import ModelError
-from radq.memory import require_memory
+from radq.numerics import require_memory
 from radq.rank.completion import NUMBERS_PER_CHUNK, group_entries
 from radq.rank.matrix import RewardMatrix, ranges
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from radq.data import RewardData
+from radq.data.dataset import RewardData
 from radq.errors import DataError
 from radq.files import whole_file
-from radq.vocabulary import Vocabulary
+from radq.models.vocabulary import Vocabulary
 
 Array = np.ndarray
 

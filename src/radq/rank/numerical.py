@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from radq.data import RewardData
+from radq.data.dataset import RewardData
 from radq.errors import DataError, OptionError
-from radq.memory import require_memory
-from radq.models import RewardModel
+from radq.models.reward import RewardModel
+from radq.numerics import require_memory
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from radq.extras import need
+from radq.errors import require_package
 from radq.rank.numerical import NumericalRank
 
 
@@ -38,7 +38,7 @@ def plot_spectrum(spectra: Mapping[str, NumericalRank], hidden_size: int, file: 
 
 
 def _axes() -> tuple[Any, Any]:
-    figure = need("matplotlib.figure", "eval").Figure(
+    figure = require_package("matplotlib.figure", "eval").Figure(
         figsize=(6, 4), layout="constrained"
     )  # nothing global, no display
     return figure, figure.subplots()

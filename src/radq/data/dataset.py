@@ -1,0 +1,379 @@
+"""Files → examples → batches.
+
+    data = load_data(["reviews.csv.gz"], tokenizer, DataColumns(text="text", labels=["praise"]))
+    data.batch([0, 5, 7])["input_ids"]
+
+Tables (`radq.data.tables`) are tokenised once by all cores and kept on disk: tokens of all rows in one flat
+memory-mapped array, so that millions of rows take no memory. A batch is cut out of it with array operations.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from radq.data.tables import (
+    Table,
+    check_columns,
+    column_numbers,
+    column_texts,
+    read_table,
+    refuse_rows,
+    split_hub_name,
+)
+from radq.errors import DataError, OptionError
+from radq.files import default_cache_folder, fingerprint, fingerprint_arrays, whole_folder
+
+CACHE_FORMAT = 2
+NO_LIMIT = 2**31  # more tokens than any text has
+
+
+@dataclass(frozen=True)
+class DataColumns:
+    """Which columns mean what.
+
+    Args:
+        text: the utterance.
+        labels: responses, one column per attribute; none where only texts are needed (distillation).
+        prompt: context before the utterance, which carries no loss and does not count in its length.
+        weight: how much a row counts: 0 or more.
+        label_range: (low, high) of the labels, to be mapped to [0, 1]; None takes labels as they are, and a label
+            outside the range is an error.
+        skip_empty: leave rows with an empty text out, and count them; otherwise one is an error.
+    """
+
+    text: str = "text"
+    labels: Sequence[str] = ()
+    prompt: str | None = None
+    weight: str | None = None
+    label_range: tuple[float, float] | None = None
+    skip_empty: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.text, self.prompt, self.weight, *self.labels) if name is not None]
+
+
+@dataclass
+class Counts:
+    """What was read: stored with the cache, shown to the user."""
+
+    rows: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    empty: int = 0  # and so left out
+    label_low: list[float] = field(default_factory=list)
+    label_high: list[float] = field(default_factory=list)
+
+
+class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Tokenised rows in a folder; a map-style data set whose items are whole batches (see `__getitems__`)."""
+
+    def __init__(self, folder: Path, rows: np.ndarray | None = None):
+        self.folder = folder
+        try:
+            stored = json.loads((folder / "counts.json").read_text())
+            self.counts = Counts(**stored["counts"])
+            self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+            self.tokens = np.memmap(folder / "tokens.bin", dtype=stored["dtype"], mode="r", shape=(self.offsets[-1],))
+            self.prompt_lengths = np.load(folder / "prompt_lengths.npy", mmap_mode="r")
+            self.labels = np.load(folder / "labels.npy", mmap_mode="r")  # (n, a)
+            self.weights = np.load(folder / "weights.npy", mmap_mode="r")
+        except (EOFError, KeyError, TypeError, ValueError, OSError) as error:
+            raise DataError(
+                f"the tokenised data in {str(folder)!r} is damaged: {error}.", "delete that folder; it is made again."
+            ) from error
+        self.rows = np.arange(len(self.weights)) if rows is None else rows
+        self.targets: np.ndarray | None = None  # (tokens, a): rewards of a teacher, where they were computed ahead
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.batch([index])
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return self.batch(indices)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)[self.rows]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short name for these rows: tokens, labels, weights, and which of the rows are in this part."""
+        arrays = [self.tokens, self.offsets, self.prompt_lengths, self.labels, self.weights, self.rows]
+        return fingerprint_arrays(arrays)
+
+    @property
+    def attribute_ranges(self) -> list[tuple[float, float]]:
+        """The range of each label: (0, 1), or its lowest and highest value where these lie outside."""
+        ranges = zip(self.counts.label_low, self.counts.label_high, strict=True)
+        return [(0.0, 1.0) if low >= 0 and high <= 1 else (low, high) for low, high in ranges]
+
+    @property
+    def mean_responses(self) -> np.ndarray:
+        """The weighted mean of each label, (a,): the constant that fits these rows best."""
+        return np.average(self.labels[self.rows], axis=0, weights=self.weights[self.rows].astype(np.float64))
+
+    def split(self, share: float, seed: int) -> tuple["RewardData", "RewardData"]:
+        """The rows without a random share of them, and that share."""
+        order = np.random.default_rng(seed).permutation(self.rows)
+        cut = max(1, round(len(order) * share))
+        if cut >= len(order):
+            raise DataError(
+                f"a share of {share:g} of {len(order)} row{'s' * (len(order) > 1)} leaves none to train on.",
+                "lower --eval-share, or give --eval-data.",
+            )
+        return RewardData(self.folder, np.sort(order[cut:])), RewardData(self.folder, np.sort(order[:cut]))
+
+    def where(self, chosen: np.ndarray) -> "RewardData":
+        """The rows that are marked."""
+        return RewardData(self.folder, self.rows[chosen])
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Rows side by side, padded on the right to the longest of them. No rows make a batch that weighs nothing."""
+        rows = self.rows[np.asarray(indices, dtype=np.int64)]
+        starts, lengths = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
+        columns = np.arange(max(1, lengths.max(initial=1)))
+        mask = columns < lengths[:, None]  # (b, t)
+        where = np.where(mask, starts[:, None] + columns, 0)
+        batch: dict[str, np.ndarray] = {
+            "rows": rows,
+            "input_ids": np.where(mask, self.tokens[where].astype(np.int64), 0),
+            "attention_mask": mask.astype(np.int64),
+            "loss_mask": (mask & (columns >= self.prompt_lengths[rows][:, None])).astype(np.int64),
+            "responses": self.labels[rows],
+            "weights": self.weights[rows],
+        }
+        if self.targets is not None:
+            batch["targets"] = np.where(mask[..., None], self.targets[where], 0)
+        if not len(rows):
+            batch = _weightless(batch)
+        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
+
+
+def _weightless(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One row of padding in place of none: a process without rows still has to take part in a step."""
+    return {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in batch.items()}
+
+
+class GlobalBatches(torch.utils.data.Sampler[list[int]]):
+    """Deals the rows of an epoch to processes: batches of rows of similar length, in random order.
+
+    An epoch is a list of global batches that depends on seed and epoch alone. Each is cut into `num_micro_batches` ×
+    `world_size` parts, so that the rows of an optimizer step are the same for any number of processes and accumulated
+    parts. Parts may differ by a row, and be empty at the end of an epoch.
+    """
+
+    POOL = 50  # batches sorted by length together: less padding, still random
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        batch_size: int,
+        num_micro_batches: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ):
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.num_micro_batches, self.rank, self.world_size = num_micro_batches, rank, world_size
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.batch_size) * self.num_micro_batches
+
+    def plan(self) -> list[np.ndarray]:
+        rng = np.random.default_rng([self.seed, self.epoch])
+        order = rng.permutation(len(self.lengths))
+        pool = self.POOL * self.batch_size
+        for first in range(0, len(order), pool):
+            part = order[first : first + pool]
+            order[first : first + pool] = part[np.argsort(self.lengths[part], kind="stable")]
+        batches = [order[first : first + self.batch_size] for first in range(0, len(order), self.batch_size)]
+        return [batches[index] for index in rng.permutation(len(batches))]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.plan():
+            parts = np.array_split(batch, self.num_micro_batches * self.world_size)
+            for micro_batch in range(self.num_micro_batches):
+                yield parts[micro_batch * self.world_size + self.rank].tolist()
+
+
+def load_data(
+    sources: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: DataColumns,
+    max_length: int = 512,
+    cache_folder: str | Path | None = None,
+    progress: bool = False,
+) -> RewardData:
+    """Tokenise files or hub data sets, or find what an earlier call has tokenised."""
+    if not sources:
+        raise OptionError("there is no data.", "give one or more files.")
+    tokenizer("", add_special_tokens=False)  # which turns padding and truncation off, should its file have them on
+    folder = Path(cache_folder or default_cache_folder()) / _cache_key(sources, tokenizer, columns, max_length)
+    if not (folder / "counts.json").is_file():
+        with whole_folder(folder) as temporary:
+            _tokenise(sources, tokenizer, columns, max_length, temporary, progress)
+    return RewardData(folder)
+
+
+def _cache_key(
+    sources: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, columns: DataColumns, max_length: int
+) -> str:
+    known = [_identify(source) for source in sources]
+    return fingerprint(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), asdict(columns), max_length)
+
+
+def _identify(source: str | Path) -> list[object]:
+    """Place, sizes and times of the files of a source, which change when it does. A hub data set has only a name."""
+    path, split = Path(source), ""
+    if not path.is_file():
+        name, split = split_hub_name(str(source))
+        path = Path(name)
+        if not path.is_dir():
+            return [str(source)]
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    stats = [(file.as_posix(), file.stat()) for file in files]
+    return [path.resolve().as_posix(), split, *((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)]
+
+
+def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A fingerprint of all that decides how a tokenizer cuts texts: normaliser, pre-tokenizer, vocabulary, merges."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return fingerprint(backend.to_str(), backend.encode_special_tokens)
+    with tempfile.TemporaryDirectory() as folder:  # one written in Python has no description but its files
+        tokenizer.save_pretrained(folder)
+        files = sorted(Path(folder).iterdir())
+        return fingerprint(type(tokenizer).__name__, [(file.name, file.read_bytes().hex()) for file in files])
+
+
+def _tokenise(
+    sources: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: DataColumns,
+    max_length: int,
+    folder: Path,
+    progress: bool,
+) -> None:
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    counts = Counts(label_low=[np.inf] * len(columns.labels), label_high=[-np.inf] * len(columns.labels))
+    lengths, prompt_lengths, labels, weights = [], [], [], []
+    with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
+        for piece in (piece for source in sources for piece in read_examples(source, columns)):
+            whole = _encode(tokenizer, piece.texts)
+            texts = [ids[:max_length] for ids in whole]
+            prompts = _encode(tokenizer, piece.prompts)  # what is too long loses its beginning
+            kept = [p[max(0, len(p) + len(t) - max_length) :] for p, t in zip(prompts, texts, strict=True)]
+            rows = [prompt + text for prompt, text in zip(kept, texts, strict=True)]
+            np.fromiter(chain.from_iterable(rows), dtype=dtype).tofile(tokens)
+            lengths.append(np.array([len(row) for row in rows]))
+            prompt_lengths.append(np.array([len(prompt) for prompt in kept]))
+            counts.empty += piece.empty
+            counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
+            labels.append(piece.labels)
+            weights.append(piece.weights)
+            if columns.labels and rows:
+                counts.label_low = np.minimum(counts.label_low, piece.labels.min(0)).tolist()
+                counts.label_high = np.maximum(counts.label_high, piece.labels.max(0)).tolist()
+            bar.update(len(rows))
+    sizes = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
+    counts.rows, counts.tokens = len(sizes), int(sizes.sum())
+    if not counts.rows:
+        raise DataError(f"{', '.join(map(str, sources))}: there are no rows.", "is it the right file?")
+    if not counts.tokens:
+        raise DataError(
+            f"{', '.join(map(str, sources))}: the tokenizer makes no tokens of these texts.",
+            "does the tokenizer belong to the language of the texts?",
+        )
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+    np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
+    np.save(folder / "labels.npy", np.concatenate(labels))
+    np.save(folder / "weights.npy", np.concatenate(weights))
+    (folder / "counts.json").write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids without special tokens: BOS is the model's business."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer(texts, add_special_tokens=False).input_ids
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]  # on all cores
+
+
+# --- rows ---
+
+
+@dataclass
+class Piece:
+    """Some consecutive rows of a source."""
+
+    texts: list[str]
+    prompts: list[str]
+    labels: np.ndarray  # (n, a)
+    weights: np.ndarray  # (n,)
+    empty: int  # rows left out
+
+
+def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
+    """The rows of a file or hub data set, checked; an error names source, row and value."""
+    first_row = 1
+    for table in read_table(source):
+        check_columns(source, table, columns.names)
+        table.index = np.arange(first_row, first_row + len(table))  # row numbers, for errors
+        first_row += len(table)
+        texts = column_texts(source, table, columns.text)
+        full = np.array([text != "" for text in texts], dtype=bool)
+        if not full.all() and not columns.skip_empty:
+            row = table.index[int(np.argmin(full))]
+            raise DataError(f"{source}, row {row}: {columns.text!r} is empty.", "leave such rows out by --skip-empty.")
+        table = table[full]
+        yield Piece(
+            texts=[text for text in texts if text],
+            prompts=[""] * len(table) if columns.prompt is None else column_texts(source, table, columns.prompt),
+            labels=_labels(source, table, columns),
+            weights=_weights(source, table, columns.weight),
+            empty=int((~full).sum()),
+        )
+
+
+def _labels(source: str | Path, table: Table, columns: DataColumns) -> np.ndarray:
+    """Responses as training sees them, (n, a): mapped to [0, 1] where a range is given, in single precision."""
+    labels = np.empty((len(table), len(columns.labels)), np.float32)
+    for column, name in enumerate(columns.labels):
+        numbers = column_numbers(source, table, name)
+        if columns.label_range is not None:
+            low, high = columns.label_range
+            outside = (numbers < low) | (numbers > high)
+            refuse_rows(source, table, name, outside, f"--label-range is {low:g} to {high:g}; labels lie within.")
+            numbers = (numbers - low) / (high - low)
+        labels[:, column] = _single(source, table, name, numbers)
+    return labels
+
+
+def _weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:
+    if name is None:
+        return np.ones(len(table), np.float32)
+    numbers = column_numbers(source, table, name)
+    refuse_rows(source, table, name, numbers < 0, "weights are 0 or more.")
+    return _single(source, table, name, numbers)
+
+
+def _single(source: str | Path, table: Table, name: str, numbers: np.ndarray) -> np.ndarray:
+    """Convert numbers to single precision, in which training computes, and refuse those that overflow."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = numbers.astype(np.float32)
+    refuse_rows(source, table, name, ~np.isfinite(single), "labels and weights lie between -3.4e38 and 3.4e38.")
+    return single

@@ -1,0 +1,105 @@
+"""Prompts from files: RealToxicityPrompts, sentiment prompts, plain columns, or one prompt per line.
+
+prompts = read_prompts("rtp.jsonl.gz", max_toxicity=0.5, limit=1000, seed=0)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radq.data.tables import COMPRESSIONS, FORMATS, read_table
+from radq.errors import DataError, OptionError
+
+WANTED = '"prompt": {"text": …}, "prompt": "…" or "text": "…"'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue, and the class of prompts it belongs to, such as "neutral"."""
+
+    text: str
+    group: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    text: str
+    toxicity: float | None  # None where the file has none
+
+
+def read_prompts(
+    source: str | Path,
+    group: str | None = None,
+    limit: int | None = None,
+    seed: int | None = None,
+    max_toxicity: float | None = None,
+) -> list[Prompt]:
+    """The prompts of a file, in its order, without trailing whitespace.
+
+    Args:
+        source: csv, tsv, jsonl or parquet, maybe compressed, or a hub data set; any other file has one prompt per line.
+        group: class of the prompts; by default the file's name without endings.
+        limit: at most so many: the first ones, or a random choice where there is a seed.
+        max_toxicity: keep prompts whose `toxicity` is below this; one that was never scored is not known to be.
+    """
+    if limit is not None and limit < 1:
+        raise OptionError(f"limit is {limit}.", "give 1 or more.")
+    rows = list(_read_lines(Path(source)) if _is_plain(Path(source)) else _read_rows(source))
+    if max_toxicity is not None:
+        if rows and all(row.toxicity is None for row in rows):
+            raise DataError(f"{source} has no toxicity to filter by.", "leave max_toxicity out.")
+        rows = [row for row in rows if row.toxicity is not None and row.toxicity < max_toxicity]
+    if not rows:
+        raise DataError(f"{source}: there are no prompts.", "is it the right file, and is max_toxicity too low?")
+    if limit is not None and seed is not None and limit < len(rows):
+        chosen = np.random.default_rng(seed).choice(len(rows), size=limit, replace=False)
+        rows = [rows[n] for n in np.sort(chosen)]
+    group = Path(source).name.split(".")[0] if group is None else group
+    return [Prompt(row.text, group) for row in rows[:limit]]
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not {suffix.lower() for suffix in path.suffixes} & {*FORMATS, *COMPRESSIONS}
+
+
+def _read_lines(path: Path) -> Iterator[_Row]:
+    """One prompt per line; blank lines are none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{str(path)!r} is no text: {error}.", "give a text file with one prompt per line.") from error
+    return (_Row(line.rstrip(), None) for line in lines if line.strip())
+
+
+def _read_rows(source: str | Path) -> Iterator[_Row]:
+    first = 1
+    for table in read_table(source):
+        column = next((name for name in ("prompt", "text") if name in table.columns), None)
+        if column is None:
+            found = ", ".join(map(str, table.columns)) or "none"
+            raise DataError(f"{source} has the fields {found}.", f"prompts are wanted as {WANTED}.")
+        scores = table["toxicity"] if "toxicity" in table.columns else [None] * len(table)
+        for number, (prompt, score) in enumerate(zip(table[column], scores, strict=True), first):
+            yield _read_row(f"{source}, row {number}", prompt, score)
+        first += len(table)
+
+
+def _read_row(place: str, prompt: Any, score: Any) -> _Row:
+    if isinstance(prompt, dict):
+        text, score, found = prompt.get("text"), prompt.get("toxicity"), f"has the fields {', '.join(map(str, prompt))}"
+    else:
+        text, found = prompt, f"is {prompt!r}"
+    if not isinstance(text, str):
+        raise DataError(f"{place}: the prompt {found}.", f"prompts are wanted as {WANTED}.")
+    return _Row(text.rstrip(), _number(place, score))
+
+
+def _number(place: str, score: Any) -> float | None:
+    try:
+        number = None if score is None or score == "" else float(score)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{place}: toxicity is {score!r}.", "a number or nothing is wanted there.") from error
+    return None if number is None or number != number else number

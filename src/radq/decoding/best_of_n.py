@@ -1,0 +1,83 @@
+"""Best of n: a reward model that judges whole texts instead of steering them token by token.
+
+best_of_n(lm, tokenizer, prompts, model, {"toxicity": -1.0}, n=10)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from radq.decoding.generate import Generation, encode_prompts, generate
+from radq.errors import OptionError
+from radq.guides import RewardGuide
+from radq.models.kv_cache import leave_out_unknown
+from radq.models.loading import Wrappable, num_logits
+from radq.models.reward import RewardModel
+
+
+def best_of_n(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    model: RewardModel,
+    weights: Mapping[str, float],
+    n: int,
+    top_k: int | None = 20,
+    top_p: float | None = None,
+    temperature: float = 1.0,
+    max_new_tokens: int = 20,
+    num_samples: int = 1,
+    seed: int = 0,
+    *,
+    batch_size: int = 64,
+    **options: Any,
+) -> list[Generation]:
+    """Draw n unguided continuations for each one returned and keep that of the highest Σ_a β_a r̂_a at its last token.
+
+    Prompt and continuation are judged together, without a final stop token, since texts of the training end without
+    one; an empty continuation thus has the reward of its prompt. Equals go to the one drawn first. Sample s of prompt p
+    is the best of what `generate` draws as its samples n·s to n·s + n − 1, so the rules of seeds are the same. No more
+    than `batch_size` texts are drawn, or scored, at once. Other options are those of `generate`.
+    """
+    if n < 1:
+        raise OptionError(f"n is {n}.", "give 1 or more.")
+    guide = RewardGuide(model, weights)
+    encoded = encode_prompts(lm, tokenizer, prompts, max_new_tokens)
+    guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
+    guide.check_length(max(map(len, encoded)) + max_new_tokens)
+    options["batch_size"] = batch_size
+    drawn = generate(
+        lm, tokenizer, prompts, None, top_k, top_p, temperature, max_new_tokens, n * num_samples, seed, **options
+    )
+    texts = [
+        encoded[row // (n * num_samples)] + generation.token_ids[: generation.num_text_tokens]
+        for row, generation in enumerate(drawn)
+    ]
+    scores = score_texts(model, weights, texts, batch_size)
+    best = scores.view(-1, n).numpy().argmax(1)  # the first of equals
+    return [drawn[group * n + index] for group, index in enumerate(best)]
+
+
+@torch.no_grad()
+def score_texts(
+    model: RewardModel, weights: Mapping[str, float], texts: Sequence[Sequence[int]], batch_size: int = 64
+) -> Float[Tensor, " texts"]:
+    """Σ_a β_a r̂_a at the last token of each text. Tokens that the reward model does not know are left out."""
+    columns = [model.config.attributes.index(name) for name in weights]
+    beta = torch.tensor(list(weights.values()), dtype=torch.float64)
+    scores = []
+    for first in range(0, len(texts), batch_size):
+        some = texts[first : first + batch_size]
+        longest = max(map(len, some))
+        tokens = torch.tensor([[0] * (longest - len(text)) + list(text) for text in some], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in some], device=model.device)
+        tokens, mask = leave_out_unknown(tokens, mask, model.num_known)
+        rewards = model.token_rewards(tokens, mask)  # (texts, t, a)
+        last = (mask * torch.arange(longest, device=model.device)).argmax(1)
+        at_last = rewards[torch.arange(len(some), device=model.device), last]
+        scores.append(at_last[:, columns].double().cpu() @ beta)
+    return torch.cat(scores)

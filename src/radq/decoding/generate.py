@@ -1,0 +1,295 @@
+"""Guided decoding of prompts: `stream` yields one `Step` per token of a batch, `generate` collects them as texts.
+
+Axes: b rows, k candidates, v vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from radq.decoding.steering import DEFAULT_STEERING, Proposal, Steering, propose, sample
+from radq.errors import ContextLengthError, OptionError
+from radq.guides import Guide
+from radq.models import kv_cache
+from radq.models.loading import Wrappable, evaluating, max_positions, name_positions, num_logits
+from radq.models.vocabulary import find_bos, tokenise
+from radq.numerics import log_probabilities
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token for every running row. Row r is sample r % num_samples of prompt r // num_samples."""
+
+    rows: Int[Tensor, " b"]
+    proposal: Proposal
+    choice: Int[Tensor, " b"]  # which of the candidates
+    log_probabilities: Float[Tensor, " b"]  # of the tokens under the base alone: whole vocabulary, temperature 1
+
+    @property
+    def tokens(self) -> Int[Tensor, " b"]:
+        return self.proposal.candidates.gather(1, self.choice[:, None]).squeeze(1)
+
+    @property
+    def shifts(self) -> Float[Tensor, " b"]:
+        return self.proposal.shift.gather(1, self.choice[:, None]).squeeze(1)
+
+
+@dataclass
+class Generation:
+    prompt: str
+    text: str  # the continuation, without special tokens
+    token_ids: list[int]  # the continuation, a final stop token included
+    shifts: list[float]  # what the guide added to the logit of each of them
+    finish_reason: str  # "stop" or "length"
+    kl: float  # mean over the tokens of KL(guided ‖ base), in nats
+    clipped: float  # mean over the tokens of the share of candidates with a clamped reward
+    nll: float  # minus the log-probability of the text's tokens under the base, at temperature 1; no stop token
+
+    @property
+    def num_text_tokens(self) -> int:
+        return len(self.token_ids) - (self.finish_reason == "stop")
+
+
+def generate(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    guide: Guide | None = None,
+    top_k: int | None = 20,
+    top_p: float | None = None,
+    temperature: float = 1.0,
+    max_new_tokens: int = 20,
+    num_samples: int = 1,
+    seed: int = 0,
+    *,
+    kl_budget: float | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    batch_size: int = 64,
+    first_prompt: int = 0,
+    progress: bool = False,
+) -> list[Generation]:
+    """Continue every prompt `num_samples` times; results in prompt order, samples of a prompt together.
+
+    Args:
+        lm: a causal language model of transformers, maybe inside PEFT or torch.compile; it stays as it is.
+        guide: steers the base; None samples from the base by the same path.
+        top_k, top_p, temperature, kl_budget: see `Steering`.
+        seed: sample s of prompt p depends on (seed, p, s), not on `max_new_tokens` nor, but for rounding, on the batch.
+        stop_token_ids: end a text; by default the model's end-of-text tokens.
+        batch_size: rows (prompts × samples) decoded together at most; samples of a prompt may be spread over batches.
+        first_prompt: number of the first prompt: a part of a list, so numbered, draws what the whole list would.
+        progress: show a progress bar.
+    """
+    steering = Steering(top_k, top_p, temperature, kl_budget)
+    stops = _stop_tokens(lm, tokenizer, stop_token_ids)
+    steps = stream(
+        lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt
+    )
+    record = _Record(len(prompts) * num_samples, max_new_tokens, stops)
+    with tqdm(total=record.tokens.size, unit="token", disable=not progress) as bar:
+        for step in steps:
+            bar.update(record.add(step))
+    token_ids = [ids[:n].tolist() for ids, n in zip(record.tokens, record.lengths, strict=True)]
+    texts = decode_texts(tokenizer, encode_prompts(lm, tokenizer, prompts, max_new_tokens), token_ids)
+    return [
+        record.generation(row, prompts[row // num_samples], text, ids)
+        for row, (text, ids) in enumerate(zip(texts, token_ids, strict=True))
+    ]
+
+
+class _Record:
+    """What streams by, row by row: arrays that are filled a step at a time."""
+
+    def __init__(self, num_rows: int, max_new_tokens: int, stops: Sequence[int]):
+        self.stops = list(stops)
+        self.lengths = np.zeros(num_rows, dtype=np.int64)
+        self.stopped = np.zeros(num_rows, dtype=bool)
+        self.tokens = np.zeros((num_rows, max_new_tokens), dtype=np.int64)
+        self.shifts = np.zeros((num_rows, max_new_tokens))
+        self.sums = np.zeros((num_rows, 3))  # over the tokens: kl, clipped, and nll without that of a stop token
+
+    def add(self, step: Step) -> int:
+        """How many tokens are done with it; a row that stops is done with all it might have had."""
+        measures = torch.stack([step.shifts, step.proposal.kl, step.proposal.clipped, -step.log_probabilities], dim=1)
+        rows, tokens, numbers = step.rows.cpu().numpy(), step.tokens.cpu().numpy(), measures.double().cpu().numpy()
+        places, stops = self.lengths[rows], np.isin(tokens, self.stops)
+        self.tokens[rows, places] = tokens
+        self.shifts[rows, places] = numbers[:, 0]
+        numbers[stops, 3] = 0.0
+        self.sums[rows] += numbers[:, 1:]
+        self.lengths[rows] += 1
+        self.stopped[rows] = stops
+        return len(rows) + int((self.tokens.shape[1] - 1 - places)[stops].sum())
+
+    def generation(self, row: int, prompt: str, text: str, token_ids: list[int]) -> Generation:
+        kl, clipped, nll = self.sums[row].tolist()
+        return Generation(
+            prompt=prompt,
+            text=text,
+            token_ids=token_ids,
+            shifts=self.shifts[row, : len(token_ids)].tolist(),
+            finish_reason="stop" if self.stopped[row] else "length",
+            kl=kl / len(token_ids),
+            clipped=clipped / len(token_ids),
+            nll=nll,
+        )
+
+
+def stream(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    guide: Guide | None = None,
+    steering: Steering = DEFAULT_STEERING,
+    max_new_tokens: int = 20,
+    num_samples: int = 1,
+    seed: int = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    batch_size: int = 64,
+    first_prompt: int = 0,
+) -> Iterator[Step]:
+    """What `generate` does, one `Step` at a time. Arguments are checked at the call, not at the first step."""
+    for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
+        if value < 1:
+            raise OptionError(f"{name} is {value}.", "give 1 or more.")
+    encoded = encode_prompts(lm, tokenizer, prompts, max_new_tokens)
+    vocab_size = num_logits(lm)
+    if guide is not None:
+        guide.check_vocabulary(vocab_size, tokenizer, lm.config.name_or_path or type(lm).__name__)
+        guide.check_length(max(map(len, encoded)) + max_new_tokens)
+    if steering.top_k is not None and steering.top_k > vocab_size:
+        raise OptionError(
+            f"top_k is {steering.top_k}, but the vocabulary has {vocab_size} tokens.", f"give at most {vocab_size}."
+        )
+    stops = torch.tensor(_stop_tokens(lm, tokenizer, stop_token_ids), dtype=torch.long, device=lm.device)
+    uniforms = _uniforms(seed, first_prompt, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
+
+    def steps() -> Iterator[Step]:
+        by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # neighbours need little padding
+        order = [p * num_samples + s for p in by_length for s in range(num_samples)]
+        for batch in (order[first : first + batch_size] for first in range(0, len(order), batch_size)):
+            place = {p: n for n, p in enumerate(dict.fromkeys(row // num_samples for row in batch))}
+            rows = torch.tensor(batch, device=lm.device)
+            with evaluating(lm):
+                decoder = _Decoder(lm, guide, [encoded[p] for p in place])
+                if len(batch) > len(place):  # samples share the reading of their prompt
+                    decoder.select(torch.tensor([place[row // num_samples] for row in batch], device=lm.device))
+                yield from _decode(decoder, steering, rows, uniforms.flatten(0, 1)[rows], stops)
+
+    return steps()
+
+
+def _decode(
+    decoder: "_Decoder",
+    steering: Steering,
+    rows: Int[Tensor, " b"],
+    uniforms: Float[Tensor, "b steps"],
+    stops: Int[Tensor, " s"],
+) -> Iterator[Step]:
+    """Decode one batch; a row leaves it with its stop token."""
+    for position in range(uniforms.shape[1]):
+        proposal = propose(decoder.logits, decoder.guide, decoder.state, steering)
+        greedy = steering.temperature == 0
+        choice = proposal.logits.argmax(-1) if greedy else sample(proposal.logits, uniforms[:, position])
+        tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
+        yield Step(rows, proposal, choice, log_probabilities(decoder.logits, tokens))
+        running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
+        if len(running) == 0 or position + 1 == uniforms.shape[1]:
+            return
+        if len(running) < len(rows):
+            decoder.select(running)
+            rows, tokens, uniforms = rows[running], tokens[running], uniforms[running]
+        decoder.advance(tokens)
+
+
+class _Decoder:
+    """A base model and a guide that read the same batch of texts."""
+
+    @torch.no_grad()
+    def __init__(self, lm: Wrappable, guide: Guide | None, prompts: list[list[int]]):
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=lm.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=lm.device)
+        self.lm, self.guide = lm, guide
+        self.last_only: dict[str, Any] = {"logits_to_keep": 1} if kv_cache.accepts(lm, "logits_to_keep") else {}
+        output, self.prefix = kv_cache.start(lm, tokens, mask, **self.last_only)
+        self.logits = output.logits[:, -1]  # (b, v): of the base, for the next token
+        self.state = None if guide is None else guide.start(tokens, mask)
+
+    @torch.no_grad()
+    def advance(self, tokens: Int[Tensor, " b"]) -> None:
+        output, self.prefix = kv_cache.extend(self.lm, self.prefix, tokens[:, None], **self.last_only)
+        self.logits = output.logits[:, -1]
+        if self.guide is not None:
+            self.state = self.guide.advance(self.state, tokens)
+
+    def select(self, rows: Int[Tensor, " r"]) -> None:
+        self.prefix, self.logits = self.prefix.select(rows), self.logits[rows]
+        if self.guide is not None:
+            self.state = self.guide.select(self.state, rows)
+
+
+def encode_prompts(
+    lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
+) -> list[list[int]]:
+    """Token ids of the prompts, with the special tokens the base expects; an empty prompt is a BOS alone."""
+    if isinstance(prompts, str) or not prompts:
+        raise OptionError(f"prompts are {prompts!r}.", "give a list of one or more texts.")
+    bos = find_bos(lm.config, tokenizer)
+    encoded = [ids or [bos] for ids in tokenise(tokenizer, prompts, bos)]
+    positions = max_positions(lm.config)
+    for number, ids in enumerate(encoded):
+        if positions is not None and len(ids) + max_new_tokens > positions:
+            raise ContextLengthError(
+                f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones they exceed the base model's "
+                f"{name_positions(lm.config)}.",
+                "shorten the prompt or lower max_new_tokens.",
+            )
+    return encoded
+
+
+def decode_texts(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], continuations: list[list[int]]
+) -> list[str]:
+    """What follows each prompt, so that prompt and text make the whole: some tokenizers lose a space at a beginning."""
+    num_samples = len(continuations) // len(prompts)
+    begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
+    rows = [prompts[row // num_samples] + tokens for row, tokens in enumerate(continuations)]
+    wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    return [
+        whole[len(begin) :]
+        if whole.startswith(begin)
+        else tokenizer.batch_decode([tokens], skip_special_tokens=True)[0]
+        for begin, whole, tokens in zip(begins, wholes, continuations, strict=True)
+    ]
+
+
+def _stop_tokens(lm: Wrappable, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None) -> list[int]:
+    if stop_token_ids is not None:
+        return list(stop_token_ids)
+    generation_config = getattr(lm, "generation_config", None)
+    for end in (getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        if end is not None:
+            return list(end) if isinstance(end, Sequence) else [end]
+    return []
+
+
+@lru_cache(maxsize=4)  # many guides continue the same prompts
+def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> Float[Tensor, "p s steps"]:
+    """Random numbers of each sample from a stream of its own, so that neighbours do not change a text."""
+
+    def draw(prompt: int, sample: int) -> np.ndarray:
+        key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key)).random(steps)
+
+    return torch.from_numpy(
+        np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)])
+    )

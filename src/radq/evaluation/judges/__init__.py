@@ -1,0 +1,1 @@
+"""Judges: models that score finished texts."""

@@ -1,0 +1,210 @@
+"""Readers: texts in, what a model makes of them out. Judges and encoders stand on them.
+
+    for positions, output, mask in reader.read(texts): ...
+
+Results come in the order that suits the model, with the positions of their texts. A text longer than the model can
+read is cut, and counted in `truncated`. Axes: b texts, t tokens, l labels, d hidden.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from radq.errors import ModelError, require_package
+from radq.models.embedded import EMBEDDED, base_name
+from radq.models.loading import find_snapshot, load_config, load_tokenizer, load_weights, truncate
+from radq.numerics import same_kernels
+
+BATCH_SIZE = 64  # texts in one forward
+TOGETHER = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
+DEFAULT_MAX_TOKENS = 512  # of an ONNX model whose folder does not say
+
+
+class Reader(ABC):
+    """A model with its tokenizer. `name` says which, by content: another model has another name.
+
+    `together` is 1 where what is said about a text does not depend on the other texts of a call, to the last bit.
+    """
+
+    name: str
+    labels: list[str]  # what the folder calls the outputs of a classifier
+    multi_label: bool  # whether these are independent of each other
+    max_tokens: int
+    truncated: int = 0
+    together: int = 1
+
+    @abstractmethod
+    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+        """Positions of some texts, the model's output for them, and the mask of their tokens."""
+
+
+@final
+class TransformersReader(Reader):
+    """A transformers model, read in batches of texts of similar length.
+
+    Args:
+        source: hub name or folder; safetensors only.
+        auto_class: `AutoModel` for hidden states, `AutoModelForSequenceClassification` for logits.
+        num_layers: read by the first layers alone; None for all.
+    """
+
+    together = TOGETHER
+
+    def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu", num_layers: int | None = None):
+        config = load_config(source)
+        if num_layers is not None:
+            truncate(config, num_layers)
+        self.model: PreTrainedModel = load_weights(
+            auto_class.from_pretrained, source, unused=("pooler.",), config=config, dtype=torch.float32
+        )
+        self.model.to(device).eval()  # pyright: ignore[reportArgumentType]
+        self.tokenizer = load_tokenizer(source)
+        config = self.model.config
+        self.labels = [label for _, label in sorted((config.id2label or {}).items())]
+        self.multi_label = config.problem_type == "multi_label_classification"
+        self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
+        self.pad = _pad_token(self.model, self.tokenizer, str(source))
+        self.name = identify(source)
+        if num_layers is not None:
+            self.name += f"/{num_layers}"
+
+    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+        rows = self._encode(texts)
+        by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+        for first in range(0, len(by_length), BATCH_SIZE):
+            positions = by_length[first : first + BATCH_SIZE]
+            longest = len(rows[positions[0]])
+            tokens = torch.tensor([rows[n] + [self.pad] * (longest - len(rows[n])) for n in positions])
+            mask = torch.tensor([[1] * len(rows[n]) + [0] * (longest - len(rows[n])) for n in positions])
+            device = self.model.device
+            with torch.inference_mode(), same_kernels():
+                output = self.model(input_ids=tokens.to(device), attention_mask=mask.to(device))
+            yield positions, output[0].float(), mask.to(device)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        rows = self.tokenizer(list(texts), verbose=False).input_ids if texts else []
+        for n, row in enumerate(rows):
+            if len(row) > self.max_tokens:
+                rows[n] = self.tokenizer(texts[n], truncation=True, max_length=self.max_tokens).input_ids
+                self.truncated += 1
+        return rows
+
+
+@final
+class OnnxReader(Reader):
+    """A folder with one .onnx file and tokenizer.json, or vocab.txt for WordPiece.
+
+    Texts are read one by one: a quantised model scales its activations by the largest of a batch, so that neighbours
+    and padding would change what it says about a text.
+    """
+
+    def __init__(self, folder: str | Path, device: str = "cpu"):
+        folder = Path(folder)
+        config = _read_json(folder / "config.json")
+        self.session = _open_session(folder, device)
+        self.inputs = [each.name for each in self.session.get_inputs()]
+        unknown = [name for name in self.inputs if name not in ("input_ids", "attention_mask", "token_type_ids")]
+        if unknown:
+            raise ModelError(f"the model in {str(folder)!r} wants the input {unknown[0]!r}.", "radq has no such input.")
+        self.labels = [label for _, label in sorted((int(n), name) for n, name in config.get("id2label", {}).items())]
+        self.multi_label = config.get("problem_type") == "multi_label_classification"
+        self.max_tokens = min(config.get("max_position_embeddings", DEFAULT_MAX_TOKENS), DEFAULT_MAX_TOKENS)
+        self.tokenizer = _open_tokenizer(folder)
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(self.max_tokens)
+        self.name = identify(folder)
+
+    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+        for n, encoding in enumerate(self.tokenizer.encode_batch(list(texts))):
+            self.truncated += bool(encoding.overflowing)
+            ids = np.array([encoding.ids], dtype=np.int64)
+            known = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+            output = self.session.run(None, {name: known[name] for name in self.inputs})[0]
+            yield [n], torch.from_numpy(output).float(), torch.ones(ids.shape, dtype=torch.long)
+
+
+def find_onnx(folder: str | Path) -> Path | None:
+    """The .onnx file of a folder; None where there is none."""
+    files = sorted(Path(folder).glob("*.onnx"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"{str(folder)!r} holds several models: {names}.", "put the one you mean into its own folder.")
+    return files[0] if files else None
+
+
+def _open_session(folder: Path, device: str) -> Any:
+    runtime = require_package("onnxruntime", "eval")
+    file = find_onnx(folder)
+    if file is None:
+        raise ModelError(f"there is no .onnx file in {str(folder)!r}.", "give a folder with one, and its tokenizer.")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1  # one text at a time is too little to share
+    options.log_severity_level = 3
+    wanted = (
+        ["CUDAExecutionProvider", "CPUExecutionProvider"] if device.startswith("cuda") else ["CPUExecutionProvider"]
+    )
+    providers = [name for name in wanted if name in runtime.get_available_providers()]
+    try:
+        return runtime.InferenceSession(str(file), options, providers=providers)
+    except Exception as error:  # of many kinds
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"{str(file)!r} cannot be opened: {reason}.", "is the file whole?") from error
+
+
+def _open_tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
+
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if not (folder / "vocab.txt").is_file():
+        raise ModelError(f"{str(folder)!r} has no tokenizer.", "put tokenizer.json, or vocab.txt, beside the model.")
+    words = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")
+    cased = any(word != word.lower() for word in words if not word.startswith("["))
+    return BertWordPieceTokenizer(str(folder / "vocab.txt"), lowercase=not cased)
+
+
+def _max_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
+    """What model and tokenizer both can take; positions of the RoBERTa family begin after the padding token's."""
+    limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name:
+            limits.append(module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
+    limits.append(_read_json(folder / "sentence_bert_config.json").get("max_seq_length"))
+    return min(limit for limit in limits if limit is not None)
+
+
+def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> int:
+    """Its id; classifiers over decoders find the last token of a text by it."""
+    for token in (model.config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            model.config.pad_token_id = token
+            return token
+    raise ModelError(f"{source!r} has no padding token.", "set pad_token_id in its config.json.")
+
+
+def identify(source: str | Path) -> str:
+    """A name that changes with the content: the commit on the hub, or a digest of the folder's files."""
+    if source == EMBEDDED:
+        return base_name()
+    if not Path(source).is_dir():
+        return f"{source}@{find_snapshot(str(source)).name}"
+    digest = hashlib.sha256()
+    for file in sorted(Path(source).iterdir()):
+        if file.suffix in (".json", ".txt", ".safetensors", ".onnx"):
+            with file.open("rb") as stream:
+                digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return f"{Path(source).resolve().name}@{digest.hexdigest()[:16]}"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

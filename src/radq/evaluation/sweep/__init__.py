@@ -1,0 +1,1 @@
+"""Sweeps: which cells to generate, generating them, and measuring what was generated."""

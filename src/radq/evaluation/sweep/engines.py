@@ -1,0 +1,156 @@
+"""Engines: what continues the prompts of a sweep, as a cell says. transformers here, or vLLM for throughput."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from radq.decoding.best_of_n import best_of_n
+from radq.decoding.generate import Generation, generate
+from radq.errors import OptionError, require_package
+from radq.evaluation.sweep.config import UNGUIDED, Cell, Sweep
+from radq.evaluation.sweep.costs import Usage
+from radq.guides import RewardGuide
+from radq.guides.meter import Meter
+from radq.guides.spec import guide_maker
+from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.reward import RewardModel
+from radq.numerics import empty_cache, in_smaller_batches, reset_peak_memory
+
+if TYPE_CHECKING:
+    from radq.hosts.vllm import VllmGeneration
+
+Continuation = Any  # a Generation, or vLLM's, which is imported only where it is used
+Produce = Callable[[Sequence[str], int], tuple[Sequence[Continuation], Usage | None]]  # prompts, number of the first
+
+
+class Engine(ABC):
+    def __init__(self, sweep: Sweep, device: str):
+        self.sweep, self.device = sweep, device
+
+    @abstractmethod
+    def of(self, cell: Cell) -> Produce:
+        """What continues prompts as the cell says; it also returns what the guide's experts read, where known."""
+
+    def options(self, cell: Cell) -> dict[str, Any]:
+        return {
+            "top_k": cell.top_k,
+            "top_p": cell.top_p,
+            "temperature": self.sweep.temperature,
+            "max_new_tokens": self.sweep.max_new_tokens,
+            "num_samples": self.sweep.samples,
+            "seed": cell.seed,
+        }
+
+
+class TransformersEngine(Engine):
+    """Base and guide are loaded once; the last guide is kept, not all.
+
+    Where the GPU's memory runs out, fewer texts are decoded together from then on: the same texts but for rounding.
+    """
+
+    def __init__(self, sweep: Sweep, device: str):
+        super().__init__(sweep, device)
+        self.lm = load_causal_lm(sweep.base, dtype=sweep.dtype, device=device)
+        self.tokenizer = load_tokenizer(sweep.base)
+        self.batch_size = sweep.batch_size
+        self._loaded: tuple[str, Any] = ("", None)
+
+    def options(self, cell: Cell) -> dict[str, Any]:
+        return super().options(cell) | {"batch_size": self.batch_size}
+
+    def of(self, cell: Cell) -> Produce:
+        reset_peak_memory(self.device)
+        if cell.guide == UNGUIDED:
+            return partial(self._fit, self._unguided(cell))
+        if self.sweep.guides[cell.guide].best_of:
+            return partial(self._fit, self._best_of(cell, int(cell.beta or 1)))
+        return partial(self._fit, self._guided(cell))
+
+    def _fit(self, produce: Produce, prompts: Sequence[str], first: int) -> tuple[Sequence[Continuation], Usage | None]:
+        def work(batch_size: int) -> tuple[Sequence[Continuation], Usage | None]:
+            self.batch_size = batch_size
+            return produce(prompts, first)
+
+        return in_smaller_batches(work, self.batch_size)[0]
+
+    def _unguided(self, cell: Cell) -> Produce:
+        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
+            return generate(self.lm, self.tokenizer, prompts, first_prompt=first, **self.options(cell)), Usage()
+
+        return produce
+
+    def _guided(self, cell: Cell) -> Produce:
+        guide = self.sweep.guides[cell.guide]
+        make = self._load(cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp))
+        steer = make(guide.numbers(cell.beta or 0.0))
+
+        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
+            options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget}
+            with Meter(steer) as meter:
+                texts = generate(self.lm, self.tokenizer, prompts, meter, first_prompt=first, **options)
+            return texts, Usage.of(meter)
+
+        return produce
+
+    def _best_of(self, cell: Cell, n: int) -> Produce:
+        guide = self.sweep.guides[cell.guide]
+        model = self._load(
+            cell.guide, lambda: RewardModel.from_pretrained(guide.folder, self.device, dtype=self.sweep.dtype)
+        )
+
+        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
+            options = self.options(cell)
+            with Meter(RewardGuide(model, guide.weights)) as meter:
+                texts = best_of_n(
+                    self.lm, self.tokenizer, prompts, model, guide.weights, n, first_prompt=first, **options
+                )
+            return texts, Usage.of(meter)
+
+        return produce
+
+    def _load(self, name: str, load: Callable[[], Any]) -> Any:
+        if self._loaded[0] != name:
+            self._loaded = ("", None)  # the last one goes before the next one comes
+            empty_cache()  # others may work on the same GPU
+            self._loaded = (name, load())
+        return self._loaded[1]
+
+
+class VllmSweepEngine(Engine):
+    """All guides are loaded beside the base, in vLLM's process, where nobody counts what they read."""
+
+    def __init__(self, sweep: Sweep, device: str):
+        super().__init__(sweep, device)
+        for name, guide in sweep.guides.items():
+            if guide.best_of or not guide.clamp:
+                raise OptionError(f"guide {name!r} is the best of n, or unclamped.", "use the engine transformers.")
+        require_package("vllm", "vllm")
+        from radq.hosts.vllm import VllmEngine
+
+        specifications = {
+            name: f"{guide.folder}:" + ",".join(f"{key}={number}" for key, number in guide.numbers(1.0).items())
+            for name, guide in sweep.guides.items()
+        }
+        dtype = {} if sweep.dtype == "auto" else {"dtype": sweep.dtype}
+        self.engine = VllmEngine(sweep.base, specifications, **dtype, **sweep.vllm)
+
+    def of(self, cell: Cell) -> Produce:
+        options = self.options(cell)
+        if cell.guide != UNGUIDED:
+            weights = self.sweep.guides[cell.guide].weights.values()
+            beta = [weight * (cell.beta or 0.0) for weight in weights]
+            options |= {"guide": cell.guide, "beta": beta, "kl_budget": cell.kl_budget}
+
+        def produce(prompts: Sequence[str], first: int) -> "tuple[list[VllmGeneration], Usage | None]":
+            texts = self.engine.generate(prompts, first_prompt=first, **options)
+            return texts, Usage() if cell.guide == UNGUIDED else None
+
+        return produce
+
+
+def load_engine(sweep: Sweep, device: str) -> Engine:
+    return ENGINES[sweep.engine](sweep, device)
+
+
+ENGINES: dict[str, type[Engine]] = {"transformers": TransformersEngine, "vllm": VllmSweepEngine}

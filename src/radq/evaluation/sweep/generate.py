@@ -1,0 +1,164 @@
+"""The generations of a sweep, written as they come. A killed sweep goes on where it was: nothing lost, nothing twice.
+
+A run folder holds config.yaml (the sweep), generations.jsonl (a line per cell and prompt) and costs.jsonl (a line per
+chunk of prompts). Cells and chunks come in a fixed order and a chunk's texts do not depend on what ran before, so the
+whole lines of whole chunks at the beginning of the file are what is done, and all after them is cut off and made again.
+"""
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+from tqdm import tqdm
+
+from radq.data.prompts import Prompt
+from radq.errors import OptionError
+from radq.evaluation.sweep.config import WHILE_DECODING, Cell, Sweep, dump_sweep, find_changes, fingerprint
+from radq.evaluation.sweep.costs import describe_cost
+from radq.evaluation.sweep.engines import Continuation, load_engine
+from radq.files import append_lines, mend, require_own_folder, whole_file
+from radq.numerics import require_memory_for_texts, same_kernels
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompts of a cell that are continued together; they stand or fall as one."""
+
+    cell: Cell
+    first: int
+    prompts: list[Prompt]
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        return [(self.cell.name, self.first + number) for number in range(len(self.prompts))]
+
+
+@contextmanager
+def open_run(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool = False) -> Iterator[None]:
+    """Make the run folder this sweep's, for this process alone; refuse one that holds anything else."""
+    require_own_folder(folder, _holds_sweep, "a sweep")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OptionError(f"another sweep is running in {str(folder)!r}.", "wait, or use another --out.") from error
+        asked = {"sweep": asdict(sweep), "prompts": fingerprint(prompts)}
+        if overwrite:
+            for name in ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl"):
+                (folder / name).unlink(missing_ok=True)
+            for file in (folder / "measures").glob("*.npz"):
+                file.unlink()
+        if (folder / "config.yaml").exists():
+            _check_same(folder, asked)
+        else:
+            with whole_file(folder / "config.yaml") as temporary:
+                temporary.write_text(f"# prompts: {asked['prompts']}\n{dump_sweep(sweep)}", encoding="utf-8")
+        yield
+
+
+def _holds_sweep(folder: Path) -> bool:
+    """Whether `radq eval` has begun here; other run folders have a config.yaml too, but no line about prompts."""
+    if all(file.name.startswith(".") for file in folder.iterdir()):  # it ended before it wrote anything
+        return True
+    try:
+        with (folder / "config.yaml").open(encoding="utf-8") as stream:
+            return stream.readline().startswith("# prompts: ")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _check_same(folder: Path, asked: dict[str, Any]) -> None:
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    first, _, _ = text.partition("\n")
+    changes = list(find_changes(yaml.safe_load(text), json.loads(json.dumps(asked["sweep"]))))
+    if not changes and first != f"# prompts: {asked['prompts']}":
+        changes = ["the prompts in the files"]
+    if changes:
+        raise OptionError(
+            f"{str(folder)!r} holds another sweep; changed since: {'; '.join(changes)}.",
+            "use another --out, or start anew with --overwrite.",
+        )
+
+
+def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, progress: bool = False) -> None:
+    """Write what generations.jsonl lacks."""
+    size = sweep.prompts_per_chunk
+    chunks = [
+        Chunk(cell, first, prompts[first : first + size])
+        for cell in sweep.cells()
+        for first in range(0, len(prompts), size)
+    ]
+    mend(folder / "costs.jsonl")
+    with (folder / "generations.jsonl").open("a+b") as stream:
+        done = _resume(stream, chunks)
+        _run(stream, folder / "costs.jsonl", sweep, chunks, done, device, progress)
+
+
+def _resume(stream: BinaryIO, chunks: list[Chunk]) -> int:
+    """How many chunks the file holds as a whole; what follows them is cut off."""
+    stream.seek(0)
+    done = end = 0
+    for chunk in chunks:
+        lines = [stream.readline() for _ in chunk.prompts]
+        if [_read_key(line) for line in lines] != chunk.keys:
+            break
+        done, end = done + 1, stream.tell()
+    stream.truncate(end)
+    return done
+
+
+def _read_key(line: bytes) -> tuple[str, int] | None:
+    """Cell and prompt of a line; None for one that was torn."""
+    try:
+        row = json.loads(line)
+        return (row["cell"], row["prompt"]) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _run(
+    stream: BinaryIO, costs: Path, sweep: Sweep, chunks: list[Chunk], done: int, device: str, progress: bool
+) -> None:
+    todo = chunks[done:]
+    if not todo:
+        return
+    drawn = max(len(chunk.prompts) for chunk in todo) * sweep.samples
+    require_memory_for_texts(drawn, sweep.max_new_tokens, "give fewer samples, or a smaller batch_size.")
+    engine = load_engine(sweep, device)
+    longest = max((prompt.text for chunk in todo for prompt in chunk.prompts), key=len)
+    for cell in {chunk.cell.guide: chunk.cell for chunk in todo}.values():
+        engine.of(cell)([longest], 0)  # what is wrong with a guide shows now, not after hours
+    total = sum(len(chunk.prompts) for chunk in chunks) * sweep.samples
+    finished = sum(len(chunk.prompts) for chunk in chunks[:done]) * sweep.samples
+    with tqdm(total=total, initial=finished, unit="text", desc="generating", disable=not progress) as bar:
+        for chunk in todo:
+            bar.set_postfix_str(chunk.cell.name, refresh=False)
+            produce = engine.of(chunk.cell)
+            began = time.perf_counter()
+            with same_kernels():
+                generations, usage = produce([prompt.text for prompt in chunk.prompts], chunk.first)
+            cost = describe_cost(chunk.cell.name, generations, usage, time.perf_counter() - began, device)
+            append_lines(stream, _lines(chunk, generations, sweep))
+            with costs.open("ab") as file:
+                append_lines(file, [cost])
+            bar.update(len(chunk.prompts) * sweep.samples)
+
+
+def _lines(chunk: Chunk, generations: Sequence[Continuation], sweep: Sweep) -> list[dict[str, Any]]:
+    lines = []
+    for number, prompt in enumerate(chunk.prompts):
+        samples = generations[number * sweep.samples : (number + 1) * sweep.samples]
+        line: dict[str, Any] = {"cell": chunk.cell.name, "prompt": chunk.first + number, "group": prompt.group}
+        line |= {"text": prompt.text, "continuations": [sample.text for sample in samples]}
+        if sweep.perplexity == WHILE_DECODING:  # a blank text has no tokens, as in `likelihoods`
+            line["nll"] = [round(sample.nll, 4) if sample.text.strip() else 0.0 for sample in samples]
+            line["tokens"] = [sample.num_text_tokens if sample.text.strip() else 0 for sample in samples]
+        lines.append(line)
+    return lines

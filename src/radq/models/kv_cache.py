@@ -1,0 +1,367 @@
+"""Prefixes and their keys and values: the only room that touches transformers' Cache, attention masks and positions.
+
+A `Prefix` is a value. Nothing here changes one in place: extending, forking, selecting, cropping and choosing a sibling
+all return a new one, so an old prefix stays usable for rollback, beams and several continuations.
+
+Rows are padded on the left and positions are counted from the mask, so padding changes nothing.
+Axes: b batch, t time, n new tokens, k candidates, d hidden.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from radq.errors import ModelError
+from radq.models.grouped_attention import grouped_heads
+from radq.models.loading import Wrappable, evaluating
+
+Layers = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer, (b, heads, t, head size)
+MASKED_TYPES = {"full_attention", "sliding_attention"}  # layers for which this file can write a mask
+
+
+@dataclass(frozen=True)
+class Prefix:
+    tokens: Int[Tensor, "b t"]
+    mask: Int[Tensor, "b t"]
+    layers: Layers
+
+    def fork(self, n: int) -> "Prefix":
+        """Every row n times, copies of a row side by side."""
+        return self._map(lambda x: x.repeat_interleave(n, dim=0))
+
+    def select(self, rows: Int[Tensor, " r"]) -> "Prefix":
+        return self._map(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def crop(self, n: int) -> "Prefix":
+        """Without the last n tokens of every row."""
+        t = self.tokens.shape[1] - n
+        layers = tuple((keys[:, :, :t], values[:, :, :t]) for keys, values in self.layers)
+        return Prefix(self.tokens[:, :t], self.mask[:, :t], layers)
+
+    def _map(self, f: Callable[[Tensor], Tensor]) -> "Prefix":
+        layers = tuple((f(keys), f(values)) for keys, values in self.layers)
+        return Prefix(f(self.tokens), f(self.mask), layers)
+
+
+def join(prefixes: Sequence[Prefix]) -> Prefix:
+    """The rows of all of them as one batch, padded no more than the longest row needs."""
+    longest = max(int(prefix.mask.sum(1).max()) for prefix in prefixes)
+
+    def fit(x: Tensor, dim: int) -> Tensor:
+        return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (longest - x.shape[dim], 0))  # below 0 takes padding away
+
+    layers = zip(*(prefix.layers for prefix in prefixes), strict=True)  # per layer, the pairs of all prefixes
+    return Prefix(
+        torch.cat([fit(prefix.tokens, 1) for prefix in prefixes]),
+        torch.cat([fit(prefix.mask, 1) for prefix in prefixes]),
+        tuple((torch.cat([fit(k, 2) for k, _ in pairs]), torch.cat([fit(v, 2) for _, v in pairs])) for pairs in layers),
+    )
+
+
+def leading(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], token: int) -> Bool[Tensor, "b t"]:
+    """Marks the first real token of each row where it is `token`, such as the BOS that some tokenizers add."""
+    return (mask.cumsum(1) == 1) & (mask == 1) & (tokens == token)
+
+
+def leave_out_unknown(
+    tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"] | None, num_known: int
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Tokens and mask in which tokens from `num_known` on are padding."""
+    known = tokens < num_known
+    return tokens * known, known.long() if mask is None else mask.long() * known
+
+
+def pack_right(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Move the real tokens of every row to its right end: left padding, whatever the padding was."""
+    order = mask.argsort(dim=1, stable=True)
+    return tokens.gather(1, order), mask.gather(1, order)
+
+
+@dataclass(frozen=True)
+class LeftPacked:
+    """Texts with their real tokens first: causal attention then needs neither mask nor positions."""
+
+    tokens: Int[Tensor, "b t"]
+    order: Int[Tensor, "b t"]  # where each token came from
+
+    def pack(self, values: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+        return values.gather(1, self.order)
+
+    def unpack(self, values: Float[Tensor, "b t a"]) -> Float[Tensor, "b t a"]:
+        """Values computed in packed order, back at the places of their tokens."""
+        return values.gather(1, self.order.argsort(dim=1)[..., None].expand_as(values))
+
+
+def pack_left(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> LeftPacked:
+    order = (1 - mask).argsort(dim=1, stable=True)
+    return LeftPacked(tokens.gather(1, order), order)
+
+
+def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefix:
+    """The rows of `prefix` where they are held, those of `longer`, which has one more column, elsewhere.
+
+    A held row moves right by a column, so that all padding stays on the left and sliding windows stay as wide.
+    """
+
+    def choose(old: Tensor, new: Tensor, dim: int) -> Tensor:
+        shifted = F.pad(old, (0, 0) * (old.dim() - 1 - dim) + (1, 0))
+        return torch.where(held.view(-1, *[1] * (old.dim() - 1)), shifted, new)
+
+    pairs = zip(prefix.layers, longer.layers, strict=True)
+    return Prefix(
+        choose(prefix.tokens, longer.tokens, 1),
+        choose(prefix.mask, longer.mask, 1),
+        tuple((choose(k, new_k, 2), choose(v, new_v, 2)) for (k, v), (new_k, new_v) in pairs),
+    )
+
+
+def start(model: Wrappable, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], **kwargs: Any) -> tuple[Any, Prefix]:
+    """Read a left-padded batch of prompts."""
+    if not bool(mask.all()):
+        check_padding(model)
+    empty = Prefix(tokens[:, :0], mask[:, :0], ())
+    return extend(model, empty, tokens, mask, **kwargs)
+
+
+def extend(
+    model: Wrappable,
+    prefix: Prefix,
+    tokens: Int[Tensor, "b n"],
+    mask: Int[Tensor, "b n"] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Prefix]:
+    """Feed n more tokens per row; returns the model's output for them and the longer prefix."""
+    new_mask = torch.ones_like(tokens) if mask is None else mask
+    full_mask = torch.cat([prefix.mask, new_mask], dim=1)
+    positions = (full_mask.cumsum(1) - 1).clamp(min=0)[:, prefix.tokens.shape[1] :]
+    output, layers = _forward(model, prefix.layers, tokens, full_mask, positions, **kwargs)
+    return output, Prefix(torch.cat([prefix.tokens, tokens], dim=1), full_mask, layers)
+
+
+@dataclass(frozen=True)
+class Siblings(ABC):
+    """k candidates read after one prefix, none of them seeing another."""
+
+    hidden: Float[Tensor, "b k d"]
+
+    @abstractmethod
+    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
+        """The prefix extended by candidate `index` of each row, without another forward."""
+
+    @abstractmethod
+    def select(self, rows: Int[Tensor, " r"]) -> "Siblings": ...
+
+
+def read_siblings(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> Siblings:
+    """All candidates in one forward where the backbone takes a 4D mask, else as rows of a k times larger batch."""
+    if takes_siblings(backbone):
+        return _read_masked(backbone, prefix, candidates)
+    return _read_rows(backbone, prefix, candidates)
+
+
+@dataclass(frozen=True)
+class _MaskedSiblings(Siblings):
+    candidates: Int[Tensor, "b k"]
+    prefix: Prefix
+    layers: Layers  # of the siblings alone
+
+    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
+        def append(past: Tensor, siblings: Tensor) -> Tensor:
+            b, heads, _, size = siblings.shape
+            chosen = siblings.gather(2, index.view(b, 1, 1, 1).expand(b, heads, 1, size))
+            return torch.cat([past, chosen], dim=2)
+
+        pairs = zip(self.prefix.layers, self.layers, strict=True)
+        layers = tuple((append(k, sibling_k), append(v, sibling_v)) for (k, v), (sibling_k, sibling_v) in pairs)
+        token = self.candidates.gather(1, index[:, None])
+        return Prefix(
+            torch.cat([self.prefix.tokens, token], dim=1),
+            torch.cat([self.prefix.mask, torch.ones_like(token)], dim=1),
+            layers,
+        )
+
+    def select(self, rows: Int[Tensor, " r"]) -> "_MaskedSiblings":
+        layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
+        return _MaskedSiblings(self.hidden[rows], self.candidates[rows], self.prefix.select(rows), layers)
+
+
+def _read_masked(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> _MaskedSiblings:
+    t = prefix.tokens.shape[1]
+    positions = prefix.mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
+    mask = _sibling_masks(backbone, prefix.mask, candidates.shape[1])
+    output, layers = _forward(backbone, prefix.layers, candidates, mask, positions)
+    tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in layers)
+    return _MaskedSiblings(output.last_hidden_state, candidates, prefix, tails)
+
+
+@dataclass(frozen=True)
+class _RowSiblings(Siblings):
+    rows: Prefix  # (b · k) rows
+
+    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
+        b, k, _ = self.hidden.shape
+        return self.rows.select(torch.arange(b, device=index.device) * k + index)
+
+    def select(self, rows: Int[Tensor, " r"]) -> "_RowSiblings":
+        k = self.hidden.shape[1]
+        expanded = rows[:, None] * k + torch.arange(k, device=rows.device)  # (r, k)
+        return _RowSiblings(self.hidden[rows], self.rows.select(expanded.flatten()))
+
+
+def _read_rows(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> _RowSiblings:
+    b, k = candidates.shape
+    output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1))
+    return _RowSiblings(output.last_hidden_state.view(b, k, -1), rows)
+
+
+def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k: int) -> Tensor | dict[str, Tensor]:
+    """Additive masks of shape (b, 1, k, t + k): each sibling sees the prefix and itself; one mask per layer type."""
+    window: int = getattr(backbone.config, "sliding_window", None) or 0
+    b, t = prefix_mask.shape
+    itself = torch.eye(k, dtype=torch.bool, device=prefix_mask.device).expand(b, k, k)
+
+    def build(layer_type: str) -> Tensor:
+        visible = prefix_mask.bool()
+        if layer_type == "sliding_attention":
+            # the siblings stand at index t, and a window counts the token itself
+            visible = visible & (torch.arange(t, device=visible.device) > t - window)
+        allowed = torch.cat([visible[:, None].expand(b, k, t), itself], dim=2)
+        additive = torch.zeros(allowed.shape, dtype=backbone.dtype, device=allowed.device)
+        return additive.masked_fill(~allowed, torch.finfo(backbone.dtype).min)[:, None]
+
+    masks = {layer_type: build(layer_type) for layer_type in _layer_types(backbone)}
+    return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def _layer_types(backbone: PreTrainedModel) -> set[str]:
+    window = getattr(backbone.config, "sliding_window", None)
+    return set(getattr(backbone.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+
+
+# What models can do is tried once, on three tokens, and remembered: they differ in ways no configuration tells, such as
+# ALiBi, flash attention, chunked layers, or a wrapper that drops arguments.
+
+_TAKES_SIBLINGS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_TAKES_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def takes_siblings(backbone: PreTrainedModel) -> bool:
+    """Whether a sibling mask gives this backbone's true hidden states."""
+    if backbone not in _TAKES_SIBLINGS:
+        _TAKES_SIBLINGS[backbone] = _layer_types(backbone) <= MASKED_TYPES and _try_siblings(backbone)
+    return _TAKES_SIBLINGS[backbone]
+
+
+@torch.no_grad()
+def _try_siblings(backbone: PreTrainedModel) -> bool:
+    tokens = torch.arange(3, device=backbone.device)[None]
+    candidates = torch.arange(3, 5, device=backbone.device)[None]
+    _, prefix = start(backbone, tokens, torch.ones_like(tokens))
+    expected = _read_rows(backbone, prefix, candidates).hidden
+    try:
+        return _agree(_read_masked(backbone, prefix, candidates).hidden, expected)
+    except Exception:  # whatever a backbone raises when handed a mask it does not understand
+        return False
+
+
+def takes_padding(model: Wrappable) -> bool:
+    """Whether a model reads a padded text as the text alone."""
+    if model not in _TAKES_PADDING:
+        with evaluating(model):
+            _TAKES_PADDING[model] = _try_padding(model)
+    return _TAKES_PADDING[model]
+
+
+def check_padding(model: Wrappable) -> None:
+    if not takes_padding(model):
+        raise ModelError(
+            f"{type(model).__name__} gives other results for a padded text than for the text alone: it neither takes "
+            "position_ids nor finds the positions from the attention mask.",
+            "decode prompts of different lengths one by one, or pass the model without the wrapper around it.",
+        )
+
+
+@torch.no_grad()
+def _try_padding(model: Wrappable) -> bool:
+    text = torch.arange(3, 6, device=model.device)[None]
+
+    def read(padding: int) -> Tensor:
+        """Logits or hidden states at the last token."""
+        tokens, mask = F.pad(text, (padding, 0)), F.pad(torch.ones_like(text), (padding, 0))
+        return extend(model, Prefix(tokens[:, :0], mask[:, :0], ()), tokens, mask)[0][0][:, -1]
+
+    return _agree(read(4), read(0))
+
+
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    """Whether numbers are equal to rounding. Where the expected ones have overflowed, they count as equal."""
+    tolerance = 1e-4 if torch.finfo(actual.dtype).eps < 1e-6 else 0.05
+    error = (actual - expected).abs().max() / expected.abs().max()
+    return bool(error < tolerance) or not bool(expected.isfinite().all())
+
+
+def _forward(
+    model: Wrappable,
+    layers: Layers,
+    tokens: Int[Tensor, "b n"],
+    mask: Tensor | dict[str, Tensor],
+    positions: Int[Tensor, "b n"],
+    **kwargs: Any,
+) -> tuple[Any, Layers]:
+    if accepts(model, "position_ids"):  # families without it find positions from the mask (ALiBi)
+        kwargs["position_ids"] = positions
+    cache = _to_cache(layers)
+    with grouped_heads(model):
+        output = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+    return output, _from_cache(cache, model)
+
+
+_ACCEPTED: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether a model's forward takes an argument, also through wrappers (PEFT, torch.compile) that hand it on."""
+    known = _ACCEPTED.setdefault(model, {})
+    if argument not in known:
+        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+        known[argument] = _takes(model, argument) and _takes(inner, argument)
+    return known[argument]
+
+
+def _takes(model: nn.Module, argument: str) -> bool:
+    """A wrapper takes whatever it is given; a model of transformers only what it names."""
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return argument in parameters or (hands_on and not isinstance(model, PreTrainedModel))
+
+
+def _to_cache(layers: Layers) -> DynamicCache:
+    # Full-length layers also for sliding-window backbones: the mask does the windowing, siblings and crops stay exact.
+    # Filled by hand, because the constructor copies. `update` concatenates, so the prefix's tensors are never written.
+    cache = DynamicCache()
+    for keys, values in layers:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+def _from_cache(cache: DynamicCache, model: Wrappable) -> Layers:
+    layers: list[Any] = cache.layers
+    if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
+        raise ModelError(
+            f"{type(model).__name__} does not keep plain keys and values for every layer.",
+            "radq decodes with attention-only decoder models (GPT-2, LLaMA, Qwen3, GPT-NeoX, Gemma-3, Mistral, …).",
+        )
+    return tuple((layer.keys, layer.values) for layer in layers)

@@ -1,0 +1,257 @@
+"""Find and load transformers models and tokenizers by hub name or folder, with errors that say what to do.
+
+Weights come from safetensors only, and no code from a model repository is ever run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
+
+from radq.errors import ModelError, OptionError
+from radq.models.embedded import located
+
+ACCELERATORS = ("cuda", "mps", "xpu")
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+Wrappable = Any  # a model of transformers, maybe inside a wrapper such as PEFT's or torch.compile's
+
+
+def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
+    """Other arguments are among `HUB_OPTIONS`."""
+    name = located(name)
+    with explained(name, "a model configuration"):
+        return AutoConfig.from_pretrained(name, **hub)
+
+
+def find_snapshot(name: str) -> Path:
+    """The folder in which the files of a hub name lie; its own name is the commit."""
+    with explained(name, "a model configuration"):
+        file = cached_file(name, "config.json")
+    assert file is not None  # or it had raised
+    return Path(file).parent
+
+
+def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:
+    """Load a tokenizer by hub name or folder, from a tokenizer.json, or from GPT-2's encoder.json and vocab.bpe.
+
+    Other arguments are among `HUB_OPTIONS`.
+    """
+    name = located(name)
+    path = Path(name)
+    try:
+        if path.suffix == ".json" and path.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if (path / "encoder.json").is_file() and (path / "vocab.bpe").is_file():
+            return _read_gpt2_tokenizer(path)
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise ModelError(f"cannot read a tokenizer from {str(name)!r}: {error}.", "is the file whole?") from error
+    with explained(name, "a tokenizer"):
+        return AutoTokenizer.from_pretrained(name, **hub)
+
+
+def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Byte-level BPE from the two files that GPT-2 was published with."""
+    backend = Tokenizer(BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]
+    end = "<|endoftext|>"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end)
+
+
+def find_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; None where the folder has none."""
+    name = located(name)
+    if Path(name).is_dir() and not list(Path(name).glob("*tokenizer*")) + list(Path(name).glob("vocab.*")):
+        return None
+    return load_tokenizer(name, **hub)
+
+
+def load_causal_lm(
+    name: str | Path,
+    num_layers: int | None = None,
+    dtype: torch.dtype | str = "auto",
+    device: str | None = None,
+    **loading: Any,
+) -> PreTrainedModel:
+    """A language model in evaluation mode, optionally only its first layers.
+
+    It comes to the device, by default the CPU or where a `device_map` says. Other arguments are those of transformers.
+    """
+    config = load_config(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
+    if num_layers is not None:
+        truncate(config, num_layers)
+    lm = load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype, **loading)
+    return (lm if loading.get("device_map") is not None else lm.to(device or "cpu")).eval()
+
+
+def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
+    """The rows e(v) that a linear head of RAD-Q scores tokens with; of the layers only one is loaded."""
+    lm = load_causal_lm(name, num_layers=1)
+    head: Any = lm.get_output_embeddings()
+    hidden_size = getattr(lm.config.get_text_config(), "hidden_size", None)
+    if head is None or head.weight.shape[1] != hidden_size:
+        raise ModelError(
+            f"{str(name)!r} has no output embedding with the {hidden_size} numbers per token of its hidden states.",
+            "choose another backbone; RAD-Q cannot be made from this one.",
+        )
+    return head.weight.detach()
+
+
+def load_weights(
+    from_pretrained: Callable[..., Any], name: str | Path, unused: tuple[str, ...] = (), **kwargs: Any
+) -> Any:
+    """Call `from_pretrained`, but refuse the weights it would make up where the folder lacks them.
+
+    Tensors whose names begin with one of `unused` are not needed and may be missing.
+    """
+    name = located(name)
+    for option, needed in {"use_safetensors": True, "output_loading_info": False}.items():
+        if kwargs.pop(option, needed) != needed:
+            raise OptionError(
+                f"{option} is {not needed}.",
+                f"leave it at {needed}: radq reads safetensors and refuses missing weights.",
+            )
+    with explained(name, "model weights"):
+        model, report = from_pretrained(name, use_safetensors=True, output_loading_info=True, **kwargs)
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
+    if missing:
+        raise ModelError(
+            f"the weights in {str(name)!r} lack {len(missing)} tensors, the first is {missing[0]!r}.",
+            "is the folder complete, and does its config.json belong to these weights?",
+        )
+    return model
+
+
+def truncate(config: PreTrainedConfig, num_layers: int) -> None:
+    """Keep the first layers; per-layer lists of the configuration (such as `layer_types`) shrink with them."""
+    depth = config.num_hidden_layers
+    if not 1 <= num_layers <= depth:
+        raise OptionError(f"num_layers is {num_layers}.", f"the backbone has {depth} layers; choose 1 to {depth}.")
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, key, value[:num_layers])
+    config.num_hidden_layers = num_layers
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has in which a text's numbers do not depend on its neighbours; None without a limit.
+
+    Longrope takes other frequencies for the whole batch as soon as one text is longer than the original context, also
+    for keys that lie in a cache already. So it is read up to there.
+    """
+    config = config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one, or one per layer type
+        if parameters.get("rope_type") == "longrope":
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def name_positions(config: PreTrainedConfig) -> str:
+    """The number of positions in words, for messages, with the reason where config.json names a larger number."""
+    positions = max_positions(config)
+    more = getattr(config.get_text_config(), "max_position_embeddings", None) != positions
+    return f"{positions} positions" + (" (beyond them, longrope would depend on the other texts)" if more else "")
+
+
+def hidden_size(config: PreTrainedConfig) -> int:
+    """The size of the last hidden states. It is that of the output embeddings, to which OPT-350m projects them."""
+    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+
+
+def find_backbone(lm: PreTrainedModel, name: str | Path) -> PreTrainedModel:
+    """The transformer below a language model's head: what `AutoModel` makes from the same configuration."""
+    wanted = MODEL_MAPPING.get(type(lm.config), None)
+    found: Any = next((module for module in lm.modules() if type(module) is wanted), None)
+    embedding: Any = lm.get_output_embeddings()
+    if found is None or not hasattr(lm.config, "hidden_size") or embedding.weight.shape[1] != hidden_size(lm.config):
+        raise ModelError(
+            f"{str(name)!r} is a {type(lm).__name__}, which has no plain decoder below its head.",
+            "radq takes decoder-only language models of text (GPT-2, LLaMA, Qwen3, GPT-NeoX, Gemma-3, Mistral, …).",
+        )
+    return found
+
+
+def num_logits(lm: Wrappable) -> int:
+    """Tokens that a language model scores: may be more than its tokenizer has."""
+    head: Any = lm.get_output_embeddings()
+    return head.weight.shape[0]
+
+
+def find_device(name: str) -> str:
+    """The device by that name; "auto" is the accelerator where there is one, else the CPU."""
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None and accelerator.type in ACCELERATORS else "cpu"
+    try:
+        known = torch.empty(0, device=name).device.type in (*ACCELERATORS, "cpu")
+    except (RuntimeError, AssertionError, ImportError, ValueError) as error:
+        raise OptionError(f"there is no device {name!r} here.", "use --device auto or cpu.") from error
+    if not known:
+        raise OptionError(f"radq does not compute on {name!r}.", f"use cpu, {', '.join(ACCELERATORS)} or auto.")
+    return name
+
+
+@contextmanager
+def evaluating(model: Wrappable) -> Iterator[None]:
+    """Turn dropout off inside the block, and put the model back into its former mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide transformers' load reports and progress bars inside the block; radq raises what matters in them."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def explained(name: str | Path, what: str) -> Iterator[None]:
+    """Turn what transformers raises while loading into one line that names the folder and a way out."""
+    hint = "give a folder with config.json and *.safetensors, or a hub name that is cached or reachable."
+    if str(name).startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise ModelError(f"there is no folder {str(name)!r}.", hint)
+    try:
+        with quiet():
+            yield
+    except SafetensorError as error:
+        raise ModelError(
+            f"a weight file in {str(name)!r} is damaged: {error}.", "it may be truncated; copy or download it again."
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".:") if str(error).strip() else type(error).__name__
+        raise ModelError(f"cannot load {what} from {str(name)!r}: {reason}.", hint) from error

@@ -1,0 +1,191 @@
+"""LoRA: small trained matrices beside the linear layers of a frozen backbone. What is saved is these, and the head.
+
+An adapted layer is one product with W + s·B·A, which costs as much as the layer alone: the sum has the size of the
+weights, not of the batch. Gradients of A and B are products of rank r, so training needs no pass over the activations
+beside those of the backbone.
+
+The files are PEFT's: adapter_config.json, and adapter_model.safetensors with the names that PEFT gives to tensors, so
+PEFT loads the adapters beside `AutoModel.from_pretrained(BACKBONE)`. The head's tensors stand in the same file.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
+
+from radq.errors import ModelError
+from radq.models.embedded import EMBEDDED, HUB_NAME
+
+SCALE = 2.0  # s, as with lora_alpha = 2 · rank
+CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
+EARLIER_WEIGHT_FILE = "model.safetensors"  # of folders that earlier versions have written
+
+
+@final
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer, or one of GPT-2's transposed ones, and its adapter."""
+
+    def __init__(self, layer: nn.Linear | Conv1D, rank: int):
+        super().__init__()
+        self.base_layer = layer
+        self.transposed = isinstance(layer, Conv1D)
+        out, into = self.weight.shape
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)  # also beside weights of half precision
+        options: dict[str, Any] = {"device": layer.weight.device, "dtype": dtype, "bias": False}
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(into, rank, **options)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, out, **options)})
+        nn.init.zeros_(self.b)
+        self._frozen: Tensor | None = None  # the weights as they were before folding, in main memory
+
+    @property
+    def folded(self) -> bool:
+        return self._frozen is not None
+
+    @property
+    def weight(self) -> Float[Tensor, "o i"]:
+        return self.base_layer.weight.T if self.transposed else self.base_layer.weight
+
+    @property
+    def a(self) -> Any:  # (r, i)
+        return self.lora_A["default"].weight
+
+    @property
+    def b(self) -> Any:  # (o, r)
+        return self.lora_B["default"].weight
+
+    def forward(self, x: Float[Tensor, "*p i"]) -> Float[Tensor, "*p o"]:
+        if self.folded:
+            return self.base_layer(x)
+        kind = x.device.type
+        x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
+        y: Any = _AdaptedProduct.apply(x, self.weight, self.a, self.b)
+        bias = self.base_layer.bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        self._frozen = self.weight.to("cpu", copy=True)
+        self.weight.copy_(_sum(self.weight, self.a, self.b))
+
+    @torch.no_grad()
+    def unfold(self) -> None:
+        """Bit for bit as before: subtracting again what was added would leave rounding errors in frozen weights."""
+        assert self._frozen is not None
+        self.weight.copy_(self._frozen)
+        self._frozen = None
+
+
+@final
+class _AdaptedProduct(torch.autograd.Function):
+    """x (W + s·B·A)ᵀ with gradients of x, A and B."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        return F.linear(x, _sum(weight, a, b).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        dy = grads[0].to(x.dtype)
+        dx = dy @ _sum(weight, a, b).to(x.dtype) if ctx.needs_input_grad[0] else None
+        rows, d_rows = x.flatten(0, -2), dy.flatten(0, -2)
+        da = (d_rows @ b.to(x.dtype)).T @ rows  # (r, i)
+        db = d_rows.T @ (rows @ a.T.to(x.dtype))  # (o, r)
+        return dx, None, SCALE * da.to(a.dtype), SCALE * db.to(b.dtype)
+
+
+def _sum(weight: Float[Tensor, "o i"], a: Float[Tensor, "r i"], b: Float[Tensor, "o r"]) -> Float[Tensor, "o i"]:
+    """W + s·B·A, in the precision of the adapter whatever those of the weights and the forward are."""
+    with torch.autocast(weight.device.type, enabled=False):
+        return torch.addmm(weight.to(a.dtype), b, a, alpha=SCALE)
+
+
+def add_adapters(backbone: nn.Module, rank: int) -> None:
+    """Freeze a backbone and put adapters beside all of its linear layers."""
+    backbone.requires_grad_(False)
+    for name, layer in list(backbone.named_modules()):
+        if isinstance(layer, nn.Linear | Conv1D):
+            parent, _, last = name.rpartition(".")
+            setattr(backbone.get_submodule(parent), last, AdaptedLinear(layer, rank))
+
+
+def fold_adapters(backbone: nn.Module) -> None:
+    """Add adapters to the weights they stand beside: the same numbers, to rounding, and no sum at every step."""
+    for module in backbone.modules():
+        if isinstance(module, AdaptedLinear) and not module.folded:
+            module.fold()
+
+
+def unfold_adapters(backbone: nn.Module) -> None:
+    for module in backbone.modules():
+        if isinstance(module, AdaptedLinear) and module.folded:
+            module.unfold()
+
+
+# --- files ---
+
+
+def save_adapters(
+    backbone: nn.Module, weights: dict[str, Tensor], folder: Path, backbone_name: str, revision: str | None
+) -> None:
+    """The adapters of a backbone and the head of its reward model, whose tensors are `weights`."""
+    trained = {_file_name(name): tensor.contiguous() for name, tensor in _without_backbone(weights).items()}
+    save_file(trained, folder / WEIGHT_FILE, metadata={"format": "pt"})
+    layers = {name: layer for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)}
+    rank = len(next(iter(layers.values())).a)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "FEATURE_EXTRACTION",
+        "base_model_name_or_path": HUB_NAME if backbone_name == EMBEDDED else backbone_name,
+        "revision": revision,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": SCALE * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(layer.transposed for layer in layers.values()),
+        "target_modules": list(layers),  # in full: a backbone that was cut has fewer layers than its original
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def find_adapters(name: str | Path, **hub: Any) -> Path:
+    """The weight file of a LoRA model, in a folder or on the hub."""
+    for file in (WEIGHT_FILE, EARLIER_WEIGHT_FILE):
+        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
+        if found is not None:
+            return Path(found)
+    raise ModelError(f"{str(name)!r} holds no {WEIGHT_FILE}.", "is the folder complete?")
+
+
+def load_adapters(model: nn.Module, file: Path) -> None:
+    weights = {_model_name(name): tensor for name, tensor in load_file(file).items()}
+    missing = [name for name in _without_backbone(model.state_dict()) if name not in weights]
+    if missing:
+        raise ModelError(f"the adapters in {str(file)!r} lack {missing[0]!r}.", "is the file complete?")
+    model.load_state_dict(weights, strict=False)
+
+
+def _without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of adapters and head."""
+    return {name: value for name, value in weights.items() if name.startswith("head.") or ".lora_" in name}
+
+
+def _file_name(name: str) -> str:
+    """PEFT's name for a tensor of an adapter; the head's stay as they are."""
+    return name.replace("backbone.", "base_model.model.", 1).replace(".default.weight", ".weight")
+
+
+def _model_name(name: str) -> str:
+    """The name in the model of a tensor in a file; files of earlier versions have that one."""
+    if not name.startswith("base_model.model."):
+        return name
+    return name.replace("base_model.model.", "backbone.", 1).replace(".weight", ".default.weight")

@@ -1,0 +1,665 @@
+"""Reward models: RadQ and RadV over any decoder-only backbone, saved and loaded as transformers models.
+
+    model = RadQ.from_backbone("gpt2", attributes=["toxicity"])
+    model.save_pretrained("reward")
+    model = RewardModel.from_pretrained("reward")
+
+Two ways to ask for rewards. Of whole texts: `token_rewards`, one forward, no cache. Of next tokens: `read` a batch of
+prefixes into a `RewardState`, `score` candidates, `advance` by a token; `next_rewards` is read and score in one.
+
+Axes: b batch, t time, k candidates, d hidden, a attributes.
+"""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+from transformers.utils.generic import ModelOutput
+
+from radq.errors import ContextLengthError, ModelError, OptionError
+from radq.files import MODEL_FILES, whole_folder
+from radq.models import kv_cache
+from radq.models.embedded import located
+from radq.models.heads import ValueHead, build_head, score_candidates, score_tokens
+from radq.models.kv_cache import LeftPacked, Prefix, Siblings
+from radq.models.loading import (
+    HUB_OPTIONS,
+    explained,
+    find_backbone,
+    find_tokenizer,
+    hidden_size,
+    load_causal_lm,
+    load_weights,
+    max_positions,
+    name_positions,
+    quiet,
+)
+from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
+from radq.models.origins import Origin, find_backbone_source, identify_backbone
+from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
+from radq.numerics import precise
+
+RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that is not above the high."
+SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
+
+
+class RewardConfig(PreTrainedConfig):
+    """What config.json of a reward model says.
+
+    Args:
+        kind: "q" scores all next tokens from the prefix alone, "v" reads each next token as an input.
+        attributes: what the rewards measure, in the order of their last axis.
+        head: of kind "q": linear, linear-nobaseline or mlp.
+        backbone: configuration of the transformer below the head.
+        loss: of the training; with "ce" the reward is σ of the head's output.
+        response_range: range of the training responses, to which guides clamp rewards: (low, high) for all attributes,
+            or one pair for each. `attribute_ranges` has one for each in either case.
+        prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
+        vocabulary: size, number of tokens and fingerprint, see `radq.models.vocabulary`.
+        lora_rank: of the adapters that were trained beside a frozen backbone; 0 without.
+        backbone_name: where that backbone is found, since the folder then holds adapters and head only: `embedded`, a
+            hub name, or a folder, in config.json relative to the folder of the reward model.
+        backbone_revision: commit of a hub name.
+        backbone_fingerprint: of its weights, see `radq.models.origins`.
+    """
+
+    model_type = "radq"
+
+    def __init__(
+        self,
+        kind: Literal["q", "v"] = "q",
+        attributes: Sequence[str] = ("reward",),
+        head: str = "linear",
+        backbone: PreTrainedConfig | dict[str, Any] | None = None,
+        loss: Literal["mse", "ce"] = "mse",
+        response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0),
+        prepend_bos: bool = True,
+        bos_token_id: int | None = None,
+        vocabulary: Sequence[Any] | None = None,
+        lora_rank: int = 0,
+        backbone_name: str | None = None,
+        backbone_revision: str | None = None,
+        backbone_fingerprint: str | None = None,
+        **kwargs: Any,
+    ):
+        self.kind = kind
+        self.attributes = list(attributes)
+        self.head = head
+        self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
+        self.loss = loss
+        self.response_range = simplify_ranges(response_range, len(self.attributes))
+        self.prepend_bos = prepend_bos
+        self.vocabulary = None if vocabulary is None else list(vocabulary)
+        self.lora_rank = lora_rank
+        self.backbone_name = backbone_name
+        self.backbone_revision = backbone_revision
+        self.backbone_fingerprint = backbone_fingerprint
+        super().__init__(**kwargs)
+        self.bos_token_id: Any = bos_token_id
+
+    @property
+    def origin(self) -> Origin:
+        """The origin of the frozen backbone of a LoRA model."""
+        return Origin(self.backbone_name or "", self.backbone_revision, self.backbone_fingerprint)
+
+    def set_origin(self, origin: Origin) -> None:
+        self.backbone_name, self.backbone_revision = origin.name, origin.revision
+        self.backbone_fingerprint = origin.fingerprint
+
+    @property
+    def attribute_ranges(self) -> list[tuple[float, float]]:
+        """The range of the training responses of each attribute."""
+        stored: Any = self.response_range
+        pairs = stored if isinstance(stored[0], Sequence) else [stored] * len(self.attributes)
+        return [(float(low), float(high)) for low, high in pairs]
+
+
+def simplify_ranges(given: Sequence[float] | Sequence[Sequence[float]], num_attributes: int) -> list[Any]:
+    """[low, high] where all attributes have one range, as a model of one attribute has; else a list of such pairs."""
+    try:
+        if isinstance(given[0], Sequence):
+            pairs = [[float(low), float(high)] for low, high in given]  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            low, high = given
+            pairs = [[float(low), float(high)]] * num_attributes  # pyright: ignore[reportArgumentType]
+    except (IndexError, TypeError, ValueError) as error:
+        raise OptionError(f"response_range is {given!r}.", RANGE_HINT) from error
+    if len(pairs) != num_attributes or not all(low <= high for low, high in pairs):
+        raise OptionError(f"response_range is {given!r} with {num_attributes} attributes.", RANGE_HINT)
+    return pairs[0] if all(pair == pairs[0] for pair in pairs) else pairs
+
+
+@dataclass
+class RewardOutput(ModelOutput):
+    """Head outputs, before the σ of a model trained with cross-entropy: what the training losses take."""
+
+    rewards: Any = None  # a tensor (b, t, a); under autocast outputs are made again from a dict of their fields
+    marginals: Tensor | None = None  # (b, t, a): Δr of the random tokens, where some were given
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The candidates a state was last asked about. What RAD-V read of them lets it advance without a forward."""
+
+    candidates: Int[Tensor, "b k"] | None
+    rewards: Float[Tensor, "b k a"]
+    siblings: Siblings | None = None
+
+    def select(self, rows: Int[Tensor, " r"]) -> "Scored":
+        candidates = None if self.candidates is None else self.candidates[rows]
+        return Scored(candidates, self.rewards[rows], None if self.siblings is None else self.siblings.select(rows))
+
+
+@dataclass
+class RewardState:
+    """What a reward model knows after a batch of prefixes: a value, but for the note of what was last scored."""
+
+    prefix: Prefix
+    hidden: Float[Tensor, "b d"]  # at the last token
+    length: int  # tokens of the longest row, BOS included
+    scored: Scored | None = None
+
+    def select(self, rows: Int[Tensor, " r"]) -> "RewardState":
+        rows = rows.to(self.hidden.device)
+        scored = None if self.scored is None else self.scored.select(rows)
+        return RewardState(self.prefix.select(rows), self.hidden[rows], self.length, scored)
+
+    @staticmethod
+    def join(states: "Sequence[RewardState]") -> "RewardState":
+        prefix = kv_cache.join([state.prefix for state in states])
+        return RewardState(prefix, torch.cat([state.hidden for state in states]), prefix.tokens.shape[1])
+
+
+class RewardModel(PreTrainedModel):
+    """Base of RadQ and RadV, and the door to both: `RewardModel.from_pretrained` finds the kind."""
+
+    config_class = RewardConfig
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    config: RewardConfig
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def __init__(self, config: RewardConfig):
+        super().__init__(config)
+        if config.backbone is None:
+            raise OptionError("the configuration names no backbone.", "use from_backbone or from_pretrained.")
+        # in the dtype that is asked for, not in the one the backbone was stored in
+        self.backbone = AutoModel.from_config(config.backbone, dtype=torch.get_default_dtype())
+        self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
+        self.max_positions = max_positions(config.backbone)
+        self.tokenizer = None
+
+    # --- making, saving, loading ---
+
+    @classmethod
+    def _over_backbone(
+        cls,
+        name: str | Path,
+        attributes: Sequence[str],
+        num_layers: int | None,
+        dtype: torch.dtype,
+        loading: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> Any:
+        """`loading` goes to transformers' from_pretrained, `options` into `RewardConfig`."""
+        if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
+            raise OptionError(f"attributes are {attributes!r}.", "give a list of one or more different names.")
+        lm = load_causal_lm(name, num_layers, dtype, **loading)
+        backbone = find_backbone(lm, name)
+        tokenizer = find_tokenizer(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
+        embedding = lm.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
+        lm.config.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
+        lm.config._name_or_path = ""  # a path of this machine means nothing where the reward model goes
+        config = RewardConfig(
+            attributes=attributes,
+            backbone=lm.config,
+            bos_token_id=find_bos(lm.config, tokenizer),
+            vocabulary=read_vocabulary(lm.config.vocab_size, tokenizer),
+            **options,
+        )
+        with no_init_weights():
+            model = cls(config)
+        model.backbone = backbone
+        model.init_head(embedding)
+        model.tokenizer = tokenizer
+        model.freeze_embeddings()
+        # not the whole: the backbone has this dtype, but for buffers that must stay float32
+        model.head.to(backbone.device, dtype)  # pyright: ignore[reportArgumentType]
+        return model.eval()
+
+    @abstractmethod
+    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
+        """Give the head its first weights, and the output embedding where the model keeps one of its own."""
+
+    def freeze_embeddings(self) -> None:
+        self.backbone.get_input_embeddings().requires_grad_(False)
+
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, save_directory: str | Path, **kwargs: Any
+    ) -> None:
+        """config.json, safetensors and the tokenizer: all of them or, if anything fails, none."""
+        with whole_folder(save_directory, replaces=MODEL_FILES) as folder, quiet():
+            if self.config.lora_rank:
+                self._save_adapters(folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict())
+            else:
+                super().save_pretrained(folder, **kwargs)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+
+    def _save_adapters(self, folder: Path, final_folder: Path, weights: dict[str, Tensor]) -> None:
+        config = copy.deepcopy(self.config)
+        config.set_origin(self.config.origin.relative_to(final_folder))
+        config.architectures, config.dtype = [type(self).__name__], self.dtype
+        config.save_pretrained(folder)
+        save_adapters(self.backbone, weights, folder, config.origin.name, config.backbone_revision)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        device: str | torch.device | None = None,
+        *,
+        backbone: str | Path | None = None,
+        **kwargs: Any,
+    ) -> "RewardModel":
+        """Load a folder or hub name.
+
+        Args:
+            device: where to put the model; the CPU by default, or where `device_map` says.
+            backbone: name or folder of a LoRA model's backbone, where it is no longer at the place that the model
+                remembers; other weights are refused.
+            kwargs: those of transformers, such as `dtype`, `attn_implementation`, `device_map` or `revision`.
+        """
+        if device is not None and kwargs.get("device_map") is not None:
+            raise OptionError(f"both device ({device}) and device_map are given.", "give one of them.")
+        name = located(pretrained_model_name_or_path)
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        stored = _read_stored_config(name, **hub)
+        kind = KINDS[stored["kind"]]
+        if not issubclass(kind, cls):
+            raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
+        kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
+        config: Any = kwargs.pop("config", None) or RewardConfig.from_dict(stored)
+        if config.lora_rank:
+            model: Any = _load_beside_backbone(kind, config, name, backbone, hub, **kwargs)
+        else:
+            if attention := kwargs.pop("attn_implementation", None):
+                config.backbone._attn_implementation = attention
+            model = load_weights(super(RewardModel, kind).from_pretrained, name, config=config, **kwargs)
+        model.tokenizer = find_tokenizer(name, **hub) or model.tokenizer  # beside adapters: that of the backbone
+        model.freeze_embeddings()
+        if kwargs.get("device_map") is None:
+            return model.to(device or "cpu").eval()
+        _check_one_device(model)
+        return model.eval()
+
+    @classmethod
+    def _from_config(cls, config: RewardConfig, **kwargs: Any) -> Any:  # pyright: ignore
+        """Make a model of the kind that the configuration names; `AutoModel.from_config` calls this."""
+        return super(RewardModel, KINDS[config.kind])._from_config(config, **kwargs)
+
+    def load_trained(self, folder: str | Path) -> None:
+        """Take the trained weights of a folder that a model of this shape has saved, such as a checkpoint."""
+        if self.config.lora_rank:
+            with explained(folder, "adapters"):
+                load_adapters(self, find_adapters(folder))
+        else:
+            saved = load_weights(super(RewardModel, type(self)).from_pretrained, folder, dtype=self.dtype)
+            self.load_state_dict(saved.state_dict())
+
+    def add_lora(self, rank: int, backbone_name: str) -> None:
+        """Freeze the backbone and train adapters beside it, and the head; saved are then these alone."""
+        add_adapters(self.backbone, rank)
+        self.config.lora_rank = rank
+        self.config.set_origin(identify_backbone(backbone_name))
+
+    def train(self, mode: bool = True) -> Any:
+        if mode and self.config.lora_rank:
+            unfold_adapters(self.backbone)  # which a guide has folded
+        return super().train(mode)
+
+    # --- rewards of texts ---
+
+    def token_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None
+    ) -> Float[Tensor, "b t a"]:
+        """r̂(u_t | u_<t) of every token of a batch of texts; 0 at padding, which may be on either side."""
+        rewards = self.link(self(input_ids, attention_mask).rewards)
+        return rewards if attention_mask is None else rewards * attention_mask[..., None]
+
+    def link(self, outputs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """From head outputs to rewards, in float32 or better."""
+        return precise(outputs).sigmoid() if self.config.loss == "ce" else precise(outputs)
+
+    def _read_texts(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
+    ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
+        """Hidden states of whole texts; n is t, and one more where a BOS was prepended."""
+        tokens, mask = self._with_bos(input_ids, attention_mask)
+        self._check_positions(tokens.shape[1])
+        packed = kv_cache.pack_left(tokens, mask)
+        return self.backbone(input_ids=packed.tokens, use_cache=False).last_hidden_state, packed
+
+    def _with_bos(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
+    ) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+        """A BOS column in front, masked out for texts that begin with a BOS already (some tokenizers add one)."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        if not self.config.prepend_bos:
+            return input_ids, mask
+        bos = input_ids.new_full((len(input_ids), 1), self.config.bos_token_id)
+        present = kv_cache.leading(input_ids, mask, self.config.bos_token_id).any(1, keepdim=True)
+        return torch.cat([bos, input_ids], dim=1), torch.cat([1 - present.long(), mask], dim=1)
+
+    # --- rewards of next tokens ---
+
+    @torch.no_grad()
+    def next_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        candidates: Int[Tensor, "b k"] | None = None,
+    ) -> Float[Tensor, "b k a"]:
+        """r̂(v | x) of k candidates after each prefix, or of the whole vocabulary."""
+        return self.score(self.read(input_ids, attention_mask), candidates)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens with smaller ids are known from training. A base model may have more: they say nothing to a reward
+        model, which leaves them out of what it reads and gives them the reward of the prefix itself.
+        """
+        return self.vocabulary.num_tokens or self.vocabulary.size
+
+    @torch.no_grad()
+    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
+        known = kv_cache.leave_out_unknown(input_ids, attention_mask, self.num_known)
+        tokens, mask = kv_cache.pack_right(*self._with_bos(*known))
+        lengths = mask.sum(1)
+        longest = int(lengths.max())
+        if int(lengths.min()) == 0:
+            raise OptionError("a prefix has no tokens, and this model prepends no BOS.", "begin the prefix with a BOS.")
+        self._check_positions(longest)
+        output, prefix = kv_cache.start(self.backbone, tokens[:, -longest:], mask[:, -longest:])
+        return RewardState(prefix, output.last_hidden_state[:, -1], longest)
+
+    @torch.no_grad()
+    def score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None = None) -> Float[Tensor, "b k a"]:
+        """Rewards of candidates after each prefix, or of the whole vocabulary; of unknown ones that of the prefix."""
+        if candidates is None:
+            outputs, siblings = self._score(state, None)
+            known = torch.arange(outputs.shape[1], device=outputs.device) < self.num_known
+        else:
+            known = candidates < self.num_known
+            outputs, siblings = self._score(state, candidates * known)
+        outputs = torch.where(known[..., None], outputs, self._score_prefix(state)[:, None])
+        state.scored = Scored(candidates, self.link(outputs), siblings)
+        return state.scored.rewards
+
+    @abstractmethod
+    def _score(
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], Siblings | None]: ...
+
+    @abstractmethod
+    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
+        """Head outputs of the prefix itself, whatever comes next."""
+
+    @torch.no_grad()
+    def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
+        """The state after one more token per row; rows whose token the model does not know stay as they are."""
+        held = tokens >= self.num_known
+        if not bool(held.any()):
+            return self._advance(state, tokens)
+        if bool(held.all()):
+            return state
+        longer = self._advance(state, tokens)
+        prefix = kv_cache.hold_rows(held, state.prefix, longer.prefix)
+        hidden = torch.where(held[:, None], state.hidden, longer.hidden)
+        return RewardState(prefix, hidden, int(prefix.mask.sum(1).max()))
+
+    def _advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
+        """Free where the tokens were scored as siblings."""
+        scored = state.scored
+        if scored is not None and scored.siblings is not None and scored.candidates is not None:
+            match = scored.candidates == tokens[:, None]
+            if bool(match.any(1).all()):
+                index = match.int().argmax(1)
+                rows = torch.arange(len(index), device=index.device)
+                return RewardState(scored.siblings.choose(index), scored.siblings.hidden[rows, index], state.length + 1)
+        self._check_positions(state.length + 1)
+        known = tokens * (tokens < self.num_known)
+        output, prefix = kv_cache.extend(self.backbone, state.prefix, known[:, None])
+        return RewardState(prefix, output.last_hidden_state[:, -1], state.length + 1)
+
+    @torch.no_grad()
+    def rewind(self, state: RewardState, n: int) -> RewardState:
+        """The state before the last n tokens of every row."""
+        last = state.prefix.tokens[:, -n - 1]
+        return self.advance(RewardState(state.prefix.crop(n + 1), state.hidden, state.length - n - 1), last)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens a text may have; None without a limit."""
+        return None if self.max_positions is None else self.max_positions - int(self.config.prepend_bos)
+
+    def _check_positions(self, n: int) -> None:
+        if self.max_positions is not None and n > self.max_positions:
+            raise ContextLengthError(
+                f"{n} tokens (BOS included) do not fit the reward model's {name_positions(self.backbone.config)}.",
+                "shorten the text.",
+            )
+
+
+@final
+class RadQ(RewardModel):
+    """r̂(v | x) from the hidden state of the prefix x and the output embedding of v: one forward for all candidates."""
+
+    def __init__(self, config: RewardConfig):
+        super().__init__(config)
+        assert config.backbone is not None
+        if not config.prepend_bos:
+            raise OptionError("prepend_bos is False.", "RAD-Q needs a prefix before the first token; use a BOS.")
+        d, v = hidden_size(config.backbone), config.backbone.vocab_size
+        self.output_embedding = None if config.backbone.tie_word_embeddings else nn.Embedding(v, d)
+        self.head = build_head(config.head, d, len(config.attributes), v)
+        self.post_init()
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        head: str = "linear",
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> "RadQ":
+        """An untrained model over a language model, or its first `num_layers`; options go into `RewardConfig`."""
+        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
+
+    @classmethod
+    def from_teacher(cls, teacher: "RadV", head: str = "linear") -> "RadQ":
+        """A student over a copy of the teacher's backbone; its baseline begins as the teacher's value of the prefix."""
+        backbone = teacher.config.backbone
+        if backbone is None or not backbone.tie_word_embeddings or teacher.config.lora_rank:
+            raise OptionError(
+                "the teacher keeps no output embedding, or only adapters.", "name the backbone it was made from."
+            )
+        options = ("attributes", "backbone", "response_range", "bos_token_id", "vocabulary")
+        with no_init_weights():
+            student = cls(
+                RewardConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in options})
+            )
+        student.backbone = copy.deepcopy(teacher.backbone)
+        student.init_head(student.embedding)
+        if student.head.has_baseline:
+            student.head.baseline_weight.data.copy_(teacher.head.weight.data)
+        student.tokenizer = teacher.tokenizer
+        student.freeze_embeddings()
+        return student.to(teacher.dtype).eval()  # pyright: ignore[reportArgumentType]
+
+    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
+        self.head.reset_parameters()
+        if self.output_embedding is not None:
+            self.output_embedding.weight.data = output_embedding.data
+
+    def freeze_embeddings(self) -> None:
+        super().freeze_embeddings()
+        self.embedding.requires_grad_(False)
+
+    @property
+    def embedding(self) -> Float[Tensor, "v d"]:
+        """The frozen output embedding E."""
+        if self.output_embedding is None:
+            return self.backbone.get_input_embeddings().weight
+        return self.output_embedding.weight
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        random_tokens: Int[Tensor, "b t"] | None = None,
+    ) -> RewardOutput:
+        """Outputs for every token of a text and, for the regulariser, marginals of one random token in its place."""
+        hidden, packed = self._read_texts(input_ids, attention_mask)
+        features = self.head.features(hidden[:, :-1], self.embedding)  # (b, t, a, d): each position scores the next
+        table = self.head.table(self.embedding)
+
+        def marginals(tokens: Tensor) -> Tensor:
+            return score_tokens(features, table, packed.pack(F.pad(tokens, (1, 0)))[:, 1:])
+
+        def restore(values: Tensor) -> Tensor:
+            first = torch.zeros_like(values[:, :1])  # nothing precedes the BOS
+            return packed.unpack(torch.cat([first, values], dim=1))[:, 1:]
+
+        rewards = restore(marginals(input_ids) + self.head.baseline(hidden[:, :-1]))
+        return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)))
+
+    def _score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None) -> tuple[Float[Tensor, "b k a"], None]:
+        features = self.head.features(state.hidden, self.embedding)  # (b, a, d)
+        marginals = score_candidates(features, self.head.table(self.embedding), candidates)
+        return marginals + self.head.baseline(state.hidden)[:, None], None
+
+    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
+        return self.head.baseline(state.hidden)
+
+
+@final
+class RadV(RewardModel):
+    """r̂(v | x) from the hidden state of v, read after x: more flexible, and a forward over every candidate."""
+
+    def __init__(self, config: RewardConfig):
+        super().__init__(config)
+        assert config.backbone is not None
+        self.head = ValueHead(hidden_size(config.backbone), len(config.attributes))
+        self.post_init()
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> "RadV":
+        """An untrained model over a language model, or its first `num_layers`; options go into `RewardConfig`."""
+        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="v", **options)
+
+    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
+        nn.init.normal_(self.head.weight, std=1 / self.head.in_features)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardOutput:
+        hidden, packed = self._read_texts(input_ids, attention_mask)
+        return RewardOutput(packed.unpack(self.head(hidden))[:, hidden.shape[1] - input_ids.shape[1] :])
+
+    def _score(
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], Siblings | None]:
+        self._check_positions(state.length + 1)
+        if candidates is None:
+            b = len(state.hidden)
+            candidates = torch.arange(self.vocabulary.size, device=state.hidden.device).expand(b, -1)
+        if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
+            siblings = kv_cache.read_siblings(self.backbone, state.prefix, candidates)
+            return self.head(siblings.hidden), siblings
+        # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
+        # token chosen in the end is read once more.
+        chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
+        hidden = (kv_cache.read_siblings(self.backbone, state.prefix, chunk).hidden for chunk in chunks)
+        return torch.cat([self.head(h) for h in hidden], dim=1), None
+
+    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
+        return self.head(state.hidden)
+
+
+def _load_beside_backbone(
+    kind: Any,
+    config: RewardConfig,
+    name: str | Path,
+    given_backbone: str | Path | None,
+    hub: dict[str, Any],
+    dtype: Any = None,
+    torch_dtype: Any = None,
+    **loading: Any,
+) -> RewardModel:
+    """A model of which the folder holds adapters and head; the backbone comes from where the configuration says."""
+    assert config.backbone is not None
+    origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
+    source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None)
+    loading = {key: value for key, value in loading.items() if key not in ("revision", "subfolder")}  # of the adapters
+    if origin.is_hub and not Path(source).is_dir():
+        loading["revision"] = origin.revision
+    wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
+    options = {key: getattr(config, key) for key in ("kind", "loss", "response_range", "prepend_bos", "head")}
+    model = kind._over_backbone(
+        source,
+        config.attributes,
+        config.backbone.num_hidden_layers,
+        torch.float32 if wanted == "auto" else getattr(torch, wanted),
+        loading,
+        **options,
+    )
+    add_adapters(model.backbone, config.lora_rank)
+    model.config.lora_rank = config.lora_rank
+    found = str(Path(source).resolve()) if Path(source).is_dir() else source
+    model.config.set_origin(replace(origin, name=found))
+    with explained(name, "adapters"):
+        load_adapters(model, find_adapters(name, **hub))
+    return model
+
+
+def _check_one_device(model: RewardModel) -> None:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ModelError(
+            f"device_map spreads the reward model over {', '.join(devices)}.",
+            "a reward model stands on one device: give device='cuda', say, or device_map={'': 0}.",
+        )
+
+
+def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:
+    with explained(name, "a reward model"):
+        stored, _ = RewardConfig.get_config_dict(name, **hub)
+    if stored.get("model_type") != RewardConfig.model_type or stored.get("kind") not in KINDS:
+        raise ModelError(
+            f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",
+            "make one with RadQ.from_backbone, or convert a public checkpoint with `radq convert`.",
+        )
+    return stored
+
+
+KINDS: dict[str, type[RewardModel]] = {"q": RadQ, "v": RadV}

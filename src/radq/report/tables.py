@@ -1,0 +1,203 @@
+"""Tables of results: markdown, LaTeX and html for people, csv with every digit for programs.
+
+table = result_table(results)          # of one class of prompts
+to_markdown(table), to_latex(table), to_html(table)
+to_csv(results)                        # all of them
+"""
+
+import csv
+import html
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, isinf, isnan
+
+from radq.evaluation.metrics import METRICS, Estimate
+from radq.report.curves import unique
+from radq.report.results import GuideDifference, Result, metric_and_judge
+
+SETTINGS = ("beta", "top_k", "top_p", "kl_budget")
+SETTING_TITLES = {"beta": "β", "top_k": "k", "top_p": "p", "kl_budget": "KL budget"}
+COST_TITLES = {
+    "tokens_per_second": "tokens/s",
+    "calls_per_token": "calls/token",
+    "expert_tokens_per_token": "expert tokens/token",
+    "peak_memory": "peak GiB",
+}
+LATEX = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "{}$&#%_"},
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "β": r"$\beta$",
+    "−": "$-$",
+    "–": "--",
+    "≤": r"$\le$",
+    "∞": r"$\infty$",
+    "\ufffd": "?",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    text: str
+    interval: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: list[str]
+    rows: list[list[Entry]]
+    words: int = 1  # so many columns at the left hold words, the others numbers
+
+
+# --- what they say ---
+
+
+def metric_keys(results: Sequence[Result]) -> list[str]:
+    """All that was measured, in the order of METRICS."""
+    keys = unique(key for result in results for key in result.metrics)
+    return sorted(keys, key=lambda key: list(METRICS).index(metric_and_judge(key)[0]))
+
+
+def result_table(results: Sequence[Result], title: str = "") -> Table:
+    """A row per cell; settings that no cell has are left out."""
+    settings = [name for name in SETTINGS if any(getattr(result, name) is not None for result in results)]
+    keys, costs = metric_keys(results), unique(name for result in results for name in result.cost)
+    header = ["guide", *(SETTING_TITLES[name] for name in settings), "seed", *keys]
+    header += [COST_TITLES.get(name, name) for name in costs]
+    rows = []
+    for result in results:
+        numbers = [getattr(result, name) for name in settings]
+        row = [Entry(result.guide), *(Entry("–" if number is None else f"{number:g}") for number in numbers)]
+        row += [Entry(str(result.seed)), *(_entry(result.metrics.get(key)) for key in keys)]
+        rows.append([*row, *(_cost(name, result.cost.get(name)) for name in costs)])
+    return Table(title, header, rows)
+
+
+def difference_table(differences: Sequence[GuideDifference], title: str = "") -> Table:
+    """A row per pair of guides, metric and class of prompts."""
+    rows = []
+    for pair in differences:
+        low, high = pair.perplexity_range
+        common = f"{number(low)} – {number(high)}" if isfinite(low) and isfinite(high) else "no common range"
+        names = [Entry(name) for name in (f"{pair.first} − {pair.second}", pair.metric, pair.group)]
+        difference = _entry(Estimate(pair.value, pair.low, pair.high), sign="+")
+        rows.append([*names, difference, Entry(common)])
+    return Table(title, ["guides", "metric", "prompts", "difference", "at perplexity"], rows, words=3)
+
+
+def left_out_table(results: Sequence[Result], title: str = "") -> Table:
+    """How many samples a metric of a guide says nothing about, over all its cells; no rows where there are none."""
+    counts: dict[tuple[str, str, str], list[int]] = {}
+    for result in results:
+        for key, estimate in result.metrics.items():
+            found = counts.setdefault((result.guide, result.group, key), [0, 0, 0])
+            found[0] += estimate.skipped
+            found[1] += estimate.infinite
+            found[2] += isnan(estimate.value)
+    rows = [[*map(Entry, names), *(Entry(str(n)) for n in found)] for names, found in counts.items() if any(found)]
+    header = ["guide", "prompts", "metric", "blank samples", "infinite samples", "cells without a value"]
+    return Table(title, header, rows, words=3)
+
+
+def number(value: float, sign: str = "") -> str:
+    """Three digits that matter, or two after the point; a dash where nothing is known."""
+    if isnan(value):
+        return "–"
+    if isinf(value):
+        return "∞" if value > 0 else "−∞"
+    digits = ".3f" if abs(value) < 10 else ".2f" if abs(value) < 1000 else ".4g"
+    return format(value, sign + digits).replace("-", "−")
+
+
+def interval(estimate: Estimate, sign: str = "") -> str:
+    known = not (isnan(estimate.low) and isnan(estimate.high))
+    return f"[{number(estimate.low, sign)}, {number(estimate.high, sign)}]" if known else ""
+
+
+def _entry(estimate: Estimate | None, sign: str = "") -> Entry:
+    return Entry("–") if estimate is None else Entry(number(estimate.value, sign), interval(estimate, sign))
+
+
+def _cost(name: str, value: float | None) -> Entry:
+    if value is None or isnan(value):
+        return Entry("–")
+    return Entry(number(value / 2**30 if name == "peak_memory" else value))
+
+
+# --- how they are written ---
+
+
+def to_markdown(table: Table) -> str:
+    rules = ["---" if column < table.words else "---:" for column in range(len(table.header))]
+    rows = [[_markdown(name) for name in table.header], rules]
+    rows += [[f"{_markdown(entry.text)} {entry.interval}".strip() for entry in row] for row in table.rows]
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"### {_markdown(table.title)}\n\n{lines}\n" if table.title else f"{lines}\n"
+
+
+def to_latex(table: Table) -> str:
+    columns = "l" * table.words + "r" * (len(table.header) - table.words)
+    rows = [
+        [latex(entry.text) + (rf" {{\scriptsize {latex(entry.interval)}}}" if entry.interval else "") for entry in row]
+        for row in table.rows
+    ]
+    body = [rf"{{}}{' & '.join(row)} \\" for row in rows]  # {}: a name like [x] would be an argument of \\
+    head = rf"{' & '.join(map(latex, table.header))} \\"
+    lines = [
+        rf"\begin{{tabular}}{{{columns}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join([f"% {table.title}", *lines]) + "\n"
+
+
+def to_html(table: Table) -> str:
+    def cell(tag: str, column: int, inner: str) -> str:
+        numeric = "" if column < table.words else ' class="n"'
+        return f"<{tag}{numeric}>{inner}</{tag}>"
+
+    head = "".join(cell("th", n, html.escape(name)) for n, name in enumerate(table.header))
+    rows = []
+    for row in table.rows:
+        inner = [
+            html.escape(entry.text) + (f" <small>{html.escape(entry.interval)}</small>" if entry.interval else "")
+            for entry in row
+        ]
+        rows.append("<tr>" + "".join(cell("td", n, text) for n, text in enumerate(inner)) + "</tr>")
+    body = "\n".join(rows)
+    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+
+
+def to_csv(results: Sequence[Result]) -> str:
+    """Every cell with every digit; what is not known is empty."""
+    keys, costs = metric_keys(results), unique(name for result in results for name in result.cost)
+    parts = {"value": "", "low": "_low", "high": "_high", "skipped": "_skipped", "infinite": "_infinite"}
+    known = ("run", "cell", "guide", "beta", "top_k", "top_p", "kl_budget", "seed", "group")
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([*known, *(key + ending for key in keys for ending in parts.values()), *costs])
+    for result in results:
+        estimates = [result.metrics.get(key) for key in keys]
+        numbers = ["" if one is None else getattr(one, part) for one in estimates for part in parts]
+        row = [*(getattr(result, name) for name in known), *numbers, *(result.cost.get(name) for name in costs)]
+        writer.writerow(["" if value is None or value != value else value for value in row])
+    return lines.getvalue()
+
+
+def latex(text: str) -> str:
+    return "".join(LATEX.get(character, character) for character in text)
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", text)

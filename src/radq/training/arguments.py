@@ -1,0 +1,136 @@
+"""From settings of a run to the arguments of transformers' Trainer: device, precision, batches, and what is refused."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+from radq.errors import OptionError
+from radq.models.loading import find_device
+from radq.training.config import TrainingConfig
+
+MANAGED = {  # fields that `trainer:` must not set, and the option that does
+    "output_dir": "out",
+    "num_train_epochs": "epochs",
+    "logging_steps": "log_steps",
+    "bf16": "precision",
+    "fp16": "precision",
+    "data_seed": "seed",
+    "resume_from_checkpoint": "resume",
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "micro_batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "auto_find_batch_size"), "micro_batch_size"),
+    **{
+        name: name
+        for name in (
+            *("max_steps", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
+            *("adam_epsilon", "max_grad_norm", "gradient_checkpointing", "seed", "eval_steps", "save_steps"),
+            "report_to",
+        )
+    },
+}
+FIXED = (  # fields that `trainer:` must not set, since runs would no longer be what the documentation says
+    *("eval_strategy", "save_strategy", "logging_strategy", "logging_nan_inf_filter", "disable_tqdm"),
+    *("save_total_limit", "save_only_model", "ignore_data_skip", "remove_unused_columns", "label_names"),
+    *("label_smoothing_factor", "train_sampling_strategy", "dataloader_drop_last", "prediction_loss_only"),
+    *("batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "average_tokens_across_devices"),
+)
+BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")  # also options of their own
+
+
+def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> TrainingArguments:
+    _check_trainer(config.trainer)
+    _check_report(config.report_to)
+    device = find_device("auto")
+    precision = choose_precision(config.precision, "cpu" if config.trainer.get("use_cpu") else device)
+    arguments: dict[str, Any] = {
+        "output_dir": config.out,
+        "num_train_epochs": config.epochs,
+        "max_steps": config.max_steps,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": config.warmup_steps,
+        "optim": "adamw_torch_fused" if device == "cuda" else "adamw_torch",
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "max_grad_norm": config.max_grad_norm,
+        "bf16": precision == "bfloat16",
+        "fp16": precision == "float16",
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "seed": config.seed,
+        "logging_steps": config.log_steps,
+        "logging_nan_inf_filter": False,
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": config.eval_steps,
+        "save_strategy": "steps",
+        "save_steps": config.save_steps,
+        "report_to": config.report_to,
+        "disable_tqdm": not progress,
+        "remove_unused_columns": False,
+        "label_names": ["responses"],
+        "ddp_find_unused_parameters": False,
+        "use_cpu": device == "cpu",
+    }
+    arguments |= {name: value for name, value in config.trainer.items() if name not in BEST}
+    try:
+        made = TrainingArguments(**arguments)
+    except Exception as error:  # whatever it makes of a value that it does not expect
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise OptionError(f"the Trainer refuses these settings: {reason}", "look at `trainer:` in the YAML.") from error
+    _set_batches(made, config)
+    if config.chooses_best:  # set afterwards: radq saves whatever is best, so no steps have to agree
+        made.load_best_model_at_end = True
+        made.metric_for_best_model = config.best_metric
+        rises = config.best_metric.startswith(("auc", "accuracy"))
+        made.greater_is_better = bool(config.trainer.get("greater_is_better", rises))
+    return made
+
+
+def _set_batches(made: TrainingArguments, config: TrainingConfig) -> None:
+    micro = config.micro_batch_size or -(-config.batch_size // made.world_size)
+    made.per_device_train_batch_size = micro
+    made.per_device_eval_batch_size = micro
+    made.gradient_accumulation_steps = -(-config.batch_size // (micro * made.world_size))
+
+
+def choose_precision(wanted: str, device: str) -> str:
+    """Choose the precision of the forwards; auto is float32 on a CPU, else the half precision of the card."""
+    if wanted == "auto":
+        return "float32" if device == "cpu" else "bfloat16" if has_bfloat16(device) else "float16"
+    if wanted == "float16" and device == "cpu":
+        raise OptionError("precision is 'float16', and there is no GPU.", "use float32 or bfloat16 on a CPU.")
+    return wanted
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether an accelerator computes in bfloat16 itself: an emulation is slower than float32."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device == "xpu":
+        return torch.xpu.is_bf16_supported()
+    return torch.backends.mps.is_macos_or_newer(14, 0)
+
+
+def _check_trainer(given: dict[str, Any]) -> None:
+    known = {option.name for option in fields(TrainingArguments)}
+    for name in given:
+        if name in MANAGED:
+            raise OptionError(f"trainer sets {name!r}, which radq sets by itself.", f"use the option {MANAGED[name]}.")
+        if name in FIXED:
+            raise OptionError(f"trainer sets {name!r}, which radq decides by itself.", "leave it out.")
+        if name not in known:
+            raise OptionError(
+                f"trainer sets {name!r}, which is no field of transformers' TrainingArguments.", "check its name."
+            )
+
+
+def _check_report(name: str) -> None:
+    available = get_available_reporting_integrations()
+    if name not in ("none", "all", *available):
+        raise OptionError(
+            f"report_to is {name!r}, and no package of that name is installed that the Trainer reports to.",
+            f"choose none{''.join(f', {known}' for known in available)}, or install it.",
+        )

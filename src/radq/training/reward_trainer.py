@@ -1,0 +1,225 @@
+"""The trainer of reward models: their losses and metrics. `radq.training.reward` makes a whole run of it.
+
+Random tokens of the regulariser depend on row, position and epoch, so that no way of cutting a batch changes them.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import EvalPrediction
+
+from radq.data.dataset import RewardData
+from radq.models.reward import RewardModel
+from radq.numerics import area_under_curve
+from radq.training.config import RewardTrainingConfig
+from radq.training.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
+from radq.training.trainer import BatchTrainer, count_items
+
+
+class RewardTrainer(BatchTrainer):
+    """transformers' Trainer for reward models: their losses and metrics."""
+
+    def __init__(
+        self,
+        model: RewardModel,
+        config: RewardTrainingConfig,
+        train_dataset: RewardData,
+        eval_dataset: RewardData | None = None,
+        teacher: RewardModel | None = None,
+        progress: bool = False,
+    ):
+        self.config = config
+        self.teacher = teacher  # outside the module: never trained, never saved
+        super().__init__(model, config, train_dataset, eval_dataset, progress)
+        if teacher is not None:
+            teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.config.head_learning_rate is not None:
+            head: Any = self.model.head  # pyright: ignore[reportOptionalMemberAccess]
+            give_own_rate(optimizer, list(head.parameters()), self.config.head_learning_rate)
+        return optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.model.config.lora_rank:  # pyright: ignore
+            self._load_adapters(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.model.config.lora_rank and self.state.best_model_checkpoint is not None:  # pyright: ignore
+            self._load_adapters(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _load_adapters(self, checkpoint: str) -> None:
+        """The Trainer looks for whole models only."""
+        model: Any = self.model
+        model.load_trained(checkpoint)
+
+    # --- losses ---
+
+    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        mask = inputs["loss_mask"]
+        here = count_items(mask)
+        share = self.share(mask, num_items_in_batch)
+        output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._extra(inputs))
+        if self.config.teacher:
+            loss = distillation_loss(output.rewards, mask, self._targets(inputs)) * share[1]
+        else:
+            response_loss = LOSSES[self.config.loss](output.rewards, mask, inputs["responses"], inputs["weights"])
+            loss = response_loss * len(mask) / here[0].clamp(min=1) * share[0]
+        if output.marginals is not None:
+            regulariser = baseline_loss(output.marginals, mask) * share[1]
+            if self.config.teacher:
+                regulariser = regulariser / output.marginals.shape[-1]  # the mean over attributes, as the distance is
+            loss = loss + self.config.reg_weight * regulariser
+        self.tokens_seen += inputs["attention_mask"].numel()
+        return (loss, output) if return_outputs else loss
+
+    def _extra(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        model: Any = self.model
+        if self.config.kind == "v" or self.config.reg_weight == 0 or not model.training:
+            return {}
+        epoch = int(self.state.epoch or 0)
+        return {"random_tokens": random_tokens(inputs, model.vocabulary.size, self.config.seed, epoch)}
+
+    def _targets(self, inputs: dict[str, Tensor]) -> Float[Tensor, "b t a"]:
+        if "targets" in inputs:
+            return inputs["targets"]
+        assert self.teacher is not None
+        with torch.no_grad(), self.accelerator.autocast():  # in the precision of the student's forward
+            return self.teacher.token_rewards(inputs["input_ids"], inputs["attention_mask"]).float()
+
+    # --- evaluation ---
+
+    @torch.no_grad()
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, statistics of each utterance, its responses and weight.
+
+        Statistics are the rewards at its last token, weighted squared errors if there are labels, and if there is a
+        teacher the distance to it, the number of tokens, and sums of the teacher's rewards and of their squares.
+        """
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss, output = self.compute_loss(model, inputs, return_outputs=True)
+        reward_model: Any = self.model
+        rewards = reward_model.link(output.rewards)
+        mask, responses = inputs["loss_mask"], inputs["responses"]
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        last_rewards = rewards[torch.arange(len(last), device=last.device), last]
+        columns = [last_rewards]
+        if responses.shape[1]:
+            errors = (rewards - responses[:, None]).square() * prefix_weights(mask)[..., None]
+            columns.append(errors.sum(1))
+        if self.config.teacher:
+            targets = self._targets(inputs)
+            distance = (rewards - targets).square().mean(-1) * mask
+            columns += [distance.sum(1, keepdim=True), mask.sum(1, keepdim=True).float()]
+            columns += [(targets * mask[..., None]).sum(1), (targets.square() * mask[..., None]).sum(1)]
+        return loss.detach(), torch.cat(columns, dim=1), torch.cat([responses, inputs["weights"][:, None]], dim=1)
+
+    def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        labels = np.asarray(prediction.label_ids)
+        responses, weights = labels[:, :-1], labels[:, -1]
+        model: Any = self.model
+        attributes = model.config.attributes
+        metrics = compute_metrics(np.asarray(prediction.predictions), responses, attributes)
+        if responses.shape[1]:
+            train: Any = self.train_dataset
+            loss = None if self.config.teacher else self.config.loss
+            metrics |= constant_metrics(responses, weights, train.mean_responses, attributes, loss)
+        return metrics
+
+    def metric_names(self) -> list[str]:
+        data: Any = self.eval_dataset
+        model: Any = self.model
+        a = len(model.config.attributes)
+        responses, weights = data.labels[data.rows], data.weights[data.rows]
+        width = a * (1 + bool(responses.shape[1])) + (2 + 2 * a) * bool(self.config.teacher)
+        labels: Any = np.concatenate([responses, weights[:, None]], axis=1)
+        names = self.metrics(EvalPrediction(np.ones((len(data), width)), labels))
+        return [name for name in names if not name.startswith("constant_")]  # which training does not change
+
+
+def give_own_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
+    """Move parameters to groups of their own, which keep all other settings."""
+    chosen = {id(parameter) for parameter in parameters}
+    for group in list(optimizer.param_groups):
+        moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if moved:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            optimizer.add_param_group({**group, "params": moved, "lr": rate})
+
+
+def random_tokens(inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: int) -> Int[Tensor, "b t"]:
+    """One token per position, uniform, from a hash of row, position, epoch and seed: the same on every machine."""
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    state = inputs["rows"][:, None] * 0x9E3779B1 + positions * 0x85EBCA77 + (epoch * 0x27D4EB2F + seed * 0x165667B1)
+    for factor in (0x2C1B3C6D, 0x297A2D39):  # integer mixing in 32 bits, held in 64
+        state = state & 0xFFFFFFFF
+        state = ((state ^ (state >> 15)) * factor) & 0xFFFFFFFF
+        state = state ^ (state >> 13)
+    return state % vocab_size
+
+
+def compute_metrics(stats: np.ndarray, responses: np.ndarray, attributes: list[str]) -> dict[str, float]:
+    """From what `prediction_step` returns to means over the utterances; AUC and accuracy where labels are binary."""
+    a = len(attributes)
+    metrics: dict[str, float] = {}
+    if responses.shape[1]:
+        last, errors = stats[:, :a], stats[:, a : 2 * a]
+        metrics |= _with_each("weighted_mse", errors, attributes)
+        metrics["last_token_mse"] = float(((last - responses) ** 2).mean())
+        for column, attribute in enumerate(attributes):
+            label = responses[:, column]
+            if set(np.unique(label)) == {0.0, 1.0}:
+                metrics[f"auc_{attribute}"] = area_under_curve(last[:, column], label)
+                metrics[f"accuracy_{attribute}"] = float(((last[:, column] > 0.5) == (label > 0.5)).mean())
+    rest = stats[:, a * (2 if responses.shape[1] else 1) :]
+    if rest.shape[1]:
+        distances, tokens, *sums = rest.astype(np.float64).sum(0)
+        metrics["distillation_mse"] = float(distances / tokens)
+        means, squares = np.array(sums[:a]) / tokens, np.array(sums[a:]) / tokens
+        metrics["constant_distillation_mse"] = float((squares - means**2).mean())
+    return metrics
+
+
+def constant_metrics(
+    responses: np.ndarray, weights: np.ndarray, constant: np.ndarray, attributes: list[str], loss: str | None
+) -> dict[str, float]:
+    """The same numbers of a predictor that always says `constant`, (a,), and its loss where there is one on responses.
+
+    The mean of the training responses is the best constant under squared errors and under cross-entropy alike.
+    """
+    errors = (responses - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
+    metrics = _with_each("constant_weighted_mse", errors, attributes)
+    if loss == "ce":
+        share = constant.clip(1e-7, 1 - 1e-7)
+        errors = -responses * np.log(share) - (1 - responses) * np.log(1 - share)
+    if loss is not None:
+        metrics["constant_loss"] = float((errors.sum(1) * weights).mean())
+    return metrics
+
+
+def _with_each(name: str, errors: np.ndarray, attributes: list[str]) -> dict[str, float]:
+    """The mean of errors, (n, a), and of several attributes that of each."""
+    each = {f"{name}_{attribute}": float(errors[:, n].mean()) for n, attribute in enumerate(attributes)}
+    return {name: float(errors.mean())} | (each if len(attributes) > 1 else {})
