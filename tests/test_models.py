@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from radq.errors import ContextLengthError, ModelError, OptionError
-from radq.models.loading import quiet
+from radq.models.loading import load_causal_lm, load_config, quiet
 from radq.models.reward import RadQ, RadV, RewardConfig, RewardModel
 from radq.models.vocabulary import read_vocabulary
 from radq.training.losses import baseline_loss, squared_loss
@@ -402,6 +402,13 @@ def test_pickled_weights_are_not_read(saved: Path) -> None:
 def test_a_language_model_is_no_reward_model(lm_folders: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match="'gpt2', not a reward model"):
         RewardModel.from_pretrained(lm_folders["gpt2"])
+
+
+def test_a_reward_model_is_no_language_model(lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    RadQ.from_backbone(lm_folders["gpt2"], attributes=["praise"]).save_pretrained(tmp_path / "reward")
+    for load in (load_config, load_causal_lm):
+        with pytest.raises(ModelError, match="a reward model, not a language model"):
+            load(tmp_path / "reward")
 
 
 def test_a_backbone_folder_without_weights(lm_folders: dict[str, Path], tmp_path: Path) -> None:

@@ -41,7 +41,12 @@ def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
     """Other arguments are among `HUB_OPTIONS`."""
     name = located(name)
     with explained(name, "a model configuration"):
-        return AutoConfig.from_pretrained(name, **hub)
+        config = AutoConfig.from_pretrained(name, **hub)
+    if config.model_type == "radq":
+        raise ModelError(
+            f"{str(name)!r} holds a reward model, not a language model.", "name the backbone that it was trained from."
+        )
+    return config
 
 
 def find_snapshot(name: str) -> Path:
