@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_convert import PublicRad, RunsCode, config_folder
+from command_runs import fails
+from public_checkpoints import PublicRad, RunsCode, config_folder
 
 from radq.cli import COMMANDS, main
 from radq.errors import OptionError
@@ -29,16 +30,6 @@ def value_reward(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards") / "value"
     RadV.from_backbone(toy, attributes=["calm"]).save_pretrained(folder)
     return folder
-
-
-def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line on standard error of a command that fails as a user's mistake should."""
-    assert main(list(argv)) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert "hint: " in captured.err
-    return captured.err
 
 
 # --- the program ---

@@ -17,7 +17,7 @@ from radq.errors import DataError
 from radq.models.loading import load_tokenizer
 from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_responses
 
-SHARED = Path(__file__).parent.parent.parent / "shared"
+SHARED = Path(__file__).parents[3] / "shared"
 VOCAB = 5
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from baselines import make_guide as make_rival
 from families import BOS, VOCAB, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rivals import make_guide as make_rival
 from torch import Tensor
 
 from radq.decoding.steering import Steering, propose

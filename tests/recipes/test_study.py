@@ -28,7 +28,7 @@ from radq.models.reward import RadQ, RadV
 from radq.report.results import NAN
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig, load_settings
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 STUDY = REPOSITORY / "recipes" / "study"
 TASK_GUIDES = ("rad-v", "rad-q (distilled)", "rad-q (responses)", "dexperts", "gedi")
 ABLATION_GUIDES = (

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from baselines import make_guide
 from families import VOCAB, make_lm, make_number_tokenizer, make_reward
-from test_rivals import make_guide
 
 from radq.decoding.generate import generate
 from radq.guides import Guide, RewardGuide

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas
 import pytest
 from classifiers import WORDS, make_classifier
-from test_cli import fails
+from command_runs import fails
 
 from radq.cli import main
 from radq.evaluation.judges.base import load_judge

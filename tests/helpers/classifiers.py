@@ -25,7 +25,7 @@ from transformers import (
 from radq.models.loading import quiet
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"a good bad film plot very the was dull fine".split()]
-SHARED = Path(__file__).parent.parent.parent / "shared"
+SHARED = Path(__file__).parents[3] / "shared"
 MODELS = {
     "bert": (BertForSequenceClassification, BertConfig),
     "roberta": (RobertaForSequenceClassification, RobertaConfig),

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from command_runs import fails
 from sweep_folders import BAD_GUIDE, BETAS, COST, GUIDES, HOSTILE, Page, lines_of, make_run, svg_texts, write_lines
-from test_cli import fails
 
 from radq.cli import main
 from radq.errors import OptionError

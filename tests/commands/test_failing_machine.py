@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from command_calls import CALLS, find_commands, make_world, write_call
+from command_runs import fails, find_errors, odd_files, run_quietly
 from instruments import full_disk
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from test_any_option import find_errors, odd_files, run_quietly
-from test_cli import fails
 
 from radq.cli import main
 from radq.commands import score

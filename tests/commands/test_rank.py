@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_runs import fails
 from families import make_number_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_cli import fails
 
 from radq import numerics
 from radq.cli import main
@@ -25,7 +25,7 @@ from radq.rank.matrix import RewardMatrix
 from radq.rank.verdict import Backbone, give_verdict
 from radq.toy import make_reviews
 
-SHARED = Path(__file__).parent.parent.parent / "shared"
+SHARED = Path(__file__).parents[3] / "shared"
 
 
 @pytest.fixture

@@ -4,14 +4,9 @@ Each example takes a small call that works and replaces one or two options. It m
 2 one line says what was wrong. `RADQ_EXAMPLES=200` tries so many per command; CI tries a few, always the same ones.
 """
 
-import contextlib
-import io
 import os
-import re
 import shutil
-import tempfile
 import typing
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +15,11 @@ import pytest
 import torch
 import yaml
 from command_calls import CALLS, Call, Option, find_commands, kinds_of, make_sweep, make_world, write_call
+from command_runs import find_errors, odd_files, run_quietly
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_demo import GoodWords
+from word_judge import GoodWords
 
-from radq.cli import main
 from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, Cast
 from radq.models.loading import load_causal_lm, load_tokenizer
@@ -136,52 +131,6 @@ def small_demo(toy: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demonstration, "load_cast", load_cast)
         yield
-
-
-@contextlib.contextmanager
-def odd_files() -> Iterator[Path]:
-    """A folder to work in, with files of all kinds that are none of radq's."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as name:
-        here = Path(name)
-        for folder in ("folder", "locked"):
-            (here / folder).mkdir()
-        (here / "folder/notes.txt").write_text("mine")
-        (here / "locked").chmod(0o500)
-        for file in ("empty", "empty.csv", "empty.jsonl"):
-            (here / file).touch()
-        for file in ("binary", "binary.csv", "binary.jsonl", "binary.parquet", "binary.npz", "binary.safetensors"):
-            (here / file).write_bytes(bytes(range(256)) * 3)
-        (here / "list.yaml").write_text("- 1\n- two\n")
-        (here / "list.jsonl").write_text("[1, 2]\nnull\n")
-        (here / "numbers.jsonl").write_text('{"text": 1, "praise": "x", "continuations": 3}\n')
-        (here / "text.txt").write_text("a line\n\nanother\n")
-        (here / "text.csv").write_text("text,praise\nfilm\n,\nplot,1,2\n")
-        os.chdir(here)
-        try:
-            yield here
-        finally:
-            os.chdir(before)
-            (here / "locked").chmod(0o700)
-
-
-def run_quietly(argv: list[str]) -> tuple[int, str]:
-    """Exit code and standard error; warnings are shown to users, and are none of these tests' business."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            code = main(argv)
-        except SystemExit as stop:  # tyro has found the mistake, or shows help
-            code = int(stop.code or 0)
-            return code, "error: tyro shows it in a box"
-    err.flush()
-    return code, err.buffer.getvalue().decode()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def find_errors(text: str) -> list[str]:
-    """The lines that say what was wrong; the remains of a progress bar may stand before one."""
-    return re.findall(r"(?:^|[\r\n\]])error: (.{6,})", text)
 
 
 def check(argv: list[str]) -> int:

@@ -315,7 +315,7 @@ def test_a_killed_run_resumes_to_the_same_weights(settings: RewardTrainingConfig
     assert main([*command, *arguments(whole)]) == 0
 
     kill = {"values": {}, "kills": [["radq.training.reward_trainer:BatchTrainer._save_checkpoint", 1]]}
-    script = [sys.executable, str(Path(__file__).parent / "kills.py"), json.dumps(kill)]
+    script = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "kills.py"), json.dumps(kill)]
     subprocess.run([*script, *command, *arguments(settings)], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
     assert [path.name for path in find_checkpoints(settings.out)] == ["checkpoint-10"]
     assert not (Path(settings.out) / "model.safetensors").exists()

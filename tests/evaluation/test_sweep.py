@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from classifiers import make_classifier
-from test_cli import fails
+from command_runs import fails
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq import RewardGuide, best_of_n, generate
@@ -115,7 +115,7 @@ def test_cells_are_all_settings_once_and_unguided_first() -> None:
 
 def test_the_papers_sweeps_are_whole() -> None:
     for name, cells in (("detox", 2 * (1 + 3 * 7 + 5)), ("sentiment", 2 * (1 + 3 * 6))):
-        sweep = load_sweep(Path(__file__).parent.parent / f"recipes/sweeps/{name}.yaml")
+        sweep = load_sweep(Path(__file__).parents[2] / f"recipes/sweeps/{name}.yaml")
         assert len(sweep.cells()) == cells
         assert (sweep.samples, sweep.max_new_tokens, sweep.top_k) == (25, 20, [20, 40])
 
@@ -394,7 +394,7 @@ def test_kills_change_nothing(run: Path, world: Path, write: Any, tmp_path: Path
     assert main(["measure", "--json", *judge, *cache, str(tmp_path / "some.jsonl")]) == 0
     argv = ["eval", "--json", "--config", write(), "--out", str(tmp_path / "killed"), *cache]
     plan = json.dumps({"values": SMALL_BATCHES, "kills": KILLS})
-    subprocess.run([sys.executable, str(Path(__file__).parent / "kills.py"), plan, *argv], check=True)
+    subprocess.run([sys.executable, str(Path(__file__).parents[1] / "helpers" / "kills.py"), plan, *argv], check=True)
     assert main(argv) == 0
     for name, content in outcome(run).items():
         assert find_differences(content, outcome(tmp_path / "killed")[name]) == [], name

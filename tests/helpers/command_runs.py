@@ -1,0 +1,70 @@
+"""Runs of the command line inside the test process, and files that are none of radq's."""
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from radq.cli import main
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line on standard error of a command that fails as a user's mistake should."""
+    assert main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert "hint: " in captured.err
+    return captured.err
+
+
+@contextlib.contextmanager
+def odd_files() -> Iterator[Path]:
+    """A folder to work in, with files of all kinds that are none of radq's."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        for folder in ("folder", "locked"):
+            (here / folder).mkdir()
+        (here / "folder/notes.txt").write_text("mine")
+        (here / "locked").chmod(0o500)
+        for file in ("empty", "empty.csv", "empty.jsonl"):
+            (here / file).touch()
+        for file in ("binary", "binary.csv", "binary.jsonl", "binary.parquet", "binary.npz", "binary.safetensors"):
+            (here / file).write_bytes(bytes(range(256)) * 3)
+        (here / "list.yaml").write_text("- 1\n- two\n")
+        (here / "list.jsonl").write_text("[1, 2]\nnull\n")
+        (here / "numbers.jsonl").write_text('{"text": 1, "praise": "x", "continuations": 3}\n')
+        (here / "text.txt").write_text("a line\n\nanother\n")
+        (here / "text.csv").write_text("text,praise\nfilm\n,\nplot,1,2\n")
+        os.chdir(here)
+        try:
+            yield here
+        finally:
+            os.chdir(before)
+            (here / "locked").chmod(0o700)
+
+
+def run_quietly(argv: list[str]) -> tuple[int, str]:
+    """Exit code and standard error; warnings are shown to users, and are none of these tests' business."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            code = main(argv)
+        except SystemExit as stop:  # tyro has found the mistake, or shows help
+            code = int(stop.code or 0)
+            return code, "error: tyro shows it in a box"
+    err.flush()
+    return code, err.buffer.getvalue().decode()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def find_errors(text: str) -> list[str]:
+    """The lines that say what was wrong; the remains of a progress bar may stand before one."""
+    return re.findall(r"(?:^|[\r\n\]])error: (.{6,})", text)
