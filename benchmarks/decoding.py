@@ -71,12 +71,11 @@ def variants(guide_q: RewardGuide, guide_v: RewardGuide, device: str) -> dict[st
     state_q, state_v = guide_q.start(prompts), guide_v.start(prompts)
 
     def step(guide: RewardGuide, state: RewardState, candidates: Tensor) -> object:
-        guide.shift(state, candidates)
-        return guide.advance(state, tokens)
+        return guide.advance(guide.advise(state, candidates).state, tokens)
 
     def separate_forwards() -> object:
         for column in few.T:
-            guide_v.shift(state_v, column[:, None].contiguous())
+            guide_v.advise(state_v, column[:, None].contiguous())
         return guide_v.advance(state_v, tokens)
 
     return {

@@ -137,11 +137,13 @@ def test_experts_read_on_as_if_the_unknown_were_not_there(kind: str, rewards: di
     for tokens in ([8, START], [END, 3], [START, END], [12, 13]):
         state = guide.advance(state, torch.tensor(tokens))
     plain = guide.start(torch.tensor([[5, 9, 8, 12], [7, 6, 3, 13]]))
-    torch.testing.assert_close(guide.shift(state, candidates), guide.shift(plain, candidates))
-    known = guide.shift(plain, torch.tensor([[4, 4, 9], [4, 4, 9]]))
-    torch.testing.assert_close(guide.shift(plain, candidates)[:, ::2], known[:, ::2])
-    joined = guide.join([state, guide.start(torch.tensor([[5, START, 5, 5, 5, 5]]))])
-    torch.testing.assert_close(guide.shift(joined, candidates[[0, 1, 0]])[:2], guide.shift(plain, candidates))
+    torch.testing.assert_close(guide.advise(state, candidates).shift, guide.advise(plain, candidates).shift)
+    known = guide.advise(plain, torch.tensor([[4, 4, 9], [4, 4, 9]])).shift
+    torch.testing.assert_close(guide.advise(plain, candidates).shift[:, ::2], known[:, ::2])
+    joined = state.join([state, guide.start(torch.tensor([[5, START, 5, 5, 5, 5]]))])
+    torch.testing.assert_close(
+        guide.advise(joined, candidates[[0, 1, 0]]).shift[:2], guide.advise(plain, candidates).shift
+    )
 
 
 def test_an_unknown_token_is_neutral_for_dexperts_and_gedi(rewards: dict[str, RewardModel]) -> None:
@@ -154,12 +156,12 @@ def test_an_unknown_token_is_neutral_for_dexperts_and_gedi(rewards: dict[str, Re
         oracle._run(expert.lm, [], [5, 9, 3])[1][-1].logsumexp(0).item()
         for expert in (dexperts.expert, dexperts.anti_expert)
     ]
-    found = dexperts.shift(dexperts.start(text), unknown).item()
+    found = dexperts.advise(dexperts.start(text), unknown).shift.item()
     assert found == pytest.approx(2 * (normalisers[0] - normalisers[1]))
     gedi = make_guide("gedi", 2.0, rewards)
     assert isinstance(gedi, GeDiGuide)
     posterior = oracle.gedi_posterior(gedi.expert.lm, [[9], [10]], [5, 9], [3])[0]
-    assert gedi.shift(gedi.start(text), unknown).exp().item() == pytest.approx(posterior**2)
+    assert gedi.advise(gedi.start(text), unknown).shift.exp().item() == pytest.approx(posterior**2)
 
 
 @pytest.mark.parametrize("kind", ["q", "v"])
@@ -169,9 +171,9 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
     guide = make_guide(kind, 3.0, rewards)
     processor = GuidedLogitsProcessor(guide, torch.ones(1, 2, dtype=torch.long), top_k=None, tokenizer=tokenizer)
     calls = [[5, 9], [5, 9, START], [5, 9, START, 7], [5, 9, START, 7, END], [5, 9, START, 8], [5, 9, 4], [5, 9, 4, 4]]
-    guidance = Guidance("guide", (), Steering(None))
+    guidance = Guidance("guide", guide.beta, Steering(None))
     request = Request(guidance, [5, 9], [])
-    batch = Batch(guide, guidance.steering)
+    batch = Batch(guide)
     for text in calls:
         scores = oracle.base_logits(base, text)[None]
         fresh = GuidedLogitsProcessor(
@@ -193,12 +195,13 @@ def test_held_rows_equal_reading_the_known_tokens_anew(steps: list[list[int]], r
         texts = [[5, 9, 3, 12, 30], [7, 8, 6, 6, 6]]
         candidates = torch.tensor([[4, START, 9], [20, 4, END]])
         for tokens in steps:
-            model.score(state, candidates)
+            _, state = model.score(state, candidates)
             state = model.advance(state, torch.tensor(tokens))
             texts = [[*text, token] for text, token in zip(texts, tokens, strict=True)]
         for row, text in enumerate(texts):
             expected = model.next_rewards(torch.tensor([known_only(text)]), None, candidates[row : row + 1])
-            torch.testing.assert_close(model.score(state, candidates)[row : row + 1], expected, atol=1e-8, rtol=1e-8)
+            found = model.score(state, candidates)[0][row : row + 1]
+            torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
 
 
 def test_the_best_of_n_leaves_unknown_tokens_out(

@@ -83,11 +83,11 @@ def test_more_choice_has_more_reward(lm_folders: dict[str, Path]) -> None:
 
 def test_mistakes_are_named(toy: Path, lm_folders: dict[str, Path]) -> None:
     lm, model = make_lm("gpt2").double(), make_reward("q", lm_folders["gpt2"])
-    with pytest.raises(OptionError, match="n is 0"):
+    with pytest.raises(OptionError, match="n must be at least 1, got 0"):
         best_of_n(lm, TOKENIZER, PROMPTS, model, WEIGHTS, 0)
     with pytest.raises(UnknownAttributeError, match="'toxicity'"):
         best_of_n(lm, TOKENIZER, PROMPTS, model, {"toxicity": 1.0}, 2)
-    with pytest.raises(ContextLengthError, match="room for 63"):
+    with pytest.raises(ContextLengthError, match="64 tokens and the 1 before them"):
         best_of_n(lm, TOKENIZER, ["5 " * 60], model, WEIGHTS, 2, max_new_tokens=4)
     with pytest.raises(VocabularyError):
         best_of_n(lm, TOKENIZER, PROMPTS, RadQ.from_backbone(toy, attributes=["nice"]), {"nice": 1.0}, 2)

@@ -9,15 +9,24 @@ import torch
 from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proposals import ConstantGuide, NoState, propose_all
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.generate import encode_prompts, generate, stream
-from radq.decoding.steering import Steering, choose_candidates, kl_divergence, kl_scale, propose, sample
+from radq.decoding.steering import (
+    Steering,
+    Strengths,
+    choose,
+    choose_candidates,
+    kl_divergence,
+    kl_scale,
+    propose,
+    sample,
+)
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
 from radq.evaluation.perplexity import measure_likelihoods
-from radq.guides import Guide, RewardGuide
+from radq.guides import RewardGuide
 from radq.models.reward import RadQ, RewardModel
 
 TOKENIZER = make_number_tokenizer()
@@ -68,11 +77,45 @@ def test_every_step_equals_brute_force(
 @given(st.integers(1, VOCAB), st.one_of(st.none(), st.floats(0.05, 1.0)), st.integers(0, 99))
 def test_candidates_are_the_smallest_likely_set(top_k: int, top_p: float | None, seed: int) -> None:
     logits = 3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
-    candidates, values = choose_candidates(logits, top_k, top_p)
+    strengths = Strengths.repeat(Steering(top_k, top_p), None, logits)
+    candidates, values = choose_candidates(logits, strengths)
     for row in range(4):
         kept = candidates[row][~values[row].isneginf()].tolist()
         assert sorted(kept) == sorted(oracle.candidates(logits[row].double(), top_k, top_p))
         torch.testing.assert_close(values[row][~values[row].isneginf()], logits[row][kept])
+
+
+STEERINGS = st.builds(
+    Steering,
+    top_k=st.one_of(st.none(), st.integers(1, VOCAB)),
+    top_p=st.one_of(st.none(), st.floats(0.05, 1.0)),
+    temperature=st.one_of(st.just(0.0), st.floats(1e-9, 3.0)),
+    kl_budget=st.one_of(st.none(), st.floats(0, 2)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(STEERINGS, min_size=2, max_size=4), st.integers(0, 99))
+def test_rows_with_numbers_of_their_own_are_steered_as_alone(steerings: list[Steering], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(len(steerings), VOCAB, generator=generator)
+    uniforms = torch.rand(len(steerings), generator=generator, dtype=torch.float64)
+    guide = ConstantGuide(torch.randn(VOCAB, generator=generator))
+    strengths = Strengths.stack(steerings, [()] * len(steerings), VOCAB, "cpu")
+    together = propose(logits, guide, NoState(), strengths)
+    chosen = choose(together, strengths, uniforms)
+    for row, steering in enumerate(steerings):
+        own = strengths.select(torch.tensor([row]))
+        alone = propose(logits[row : row + 1], guide, NoState(), own)
+        assert own.steerings == (steering,)
+        expected = torch.full((VOCAB,), -torch.inf).scatter(0, alone.candidates[0], alone.logits[0])
+        found = torch.full((VOCAB,), -torch.inf).scatter(0, together.candidates[row], together.logits[row])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(together.kl[row], alone.kl[0], atol=1e-4, rtol=1e-4)
+        if steering.top_p is None and steering.top_k in (None, VOCAB):
+            continue  # alone, the whole vocabulary is drawn from in the order of the ids
+        choice = choose(alone, own, uniforms[row : row + 1])
+        assert together.candidates[row, chosen[row]] == alone.candidates[0, choice[0]]
 
 
 def test_excluded_tokens_are_never_revived(lm_folders: dict[str, Path]) -> None:
@@ -80,7 +123,7 @@ def test_excluded_tokens_are_never_revived(lm_folders: dict[str, Path]) -> None:
     guide = RewardGuide(model, {"nice": 1000.0}, clamp=False)
     logits = torch.zeros(1, VOCAB)
     logits[0, ::2] = -torch.inf
-    proposal = propose(logits, guide, guide.start(torch.tensor([[5]])), Steering(top_k=None))
+    proposal = propose_all(logits, guide, guide.start(torch.tensor([[5]])), Steering(top_k=None))
     assert proposal.logits[0, ::2].isneginf().all()
     assert proposal.logits[0, 1::2].isfinite().all()
 
@@ -88,28 +131,10 @@ def test_excluded_tokens_are_never_revived(lm_folders: dict[str, Path]) -> None:
 # --- invariants ---
 
 
-class ConstantGuide(Guide):
-    """Adds fixed numbers, whatever the text: for distributions one can work out by hand."""
-
-    def __init__(self, shift: Tensor):
-        self.values, self.vocab_size = shift, len(shift)
-
-    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None: ...
-    def advance(self, state: None, tokens: Tensor) -> None: ...
-    def select(self, state: None, rows: Tensor) -> None: ...
-    def join(self, states: Any) -> None: ...
-    def rewind(self, state: None, n: int) -> None: ...
-    def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None: ...
-    def check_length(self, num_tokens: int) -> None: ...
-
-    def shift(self, state: None, candidates: Tensor) -> Tensor:
-        return self.values[candidates]
-
-
 def test_temperature_divides_the_base_alone() -> None:
     guide = ConstantGuide(torch.tensor([0.0, 1.0, 2.0, 3.0]))
     logits = torch.tensor([[4.0, 2.0, 0.0, -2.0]])
-    proposal = propose(logits, guide, None, Steering(top_k=None, temperature=2.0))
+    proposal = propose_all(logits, guide, None, Steering(top_k=None, temperature=2.0))
     assert proposal.logits.tolist() == [[2.0, 2.0, 2.0, 2.0]]
 
 
@@ -119,7 +144,7 @@ def test_no_temperature_is_too_low(temperature: float, seed: int) -> None:
     """The colder, the more of the base's best candidate; numbers stay numbers."""
     generator = torch.Generator().manual_seed(seed)
     logits, guide = 40 * torch.randn(3, 9, generator=generator), ConstantGuide(torch.randn(9, generator=generator))
-    proposal = propose(logits, guide, None, Steering(5, temperature=temperature, kl_budget=0.5))
+    proposal = propose_all(logits, guide, None, Steering(5, temperature=temperature, kl_budget=0.5))
     assert proposal.kl.isfinite().all()
     probabilities = proposal.logits.softmax(-1)
     assert probabilities.isfinite().all()
@@ -141,7 +166,7 @@ def test_a_temperature_that_float32_cannot_divide_by(lm_folders: dict[str, Path]
 def test_a_constant_added_to_all_rewards_changes_nothing(constant: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, shift = torch.randn(2, 9, generator=generator), torch.randn(9, generator=generator)
-    one, two = (propose(logits, ConstantGuide(s), None, Steering(5)) for s in (shift, shift + constant))
+    one, two = (propose_all(logits, ConstantGuide(s), None, Steering(5)) for s in (shift, shift + constant))
     torch.testing.assert_close(one.logits.softmax(-1), two.logits.softmax(-1), atol=1e-4, rtol=1e-4)
 
 
@@ -218,7 +243,7 @@ def test_the_kl_budget_is_used_up_but_not_passed(budget: float, size: float, see
     base = torch.randn(3, 8, generator=generator, dtype=torch.float64)
     base[0, 5:] = -torch.inf
     shift = size * torch.randn(3, 8, generator=generator, dtype=torch.float64)
-    scale = kl_scale(base, shift, budget)
+    scale = kl_scale(base, shift, torch.full((3,), budget, dtype=torch.float64))
     kl = kl_divergence(base + scale[:, None] * shift, base)
     assert (kl <= budget + 1e-9).all()
     full = kl_divergence(base + shift, base) <= budget
@@ -353,17 +378,17 @@ def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": 0}, "top_k must be.*got 0"),
         ({"top_k": VOCAB + 1}, f"top_k is {VOCAB + 1}.*{VOCAB} tokens"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_p": float("nan")}, "top_p is nan"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"temperature": float("inf")}, "temperature is inf"),
-        ({"kl_budget": -0.1}, "kl_budget is -0.1"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"num_samples": 0}, "num_samples is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"top_p": 0.0}, "top_p must be.*got 0.0"),
+        ({"top_p": 1.5}, "top_p must be.*got 1.5"),
+        ({"top_p": float("nan")}, "top_p must be.*got nan"),
+        ({"temperature": -1.0}, "temperature must be.*got -1.0"),
+        ({"temperature": float("inf")}, "temperature must be.*got inf"),
+        ({"kl_budget": -0.1}, "kl_budget must be.*got -0.1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be.*got 0"),
+        ({"num_samples": 0}, "num_samples must be.*got 0"),
+        ({"batch_size": 0}, "batch_size must be.*got 0"),
         ({"prompts": []}, "prompts are"),
         ({"prompts": "5 6"}, "prompts are '5 6'"),
     ],
@@ -380,7 +405,7 @@ def test_a_prompt_longer_than_the_context(lm_folders: dict[str, Path]) -> None:
     with pytest.raises(ContextLengthError, match="prompt 1 has 60 tokens.*64 positions"):
         generate(lm, TOKENIZER, ["5", "5 " * 60])
     generate(lm, TOKENIZER, ["5 " * 60], max_new_tokens=4)
-    with pytest.raises(ContextLengthError, match="64 tokens.*room for 63"):  # the reward model has a BOS to fit in
+    with pytest.raises(ContextLengthError, match="64 tokens and the 1 before them.*64 positions"):  # the 1 is a BOS
         generate(lm, TOKENIZER, ["5 " * 60], RewardGuide(model, WEIGHTS), max_new_tokens=4)
 
 

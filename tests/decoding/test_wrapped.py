@@ -155,9 +155,10 @@ def test_rewards_of_unusual_families_equal_brute_force(kind: str, make_config: A
         torch.testing.assert_close(rewards, expected, atol=1e-6, rtol=1e-6)
 
     state = model.read(ids, (ids > 0).long())
-    check(model.score(state, candidates), texts)
+    rewards, state = model.score(state, candidates)
+    check(rewards, texts)
     longer = model.advance(state, torch.tensor([9, 7]))
-    check(model.score(longer, candidates), [[*texts[0], 9], [*texts[1], 7]])
+    check(model.score(longer, candidates)[0], [[*texts[0], 9], [*texts[1], 7]])
     model.save_pretrained(tmp_path / "reward")
     loaded = RewardModel.from_pretrained(tmp_path / "reward")
     assert torch.equal(loaded.token_rewards(ids), model.token_rewards(ids))

@@ -11,11 +11,12 @@ from baselines import CODES, make_experts, make_guide
 from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proposals import ConstantGuide, propose_all
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from radq.decoding.generate import generate, stream
-from radq.decoding.steering import Steering, kl_divergence, propose
+from radq.decoding.steering import Steering, kl_divergence
 from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyError
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.guides.gedi import filter_candidates
@@ -30,20 +31,20 @@ CANDIDATES = torch.tensor([[4, 9, 13, EOS], [0, 36, 9, 9], [7, 8, BOS, 3], [30, 
 
 
 def posteriors(guide: GeDiGuide, text: list[int], tokens: list[int]) -> list[float]:
-    codes, priors = (CODES, (0.3, 0.7)) if guide.omega >= 0 else (CODES[::-1], (0.7, 0.3))
+    codes, priors = (CODES, (0.3, 0.7)) if guide.beta[0] >= 0 else (CODES[::-1], (0.7, 0.3))
     return oracle.gedi_posterior(guide.expert.lm, codes, text, tokens, 1.7, priors)
 
 
 def by_hand(guide: Guide, text: list[int], tokens: list[int]) -> list[float]:
     if isinstance(guide, DExpertsGuide):
-        return oracle.dexperts_shift(guide.expert.lm, guide.anti_expert.lm, guide.alpha, text, tokens)
+        return oracle.dexperts_shift(guide.expert.lm, guide.anti_expert.lm, guide.beta[0], text, tokens)
     assert isinstance(guide, GeDiGuide)
-    return [abs(guide.omega) * math.log(p) for p in posteriors(guide, text, tokens)]
+    return [abs(guide.beta[0]) * math.log(p) for p in posteriors(guide, text, tokens)]
 
 
 def check(guide: Guide, state: Any, texts: list[list[int]], candidates: Tensor) -> None:
     expected = [by_hand(guide, text, row) for text, row in zip(texts, candidates.tolist(), strict=True)]
-    torch.testing.assert_close(guide.shift(state, candidates).tolist(), expected, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(guide.advise(state, candidates).shift.tolist(), expected, atol=1e-9, rtol=1e-7)
 
 
 def padded(texts: list[list[int]], left: bool = True) -> tuple[Tensor, Tensor]:
@@ -72,11 +73,11 @@ def test_shifts_equal_brute_force_all_along_a_text(method: str, family: str, str
         check(guide, state, texts, CANDIDATES)
 
     rows = torch.tensor([5, 0, 7, 7])
-    check(guide, guide.select(state, rows // 2), [texts[row // 2] for row in rows.tolist()], CANDIDATES)
-    rewound = guide.rewind(state, 1)
+    check(guide, state.select(rows // 2), [texts[row // 2] for row in rows.tolist()], CANDIDATES)
+    rewound = state.rewind(1)
     check(guide, rewound, [text[:-1] for text in texts], CANDIDATES)
     check(guide, guide.advance(rewound, torch.tensor([8, 8, 8, 8])), [[*text[:-1], 8] for text in texts], CANDIDATES)
-    check(guide, guide.rewind(state, 2), TEXTS, CANDIDATES)
+    check(guide, state.rewind(2), TEXTS, CANDIDATES)
     check(guide, before, TEXTS, CANDIDATES)  # a state is a value
 
 
@@ -87,29 +88,45 @@ def test_padding_and_batches_change_nothing(method: str) -> None:
     check(guide, right, TEXTS, CANDIDATES)
     for text, candidates in zip(TEXTS, CANDIDATES, strict=True):
         check(guide, guide.start(torch.tensor([text])), [text], candidates[None])
-    permuted = guide.shift(right, CANDIDATES.flip(1)).flip(1)
-    torch.testing.assert_close(permuted, guide.shift(right, CANDIDATES))
+    permuted = guide.advise(right, CANDIDATES.flip(1)).shift.flip(1)
+    torch.testing.assert_close(permuted, guide.advise(right, CANDIDATES).shift)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_prompts_are_rewound_too(method: str) -> None:
     guide = make_guide(method)
     texts = [[BOS, 5, 9], [BOS, 7, 30]]
-    check(guide, guide.rewind(guide.start(torch.tensor(texts)), 2), [[BOS], [BOS]], CANDIDATES[:2])
+    check(guide, guide.start(torch.tensor(texts)).rewind(2), [[BOS], [BOS]], CANDIDATES[:2])
 
 
-def test_rivals_and_rewards_add(lm_folders: dict[str, Path]) -> None:
+def test_baselines_and_rewards_add(lm_folders: dict[str, Path]) -> None:
     reward = RewardGuide(make_reward("v", lm_folders["gpt2"]), {"nice": 2.0})
     parts = [make_guide("dexperts"), reward, make_guide("gedi", filter_p=0.5)]
     total = parts[0] + parts[1] + parts[2]
     state = total.start(*padded(TEXTS))
-    expected = sum(part.shift(part.start(*padded(TEXTS)), CANDIDATES) for part in parts)
-    torch.testing.assert_close(total.shift(state, CANDIDATES), expected)
+    expected = sum(part.advise(part.start(*padded(TEXTS)), CANDIDATES).shift for part in parts)
+    advice = total.advise(state, CANDIDATES)
+    torch.testing.assert_close(advice.shift, expected)
     logits = torch.randn(4, 4, dtype=torch.float64)
-    allowed, alone = total.allowed(state, CANDIDATES, logits), parts[2].allowed(state[2], CANDIDATES, logits)
-    assert allowed.tolist() == alone.tolist()
-    assert (parts[0] + parts[1]).allowed(state[:2], CANDIDATES, logits) is None
-    assert len(total.experts) == 4
+    alone = parts[2].advise(state.parts[2], CANDIDATES)
+    assert advice.allowed(logits).tolist() == alone.allowed(logits).tolist()
+    unfiltered = parts[0] + parts[1]
+    assert unfiltered.advise(unfiltered.start(*padded(TEXTS)), CANDIDATES).allowed is None
+    assert len(total.readers) == 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_row_may_have_its_own_strength(method: str) -> None:
+    """For GeDi also of either sign, which is another class, and 0, for which nothing is filtered."""
+    beta = [3.0, -2.0, 0.0, 0.5]
+    guide, logits = make_guide(method), torch.randn(4, 4, dtype=torch.float64)
+    together = guide.advise(guide.start(*padded(TEXTS)), CANDIDATES, torch.tensor(beta)[:, None])
+    for row, strength in enumerate(beta):
+        alone = make_guide(method, strength=strength)
+        advice = alone.advise(alone.start(*padded(TEXTS)), CANDIDATES)
+        torch.testing.assert_close(together.shift[row], advice.shift[row])
+        if advice.allowed is not None:
+            assert together.allowed(logits)[row].tolist() == advice.allowed(logits)[row].tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -179,50 +196,33 @@ def test_every_step_of_filtered_decoding_equals_brute_force(family: str) -> None
     assert forbidden
 
 
-class Forbidding(Guide):
-    """No shift, but a set of its own."""
-
-    def __init__(self, allowed: list[bool]):
-        self.values, self.vocab_size = torch.tensor([allowed]), len(allowed)
-
-    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None: ...
-    def advance(self, state: None, tokens: Tensor) -> None: ...
-    def select(self, state: None, rows: Tensor) -> None: ...
-    def join(self, states: Any) -> None: ...
-    def rewind(self, state: None, n: int) -> None: ...
-    def check_vocabulary(self, base_size: int, tokenizer: Any, base_name: str) -> None: ...
-    def check_length(self, num_tokens: int) -> None: ...
-
-    def shift(self, state: None, candidates: Tensor) -> Tensor:
-        return torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-
-    def allowed(self, state: None, candidates: Tensor, logits: Tensor) -> Tensor:
-        return self.values
+def forbidding(allowed: list[bool]) -> ConstantGuide:
+    return ConstantGuide(torch.tensor([0.0, 1.0, 2.0, 3.0]), allowed)
 
 
 def test_a_row_is_never_left_without_candidates() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0, 0.0]])
-    none = propose(logits, Forbidding([False] * 4), None, Steering(top_k=None))
-    impossible = propose(logits, Forbidding([False, True, False, False]), None, Steering(top_k=None))
+    none = propose_all(logits, forbidding([False] * 4), None, Steering(top_k=None))
+    impossible = propose_all(logits, forbidding([False, True, False, False]), None, Steering(top_k=None))
     for proposal in (none, impossible):
         assert proposal.logits.tolist() == [[0.0, -math.inf, 2.0, 3.0]]
-    both = Forbidding([True, False, False, False]) + Forbidding([False, False, True, True])
-    assert propose(logits, both, [None, None], Steering(top_k=None)).logits.isfinite().sum() == 3
-    some = propose(logits, Forbidding([True, True, True, False]), None, Steering(top_k=None))
+    both = forbidding([True, False, False, False]) + forbidding([False, False, True, True])
+    assert propose_all(logits, both, both.start(torch.tensor([[5]])), Steering(top_k=None)).logits.isfinite().sum() == 3
+    some = propose_all(logits, forbidding([True, True, True, False]), None, Steering(top_k=None))
     assert some.logits.tolist() == [[0.0, -math.inf, 2.0, -math.inf]]
 
 
 def test_what_the_filter_takes_counts_in_the_divergence() -> None:
     logits = torch.zeros(1, 4)
-    guide = Forbidding([True, True, False, False])
-    free = propose(logits, guide, None, Steering(top_k=None))
+    guide = forbidding([True, True, False, False])
+    free = propose_all(logits, guide, None, Steering(top_k=None))
     expected = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
     torch.testing.assert_close(free.kl, kl_divergence(expected, logits))
     assert free.kl.item() > math.log(2)  # half of the candidates are gone
-    tied = propose(logits, guide, None, Steering(top_k=None, kl_budget=math.log(2) + 0.01))
+    tied = propose_all(logits, guide, None, Steering(top_k=None, kl_budget=math.log(2) + 0.01))
     assert tied.logits[0, 2:].isneginf().all()
     assert tied.kl.item() == pytest.approx(math.log(2) + 0.01, abs=1e-4)
-    poor = propose(logits, guide, None, Steering(top_k=None, kl_budget=0.3))  # too little to forbid anything
+    poor = propose_all(logits, guide, None, Steering(top_k=None, kl_budget=0.3))  # too little to forbid anything
     assert poor.logits.isfinite().all()
     assert poor.kl.item() == pytest.approx(0.3, abs=1e-4)
 
@@ -306,13 +306,13 @@ def test_any_order_of_calls_is_followed(method: str) -> None:
 
 def test_mistakes_are_named(toy: Path, tmp_path: Path) -> None:
     expert, anti_expert = make_experts("gpt2")
-    with pytest.raises(OptionError, match="alpha is nan"):
+    with pytest.raises(OptionError, match="alpha must be a finite number, got nan"):
         DExpertsGuide(expert, anti_expert, math.nan)
     for options, message in [
-        ({"omega": math.inf}, "omega is inf"),
-        ({"filter_p": 1.2}, "filter_p is 1.2"),
-        ({"target_p": -0.1}, "target_p is -0.1"),
-        ({"prior": 0.0}, "prior is 0.0"),
+        ({"omega": math.inf}, "omega must be a finite number, got inf"),
+        ({"filter_p": 1.2}, "filter_p must be.*got 1.2"),
+        ({"target_p": -0.1}, "target_p must be.*got -0.1"),
+        ({"prior": 0.0}, "prior must be.*got 0.0"),
         ({"codes": ([3], [3])}, r"both control codes are \[3\]"),
     ]:
         with pytest.raises(OptionError, match=message):
@@ -327,12 +327,12 @@ def test_mistakes_are_named(toy: Path, tmp_path: Path) -> None:
 def test_texts_too_long_for_an_expert(method: str, room: int) -> None:
     guide = make_guide(method)
     guide.check_length(room)
-    with pytest.raises(ContextLengthError, match=f"{room + 1} tokens.*room for {room}"):
+    with pytest.raises(ContextLengthError, match=f"{room + 1} tokens.*64 positions"):
         guide.check_length(room + 1)
     state = guide.start(torch.full((1, room), 5))
-    with pytest.raises(ContextLengthError, match="65 tokens"):
+    with pytest.raises(ContextLengthError, match=f"{room + 1} tokens"):
         guide.advance(state, torch.tensor([5]))
-    with pytest.raises(ContextLengthError, match="65 tokens"):
+    with pytest.raises(ContextLengthError, match=f"{room + 1} tokens"):
         guide.start(torch.full((1, room + 1), 5))
 
 

@@ -39,9 +39,7 @@ def test_a_step_costs_what_the_paper_says(
     with Meter(make(method, lm_folders)) as meter:
         state = meter.start(PROMPTS, MASK)
         for token in range(4):
-            meter.shift(state, candidates)
-            meter.allowed(state, candidates, torch.zeros(2, K))
-            state = meter.advance(state, torch.tensor([token, 3]))
+            state = meter.advance(meter.advise(state, candidates).state, torch.tensor([token, 3]))
     assert (meter.steps, meter.tokens) == (4, 8)
     assert (meter.calls_per_step, meter.tokens_per_token) == (calls, tokens)
     assert (meter.prompts.calls, int(meter.prompts.tokens)) == (prompt_calls, prompt_tokens)
@@ -71,7 +69,7 @@ def test_an_expert_of_two_guides_is_counted_once(lm_folders: dict[str, Path]) ->
     total = RewardGuide(model, {"nice": 1.0}) + RewardGuide(model, {"rude": 1.0})
     with Meter(total) as meter:
         state = meter.start(PROMPTS, MASK)
-        meter.shift(state, torch.arange(VOCAB).expand(2, -1))
+        state = meter.advise(state, torch.arange(VOCAB).expand(2, -1)).state
         meter.advance(state, torch.tensor([4, 4]))
     assert meter.prompts.calls == 2  # each guide reads for itself
     assert meter.continuations.calls == 2

@@ -31,9 +31,9 @@ def test_the_shift_is_the_weighted_sum_of_rewards(kind: str, clamp: bool, lm_fol
     guide = RewardGuide(model, {"rude": -3, "nice": 2.5}, clamp)
     rewards = rewards_by_hand(model, clamp)
     state = guide.start(PREFIXES)
-    torch.testing.assert_close(guide.shift(state, CANDIDATES), 2.5 * rewards[..., 0] - 3 * rewards[..., 1])
+    torch.testing.assert_close(guide.advise(state, CANDIDATES).shift, 2.5 * rewards[..., 0] - 3 * rewards[..., 1])
 
-    clipped = guide.clipped(state)
+    clipped = guide.advise(state, CANDIDATES).clipped
     outside = (rewards_by_hand(model, False) != rewards_by_hand(model, True)).any(-1)
     assert outside.any()
     assert not outside.all()
@@ -48,35 +48,45 @@ def test_guides_add(lm_folders: dict[str, Path]) -> None:
 
     def walk(guide):
         state = guide.start(PREFIXES)
-        shifts = [guide.shift(state, CANDIDATES)]
+        shifts = [guide.advise(state, CANDIDATES).shift]
         state = guide.advance(state, tokens)
-        shifts.append(guide.shift(state, CANDIDATES))
-        state = guide.select(state, torch.tensor([1, 0]))
-        shifts.append(guide.shift(state, CANDIDATES))
-        shifts.append(guide.shift(guide.rewind(state, 1), CANDIDATES))
+        shifts.append(guide.advise(state, CANDIDATES).shift)
+        state = state.select(torch.tensor([1, 0]))
+        shifts.append(guide.advise(state, CANDIDATES).shift)
+        shifts.append(guide.advise(state.rewind(1), CANDIDATES).shift)
         return torch.stack(shifts)
 
     torch.testing.assert_close(walk(total), sum(walk(part) for part in parts))
     state = total.start(PREFIXES)
-    assert total.clipped(state) is None  # nothing scored yet
-    total.shift(state, CANDIDATES)
-    expected = [part.clipped(inner) for part, inner in zip(parts, state, strict=True)]
+    expected = [part.advise(inner, CANDIDATES).clipped for part, inner in zip(parts, state.parts, strict=True)]
     assert expected[2] is None
-    assert total.clipped(state).tolist() == (expected[0] | expected[1]).tolist()
+    assert total.advise(state, CANDIDATES).clipped.tolist() == (expected[0] | expected[1]).tolist()
+
+
+@pytest.mark.parametrize("kind", ["q", "v"])
+def test_every_row_may_have_its_own_strengths(kind: str, lm_folders: dict[str, Path]) -> None:
+    model = make_reward(kind, lm_folders["gpt2"])
+    guide = RewardGuide(model, {"rude": -3, "nice": 2.5}) + RewardGuide(model, {"nice": 1.0}, clamp=False)
+    beta = torch.tensor([[1.0, -2.0, 0.5], [0.0, 4.0, -1.0]])
+    found = guide.advise(guide.start(PREFIXES), CANDIDATES, beta).shift
+    for row, (rude, nice, free) in enumerate(beta.tolist()):
+        alone = RewardGuide(model, {"rude": rude, "nice": nice}) + RewardGuide(model, {"nice": free}, clamp=False)
+        expected = alone.advise(alone.start(PREFIXES), CANDIDATES).shift[row]
+        torch.testing.assert_close(found[row], expected)
 
 
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_one_forward_per_step_whatever_k(kind: str, lm_folders: dict[str, Path]) -> None:
     model = make_reward(kind, lm_folders["gpt2"])
     guide = RewardGuide(model, {"nice": 1.0})
-    guide.shift(guide.start(PREFIXES), CANDIDATES)  # past the first use, which tries what the backbone can do
+    guide.advise(guide.start(PREFIXES), CANDIDATES)  # past the first use, which tries what the backbone can do
     read = []
     model.backbone.register_forward_pre_hook(
         lambda _, __, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     state = guide.start(PREFIXES)
     for candidates in (CANDIDATES, torch.arange(VOCAB).expand(2, -1)):
-        guide.shift(state, candidates)
+        state = guide.advise(state, candidates).state
         state = guide.advance(state, candidates[:, 1])
     prompt = PREFIXES.shape[1] + 1  # and the BOS
     assert read == (
@@ -93,15 +103,15 @@ def test_unknown_attributes_are_named(lm_folders: dict[str, Path]) -> None:
     model = make_reward("q", lm_folders["gpt2"])
     with pytest.raises(UnknownAttributeError, match="'toxicity'.*nice, rude"):
         RewardGuide(model, {"toxicity": 1.0})
-    for weights in ({}, {"nice": float("nan")}):
-        with pytest.raises(OptionError, match="weights"):
-            RewardGuide(model, weights)
+    for beta in ({}, {"nice": float("nan")}):
+        with pytest.raises(OptionError, match="beta"):
+            RewardGuide(model, beta)
 
 
 def test_a_text_too_long_for_the_reward_model(lm_folders: dict[str, Path]) -> None:
     guide = RewardGuide(make_reward("q", lm_folders["gpt2"]), {"nice": 1.0})
     guide.check_length(63)
-    with pytest.raises(ContextLengthError, match="64 tokens.*63"):
+    with pytest.raises(ContextLengthError, match="64 tokens and the 1 before them.*64 positions"):
         (guide + guide).check_length(64)
 
 
@@ -141,7 +151,8 @@ def test_each_attribute_is_clamped_to_its_own_range(kind: str, lm_folders: dict[
     guide = RewardGuide(model, {"rude": -3, "nice": 2.5})
     state = guide.start(PREFIXES)
     expected = rewards_by_hand(model, clamp=True) @ torch.tensor([2.5, -3.0], dtype=torch.float64)
-    torch.testing.assert_close(guide.shift(state, CANDIDATES), expected)
+    advice = guide.advise(state, CANDIDATES)
+    torch.testing.assert_close(advice.shift, expected)
     clipped = rewards_by_hand(model, clamp=False)[..., 0].abs() > 0.1
     assert clipped.any()
-    assert torch.equal(guide.clipped(state), clipped)
+    assert torch.equal(advice.clipped, clipped)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from baselines import make_guide as make_rival
+from baselines import make_guide as make_baseline
 from families import BOS, VOCAB, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radq.decoding.steering import Steering, propose
+from radq.decoding.steering import Steering, Strengths, propose
 from radq.errors import DataError, OptionError, UnknownAttributeError
 from radq.guides import Guide, RewardGuide
 from radq.guides.meter import Meter
@@ -24,10 +24,10 @@ NOTHING: Any = ()
 
 def make_guide(kind: str, folder: Path) -> Guide:
     if kind == "sum":
-        return make_guide("q", folder) + make_guide("v", folder) + make_rival("gedi", filter_p=0.4)
+        return make_guide("q", folder) + make_guide("v", folder) + make_baseline("gedi", filter_p=0.4)
     if kind in ("q", "v"):
         return RewardGuide(make_reward(kind, folder), {"nice": 4.0, "rude": -6.0})
-    return make_rival(kind, filter_p=0.4) if kind == "gedi" else make_rival(kind)
+    return make_baseline(kind, filter_p=0.4) if kind == "gedi" else make_baseline(kind)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,11 @@ def base_logits(text: list[int]) -> Tensor:
     return logits.masked_fill(torch.rand(VOCAB, generator=generator) < 0.2, -torch.inf)
 
 
-def alone(guide: Guide, text: list[int], steering: Steering) -> Tensor:
+def alone(guide: Guide, text: list[int], guidance: Guidance) -> Tensor:
     """The guided logits of one text, read from scratch, times the temperature."""
-    proposal = propose(base_logits(text)[None], guide, guide.start(torch.tensor([text])), steering)
+    steering = guidance.steering
+    strengths = Strengths.stack([steering], [guidance.beta], VOCAB, "cpu")
+    proposal = propose(base_logits(text)[None], guide, guide.start(torch.tensor([text])), strengths)
     scaled = proposal.logits * (steering.temperature or 1.0)
     return torch.full((1, VOCAB), -torch.inf).scatter(1, proposal.candidates, scaled)[0]
 
@@ -61,7 +63,7 @@ def check(steerer: Steerer, slots: Slots, texts: dict[int, list[int]], guides: d
             assert torch.equal(logits[row], base[row])
         else:
             assert request.text == texts[row]
-            expected = alone(guides[request.guidance.guide], texts[row], request.guidance.steering)
+            expected = alone(guides[request.guidance.guide], texts[row], request.guidance)
             torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
             assert logits[row][base[row].isneginf()].isneginf().all()  # what the base forbids stays forbidden
 
@@ -72,8 +74,8 @@ STEERINGS = [Steering(5), Steering(None, temperature=0.5), Steering(8, 0.7, 0), 
 class Engine:
     """A host that shuffles its rows as vLLM does, at random."""
 
-    def __init__(self, seed: int, kinds: list[str]):
-        self.rng, self.kinds, self.slots = random.Random(seed), kinds, Slots()
+    def __init__(self, seed: int, kinds: list[str], guides: dict[str, Guide]):
+        self.rng, self.kinds, self.guides, self.slots = random.Random(seed), kinds, guides, Slots()
         self.lists: dict[int, tuple[list[int], list[int]]] = {}  # prompt and output of each row
         self.params: dict[int, Guidance | None] = {}
 
@@ -90,7 +92,7 @@ class Engine:
         added = []
         for row in rows:
             kind = self.rng.choice([*self.kinds, None])
-            self.params[row] = kind and Guidance(kind, (), self.rng.choice(STEERINGS))
+            self.params[row] = kind and self._guidance(kind)
             self.lists[row] = (prompt, [])
             added.append((row, self._request(row)))
         self.slots.update(NOTHING, added, NOTHING)
@@ -119,6 +121,11 @@ class Engine:
         for table in (self.lists, self.params):
             table[a], table[b] = table[b], table[a]  # pyright: ignore
 
+    def _guidance(self, kind: str) -> Guidance:
+        """Every request has strengths of its own."""
+        beta = tuple(self.rng.choice([-3.0, 0.0, 0.5, 2.0]) for _ in self.guides[kind].beta)
+        return Guidance(kind, beta, self.rng.choice(STEERINGS))
+
     def _request(self, row: int) -> Request | None:
         guidance = self.params[row]
         return None if guidance is None else Request(guidance, *self.lists[row])
@@ -127,7 +134,7 @@ class Engine:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), kinds=st.sampled_from([[kind] for kind in KINDS] + [["q", "v"]]))
 def test_every_row_is_steered_by_its_own_text(seed: int, kinds: list[str], guides: dict[str, Guide]) -> None:
-    engine, steerer = Engine(seed, kinds), Steerer(lambda name, _: guides[name])
+    engine, steerer = Engine(seed, kinds, guides), Steerer(guides)
     rng = engine.rng
     engine.come([0, 1, 2], [5, 9])
     for _ in range(10):
@@ -150,10 +157,11 @@ def test_every_row_is_steered_by_its_own_text(seed: int, kinds: list[str], guide
 
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_a_batch_is_one_forward_and_equal_prompts_are_read_once(kind: str, guides: dict[str, Guide]) -> None:
-    guidance = Guidance(kind, (), Steering(5))
-    requests = {row: Request(guidance, [5, 9, 3] if row < 3 else [7, 8], []) for row in range(4)}
+    """Whatever their strengths, temperatures and numbers of candidates are."""
+    guidances = [Guidance(kind, (row,) * 2, Steering(5 + row, temperature=row / 2)) for row in range(4)]
+    requests = {row: Request(guidances[row], [5, 9, 3] if row < 3 else [7, 8], []) for row in range(4)}
     with Meter(guides[kind]) as meter:
-        steerer = Steerer(lambda *_: meter)
+        steerer = Steerer({kind: meter})
         steerer.steer(torch.randn(4, VOCAB), requests)
         assert meter.prompts.calls == 1
         bos = 1
@@ -170,8 +178,8 @@ def test_a_batch_is_one_forward_and_equal_prompts_are_read_once(kind: str, guide
 def test_a_text_that_left_makes_room(lm_folders: dict[str, Path]) -> None:
     """The positions of a long text that has gone do not count against those that stay."""
     guide = make_guide("q", lm_folders["gpt2"])
-    long, short = (Request(Guidance("q", (), Steering(5)), [5] * n, []) for n in (61, 2))
-    steerer = Steerer(lambda *_: guide)
+    long, short = (Request(Guidance("q", guide.beta, Steering(5)), [5] * n, []) for n in (63, 2))
+    steerer = Steerer({"q": guide})
     steerer.steer(torch.randn(2, VOCAB), {0: long, 1: short})
     for _ in range(10):
         short.output.append(7)
@@ -180,7 +188,7 @@ def test_a_text_that_left_makes_room(lm_folders: dict[str, Path]) -> None:
 
 def test_more_candidates_than_tokens_are_all_of_them(guides: dict[str, Guide]) -> None:
     logits = torch.randn(1, VOCAB)
-    Steerer(lambda *_: guides["q"]).steer(logits, {0: Request(Guidance("q", (), Steering(1000)), [5], [])})
+    Steerer(guides).steer(logits, {0: Request(Guidance("q", guides["q"].beta, Steering(1000)), [5], [])})
     assert logits.isfinite().all()
 
 
@@ -239,16 +247,19 @@ def test_arguments_become_a_guidance() -> None:
         ({"radq_guide": ["toxicity"]}, "there is no guide"),
         ({"radq_beta": 3}, "there is no guide None"),
         ({"radq_guide": "toxicity", "radq_gide": 1}, "no argument 'radq_gide'. hint: there are radq_guide"),
-        ({"radq_guide": "toxicity", "radq_beta": "high"}, "radq_beta is 'high'. hint: give 'toxicity' one number"),
+        (
+            {"radq_guide": "toxicity", "radq_beta": "high"},
+            "radq_beta must be one number for each of toxicity, got 'high'",
+        ),
         ({"radq_guide": "toxicity", "radq_beta": [1, 2]}, "each of toxicity"),
         ({"radq_guide": "both", "radq_beta": 1}, "each of toxicity, insult, praise"),
-        ({"radq_guide": "toxicity", "radq_beta": float("nan")}, "radq_beta is nan"),
-        ({"radq_guide": "toxicity", "radq_beta": True}, "radq_beta is True"),
-        ({"radq_guide": "toxicity", "radq_top_k": 1.5}, "radq_top_k is 1.5"),
-        ({"radq_guide": "toxicity", "radq_top_k": -1}, "radq_top_k is -1"),
-        ({"radq_guide": "toxicity", "radq_top_p": 0}, "top_p is 0"),
-        ({"radq_guide": "toxicity", "radq_top_p": "0.9"}, "radq_top_p is '0.9'"),
-        ({"radq_guide": "toxicity", "radq_kl_budget": -1}, "kl_budget is -1"),
+        ({"radq_guide": "toxicity", "radq_beta": float("nan")}, "got nan"),
+        ({"radq_guide": "toxicity", "radq_beta": True}, "got True"),
+        ({"radq_guide": "toxicity", "radq_top_k": 1.5}, "got 1.5"),
+        ({"radq_guide": "toxicity", "radq_top_k": -1}, "got -1"),
+        ({"radq_guide": "toxicity", "radq_top_p": 0}, "got 0"),
+        ({"radq_guide": "toxicity", "radq_top_p": "0.9"}, "got '0.9'"),
+        ({"radq_guide": "toxicity", "radq_kl_budget": -1}, "got -1"),
     ],
 )
 def test_what_a_client_gets_wrong_is_named(arguments: dict[str, Any], message: str) -> None:
@@ -273,12 +284,11 @@ def test_a_registry_is_read_from_yaml(tmp_path: Path) -> None:
 def test_registered_guides_share_models_and_take_other_numbers(lm_folders: dict[str, Path], tmp_path: Path) -> None:
     make_reward("q", lm_folders["gpt2"]).save_pretrained(tmp_path / "q")
     registry = Registry({"one": f"{tmp_path / 'q'}:nice=1", "two": [f"{tmp_path / 'q'}:rude=2,nice=3"] * 2})
-    make = registry.load()
-    one, two = make("one"), make("two", (4, 5, 6, 7))
+    guides = registry.load()
+    one, two = guides["one"], guides["two"]
     assert isinstance(one, RewardGuide)
-    assert one.weights == {"nice": 1.0}
-    weights = [part.weights for part in two.guides]  # pyright: ignore
-    assert weights == [{"rude": 4, "nice": 5}, {"rude": 6, "nice": 7}]
+    assert (one.attributes, one.beta, two.beta) == (("nice",), (1.0,), (2.0, 3.0, 2.0, 3.0))
+    assert registry.guidance({"radq_guide": "two", "radq_beta": [4, 5, 6, 7]}, 1.0).beta == (4, 5, 6, 7)
     assert {id(part.model) for part in two.guides} == {id(one.model)}  # pyright: ignore
     with pytest.raises(UnknownAttributeError):
-        Registry({"wrong": f"{tmp_path / 'q'}:nicer=1"}).load()("wrong")
+        Registry({"wrong": f"{tmp_path / 'q'}:nicer=1"}).load()

@@ -1,4 +1,4 @@
-"""The transformers host: right under every way of decoding that shows a processor its texts in its own order."""
+"""The transformers host: right under every update of decoding that shows a processor its texts in its own order."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LogitsProcessor, PreT
 from radq.decoding.generate import generate
 from radq.errors import OptionError, RewardValueError, VocabularyError
 from radq.guides import RewardGuide
-from radq.hosts.transformers import GuidedLogitsProcessor, _find_way
+from radq.hosts.transformers import GuidedLogitsProcessor, _plan_update
 from radq.models.reward import RewardModel
 
 TOKENIZER = make_number_tokenizer()
@@ -189,13 +189,13 @@ def test_beams_are_found_without_comparing_all_with_all() -> None:
     chosen = torch.randint(256, (256,))
     texts = torch.cat([known[chosen], torch.randint(3, VOCAB, (256, 1))], dim=1)
     with LargestTensor() as peak:
-        way = _find_way(known, texts, VOCAB)
-    assert way is not None
-    assert way.rows is not None
-    assert torch.equal(known[way.rows], texts[:, :600])
-    assert way.rewind == 0
-    assert way.tokens is not None
-    assert torch.equal(way.tokens, texts[:, 600])
+        update = _plan_update(known, texts, VOCAB)
+    assert update is not None
+    assert update.rows is not None
+    assert torch.equal(known[update.rows], texts[:, :600])
+    assert update.rewind == 0
+    assert update.tokens is not None
+    assert torch.equal(update.tokens, texts[:, 600])
     assert peak.bytes <= 8 * 2 * known.numel()
 
 
@@ -253,7 +253,7 @@ def test_mistakes_are_named(lm_folders: dict[str, Path]) -> None:
         GuidedLogitsProcessor(guide)(ids, torch.zeros(1, 50))
     with pytest.raises(OptionError, match=r"\(1, 5\).*\(1, 2\)"):
         GuidedLogitsProcessor(guide, torch.ones(1, 5, dtype=torch.long))(ids, torch.zeros(1, VOCAB))
-    with pytest.raises(OptionError, match="top_k is 38"):
+    with pytest.raises(OptionError, match="top_k must be at most 37"):
         GuidedLogitsProcessor(guide, top_k=38)(ids, torch.zeros(1, VOCAB))
     with torch.no_grad():
         model.head.weight[0] = float("nan")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.models.loading import load_causal_lm, load_config, quiet
-from radq.models.reward import RadQ, RadV, RewardConfig, RewardModel
+from radq.models.reward import RadQ, RadV, RewardModel, RewardModelConfig
 from radq.models.vocabulary import read_vocabulary
 from radq.training.losses import baseline_loss, squared_loss
 
@@ -83,23 +83,24 @@ def test_states_advance_select_and_rewind_as_if_read_anew(kind: str, lm_folders:
     ids, mask = padded(TEXTS, "left")
     candidates = torch.tensor([[4, 9, 13]] * 3)
 
-    def check(state: Any, texts: list[list[int]]) -> None:
+    def check(state: Any, texts: list[list[int]]) -> Any:
         expected = torch.stack([torch.stack([oracle.reward(model, text, v) for v in (4, 9, 13)]) for text in texts])
-        torch.testing.assert_close(model.score(state, candidates[:1].expand(len(texts), -1)), expected)
+        rewards, state = model.score(state, candidates[:1].expand(len(texts), -1))
+        torch.testing.assert_close(rewards, expected)
+        return state
 
-    state = model.read(ids, mask)
-    check(state, TEXTS)
+    state = check(model.read(ids, mask), TEXTS)
     scored = model.advance(state, torch.tensor([9, 13, 4]))  # all of them candidates
     longer = [[*text, token] for text, token in zip(TEXTS, (9, 13, 4), strict=True)]
-    check(scored, longer)
+    scored = check(scored, longer)
     unscored = model.advance(state, torch.tensor([20, 13, 4]))  # one of them not
     check(unscored, [[*TEXTS[0], 20], *longer[1:]])
     check(scored.select(torch.tensor([0, 0, 1, 1, 2, 2])), [text for text in longer for _ in range(2)])
     check(scored.select(torch.tensor([1, 1, 0])), [longer[1], longer[1], longer[0]])
     selected = scored.select(torch.tensor([2, 0]))  # keeps what was scored, so that it can advance for free
     check(model.advance(selected, torch.tensor([4, 9])), [[*longer[2], 4], [*longer[0], 9]])
-    check(model.rewind(scored, 1), TEXTS)
-    check(model.rewind(model.advance(scored, torch.tensor([7, 7, 7])), 2), TEXTS)
+    check(scored.rewind(1), TEXTS)
+    check(model.advance(scored, torch.tensor([7, 7, 7])).rewind(2), TEXTS)
     check(scored, longer)  # all of which left it as it was
 
 
@@ -314,7 +315,7 @@ import sys
 {imports}
 from transformers import AutoConfig
 config = AutoConfig.from_pretrained({folder!r})
-assert type(config).__name__ == "RewardConfig", config
+assert type(config).__name__ == "RewardModelConfig", config
 from transformers import AutoModel, AutoTokenizer
 model = AutoModel.from_pretrained({folder!r})
 assert type(model).__name__ == "RadV", model
@@ -480,9 +481,9 @@ def test_response_ranges_are_one_pair_or_one_for_each_attribute(lm_folders: dict
     model = make_reward("q", lm_folders["gpt2"], response_range=each)
     model.save_pretrained(tmp_path / "each")
     assert RewardModel.from_pretrained(tmp_path / "each").config.response_range == [[0.0, 1.0], [-2.0, 2.0]]
-    same = RewardConfig(attributes=["a", "b"], response_range=[(0, 5), (0, 5)])
+    same = RewardModelConfig(attributes=["a", "b"], response_range=[(0, 5), (0, 5)])
     assert same.response_range == [0.0, 5.0]  # as folders of one range have it
     assert same.attribute_ranges == [(0.0, 5.0), (0.0, 5.0)]
     for wrong in ([(0, 1)], (0, 1, 2), [(0, 1), (2, 1)], (1, 0), ()):
         with pytest.raises(OptionError, match="response_range is"):
-            RewardConfig(attributes=["a", "b"], response_range=wrong)
+            RewardModelConfig(attributes=["a", "b"], response_range=wrong)

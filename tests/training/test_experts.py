@@ -150,10 +150,10 @@ def test_the_folders_are_plain_language_models(method: str, settings: ExpertTrai
         assert len(gedi["codes"]) == 2
         assert gedi["scale"] != 1.0  # learnt
         guide = GeDiGuide.from_pretrained(folders[0], omega=5.0, filter_p=0.5)
-        assert (guide.scale, guide.omega, guide.filter_p) == (gedi["scale"], 5.0, 0.5)
+        assert (guide.scale, guide.beta[0], guide.filter_p) == (gedi["scale"], 5.0, 0.5)
     else:
         guide = DExpertsGuide.from_pretrained(settings.out, alpha=1.5)
-        assert guide.alpha == 1.5
+        assert guide.beta[0] == 1.5
         assert guide.expert.vocabulary.fingerprint
 
 
@@ -291,7 +291,7 @@ def test_guides_of_all_kinds_are_loaded_and_added(settings: ExpertTrainingConfig
     RadQ.from_backbone(settings.backbone, attributes=["praise"]).save_pretrained(tmp_path / "reward")
     total = load_guides([f"{settings.out}:alpha=2", f"{tmp_path / 'reward'}:praise=3"])
     assert total is not None
-    assert len(total.experts) == 3
+    assert len(total.readers) == 3
     assert load_guides([]) is None
     with pytest.raises(OptionError, match="no option 'beta'.*alpha"):
         load_guide(f"{settings.out}:beta=2")

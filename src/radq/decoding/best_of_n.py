@@ -17,6 +17,7 @@ from radq.guides import RewardGuide
 from radq.models.kv_cache import leave_out_unknown
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reward import RewardModel
+from radq.numerics import pad_left
 
 
 def best_of_n(
@@ -24,7 +25,7 @@ def best_of_n(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     model: RewardModel,
-    weights: Mapping[str, float],
+    beta: Mapping[str, float],
     n: int,
     top_k: int | None = 20,
     top_p: float | None = None,
@@ -44,8 +45,8 @@ def best_of_n(
     than `batch_size` texts are drawn, or scored, at once. Other options are those of `generate`.
     """
     if n < 1:
-        raise OptionError(f"n is {n}.", "give 1 or more.")
-    guide = RewardGuide(model, weights)
+        raise OptionError(f"n must be at least 1, got {n}.", "give a larger n.")
+    guide = RewardGuide(model, beta)
     encoded = encode_prompts(lm, tokenizer, prompts, max_new_tokens)
     guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
     guide.check_length(max(map(len, encoded)) + max_new_tokens)
@@ -57,27 +58,25 @@ def best_of_n(
         encoded[row // (n * num_samples)] + generation.token_ids[: generation.num_text_tokens]
         for row, generation in enumerate(drawn)
     ]
-    scores = score_texts(model, weights, texts, batch_size)
+    scores = score_texts(model, beta, texts, batch_size)
     best = scores.view(-1, n).numpy().argmax(1)  # the first of equals
     return [drawn[group * n + index] for group, index in enumerate(best)]
 
 
 @torch.no_grad()
 def score_texts(
-    model: RewardModel, weights: Mapping[str, float], texts: Sequence[Sequence[int]], batch_size: int = 64
+    model: RewardModel, beta: Mapping[str, float], texts: Sequence[Sequence[int]], batch_size: int = 64
 ) -> Float[Tensor, " texts"]:
     """Σ_a β_a r̂_a at the last token of each text. Tokens that the reward model does not know are left out."""
-    columns = [model.config.attributes.index(name) for name in weights]
-    beta = torch.tensor(list(weights.values()), dtype=torch.float64)
+    columns = [model.config.attributes.index(name) for name in beta]
+    strengths = torch.tensor(list(beta.values()), dtype=torch.float64)
     scores = []
     for first in range(0, len(texts), batch_size):
-        some = texts[first : first + batch_size]
-        longest = max(map(len, some))
-        tokens = torch.tensor([[0] * (longest - len(text)) + list(text) for text in some], device=model.device)
-        mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in some], device=model.device)
-        tokens, mask = leave_out_unknown(tokens, mask, model.num_known)
-        rewards = model.token_rewards(tokens, mask)  # (texts, t, a)
-        last = (mask * torch.arange(longest, device=model.device)).argmax(1)
-        at_last = rewards[torch.arange(len(some), device=model.device), last]
-        scores.append(at_last[:, columns].double().cpu() @ beta)
+        padded = pad_left(texts[first : first + batch_size], device=model.device)
+        input_ids, attention_mask = leave_out_unknown(*padded, model.num_known)
+        rewards = model.token_rewards(input_ids, attention_mask)  # (texts, t, a)
+        places = torch.arange(input_ids.shape[1], device=model.device)
+        last = (attention_mask * places).argmax(1)
+        at_last = rewards[torch.arange(len(rewards), device=model.device), last]
+        scores.append(at_last[:, columns].double().cpu() @ strengths)
     return torch.cat(scores)

@@ -6,7 +6,6 @@ Axes: b rows, k candidates, v vocabulary.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.steering import DEFAULT_STEERING, Proposal, Steering, propose, sample
+from radq.decoding.steering import DEFAULT_STEERING, Proposal, Steering, Strengths, check_width, choose, propose
 from radq.errors import ContextLengthError, OptionError
 from radq.guides import Guide
-from radq.models import kv_cache
 from radq.models.loading import Wrappable, evaluating, max_positions, name_positions, num_logits
-from radq.models.vocabulary import find_bos, tokenise
-from radq.numerics import log_probabilities
+from radq.models.reading import Reader
+from radq.models.vocabulary import Vocabulary, find_bos, tokenise
+from radq.numerics import log_probabilities, pad_left
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def generate(
 
 
 class _Record:
-    """What streams by, row by row: arrays that are filled a step at a time."""
+    """The numbers of all texts, row by row, in arrays that are filled a step at a time."""
 
     def __init__(self, num_rows: int, max_new_tokens: int, stops: Sequence[int]):
         self.stops = list(stops)
@@ -117,7 +116,7 @@ class _Record:
         self.sums = np.zeros((num_rows, 3))  # over the tokens: kl, clipped, and nll without that of a stop token
 
     def add(self, step: Step) -> int:
-        """How many tokens are done with it; a row that stops is done with all it might have had."""
+        """Add a step; return how many tokens are done. A row that stops is done with all it might have had."""
         measures = torch.stack([step.shifts, step.proposal.kl, step.proposal.clipped, -step.log_probabilities], dim=1)
         rows, tokens, numbers = step.rows.cpu().numpy(), step.tokens.cpu().numpy(), measures.double().cpu().numpy()
         places, stops = self.lengths[rows], np.isin(tokens, self.stops)
@@ -156,19 +155,16 @@ def stream(
     batch_size: int = 64,
     first_prompt: int = 0,
 ) -> Iterator[Step]:
-    """What `generate` does, one `Step` at a time. Arguments are checked at the call, not at the first step."""
+    """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, not at the first step."""
     for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
         if value < 1:
-            raise OptionError(f"{name} is {value}.", "give 1 or more.")
+            raise OptionError(f"{name} must be at least 1, got {value}.", f"give a larger {name}.")
     encoded = encode_prompts(lm, tokenizer, prompts, max_new_tokens)
     vocab_size = num_logits(lm)
     if guide is not None:
         guide.check_vocabulary(vocab_size, tokenizer, lm.config.name_or_path or type(lm).__name__)
         guide.check_length(max(map(len, encoded)) + max_new_tokens)
-    if steering.top_k is not None and steering.top_k > vocab_size:
-        raise OptionError(
-            f"top_k is {steering.top_k}, but the vocabulary has {vocab_size} tokens.", f"give at most {vocab_size}."
-        )
+    check_width(steering.top_k, vocab_size)
     stops = torch.tensor(_stop_tokens(lm, tokenizer, stop_token_ids), dtype=torch.long, device=lm.device)
     uniforms = _uniforms(seed, first_prompt, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
 
@@ -195,46 +191,48 @@ def _decode(
     stops: Int[Tensor, " s"],
 ) -> Iterator[Step]:
     """Decode one batch; a row leaves it with its stop token."""
+    strengths = Strengths.repeat(steering, decoder.guide, decoder.base.last)
     for position in range(uniforms.shape[1]):
-        proposal = propose(decoder.logits, decoder.guide, decoder.state, steering)
-        greedy = steering.temperature == 0
-        choice = proposal.logits.argmax(-1) if greedy else sample(proposal.logits, uniforms[:, position])
+        proposal = decoder.propose(strengths)
+        choice = choose(proposal, strengths, uniforms[:, position])
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
-        yield Step(rows, proposal, choice, log_probabilities(decoder.logits, tokens))
+        yield Step(rows, proposal, choice, log_probabilities(decoder.base.last, tokens))
         running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
         if len(running) == 0 or position + 1 == uniforms.shape[1]:
             return
         if len(running) < len(rows):
             decoder.select(running)
             rows, tokens, uniforms = rows[running], tokens[running], uniforms[running]
+            strengths = strengths.select(running)
         decoder.advance(tokens)
 
 
 class _Decoder:
     """A base model and a guide that read the same batch of texts."""
 
-    @torch.no_grad()
     def __init__(self, lm: Wrappable, guide: Guide | None, prompts: list[list[int]]):
-        longest = max(map(len, prompts))
-        tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=lm.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=lm.device)
-        self.lm, self.guide = lm, guide
-        self.last_only: dict[str, Any] = {"logits_to_keep": 1} if kv_cache.accepts(lm, "logits_to_keep") else {}
-        output, self.prefix = kv_cache.start(lm, tokens, mask, **self.last_only)
-        self.logits = output.logits[:, -1]  # (b, v): of the base, for the next token
-        self.state = None if guide is None else guide.start(tokens, mask)
+        input_ids, attention_mask = pad_left(prompts, device=lm.device)
+        reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
+        self.base = reader.read(input_ids, attention_mask)  # its last output are the logits of the next token
+        self.guide = guide
+        self.state = None if guide is None else guide.start(input_ids, attention_mask)
+
+    @torch.no_grad()
+    def propose(self, strengths: Strengths) -> Proposal:
+        proposal = propose(self.base.last, self.guide, self.state, strengths)
+        self.state = proposal.state
+        return proposal
 
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, " b"]) -> None:
-        output, self.prefix = kv_cache.extend(self.lm, self.prefix, tokens[:, None], **self.last_only)
-        self.logits = output.logits[:, -1]
+        self.base = self.base.read(tokens)
         if self.guide is not None:
             self.state = self.guide.advance(self.state, tokens)
 
     def select(self, rows: Int[Tensor, " r"]) -> None:
-        self.prefix, self.logits = self.prefix.select(rows), self.logits[rows]
-        if self.guide is not None:
-            self.state = self.guide.select(self.state, rows)
+        self.base = self.base.select(rows)
+        if self.state is not None:
+            self.state = self.state.select(rows)
 
 
 def encode_prompts(
@@ -259,7 +257,7 @@ def encode_prompts(
 def decode_texts(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], continuations: list[list[int]]
 ) -> list[str]:
-    """What follows each prompt, so that prompt and text make the whole: some tokenizers lose a space at a beginning."""
+    """The text after each prompt, so that both together are the whole: some tokenizers drop a space at a beginning."""
     num_samples = len(continuations) // len(prompts)
     begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
     rows = [prompts[row // num_samples] + tokens for row, tokens in enumerate(continuations)]

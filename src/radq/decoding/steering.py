@@ -6,6 +6,7 @@ The candidates come from the base logits alone and T divides the base logits alo
 Axes: b rows, k candidates, v vocabulary.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,13 @@ from radq.errors import OptionError, RewardValueError
 from radq.guides import Guide
 from radq.numerics import at_least_float32
 
-KL_BISECTIONS = 30  # finds the scale of β to 1 part in 10⁹
+KL_BISECTIONS = 30  # finds the scale of the shift to 1 part in 10⁹
 COLDEST = 1e-5  # logits divided by less may leave the range of float32
 
 
 @dataclass(frozen=True)
 class Steering:
-    """How base logits and a guide's shift become the logits of the next token.
+    """The numbers by which base logits and a guide's shift become the logits of the next token.
 
     Args:
         top_k: candidates are the k most likely tokens of the base; None for the whole vocabulary.
@@ -39,26 +40,80 @@ class Steering:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
-            raise OptionError(f"top_k is {self.top_k}.", "give 1 or more, or None for the whole vocabulary.")
+            raise OptionError(f"top_k must be at least 1, got {self.top_k}.", "None takes the whole vocabulary.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p is {self.top_p}.", "give a probability above 0 and up to 1.")
+            raise OptionError(f"top_p must be above 0 and at most 1, got {self.top_p}.", "None sets no such limit.")
         if not 0 <= self.temperature < float("inf"):
-            raise OptionError(f"temperature is {self.temperature}.", "give 0 (greedy) or a positive number.")
+            raise OptionError(
+                f"temperature must be 0 or a positive number, got {self.temperature}.", "0 is greedy decoding."
+            )
         if self.kl_budget is not None and not self.kl_budget >= 0:
-            raise OptionError(f"kl_budget is {self.kl_budget}.", "give 0 or more nats per token.")
+            raise OptionError(
+                f"kl_budget must be 0 or more nats per token, got {self.kl_budget}.", "None sets no such limit."
+            )
 
 
 DEFAULT_STEERING = Steering()
 
 
 @dataclass(frozen=True)
+class Strengths:
+    """The numbers of a batch of requests, one row for each, so that every row may have its own."""
+
+    steerings: tuple[Steering, ...]
+    beta: Float[Tensor, "b s"]  # the guide's strengths
+    top_k: Int[Tensor, " b"]
+    top_p: Float[Tensor, " b"]  # infinite where there is no limit
+    temperature: Float[Tensor, " b"]
+    kl_budget: Float[Tensor, " b"]  # infinite where there is none
+
+    @classmethod
+    def stack(
+        cls, steerings: Sequence[Steering], beta: Sequence[Sequence[float]], vocab_size: int, device: torch.device | str
+    ) -> "Strengths":
+        """The numbers of each request, and of the guide it asks for."""
+
+        def column(values: Iterable[float | None], default: float) -> Tensor:
+            numbers = [default if value is None else value for value in values]
+            return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+        return cls(
+            steerings=tuple(steerings),
+            beta=torch.tensor(beta, dtype=torch.float64, device=device).view(len(steerings), -1),
+            top_k=column((steering.top_k for steering in steerings), vocab_size).long(),
+            top_p=column((steering.top_p for steering in steerings), torch.inf),
+            temperature=column((steering.temperature for steering in steerings), 1.0),
+            kl_budget=column((steering.kl_budget for steering in steerings), torch.inf),
+        )
+
+    @classmethod
+    def repeat(cls, steering: Steering, guide: Guide | None, logits: Float[Tensor, "b v"]) -> "Strengths":
+        """The same numbers for every row of a batch."""
+        beta = () if guide is None else guide.beta
+        return cls.stack([steering] * len(logits), [beta] * len(logits), logits.shape[1], logits.device)
+
+    def select(self, rows: Int[Tensor, " r"]) -> "Strengths":
+        return Strengths(
+            tuple(self.steerings[row] for row in rows.tolist()),
+            *(values[rows] for values in (self.beta, self.top_k, self.top_p, self.temperature, self.kl_budget)),
+        )
+
+    @property
+    def widest(self) -> int | None:
+        """The largest top_k of any row; None for the whole vocabulary."""
+        counts = [steering.top_k for steering in self.steerings]
+        return None if None in counts else max(count for count in counts if count is not None)
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """What the next token is drawn from."""
+    """The distribution that the next token is drawn from."""
 
     candidates: Int[Tensor, "b k"]
     base: Float[Tensor, "b k"]  # z_LM / T; −∞ where a row has fewer than k candidates
     shift: Float[Tensor, "b k"]  # the guide's, scaled to the KL budget; −∞ where it forbids a candidate
     clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
+    state: Any = None  # the guide's state to go on from
 
     @property
     def logits(self) -> Float[Tensor, "b k"]:
@@ -70,59 +125,70 @@ class Proposal:
 
 
 def choose_candidates(
-    logits: Float[Tensor, "b v"], top_k: int | None, top_p: float | None
+    logits: Float[Tensor, "b v"], strengths: Strengths
 ) -> tuple[Int[Tensor, "b k"], Float[Tensor, "b k"]]:
-    """Candidates and their logits, in float32 or better; −∞ fills the rows whose top-p set is smaller than others."""
-    v = logits.shape[-1]
-    if top_k is not None and top_k > v:
-        raise OptionError(f"top_k is {top_k}, but the vocabulary has {v} tokens.", f"give at most {v}.")
-    if top_p is None and top_k in (None, v):  # all of them: no need to sort
-        return torch.arange(v, device=logits.device).expand_as(logits), at_least_float32(logits)
-    values, candidates = logits.topk(top_k or v)  # of logits in half precision in half the time
+    """Candidates and their logits, in float32 or better; −∞ fills rows that have fewer candidates than others."""
+    v, widest = logits.shape[-1], strengths.widest
+    check_width(widest, v)
+    limited = any(steering.top_p is not None for steering in strengths.steerings)
+    if not limited and all(steering.top_k in (None, v) for steering in strengths.steerings):
+        return torch.arange(v, device=logits.device).expand_as(logits), at_least_float32(logits)  # no need to sort
+    values, candidates = logits.topk(widest or v)  # of logits in half precision in half the time
     values = at_least_float32(values)
-    if top_p is not None:
-        probabilities = values.softmax(-1)
-        outside = probabilities.cumsum(-1) - probabilities >= top_p  # those before it hold enough already
+    outside = torch.arange(values.shape[1], device=values.device) >= strengths.top_k[:, None]
+    if limited:
+        probabilities = values.masked_fill(outside, -torch.inf).softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # what more likely candidates hold
+        outside = outside | (before >= strengths.top_p[:, None])
         outside[:, 0] = False
-        widest = int((~outside).sum(-1).max())
-        values = values.masked_fill(outside, -torch.inf)[:, :widest]
-        candidates = candidates[:, :widest]
-    return candidates, values
+        width = int((~outside).sum(-1).max())
+        values, candidates, outside = values[:, :width], candidates[:, :width], outside[:, :width]
+    return candidates, values.masked_fill(outside, -torch.inf)
 
 
-def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, steering: Steering) -> Proposal:
-    """From the base's logits for the next token to the guided logits of its candidates."""
-    candidates, values = choose_candidates(logits, steering.top_k, steering.top_p)
-    base = divide(values, steering.temperature)
+def check_width(top_k: int | None, vocab_size: int) -> None:
+    """Raise if there are to be more candidates than tokens."""
+    if top_k is not None and top_k > vocab_size:
+        raise OptionError(
+            f"top_k must be at most {vocab_size}, the number of tokens, got {top_k}.", "give a smaller top_k."
+        )
+
+
+def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, strengths: Strengths) -> Proposal:
+    """Compute the guided logits of the candidates for the next token from the base's logits."""
+    candidates, values = choose_candidates(logits, strengths)
+    base = divide(values, strengths.temperature)
     none = torch.zeros_like(base[:, 0])
     if guide is None:
         return Proposal(candidates, base, torch.zeros_like(base), none)
-    shift = guide.shift(state, candidates).to(base.dtype)
+    advice = guide.advise(state, candidates, strengths.beta)
+    shift = advice.shift.to(base.dtype)
     _check_finite(candidates, shift)
-    barrier = _barrier(base, guide.allowed(state, candidates, base + shift))
-    if steering.kl_budget is not None:
-        barrier, scale = fit_budget(base, shift, barrier, steering.kl_budget)
+    barrier = _barrier(base, None if advice.allowed is None else advice.allowed(base + shift))
+    if any(steering.kl_budget is not None for steering in strengths.steerings):
+        barrier, scale = fit_budget(base, shift, barrier, strengths.kl_budget)
         shift = shift * scale[:, None]
     shift = shift + barrier
-    clipped = guide.clipped(state)
-    if clipped is None:
-        return Proposal(candidates, base, shift, none)
+    if advice.clipped is None:
+        return Proposal(candidates, base, shift, none, advice.state)
     possible = ~base.isneginf()
-    share = (clipped.to(base.device) & possible).sum(-1) / possible.sum(-1)
-    return Proposal(candidates, base, shift, share)
+    share = (advice.clipped.to(base.device) & possible).sum(-1) / possible.sum(-1)
+    return Proposal(candidates, base, shift, share, advice.state)
 
 
-def divide(values: Float[Tensor, "b k"], temperature: float) -> Float[Tensor, "b k"]:
-    """z_LM / T; z_LM itself for greedy decoding. Below `COLDEST`, where that might overflow, less the best of each row:
-    the probabilities are the same.
+def divide(values: Float[Tensor, "b k"], temperature: Float[Tensor, " b"]) -> Float[Tensor, "b k"]:
+    """z_LM / T; z_LM itself for greedy decoding.
+
+    Below `COLDEST`, where that might overflow, each row is first lowered by its best: the probabilities are the same.
     """
-    if 0 < temperature < COLDEST:
-        return (values - values.amax(-1, keepdim=True)) / max(temperature, torch.finfo(values.dtype).tiny)
-    return values / (temperature or 1.0)
+    t = torch.where(temperature == 0, 1.0, temperature).to(values.dtype)[:, None]
+    t = t.clamp(min=torch.finfo(values.dtype).tiny)
+    lowered = torch.where(t < COLDEST, values - values.amax(-1, keepdim=True), values)
+    return lowered / t
 
 
 def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"] | None) -> Float[Tensor, "b k"]:
-    """−∞ for the candidates that a guide forbids, 0 elsewhere and in rows where it would leave none."""
+    """A shift of −∞ for the candidates that a guide forbids; 0 elsewhere, and in rows where it would leave none."""
     barrier = torch.zeros_like(base)
     if allowed is None:
         return barrier
@@ -132,9 +198,9 @@ def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"] | None) ->
 
 
 def fit_budget(
-    base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], barrier: Float[Tensor, "b k"], budget: float
+    base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], barrier: Float[Tensor, "b k"], budget: Float[Tensor, " b"]
 ) -> tuple[Float[Tensor, "b k"], Float[Tensor, " b"]]:
-    """The barrier, without the rows where it alone would cost more than the budget, and the scale of the shift."""
+    """Lift the barrier in rows where it alone would cost more than the budget; also return the scale of the shift."""
     affordable = kl_divergence(base + barrier, base) <= budget
     barrier = torch.where(affordable[:, None], barrier, 0.0)
     return barrier, kl_scale(base, shift, budget, barrier)
@@ -143,7 +209,7 @@ def fit_budget(
 def kl_scale(
     base: Float[Tensor, "b k"],
     shift: Float[Tensor, "b k"],
-    budget: float,
+    budget: Float[Tensor, " b"],
     barrier: Float[Tensor, "b k"] | float = 0.0,
 ) -> Float[Tensor, " b"]:
     """The largest c in [0, 1] with KL(softmax(base + c·shift + barrier) ‖ softmax(base)) ≤ budget, for each row.
@@ -163,6 +229,16 @@ def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> F
     log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # small differences of sums
     terms = log_guided.exp() * (log_guided - log_base)
     return torch.where(base.isneginf() | guided.isneginf(), 0.0, terms).sum(-1).clamp(min=0).to(base.dtype)
+
+
+def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """The chosen candidate of each row: the best one in greedy rows, else the one that a number in [0, 1) draws."""
+    greedy = [steering.temperature == 0 for steering in strengths.steerings]
+    best = proposal.logits.argmax(-1)
+    if all(greedy):
+        return best
+    drawn = sample(proposal.logits, uniforms)
+    return torch.where(strengths.temperature == 0, best, drawn) if any(greedy) else drawn
 
 
 def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:

@@ -1,140 +1,161 @@
-"""Guides: what a host adds to the base model's logits, token by token. Guides add up: `guide_a + guide_b`.
+"""The protocol of guides. A guide says, token by token, what to add to the base model's logits.
 
-A guide holds no state of a generation. The host keeps what `start`, `advance`, `select`, `join` and `rewind` return,
-one state per batch of prefixes: nothing to reset, nothing left over from an earlier prompt.
+A guide holds no state of a generation. The host keeps the states that `start`, `advise` and `advance` return, one per
+batch of texts, and takes rows of them, joins them and rewinds them: nothing is reset, nothing is left over from an
+earlier prompt. Guides add up: `guide_a + guide_b`.
 
 A base model may have tokens that a guide does not know, such as those of a chat format. They stay candidates. A guide
 leaves them out of what it reads, and its shift of such a token is that of a token which changes nothing.
 
-Axes: b batch, t time, k candidates, a attributes.
+Axes: b batch, t time, k candidates, s strengths.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from radq.models.reading import Reader
+
+
+class State(Protocol):
+    """What a guide knows after a batch of texts. It is a value: all methods return a new one."""
+
+    def select(self, rows: Int[Tensor, " r"]) -> "State":
+        """The given rows, in that order and maybe several times: samples, beams, batches whose finished rows leave."""
+        ...
+
+    @staticmethod
+    def join(states: Sequence[Any]) -> Any:
+        """The rows of several states as one batch, in that order: requests that come while others run."""
+        ...
+
+    def rewind(self, n: int) -> "State":
+        """The state before the last n tokens of every row, all of them known to the guide."""
+        ...
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a guide says about the candidates for the next token."""
+
+    shift: Float[Tensor, "b k"]  # to be added to the candidates' base logits
+    state: Any  # the state to go on from: it may hold what was read of the candidates
+    clipped: Bool[Tensor, "b k"] | None = None  # which candidates had a reward clamped; None if the guide never clamps
+    # Given the candidates' logits with all shifts, which may be chosen; None if the guide forbids nothing.
+    allowed: Callable[[Float[Tensor, "b k"]], Bool[Tensor, "b k"]] | None = None
 
 
 class Guide(ABC):
-    """What a host sees. `State` is whatever the guide returns; only the guide looks inside."""
+    """Steers a base model. A guide implements `readers`, `start`, `advise` and `advance`."""
 
-    vocab_size: int  # tokens with smaller ids are known to the guide
+    beta: tuple[float, ...]  # the strengths that `advise` takes where it is given none
+
+    @property
+    @abstractmethod
+    def readers(self) -> Sequence[Reader]:
+        """The transformers that the guide runs."""
 
     @abstractmethod
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
         """The state after a batch of prompts."""
 
     @abstractmethod
-    def shift(self, state: Any, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """What to add to the candidates' base logits."""
+    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        """The guide's opinion on k candidates for the next token of each row.
+
+        Args:
+            beta: the strengths of each row, in the order of the guide's own `beta`, which they replace.
+        """
 
     @abstractmethod
     def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
         """The state after one more token per row."""
 
-    @abstractmethod
-    def select(self, state: Any, rows: Int[Tensor, " r"]) -> Any:
-        """The given rows, in that order and maybe several times: samples, beams, batches whose finished rows leave."""
-
-    @abstractmethod
-    def join(self, states: Sequence[Any]) -> Any:
-        """The rows of several states as one batch, in that order: requests that come while others run."""
-
-    @abstractmethod
-    def rewind(self, state: Any, n: int) -> Any:
-        """The state before the last n tokens of every row, all of them known to the guide."""
-
-    def clipped(self, state: Any) -> Bool[Tensor, "b k"] | None:
-        """Which of the candidates last scored had a reward clamped; None where the guide clamps nothing."""
-        return None
-
-    def allowed(
-        self, state: Any, candidates: Int[Tensor, "b k"], logits: Float[Tensor, "b k"]
-    ) -> Bool[Tensor, "b k"] | None:
-        """Which candidates may be chosen, given their logits with all shifts; None where the guide forbids nothing.
-
-        Where a row would be left with none, it keeps them all.
-        """
-        return None
+    def __add__(self, other: "Guide") -> "Guide":
+        return SumGuide(self, other)
 
     @property
-    def experts(self) -> list[nn.Module]:
-        """The transformers that the guide runs: what `radq.guides.meter` counts the calls of."""
-        return []
+    def vocab_size(self) -> int:
+        """Tokens with smaller ids are known to the guide."""
+        return min(reader.num_known for reader in self.readers)
 
     @property
     def special_tokens(self) -> set[int]:
         """Ids that mark beginnings, ends and padding, by which a host without a mask can tell that texts are padded."""
-        return set()
+        return {token for reader in self.readers for token in reader.special_tokens}
 
-    @abstractmethod
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         """Raise if the base model's token ids mean something else than the guide's."""
+        for reader in self.readers:
+            reader.check_vocabulary(base_size, tokenizer, base_name)
 
-    @abstractmethod
     def check_length(self, num_tokens: int) -> None:
         """Raise if the guide cannot follow a text of so many tokens."""
+        for reader in self.readers:
+            reader.check_length(num_tokens)
 
-    def __add__(self, other: "Guide") -> "Guide":
-        return SumGuide(self, other)
+    def beta_rows(self, beta: Float[Tensor, "b s"] | None, like: Float[Tensor, "b ..."]) -> Float[Tensor, "b s"]:
+        """The given strengths, or the guide's own for every row, in the precision and on the device of `like`."""
+        if beta is None:
+            return like.new_tensor(self.beta).expand(len(like), -1)
+        return beta.to(like)
+
+
+@dataclass(frozen=True)
+class States:
+    """Several states of the same texts."""
+
+    parts: tuple[Any, ...]
+
+    def select(self, rows: Int[Tensor, " r"]) -> "States":
+        return States(tuple(part.select(rows) for part in self.parts))
+
+    @staticmethod
+    def join(states: "Sequence[States]") -> "States":
+        columns = zip(*(state.parts for state in states), strict=True)
+        return States(tuple(parts[0].join(parts) for parts in columns))
+
+    def rewind(self, n: int) -> "States":
+        return States(tuple(part.rewind(n) for part in self.parts))
 
 
 @final
 class SumGuide(Guide):
-    """The sum of several guides; what `+` makes."""
+    """The sum of several guides, which `+` makes. Its strengths are those of its parts, one after the other."""
 
     def __init__(self, *guides: Guide):
         self.guides = [part for guide in guides for part in (guide.guides if isinstance(guide, SumGuide) else [guide])]
-        self.vocab_size = min(guide.vocab_size for guide in self.guides)
-
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> list[Any]:
-        return [guide.start(input_ids, attention_mask) for guide in self.guides]
-
-    def shift(self, state: list[Any], candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        return torch.stack([guide.shift(part, candidates) for guide, part in self._parts(state)]).sum(0)
-
-    def advance(self, state: list[Any], tokens: Int[Tensor, " b"]) -> list[Any]:
-        return [guide.advance(part, tokens) for guide, part in self._parts(state)]
-
-    def select(self, state: list[Any], rows: Int[Tensor, " r"]) -> list[Any]:
-        return [guide.select(part, rows) for guide, part in self._parts(state)]
-
-    def join(self, states: Sequence[list[Any]]) -> list[Any]:
-        return [guide.join(parts) for guide, *parts in zip(self.guides, *states, strict=True)]
-
-    def rewind(self, state: list[Any], n: int) -> list[Any]:
-        return [guide.rewind(part, n) for guide, part in self._parts(state)]
-
-    def clipped(self, state: list[Any]) -> Bool[Tensor, "b k"] | None:
-        known = [c for c in (guide.clipped(part) for guide, part in self._parts(state)) if c is not None]
-        return torch.stack([clipped.to(known[0].device) for clipped in known]).any(0) if known else None
-
-    def allowed(
-        self, state: list[Any], candidates: Int[Tensor, "b k"], logits: Float[Tensor, "b k"]
-    ) -> Bool[Tensor, "b k"] | None:
-        sets = (guide.allowed(part, candidates, logits) for guide, part in self._parts(state))
-        known = [allowed for allowed in sets if allowed is not None]
-        return torch.stack(known).all(0) if known else None
+        self.beta = tuple(beta for guide in self.guides for beta in guide.beta)
 
     @property
-    def experts(self) -> list[nn.Module]:
-        return [expert for guide in self.guides for expert in guide.experts]
+    def readers(self) -> list[Reader]:
+        return [reader for guide in self.guides for reader in guide.readers]
 
-    @property
-    def special_tokens(self) -> set[int]:
-        return {token for guide in self.guides for token in guide.special_tokens}
+    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> States:
+        return States(tuple(guide.start(input_ids, attention_mask) for guide in self.guides))
 
-    def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
-        for guide in self.guides:
-            guide.check_vocabulary(base_size, tokenizer, base_name)
+    def advise(self, state: States, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        sizes = [len(guide.beta) for guide in self.guides]
+        betas = [None] * len(sizes) if beta is None else beta.split(sizes, dim=1)
+        advices = [
+            guide.advise(part, candidates, own)
+            for guide, part, own in zip(self.guides, state.parts, betas, strict=True)
+        ]
+        clipped = [advice.clipped for advice in advices if advice.clipped is not None]
+        filters = [advice.allowed for advice in advices if advice.allowed is not None]
+        return Advice(
+            shift=torch.stack([advice.shift for advice in advices]).sum(0),
+            state=States(tuple(advice.state for advice in advices)),
+            clipped=torch.stack(clipped).any(0) if clipped else None,
+            allowed=(lambda logits: torch.stack([allowed(logits) for allowed in filters]).all(0)) if filters else None,
+        )
 
-    def check_length(self, num_tokens: int) -> None:
-        for guide in self.guides:
-            guide.check_length(num_tokens)
-
-    def _parts(self, state: list[Any]) -> Iterable[tuple[Guide, Any]]:
-        return zip(self.guides, state, strict=True)
+    def advance(self, state: States, tokens: Int[Tensor, " b"]) -> States:
+        parts = zip(self.guides, state.parts, strict=True)
+        return States(tuple(guide.advance(part, tokens) for guide, part in parts))

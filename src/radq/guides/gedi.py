@@ -3,43 +3,63 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, OptionError
-from radq.guides.base import Guide
-from radq.guides.expert import Expert, ExpertState, class_log_posterior
+from radq.guides.base import Advice, Guide
+from radq.guides.expert import Expert, candidate_logits, class_log_posterior, log_normaliser
+from radq.models.embedded import located
 from radq.models.loading import explained, find_tokenizer, load_causal_lm
+from radq.models.reading import Reader, Reading
 
 
 @dataclass(frozen=True)
 class GeDiState:
-    """Two runs over each text as one batch: the b rows of the wanted class, then those of the other."""
+    """A batch of b texts read twice: the rows of the first class, then those of the second."""
 
-    run: ExpertState
-    scores: Float[Tensor, "rows t"]  # log P of each token of the text; 0 at padding, BOS and control code
-    lengths: Int[Tensor, " b"]  # tokens of each text
+    reading: Reading
+    scores: Float[Tensor, "rows n"]  # log P of each token of the text; 0 at padding, BOS and control code
+    lengths: Int[Tensor, " b"]  # the number of tokens of each text
 
     def select(self, rows: Int[Tensor, " r"]) -> "GeDiState":
         rows = rows.to(self.lengths.device)
         both = torch.cat([rows, rows + len(self.lengths)])
-        return GeDiState(self.run.select(both), self.scores[both], self.lengths[rows])
+        return GeDiState(self.reading.select(both), self.scores[both], self.lengths[rows])
 
     @staticmethod
-    def join(states: "Sequence[GeDiState]", expert: Expert) -> "GeDiState":
-        classes = [
+    def join(states: "Sequence[GeDiState]") -> "GeDiState":
+        halves = [
             (state, c * len(state.lengths) + torch.arange(len(state.lengths))) for c in (0, 1) for state in states
         ]
-        run = expert.join([state.run.select(rows) for state, rows in classes])
-        n = run.prefix.tokens.shape[1]
-        scores = [F.pad(state.scores[rows], (n - state.scores.shape[1], 0)) for state, rows in classes]
-        return GeDiState(run, torch.cat(scores), torch.cat([state.lengths for state in states]))
+        reading = Reading.join([state.reading.select(rows) for state, rows in halves])
+        scores = [_fit_columns(state.scores[rows], reading.length) for state, rows in halves]
+        return GeDiState(reading, torch.cat(scores), torch.cat([state.lengths for state in states]))
+
+    def rewind(self, n: int) -> "GeDiState":
+        kept = self.scores.shape[1] - n
+        return GeDiState(self.reading.rewind(n), self.scores[:, :kept], self.lengths - n)
+
+    def log_probabilities(self, tokens: Int[Tensor, "rows k"]) -> Float[Tensor, "rows k"]:
+        """The log-probabilities of next tokens; 0 for unknown ones."""
+        return candidate_logits(self.reading, tokens) - self._log_normaliser
+
+    @cached_property
+    def _log_normaliser(self) -> Float[Tensor, "rows 1"]:
+        """It takes the whole vocabulary, and both the advice and the next step need it."""
+        return log_normaliser(self.reading)
+
+
+def _fit_columns(scores: Float[Tensor, "rows n"], columns: int) -> Float[Tensor, "rows columns"]:
+    """Add padding on the left, or take it away there."""
+    return F.pad(scores, (columns - scores.shape[1], 0))
 
 
 @final
@@ -82,20 +102,17 @@ class GeDiGuide(Guide):
             tokenizer: the language model's own, to compare vocabularies token by token and not by size alone.
         """
         if not math.isfinite(omega):
-            raise OptionError(f"omega is {omega}.", "give a finite number.")
+            raise OptionError(f"omega must be a finite number, got {omega}.", "give another omega.")
         for name, value in {"filter_p": filter_p, "target_p": target_p}.items():
             if not 0 <= value <= 1:
-                raise OptionError(f"{name} is {value}.", "give a probability from 0 to 1.")
+                raise OptionError(f"{name} must be a probability from 0 to 1, got {value}.", f"give another {name}.")
         if not 0 < prior < 1:
-            raise OptionError(f"prior is {prior}.", "give a probability between 0 and 1.")
+            raise OptionError(f"prior must be above 0 and below 1, got {prior}.", "give another prior.")
         if list(codes[0]) == list(codes[1]):
             raise OptionError(f"both control codes are {list(codes[0])}.", "give each class its own.")
-        self.expert = Expert(lm, tokenizer)
-        wanted, other = (1, 0) if omega < 0 else (0, 1)
-        priors = (math.log(prior), math.log1p(-prior))
-        self._codes, self._log_prior = (codes[wanted], codes[other]), (priors[wanted], priors[other])
-        self.omega, self.filter_p, self.target_p, self.scale = omega, filter_p, target_p, scale
-        self.vocab_size = self.expert.vocab_size
+        self.expert = Expert(lm, tokenizer, codes)
+        self._log_prior = (math.log(prior), math.log1p(-prior))
+        self.beta, self.filter_p, self.target_p, self.scale = (omega,), filter_p, target_p, scale
 
     @classmethod
     def from_pretrained(
@@ -106,69 +123,51 @@ class GeDiGuide(Guide):
         dtype: torch.dtype | str = "auto",
         **options: Any,
     ) -> "GeDiGuide":
-        """A folder that `radq train-experts --method gedi` has written; its config.json holds codes and scale."""
+        """Load a folder that `radq train-experts --method gedi` has written; config.json holds codes and scale."""
         return cls(omega=omega, **load_gedi(folder, device, dtype), **options)
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> GeDiState:
-        run, scores = self.expert.read_scored(input_ids, attention_mask, self._codes)
-        heads = [1 + len(code) for code in self._codes for _ in range(len(input_ids))]
-        lengths = run.prefix.mask.sum(1) - scores.new_tensor(heads).long()  # (2b,)
-        columns = torch.arange(scores.shape[1], 0, -1, device=scores.device)  # how far from the end
-        return GeDiState(run, scores * (columns <= lengths[:, None]), lengths[: len(input_ids)])
+    @property
+    def readers(self) -> list[Reader]:
+        return [self.expert.reader]
 
-    def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        """log P(c | x, v); of a token v that the model does not know log P(c | x)."""
+    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> GeDiState:
+        reading, scores = self.expert.read_scored(input_ids, attention_mask)
+        heads = [1 + len(code) for code in self.expert.codes for _ in range(len(input_ids))]
+        lengths = reading.prefix.mask.sum(1) - scores.new_tensor(heads).long()  # (2b,)
+        columns = torch.arange(scores.shape[1], 0, -1, device=scores.device)  # how far from the end
+        return GeDiState(reading, scores * (columns <= lengths[:, None]), lengths[: len(input_ids)])
+
+    def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
+        """log P(c | x, v) of both classes; of a token v that the model does not know log P(c | x)."""
         candidates = candidates.to(state.scores.device)
-        both = state.run.log_probabilities(candidates.repeat(2, 1)) + state.scores.sum(1, keepdim=True)  # (2b, k)
+        both = state.log_probabilities(candidates.repeat(2, 1)) + state.scores.sum(1, keepdim=True)  # (2b, k)
         sums = both.view(2, *candidates.shape)
         lengths = state.lengths[:, None] + (candidates < self.vocab_size).long()  # (b, k)
-        return class_log_posterior(sums, lengths.clamp(min=1), self.scale, self._log_prior)[0]
+        return class_log_posterior(sums, lengths.clamp(min=1), self.scale, self._log_prior)
 
-    def shift(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
-        return (abs(self.omega) * self.log_posterior(state, candidates)).to(candidates.device)
+    def advise(
+        self, state: GeDiState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
+    ) -> Advice:
+        first, second = self.log_posterior(state, candidates).to(candidates.device)
+        omega = self.beta_rows(beta, first)  # (b, 1)
+        wanted = torch.where(omega < 0, second, first)
 
-    def allowed(
-        self, state: GeDiState, candidates: Int[Tensor, "b k"], logits: Float[Tensor, "b k"]
-    ) -> Bool[Tensor, "b k"] | None:
-        if self.omega == 0 or self.filter_p == 0:
-            return None
-        return filter_candidates(
-            self.log_posterior(state, candidates).to(logits.device), logits, self.filter_p, self.target_p
-        )
+        def allowed(logits: Float[Tensor, "b k"]) -> Bool[Tensor, "b k"]:
+            kept = filter_candidates(wanted.to(logits.device), logits, self.filter_p, self.target_p)
+            return kept | (omega == 0).to(logits.device)
+
+        return Advice(omega.abs() * wanted, state, allowed=allowed if self.filter_p else None)
 
     def advance(self, state: GeDiState, tokens: Int[Tensor, " b"]) -> GeDiState:
         both = tokens.to(state.scores.device).repeat(2)
-        held = both >= self.vocab_size
-        if bool(held.all()):
+        unknown = both >= self.vocab_size
+        if bool(unknown.all()):
             return state
-        longer = torch.cat([state.scores, state.run.log_probabilities(both[:, None])], dim=1)
-        scores = torch.where(held[:, None], F.pad(state.scores, (1, 0)), longer)  # as the prefix's columns move
-        lengths = state.lengths + (~held[: len(tokens)]).long()
-        return GeDiState(self.expert.advance(state.run, both), scores, lengths)
-
-    def select(self, state: GeDiState, rows: Int[Tensor, " r"]) -> GeDiState:
-        return state.select(rows)
-
-    def join(self, states: Sequence[GeDiState]) -> GeDiState:
-        return GeDiState.join(states, self.expert)
-
-    def rewind(self, state: GeDiState, n: int) -> GeDiState:
-        kept = state.scores.shape[1] - n
-        return GeDiState(self.expert.rewind(state.run, n), state.scores[:, :kept], state.lengths - n)
-
-    @property
-    def experts(self) -> list[nn.Module]:
-        return [self.expert.lm]
-
-    @property
-    def special_tokens(self) -> set[int]:
-        return self.expert.special_tokens
-
-    def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
-        self.expert.check_vocabulary(base_size, tokenizer, base_name)
-
-    def check_length(self, num_tokens: int) -> None:
-        self.expert.check_length(num_tokens, self._codes)
+        longer = torch.cat([state.scores, state.log_probabilities(both[:, None])], dim=1)
+        scores = torch.where(unknown[:, None], F.pad(state.scores, (1, 0)), longer)  # as the prefix's columns move
+        reading = state.reading.advance(both)
+        lengths = state.lengths + (~unknown[: len(tokens)]).long()
+        return GeDiState(reading, _fit_columns(scores, reading.length), lengths)
 
 
 def filter_candidates(
@@ -183,7 +182,7 @@ def filter_candidates(
 
 
 def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str = "auto") -> dict[str, Any]:
-    """What `GeDiGuide` needs beside ω and the filter."""
+    """The arguments of `GeDiGuide` other than ω, prior and filter."""
     stored = read_codes(folder)
     if stored is None:
         raise ModelError(f"{str(folder)!r} names no control codes.", "make it with `radq train-experts --method gedi`.")
@@ -193,7 +192,8 @@ def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str 
 
 
 def read_codes(folder: str | Path) -> dict[str, Any] | None:
-    """Control codes and scale that config.json of a GeDi records; None of another model."""
+    """Read the control codes and the scale from config.json; return None if the folder holds another model."""
+    folder = located(folder)
     with explained(folder, "a model configuration"):
         stored, _ = PreTrainedConfig.get_config_dict(folder)
     return stored.get("gedi")

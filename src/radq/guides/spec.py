@@ -1,8 +1,8 @@
-"""A guide written as text: `DIR:name=number,name=number`, on the command line and in the YAML of a sweep.
+"""A guide written as text: `DIR:name=number,name=number`, on the command line, in the YAML of a sweep and of a server.
 
-What the folder holds says what the names mean:
+The contents of the folder decide what the names mean:
 
-    a reward model                            weights of its attributes: DIR:toxicity=-50,insult=-20
+    a reward model                            β of its attributes: DIR:toxicity=-50,insult=-20
     the folders expert and anti of DExperts   DIR:alpha=2
     a language model with GeDi's codes        DIR:omega=30, and maybe filter_p, target_p, prior
 
@@ -10,22 +10,25 @@ What the folder holds says what the names mean:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from radq.errors import OptionError
+from radq.guides.base import Guide
+from radq.guides.dexperts import DExpertsGuide, holds_experts, load_experts
+from radq.guides.gedi import GeDiGuide, load_gedi, read_codes
+from radq.guides.reward import RewardGuide
+from radq.models.embedded import EMBEDDED
+from radq.models.reward import RewardModel
 
-if TYPE_CHECKING:
-    from radq.guides import Guide
-
-DEXPERTS_OPTIONS = ("alpha",)
-GEDI_OPTIONS = ("omega", "filter_p", "target_p", "prior")
-HINT = "write it as DIR:attribute=weight,attribute=weight; of experts as DIR:alpha=2 or DIR:omega=30."
+HINT = "write it as DIR:attribute=beta,attribute=beta; for experts as DIR:alpha=2 or DIR:omega=30."
+MakeGuide = Callable[[Mapping[str, float]], Guide]
 
 
 def parse_guide(specification: str) -> tuple[str, dict[str, float]]:
-    """Folder and numbers."""
+    """Split a specification into folder and numbers."""
     folder, colon, pairs = specification.rpartition(":")
     numbers: dict[str, float] = {}
     try:
@@ -35,67 +38,90 @@ def parse_guide(specification: str) -> tuple[str, dict[str, float]]:
     except ValueError:
         colon = ""
     if not colon or not folder:
-        raise OptionError(f"the guide is {specification!r}.", HINT)
+        raise OptionError(f"{specification!r} is no specification of a guide.", HINT)
     return folder, numbers
 
 
-def load_guide(specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> "Guide":
+def load_guide(specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> Guide:
     folder, numbers = parse_guide(specification)
     return guide_maker(folder, device, dtype, clamp)(numbers)
 
 
 def load_guides(
     specifications: Sequence[str], device: str = "cpu", dtype: str = "auto", clamp: bool = True
-) -> "Guide | None":
-    """Their sum; None without any."""
+) -> Guide | None:
+    """The sum of the guides; None if there are none."""
     guides = [load_guide(specification, device, dtype, clamp) for specification in specifications]
     return reduce(add, guides) if guides else None
 
 
-def guide_maker(
-    folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True
-) -> "Callable[[Mapping[str, float]], Guide]":
-    """Loads the folder's models once; what it returns makes guides of any numbers with them."""
-    from radq.guides import DExpertsGuide, GeDiGuide, RewardGuide
-    from radq.guides.dexperts import holds_experts, load_experts
-    from radq.guides.gedi import load_gedi, read_codes
-    from radq.models.embedded import EMBEDDED, located
-    from radq.models.reward import RewardModel
-
-    if folder == EMBEDDED:
-        return _embedded_maker(device, dtype, clamp)
-    folder = str(located(folder))
-    if holds_experts(folder):
-        experts = load_experts(folder, device, dtype)
-        return lambda numbers: DExpertsGuide(**experts, **_checked(folder, numbers, DEXPERTS_OPTIONS, "alpha"))
-    if read_codes(folder) is not None:
-        gedi = load_gedi(folder, device, dtype)
-        return lambda numbers: GeDiGuide(**gedi, **_checked(folder, numbers, GEDI_OPTIONS, "omega"))
-    model = RewardModel.from_pretrained(folder, device, dtype=dtype)
-    return lambda weights: RewardGuide(model, weights, clamp)
+def guide_maker(folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> MakeGuide:
+    """Load a folder's models once; return a function that makes guides with any numbers from them."""
+    return find_kind(folder).load(folder, device, dtype, clamp)
 
 
-def _embedded_maker(device: str, dtype: str, clamp: bool) -> "Callable[[Mapping[str, float]], Guide]":
-    """A reward model for each attribute that is asked for, loaded once."""
-    from radq.guides import Guide, RewardGuide
-    from radq.models.reward import RewardModel
+def find_kind(folder: str) -> "GuideKind":
+    return next(kind for kind in GUIDES.values() if kind.holds(folder))
 
+
+def _load_embedded(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+    """Load a reward model for each attribute when it is first asked for."""
     loaded: dict[str, RewardModel] = {}
 
-    def make(weights: Mapping[str, float]) -> Guide:
-        for name in weights:
+    def make(beta: Mapping[str, float]) -> Guide:
+        for name in beta:
             if name not in loaded:
-                loaded[name] = RewardModel.from_pretrained(f"embedded:{name}", device, dtype=dtype)
-        guides: list[Guide] = [RewardGuide(loaded[name], {name: weight}, clamp) for name, weight in weights.items()]
+                loaded[name] = RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device, dtype=dtype)
+        guides: list[Guide] = [RewardGuide(loaded[name], {name: number}, clamp) for name, number in beta.items()]
         return reduce(add, guides)
 
     return make
 
 
-def _checked(folder: str, numbers: Mapping[str, float], known: Sequence[str], needed: str) -> dict[str, Any]:
+def _load_dexperts(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+    experts = load_experts(folder, device, dtype)
+    return lambda numbers: DExpertsGuide(**experts, **_check_names(folder, numbers, "alpha"))
+
+
+def _load_gedi(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+    expert = load_gedi(folder, device, dtype)
+    return lambda numbers: GeDiGuide(**expert, **_check_names(folder, numbers, "omega", GUIDES["gedi"].options))
+
+
+def _load_reward(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+    model = RewardModel.from_pretrained(folder, device, dtype=dtype)
+    return lambda beta: RewardGuide(model, beta, clamp)
+
+
+def _check_names(
+    folder: str, numbers: Mapping[str, float], strength: str, options: Sequence[str] = ()
+) -> dict[str, Any]:
     for name in numbers:
-        if name not in known:
-            raise OptionError(f"{folder!r} has no option {name!r}.", f"it has {', '.join(known)}.")
-    if needed not in numbers:
-        raise OptionError(f"the guide {folder!r} is given no {needed}.", f"write it as DIR:{needed}=NUMBER.")
+        if name not in (strength, *options):
+            raise OptionError(f"{folder!r} has no option {name!r}.", f"it has {', '.join((strength, *options))}.")
+    if strength not in numbers:
+        raise OptionError(f"the guide {folder!r} is given no {strength}.", f"write it as DIR:{strength}=NUMBER.")
     return dict(numbers)
+
+
+@dataclass(frozen=True)
+class GuideKind:
+    """A kind of guides that lie in folders.
+
+    Args:
+        holds: whether a folder, or name of one, holds a guide of this kind.
+        load: load its models from (folder, device, dtype, clamp) and return a function from numbers to guides.
+        options: numbers of a specification that are no strengths. They are set once, by whoever sets the guide up.
+    """
+
+    holds: Callable[[str], bool]
+    load: Callable[[str, str, str, bool], MakeGuide]
+    options: tuple[str, ...] = ()
+
+
+GUIDES = {  # the first kind that a folder holds is taken
+    "embedded": GuideKind(lambda folder: folder == EMBEDDED, _load_embedded),
+    "dexperts": GuideKind(holds_experts, _load_dexperts),
+    "gedi": GuideKind(lambda folder: read_codes(folder) is not None, _load_gedi, ("filter_p", "target_p", "prior")),
+    "reward": GuideKind(lambda folder: True, _load_reward),
+}

@@ -1,4 +1,4 @@
-"""Requests in a running batch, each with a guide of its own: what a serving engine needs, whichever it is.
+"""Requests that come and go in a running batch, each with its own guide and numbers, for any serving engine.
 
 Clients name a guide that the operator has registered, and numbers for it; never a folder, never code:
 
@@ -9,7 +9,7 @@ with the rows whose text grew by a token, reads the others anew, and joins them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -18,30 +18,28 @@ from typing import Any
 
 import torch
 import yaml
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from radq.decoding.steering import Steering, propose
+from radq.decoding.steering import Steering, Strengths, propose
 from radq.errors import DataError, OptionError
 from radq.guides import Guide
-from radq.guides.spec import GEDI_OPTIONS, guide_maker, parse_guide
+from radq.guides.spec import GUIDES, guide_maker, parse_guide
+from radq.numerics import pad_left
 
 PREFIX = "radq_"
 ARGUMENTS = ("radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
-FIXED = GEDI_OPTIONS[1:]  # numbers of a specification that are the operator's alone
+OPTIONS = [name for kind in GUIDES.values() for name in kind.options]  # set by the operator alone
 GREEDY_BELOW = 1e-5  # engines take the best token below this temperature
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """What a request asks for. Requests that ask for the same are decoded as one batch."""
+    """The guide that a request asks for, and the numbers for it."""
 
     guide: str
     beta: tuple[float, ...]
     steering: Steering
-
-
-MakeGuide = Callable[..., Guide]  # (name, β)
 
 
 class Registry:
@@ -53,7 +51,7 @@ class Registry:
 
     @classmethod
     def read(cls, path: str | Path) -> "Registry":
-        """From a YAML file: `name: DIR:attribute=weight`, or a list of such."""
+        """Read a YAML file with lines `name: DIR:attribute=beta`, or with a list of such specifications for a name."""
         try:
             stored = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -61,16 +59,16 @@ class Registry:
         entries = list(stored.values()) if isinstance(stored, dict) else [None]
         texts = [text for entry in entries for text in (entry if isinstance(entry, list) else [entry])]
         if [] in entries or not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{str(path)!r} is no list of guides.", "write each line as name: DIR:attribute=weight.")
+            raise DataError(f"{str(path)!r} is no list of guides.", "write each line as name: DIR:attribute=beta.")
         return cls({str(name): entry for name, entry in stored.items()})
 
-    def weights(self, name: str) -> list[tuple[str, float]]:
+    def strengths(self, name: str) -> list[tuple[str, float]]:
         """The numbers of a guide that a client may replace, in the order of `radq_beta`."""
         pairs = [pair for _, numbers in self._parts[name] for pair in numbers.items()]
-        return [(key, value) for key, value in pairs if key not in FIXED]
+        return [(key, number) for key, number in pairs if key not in OPTIONS]
 
     def guidance(self, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
-        """What a request's arguments ask for, checked; None without a guide."""
+        """Read and check what a request's arguments ask for; None if they name no guide."""
         given = {name: value for name, value in (arguments or {}).items() if name.startswith(PREFIX)}
         unknown = [name for name in given if name not in ARGUMENTS]
         if unknown:
@@ -89,29 +87,30 @@ class Registry:
         return Guidance(name, self._read_beta(name, given.get("radq_beta")), steering)
 
     def _read_beta(self, name: str, beta: Any) -> tuple[float, ...]:
-        weights = self.weights(name)
+        strengths = self.strengths(name)
         if beta is None:
-            return tuple(value for _, value in weights)
+            return tuple(number for _, number in strengths)
         numbers = beta if isinstance(beta, list) else [beta]
-        if len(numbers) != len(weights) or not all(_is_number(number) for number in numbers):
-            keys = ", ".join(key for key, _ in weights)
-            raise OptionError(f"radq_beta is {beta!r}.", f"give {name!r} one number for each of {keys}.")
+        if len(numbers) != len(strengths) or not all(_is_number(number) for number in numbers):
+            keys = ", ".join(key for key, _ in strengths)
+            raise OptionError(f"radq_beta must be one number for each of {keys}, got {beta!r}.", f"see guide {name!r}.")
         return tuple(float(number) for number in numbers)
 
-    def load(self, device: str = "cpu", dtype: str = "auto") -> MakeGuide:
-        """Load all models, each once; what it returns makes a guide of a name and β, the registered one by default."""
+    def load(self, device: str = "cpu", dtype: str = "auto") -> dict[str, Guide]:
+        """Load the models of all guides, each folder once."""
         folders = {folder for parts in self._parts.values() for folder, _ in parts}
         makers = {folder: guide_maker(folder, device, dtype) for folder in folders}
-
-        def make(name: str, beta: Sequence[float] | None = None) -> Guide:
-            left = iter(self._read_beta(name, None) if beta is None else beta)
-            parts = [
-                makers[folder]({key: old if key in FIXED else next(left) for key, old in numbers.items()})
-                for folder, numbers in self._parts[name]
-            ]
-            return reduce(add, parts)
-
-        return make
+        guides = {
+            name: reduce(add, [makers[folder](numbers) for folder, numbers in parts])
+            for name, parts in self._parts.items()
+        }
+        for name, guide in guides.items():
+            if len(guide.beta) != len(self.strengths(name)):
+                raise OptionError(
+                    f"guide {name!r} has an attribute named {' or '.join(OPTIONS)}, as options of GeDi are.",
+                    "give the attribute another name.",
+                )
+        return guides
 
 
 def _is_number(value: Any) -> bool:
@@ -120,13 +119,13 @@ def _is_number(value: Any) -> bool:
 
 def _read_number(value: Any, name: str) -> float | None:
     if value is not None and not _is_number(value):
-        raise OptionError(f"{name} is {value!r}.", "give a number.")
+        raise OptionError(f"{name} must be a number, got {value!r}.", "leave it out for the default.")
     return None if value is None else float(value)
 
 
 def _read_count(value: Any, name: str) -> int:
     if not _is_number(value) or value != int(value) or value < 0:
-        raise OptionError(f"{name} is {value!r}.", "give a whole number; 0 for the whole vocabulary.")
+        raise OptionError(f"{name} must be a whole number, got {value!r}.", "0 takes the whole vocabulary.")
     return int(value)
 
 
@@ -171,36 +170,38 @@ class Slots:
 
 
 class Steerer:
-    """Steers the rows of a batch of logits, whoever stands there."""
+    """Steers the rows of a batch of logits, whichever requests stand there."""
 
-    def __init__(self, make_guide: MakeGuide):
-        self._make_guide = make_guide
-        self._batches: dict[Guidance, Batch] = {}
+    def __init__(self, guides: Mapping[str, Guide]):
+        self._guides = guides
+        self._batches: dict[tuple[str, bool], Batch] = {}
 
     @torch.no_grad()
     def steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, Request]) -> None:
-        """Write the guided logits over the rows of these requests; other rows stay as they are."""
-        groups: dict[Guidance, dict[Request, int]] = {}
+        """Write the guided logits over the rows of these requests; other rows stay as they are.
+
+        Requests for one guide are one batch, whatever their numbers. Only those for the whole vocabulary stand apart:
+        they would make as many candidates of the others.
+        """
+        groups: dict[tuple[str, bool], dict[Request, int]] = {}
         for row, request in requests.items():
-            groups.setdefault(request.guidance, {})[request] = row
-        self._batches = {guidance: self._batches.get(guidance) or self._open(guidance) for guidance in groups}
-        for guidance, rows in groups.items():
-            batch = self._batches[guidance]
+            key = (request.guidance.guide, request.guidance.steering.top_k is None)
+            groups.setdefault(key, {})[request] = row
+        self._batches = {key: self._batches.get(key) or Batch(self._guides[key[0]]) for key in groups}
+        for key, rows in groups.items():
+            batch = self._batches[key]
             batch.follow(list(rows))
             places = torch.tensor([rows[request] for request in batch.requests], device=logits.device)
             logits[places] = batch.steer(logits[places])
 
-    def _open(self, guidance: Guidance) -> "Batch":
-        return Batch(self._make_guide(guidance.guide, guidance.beta), guidance.steering)
-
 
 class Batch:
-    """Requests that share a guide and a steering, and the guide's state of their texts."""
+    """Requests that share a guide, and the guide's state of their texts."""
 
-    def __init__(self, guide: Guide, steering: Steering):
-        self.guide, self.steering = guide, steering
+    def __init__(self, guide: Guide):
+        self.guide = guide
         self.requests: list[Request] = []  # in the order of the state's rows
-        self._outputs: list[list[int]] = []  # what the state has read of them
+        self._outputs: list[list[int]] = []  # the part of their outputs that the state has read
         self._state: Any = None
 
     def follow(self, requests: Sequence[Request]) -> None:
@@ -224,38 +225,41 @@ class Batch:
         if new:
             parts.append(self._start(new))
         same = len(parts) == 1 and kept == self.requests
-        self._state = parts[0] if same else self.guide.join(parts)
+        self._state = parts[0] if same else parts[0].join(parts)
         self.requests = kept + new
         self._outputs = [list(request.output) for request in self.requests]
 
     def steer(self, logits: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
-        """From base logits to logits which, divided by the temperature, are the guided ones; −∞ beside candidates."""
-        top_k = None if self.steering.top_k is None else min(self.steering.top_k, logits.shape[1])
-        proposal = propose(logits.float(), self.guide, self._state, replace(self.steering, top_k=top_k))
-        scaled = proposal.logits * (self.steering.temperature or 1.0)
+        """Turn base logits into logits which, divided by the temperature, are the guided ones; −∞ beside candidates."""
+        vocab_size = logits.shape[1]
+        steerings = [_limit_width(request.guidance.steering, vocab_size) for request in self.requests]
+        betas = [request.guidance.beta for request in self.requests]
+        strengths = Strengths.stack(steerings, betas, vocab_size, logits.device)
+        proposal = propose(logits.float(), self.guide, self._state, strengths)
+        self._state = proposal.state
+        temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None]
+        scaled = proposal.logits * temperature.to(proposal.logits.dtype)
         guided = torch.full_like(logits, -torch.inf)
         return guided.scatter(1, proposal.candidates, scaled.to(logits.dtype))
 
     def _select(self, rows: list[int]) -> Any:
         everything = rows == list(range(len(self.requests)))
-        return self._state if everything else self.guide.select(self._state, torch.tensor(rows))
+        return self._state if everything else self._state.select(torch.tensor(rows))
 
     def _start(self, requests: Sequence[Request]) -> Any:
         texts = [tuple(request.text) for request in requests]
         unique = {text: row for row, text in enumerate(dict.fromkeys(texts))}  # samples of a prompt begin as equals
-        state = self.guide.start(*_pad_left(list(unique)))
+        state = self.guide.start(*pad_left(list(unique)))
         if len(unique) == len(texts):
             return state
-        return self.guide.select(state, torch.tensor([unique[text] for text in texts]))
+        return state.select(torch.tensor([unique[text] for text in texts]))
+
+
+def _limit_width(steering: Steering, vocab_size: int) -> Steering:
+    """Ask for no more candidates than there are tokens."""
+    return steering if steering.top_k is None else replace(steering, top_k=min(steering.top_k, vocab_size))
 
 
 def _count_steps(read: list[int], output: list[int]) -> int | None:
     """How many tokens the output has grown by; None where it is another text."""
     return len(output) - len(read) if output[: len(read)] == read else None
-
-
-def _pad_left(texts: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    longest = max(map(len, texts))
-    tokens = torch.tensor([[0] * (longest - len(text)) + list(text) for text in texts])
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
-    return tokens, mask

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from radq.decoding.steering import Steering, propose
+from radq.decoding.steering import Steering, Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
 
@@ -61,7 +61,9 @@ class GuidedLogitsProcessor(LogitsProcessor):
         if self._texts is None:
             self.guide.check_vocabulary(scores.shape[1], self.tokenizer, "the base model")
         self._follow(self._with_padding(input_ids))
-        proposal = propose(scores.float(), self.guide, self._state, self.steering)
+        strengths = Strengths.repeat(self.steering, self.guide, scores)
+        proposal = propose(scores.float(), self.guide, self._state, strengths)
+        self._state = proposal.state
         guided = torch.full_like(scores, -torch.inf)
         return guided.scatter(1, proposal.candidates, proposal.logits.to(scores.dtype))
 
@@ -107,42 +109,44 @@ class GuidedLogitsProcessor(LogitsProcessor):
 
     def _follow(self, texts: Int[Tensor, "b t"]) -> None:
         """Bring the state to these texts, from the ones it has read if that is near, else from their beginning."""
-        way = None if self._texts is None else _find_way(self._texts, texts, self.guide.vocab_size)
-        if way is None:
+        update = None if self._texts is None else _plan_update(self._texts, texts, self.guide.vocab_size)
+        if update is None:
             if not self._knows_padding(texts):
                 self._refuse_padding(texts)
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt begin as equals
             state = self.guide.start(unique.clamp(min=0), (unique != PADDING).long())
-            self._state = self.guide.select(state, rows)
+            self._state = state.select(rows)
         else:
-            if way.rows is not None:
-                self._state = self.guide.select(self._state, way.rows)
-            if way.rewind:
-                self._state = self.guide.rewind(self._state, way.rewind)
-            if way.tokens is not None:
-                self._state = self.guide.advance(self._state, way.tokens)
+            if update.rows is not None:
+                self._state = self._state.select(update.rows)
+            if update.rewind:
+                self._state = self._state.rewind(update.rewind)
+            if update.tokens is not None:
+                self._state = self.guide.advance(self._state, update.tokens)
         self._texts = texts
 
 
-class _Way(NamedTuple):
-    """From texts read to new ones: take these rows, forget the last tokens, read one more."""
+class _Update(NamedTuple):
+    """How a state of texts that were read becomes one of other texts: which rows to keep, how many tokens to drop,
+    and which token to read.
+    """
 
     rows: Int[Tensor, " b"] | None
     rewind: int
     tokens: Int[Tensor, " b"] | None
 
 
-def _find_way(known: Int[Tensor, "r s"], texts: Int[Tensor, "b t"], vocab_size: int) -> _Way | None:
-    """None where reading the texts anew is simpler: more than one new token is one forward either way."""
+def _plan_update(known: Int[Tensor, "r s"], texts: Int[Tensor, "b t"], vocab_size: int) -> _Update | None:
+    """Plan the update of a state; None if the texts must be read anew, which costs the same for two or more tokens."""
     s, t = known.shape[1], texts.shape[1]
     if t == s + 1 and torch.equal(texts[:, :s], known):  # the common case
-        return _Way(None, 0, texts[:, s])
+        return _Update(None, 0, texts[:, s])
     for kept in (t, t - 1):
         rows = _find_rows(known[:, :kept], texts[:, :kept]) if 0 < kept <= s else None
         if rows is not None:
             readable = bool((texts[:, :kept] != PADDING).any(1).all())
             read = bool((known[rows, kept:] < vocab_size).all())  # what the guide has left out it cannot rewind
-            return _Way(rows, s - kept, texts[:, kept] if kept < t else None) if readable and read else None
+            return _Update(rows, s - kept, texts[:, kept] if kept < t else None) if readable and read else None
     return None
 
 

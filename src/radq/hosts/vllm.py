@@ -45,7 +45,7 @@ def _read_registry(path: str) -> Registry:
 def find_registry() -> Registry:
     path = os.environ.get(GUIDES)
     if not path:
-        raise OptionError(f"{GUIDES} is not set.", "let it name a YAML file with lines name: DIR:attribute=weight.")
+        raise OptionError(f"{GUIDES} is not set.", "let it name a YAML file with lines name: DIR:attribute=beta.")
     return _read_registry(path)
 
 
@@ -64,9 +64,9 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         """`place` is a device (first runner), or the tokens of all requests, which know theirs (second)."""
         self._slots, self._states = Slots(), place
         registry = find_registry()
-        make_guide = registry.load(str(getattr(place, "device", place)))
-        _check_engine(vllm_config, [make_guide(name) for name in registry.specifications])
-        self._steerer = Steerer(make_guide)
+        guides = registry.load(str(getattr(place, "device", place)))
+        _check_engine(vllm_config, list(guides.values()))
+        self._steerer = Steerer(guides)
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -204,8 +204,8 @@ class VllmEngine:
         if guide is None:
             own_candidates = {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
         else:
-            weights = list(beta) if isinstance(beta, Sequence) else beta
-            wishes = {"guide": guide, "beta": weights, "top_k": top_k or 0, "top_p": top_p, "kl_budget": kl_budget}
+            numbers = list(beta) if isinstance(beta, Sequence) else beta
+            wishes = {"guide": guide, "beta": numbers, "top_k": top_k or 0, "top_p": top_p, "kl_budget": kl_budget}
             extra_args = {f"radq_{name}": value for name, value in wishes.items() if value is not None}
         self.registry.guidance(extra_args, temperature)
         stops = {} if stop_token_ids is None else {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}

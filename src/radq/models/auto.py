@@ -14,7 +14,7 @@ from typing import Any
 MODEL_TYPE = "radq"
 CONFIG_CLASSES, MODEL_CLASSES = "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"
 NAMES = {  # module: its table, and what belongs there
-    CONFIG_CLASSES: ("CONFIG_MAPPING_NAMES", "RewardConfig"),
+    CONFIG_CLASSES: ("CONFIG_MAPPING_NAMES", "RewardModelConfig"),
     MODEL_CLASSES: ("MODEL_MAPPING_NAMES", "RewardModel"),
 }
 
@@ -34,10 +34,10 @@ def register_reward_models() -> None:
 def _register_classes() -> None:
     from transformers import AutoConfig, AutoModel
 
-    from radq.models.reward import RewardConfig, RewardModel
+    from radq.models.reward import RewardModel, RewardModelConfig
 
-    AutoConfig.register(MODEL_TYPE, RewardConfig, exist_ok=True)
-    AutoModel.register(RewardConfig, RewardModel, exist_ok=True)
+    AutoConfig.register(MODEL_TYPE, RewardModelConfig, exist_ok=True)
+    AutoModel.register(RewardModelConfig, RewardModel, exist_ok=True)
 
 
 def _add_name(module: ModuleType) -> None:

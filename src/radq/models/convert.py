@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from radq.errors import CheckpointError, OptionError
 from radq.models.loading import find_tokenizer, load_config
-from radq.models.reward import KINDS, RadQ, RewardConfig, RewardModel
+from radq.models.reward import KINDS, RadQ, RewardModel, RewardModelConfig
 from radq.models.vocabulary import find_bos, read_vocabulary
 
 Weights = dict[str, Tensor]
@@ -58,7 +58,7 @@ def convert(
     head = _read_head(weights, kind)
     if kind == "q":
         config.tie_word_embeddings = _is_tied(weights, config)
-    reward_config = RewardConfig(
+    reward_config = RewardModelConfig(
         kind=kind,
         attributes=_name_attributes(attributes, len(head["head.weight"])),
         head="linear" if "head.baseline_weight" in head else "linear-nobaseline",
@@ -111,7 +111,10 @@ def _read_file(file: Path) -> Any:
 def holds_reward_model(folder: Path) -> bool:
     """Whether the folder holds a reward model, which a conversion may replace."""
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == RewardConfig.model_type
+        return (
+            json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+            == RewardModelConfig.model_type
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -48,6 +48,12 @@ class Prefix:
         layers = tuple((keys[:, :, :t], values[:, :, :t]) for keys, values in self.layers)
         return Prefix(self.tokens[:, :t], self.mask[:, :t], layers)
 
+    def trim(self) -> "Prefix":
+        """Without the columns that are padding in all rows."""
+        unused = self.mask.shape[1] - int(self.mask.sum(1).max())
+        layers = tuple((keys[:, :, unused:], values[:, :, unused:]) for keys, values in self.layers)
+        return Prefix(self.tokens[:, unused:], self.mask[:, unused:], layers)
+
     def _map(self, f: Callable[[Tensor], Tensor]) -> "Prefix":
         layers = tuple((f(keys), f(values)) for keys, values in self.layers)
         return Prefix(f(self.tokens), f(self.mask), layers)
@@ -81,9 +87,10 @@ def leave_out_unknown(
     return tokens * known, known.long() if mask is None else mask.long() * known
 
 
-def pack_right(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Move the real tokens of every row to its right end: left padding, whatever the padding was."""
-    order = mask.argsort(dim=1, stable=True)
+def pack_right(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+    """Move the real tokens of every row to its right end, with no more padding on the left than the longest needs."""
+    longest = int(mask.sum(1).max())
+    order = mask.argsort(dim=1, stable=True)[:, mask.shape[1] - longest :]
     return tokens.gather(1, order), mask.gather(1, order)
 
 
@@ -110,7 +117,8 @@ def pack_left(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> LeftPacke
 def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefix:
     """The rows of `prefix` where they are held, those of `longer`, which has one more column, elsewhere.
 
-    A held row moves right by a column, so that all padding stays on the left and sliding windows stay as wide.
+    A held row moves right by a column, so that all padding stays on the left and sliding windows stay as wide. Columns
+    that are padding in all rows go.
     """
 
     def choose(old: Tensor, new: Tensor, dim: int) -> Tensor:
@@ -122,7 +130,7 @@ def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefi
         choose(prefix.tokens, longer.tokens, 1),
         choose(prefix.mask, longer.mask, 1),
         tuple((choose(k, new_k, 2), choose(v, new_v, 2)) for (k, v), (new_k, new_v) in pairs),
-    )
+    ).trim()
 
 
 def start(model: Wrappable, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], **kwargs: Any) -> tuple[Any, Prefix]:

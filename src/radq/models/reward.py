@@ -26,12 +26,12 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.initialization import no_init_weights
 from transformers.utils.generic import ModelOutput
 
-from radq.errors import ContextLengthError, ModelError, OptionError
+from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
 from radq.models import kv_cache
 from radq.models.embedded import located
 from radq.models.heads import ValueHead, build_head, score_candidates, score_tokens
-from radq.models.kv_cache import LeftPacked, Prefix, Siblings
+from radq.models.kv_cache import LeftPacked, Siblings
 from radq.models.loading import (
     HUB_OPTIONS,
     explained,
@@ -41,11 +41,11 @@ from radq.models.loading import (
     load_causal_lm,
     load_weights,
     max_positions,
-    name_positions,
     quiet,
 )
 from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
 from radq.models.origins import Origin, find_backbone_source, identify_backbone
+from radq.models.reading import Reader, Reading
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
 from radq.numerics import at_least_float32
 
@@ -53,7 +53,7 @@ RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that 
 SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
 
 
-class RewardConfig(PreTrainedConfig):
+class RewardModelConfig(PreTrainedConfig):
     """What config.json of a reward model says.
 
     Args:
@@ -148,50 +148,50 @@ class RewardOutput(ModelOutput):
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The candidates a state was last asked about. What RAD-V read of them lets it advance without a forward."""
-
-    candidates: Int[Tensor, "b k"] | None
-    rewards: Float[Tensor, "b k a"]
-    siblings: Siblings | None = None
-
-    def select(self, rows: Int[Tensor, " r"]) -> "Scored":
-        candidates = None if self.candidates is None else self.candidates[rows]
-        return Scored(candidates, self.rewards[rows], None if self.siblings is None else self.siblings.select(rows))
-
-
-@dataclass
 class RewardState:
-    """What a reward model knows after a batch of prefixes: a value, but for the note of what was last scored."""
+    """A reward model's state after a batch of prefixes."""
 
-    prefix: Prefix
-    hidden: Float[Tensor, "b d"]  # at the last token
-    length: int  # tokens of the longest row, BOS included
-    scored: Scored | None = None
+    reading: Reading  # its last output is the hidden state at the last token
+    candidates: Int[Tensor, "b k"] | None = None  # those that RAD-V has read after the prefix,
+    siblings: Siblings | None = None  # with which it can go on without another forward
 
     def select(self, rows: Int[Tensor, " r"]) -> "RewardState":
-        rows = rows.to(self.hidden.device)
-        scored = None if self.scored is None else self.scored.select(rows)
-        return RewardState(self.prefix.select(rows), self.hidden[rows], self.length, scored)
+        rows = rows.to(self.reading.last.device)
+        if self.candidates is None or self.siblings is None:
+            return RewardState(self.reading.select(rows))
+        return RewardState(self.reading.select(rows), self.candidates[rows], self.siblings.select(rows))
 
     @staticmethod
     def join(states: "Sequence[RewardState]") -> "RewardState":
-        prefix = kv_cache.join([state.prefix for state in states])
-        return RewardState(prefix, torch.cat([state.hidden for state in states]), prefix.tokens.shape[1])
+        return RewardState(Reading.join([state.reading for state in states]))
+
+    def rewind(self, n: int) -> "RewardState":
+        return RewardState(self.reading.rewind(n))
+
+    def choose(self, tokens: Int[Tensor, " b"]) -> Reading | None:
+        """The reading after one of the candidates in each row; None where one of the tokens was no candidate."""
+        if self.candidates is None or self.siblings is None:
+            return None
+        match = self.candidates == tokens[:, None]
+        if not bool(match.any(1).all()):
+            return None
+        index = match.int().argmax(1)
+        rows = torch.arange(len(index), device=index.device)
+        return replace(self.reading, prefix=self.siblings.choose(index), last=self.siblings.hidden[rows, index])
 
 
 class RewardModel(PreTrainedModel):
     """Base of RadQ and RadV, and the door to both: `RewardModel.from_pretrained` finds the kind."""
 
-    config_class = RewardConfig
+    config_class = RewardModelConfig
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
 
-    config: RewardConfig
+    config: RewardModelConfig
     tokenizer: PreTrainedTokenizerBase | None
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardModelConfig):
         super().__init__(config)
         if config.backbone is None:
             raise OptionError("the configuration names no backbone.", "use from_backbone or from_pretrained.")
@@ -213,7 +213,7 @@ class RewardModel(PreTrainedModel):
         loading: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> Any:
-        """`loading` goes to transformers' from_pretrained, `options` into `RewardConfig`."""
+        """`loading` goes to transformers' from_pretrained, `options` into `RewardModelConfig`."""
         if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
             raise OptionError(f"attributes are {attributes!r}.", "give a list of one or more different names.")
         lm = load_causal_lm(name, num_layers, dtype, **loading)
@@ -222,7 +222,7 @@ class RewardModel(PreTrainedModel):
         embedding = lm.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
         lm.config.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
         lm.config._name_or_path = ""  # a path of this machine means nothing where the reward model goes
-        config = RewardConfig(
+        config = RewardModelConfig(
             attributes=attributes,
             backbone=lm.config,
             bos_token_id=find_bos(lm.config, tokenizer),
@@ -291,7 +291,7 @@ class RewardModel(PreTrainedModel):
         if not issubclass(kind, cls):
             raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
         kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
-        config: Any = kwargs.pop("config", None) or RewardConfig.from_dict(stored)
+        config: Any = kwargs.pop("config", None) or RewardModelConfig.from_dict(stored)
         if config.lora_rank:
             model: Any = _load_beside_backbone(kind, config, name, backbone, hub, **kwargs)
         else:
@@ -306,7 +306,7 @@ class RewardModel(PreTrainedModel):
         return model.eval()
 
     @classmethod
-    def _from_config(cls, config: RewardConfig, **kwargs: Any) -> Any:  # pyright: ignore
+    def _from_config(cls, config: RewardModelConfig, **kwargs: Any) -> Any:  # pyright: ignore
         """Make a model of the kind that the configuration names; `AutoModel.from_config` calls this."""
         return super(RewardModel, KINDS[config.kind])._from_config(config, **kwargs)
 
@@ -347,8 +347,8 @@ class RewardModel(PreTrainedModel):
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
     ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
         """Hidden states of whole texts; n is t, and one more where a BOS was prepended."""
+        self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
-        self._check_positions(tokens.shape[1])
         packed = kv_cache.pack_left(tokens, mask)
         return self.backbone(input_ids=packed.tokens, use_cache=False).last_hidden_state, packed
 
@@ -373,100 +373,76 @@ class RewardModel(PreTrainedModel):
         candidates: Int[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b k a"]:
         """r̂(v | x) of k candidates after each prefix, or of the whole vocabulary."""
-        return self.score(self.read(input_ids, attention_mask), candidates)
+        return self.score(self.read(input_ids, attention_mask), candidates)[0]
+
+    @property
+    def reader(self) -> Reader:
+        overhead = int(self.config.prepend_bos)
+        return Reader(self.backbone, "last_hidden_state", "reward model", self.vocabulary, self.tokenizer, overhead)
 
     @property
     def num_known(self) -> int:
         """Tokens with smaller ids are known from training. A base model may have more: they say nothing to a reward
         model, which leaves them out of what it reads and gives them the reward of the prefix itself.
         """
-        return self.vocabulary.num_tokens or self.vocabulary.size
+        return self.reader.num_known
 
     @torch.no_grad()
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
+        """The state after a batch of prefixes."""
         known = kv_cache.leave_out_unknown(input_ids, attention_mask, self.num_known)
         tokens, mask = kv_cache.pack_right(*self._with_bos(*known))
-        lengths = mask.sum(1)
-        longest = int(lengths.max())
-        if int(lengths.min()) == 0:
+        if not bool(mask.any(1).all()):
             raise OptionError("a prefix has no tokens, and this model prepends no BOS.", "begin the prefix with a BOS.")
-        self._check_positions(longest)
-        output, prefix = kv_cache.start(self.backbone, tokens[:, -longest:], mask[:, -longest:])
-        return RewardState(prefix, output.last_hidden_state[:, -1], longest)
+        return RewardState(self.reader.read(tokens, mask))
 
     @torch.no_grad()
-    def score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None = None) -> Float[Tensor, "b k a"]:
-        """Rewards of candidates after each prefix, or of the whole vocabulary; of unknown ones that of the prefix."""
+    def score(
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None = None
+    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
+        """The rewards of candidates after each prefix, or of the whole vocabulary, and the state to go on from.
+
+        An unknown candidate has the reward of the prefix itself.
+        """
         if candidates is None:
-            outputs, siblings = self._score(state, None)
+            outputs, state = self._score(state, None)
             known = torch.arange(outputs.shape[1], device=outputs.device) < self.num_known
         else:
             known = candidates < self.num_known
-            outputs, siblings = self._score(state, candidates * known)
-        outputs = torch.where(known[..., None], outputs, self._score_prefix(state)[:, None])
-        state.scored = Scored(candidates, self.link(outputs), siblings)
-        return state.scored.rewards
+            outputs, state = self._score(state, candidates * known)
+            state = state if state.siblings is None else replace(state, candidates=candidates)
+        outputs = torch.where(known[..., None], outputs, self._score_prefix(state.reading.last)[:, None])
+        return self.link(outputs), state
 
     @abstractmethod
     def _score(
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None
-    ) -> tuple[Float[Tensor, "b k a"], Siblings | None]: ...
+    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
+        """Head outputs of candidates that are all known, and the state to go on from."""
 
     @abstractmethod
-    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
+    def _score_prefix(self, hidden: Float[Tensor, "b d"]) -> Float[Tensor, "b a"]:
         """Head outputs of the prefix itself, whatever comes next."""
 
     @torch.no_grad()
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
-        """The state after one more token per row; rows whose token the model does not know stay as they are."""
-        held = tokens >= self.num_known
-        if not bool(held.any()):
-            return self._advance(state, tokens)
-        if bool(held.all()):
-            return state
-        longer = self._advance(state, tokens)
-        prefix = kv_cache.hold_rows(held, state.prefix, longer.prefix)
-        hidden = torch.where(held[:, None], state.hidden, longer.hidden)
-        return RewardState(prefix, hidden, int(prefix.mask.sum(1).max()))
-
-    def _advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
-        """Free where the tokens were scored as siblings."""
-        scored = state.scored
-        if scored is not None and scored.siblings is not None and scored.candidates is not None:
-            match = scored.candidates == tokens[:, None]
-            if bool(match.any(1).all()):
-                index = match.int().argmax(1)
-                rows = torch.arange(len(index), device=index.device)
-                return RewardState(scored.siblings.choose(index), scored.siblings.hidden[rows, index], state.length + 1)
-        self._check_positions(state.length + 1)
-        known = tokens * (tokens < self.num_known)
-        output, prefix = kv_cache.extend(self.backbone, state.prefix, known[:, None])
-        return RewardState(prefix, output.last_hidden_state[:, -1], state.length + 1)
-
-    @torch.no_grad()
-    def rewind(self, state: RewardState, n: int) -> RewardState:
-        """The state before the last n tokens of every row."""
-        last = state.prefix.tokens[:, -n - 1]
-        return self.advance(RewardState(state.prefix.crop(n + 1), state.hidden, state.length - n - 1), last)
+        """The state after one more token per row, without a forward if RAD-V has scored all of them as candidates."""
+        chosen = state.choose(tokens)
+        if chosen is None:
+            return RewardState(state.reading.advance(tokens))
+        return RewardState(state.reading.hold(tokens >= self.num_known, chosen))
 
     @property
     def max_tokens(self) -> int | None:
-        """How many tokens a text may have; None without a limit."""
+        """The number of tokens that a text may have; None without a limit."""
         return None if self.max_positions is None else self.max_positions - int(self.config.prepend_bos)
-
-    def _check_positions(self, n: int) -> None:
-        if self.max_positions is not None and n > self.max_positions:
-            raise ContextLengthError(
-                f"{n} tokens (BOS included) do not fit the reward model's {name_positions(self.backbone.config)}.",
-                "shorten the text.",
-            )
 
 
 @final
 class RadQ(RewardModel):
     """r̂(v | x) from the hidden state of the prefix x and the output embedding of v: one forward for all candidates."""
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardModelConfig):
         super().__init__(config)
         assert config.backbone is not None
         if not config.prepend_bos:
@@ -486,7 +462,7 @@ class RadQ(RewardModel):
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> "RadQ":
-        """An untrained model over a language model, or its first `num_layers`; options go into `RewardConfig`."""
+        """An untrained model over a language model, or its first `num_layers`; options go into `RewardModelConfig`."""
         return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
 
     @classmethod
@@ -500,7 +476,7 @@ class RadQ(RewardModel):
         options = ("attributes", "backbone", "response_range", "bos_token_id", "vocabulary")
         with no_init_weights():
             student = cls(
-                RewardConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in options})
+                RewardModelConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in options})
             )
         student.backbone = copy.deepcopy(teacher.backbone)
         student.init_head(student.embedding)
@@ -547,20 +523,23 @@ class RadQ(RewardModel):
         rewards = restore(marginals(input_ids) + self.head.baseline(hidden[:, :-1]))
         return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)))
 
-    def _score(self, state: RewardState, candidates: Int[Tensor, "b k"] | None) -> tuple[Float[Tensor, "b k a"], None]:
-        features = self.head.features(state.hidden, self.embedding)  # (b, a, d)
+    def _score(
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
+        hidden = state.reading.last
+        features = self.head.features(hidden, self.embedding)  # (b, a, d)
         marginals = score_candidates(features, self.head.table(self.embedding), candidates)
-        return marginals + self.head.baseline(state.hidden)[:, None], None
+        return marginals + self.head.baseline(hidden)[:, None], state
 
-    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
-        return self.head.baseline(state.hidden)
+    def _score_prefix(self, hidden: Float[Tensor, "b d"]) -> Float[Tensor, "b a"]:
+        return self.head.baseline(hidden)
 
 
 @final
 class RadV(RewardModel):
     """r̂(v | x) from the hidden state of v, read after x: more flexible, and a forward over every candidate."""
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardModelConfig):
         super().__init__(config)
         assert config.backbone is not None
         self.head = ValueHead(hidden_size(config.backbone), len(config.attributes))
@@ -575,7 +554,7 @@ class RadV(RewardModel):
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> "RadV":
-        """An untrained model over a language model, or its first `num_layers`; options go into `RewardConfig`."""
+        """An untrained model over a language model, or its first `num_layers`; options go into `RewardModelConfig`."""
         return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="v", **options)
 
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
@@ -588,27 +567,28 @@ class RadV(RewardModel):
 
     def _score(
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None
-    ) -> tuple[Float[Tensor, "b k a"], Siblings | None]:
-        self._check_positions(state.length + 1)
+    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
+        reading = state.reading
+        self.reader.check_length(reading.length + 1 - self.reader.overhead, "shorten the text.")
         if candidates is None:
-            b = len(state.hidden)
-            candidates = torch.arange(self.vocabulary.size, device=state.hidden.device).expand(b, -1)
+            b = len(reading.last)
+            candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
         if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
-            siblings = kv_cache.read_siblings(self.backbone, state.prefix, candidates)
-            return self.head(siblings.hidden), siblings
+            siblings = kv_cache.read_siblings(self.backbone, reading.prefix, candidates)
+            return self.head(siblings.hidden), RewardState(reading, candidates, siblings)
         # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
         # token chosen in the end is read once more.
         chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
-        hidden = (kv_cache.read_siblings(self.backbone, state.prefix, chunk).hidden for chunk in chunks)
-        return torch.cat([self.head(h) for h in hidden], dim=1), None
+        hidden = (kv_cache.read_siblings(self.backbone, reading.prefix, chunk).hidden for chunk in chunks)
+        return torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
 
-    def _score_prefix(self, state: RewardState) -> Float[Tensor, "b a"]:
-        return self.head(state.hidden)
+    def _score_prefix(self, hidden: Float[Tensor, "b d"]) -> Float[Tensor, "b a"]:
+        return self.head(hidden)
 
 
 def _load_beside_backbone(
     kind: Any,
-    config: RewardConfig,
+    config: RewardModelConfig,
     name: str | Path,
     given_backbone: str | Path | None,
     hub: dict[str, Any],
@@ -653,8 +633,8 @@ def _check_one_device(model: RewardModel) -> None:
 
 def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:
     with explained(name, "a reward model"):
-        stored, _ = RewardConfig.get_config_dict(name, **hub)
-    if stored.get("model_type") != RewardConfig.model_type or stored.get("kind") not in KINDS:
+        stored, _ = RewardModelConfig.get_config_dict(name, **hub)
+    if stored.get("model_type") != RewardModelConfig.model_type or stored.get("kind") not in KINDS:
         raise ModelError(
             f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",
             "make one with RadQ.from_backbone, or convert a public checkpoint with `radq convert`.",

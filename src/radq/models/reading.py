@@ -1,0 +1,155 @@
+"""Transformers that read texts token by token: base models, reward models and the experts of baselines alike.
+
+A `Reader` is a transformer and what radq must know about it. A `Reading` is its state after a batch of texts: a value,
+so that an old one stays usable for samples, beams, rollback and requests that come and go. Axes: b rows, t time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from radq.errors import ContextLengthError
+from radq.models import kv_cache
+from radq.models.kv_cache import Prefix
+from radq.models.loading import Wrappable, max_positions, name_positions
+from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A transformer that reads along with a text.
+
+    Args:
+        model: a language model, or the backbone of a reward model.
+        output: the field of its output that is kept of the last token of a text.
+        role: what the model is called in error messages, such as "reward model".
+        vocabulary: the tokens it was trained with. Tokens beyond them, which a base model may have, are not read.
+        tokenizer: the model's own.
+        overhead: the number of tokens that the reader puts before every text, such as a BOS.
+    """
+
+    model: Wrappable
+    output: Literal["logits", "last_hidden_state"]
+    role: str
+    vocabulary: Vocabulary
+    tokenizer: PreTrainedTokenizerBase | None = None
+    overhead: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens with smaller ids are known to the model."""
+        return self.vocabulary.num_tokens or self.vocabulary.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def special_tokens(self) -> set[int]:
+        return find_special_tokens(self.model.config, self.tokenizer)
+
+    def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
+        """Raise if the base model's token ids mean something else than the reader's."""
+        check_vocabulary(self.vocabulary, base_size, tokenizer, base_name, self.role)
+
+    def fits(self, columns: int) -> bool:
+        """Whether the model has positions for so many tokens, with those that the reader puts before a text."""
+        positions = max_positions(self.model.config)
+        return positions is None or columns <= positions
+
+    def check_length(self, num_tokens: int, hint: str = "shorten the prompt or lower max_new_tokens.") -> None:
+        """Raise if the model has not enough positions for a text of so many tokens."""
+        if not self.fits(num_tokens + self.overhead):
+            before = f" and the {self.overhead} before them" if self.overhead else ""
+            raise ContextLengthError(
+                f"{num_tokens} tokens{before} do not fit the {self.role}'s {name_positions(self.model.config)}.", hint
+            )
+
+    @torch.no_grad()
+    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> "Reading":
+        """Read a left-padded batch of texts, in which nothing is missing that stands before a text."""
+        self.check_columns(input_ids.shape[1])
+        output, prefix = kv_cache.start(self.model, input_ids, attention_mask, **self.last_only)
+        return Reading(self, prefix, output[self.output][:, -1])
+
+    @torch.no_grad()
+    def read_everywhere(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> tuple["Reading", Float[Tensor, "b t n"]]:
+        """Read a batch of texts and also return the output at each of their tokens."""
+        self.check_columns(input_ids.shape[1])
+        output, prefix = kv_cache.start(self.model, input_ids, attention_mask)
+        outputs = output[self.output]
+        return Reading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
+
+    @property
+    def last_only(self) -> dict[str, Any]:
+        """The argument that spares the logits of all tokens but the last."""
+        keeps_last = self.output == "logits" and kv_cache.accepts(self.model, "logits_to_keep")
+        return {"logits_to_keep": 1} if keeps_last else {}
+
+    def check_columns(self, n: int) -> None:
+        """Raise if the model has fewer than n positions."""
+        self.check_length(n - self.overhead, "shorten the text.")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A transformer's state after a batch of texts."""
+
+    reader: Reader
+    prefix: Prefix
+    last: Float[Tensor, "b n"]  # the output at the last token of each text
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the longest text, with those that the reader has put before it."""
+        return self.prefix.tokens.shape[1]
+
+    def select(self, rows: Int[Tensor, " r"]) -> "Reading":
+        """The given rows, in that order and maybe several times."""
+        rows = rows.to(self.last.device)
+        return replace(self, prefix=self.prefix.select(rows), last=self.last[rows])
+
+    @staticmethod
+    def join(readings: "Sequence[Reading]") -> "Reading":
+        """The rows of all readings as one batch, in that order."""
+        kv_cache.check_padding(readings[0].reader.model)
+        prefix = kv_cache.join([reading.prefix for reading in readings])
+        return replace(readings[0], prefix=prefix, last=torch.cat([reading.last for reading in readings]))
+
+    @torch.no_grad()
+    def read(self, tokens: Int[Tensor, " b"]) -> "Reading":
+        """The state after one more token per row, all of which the model knows."""
+        reader, prefix = self.reader, self.prefix
+        if not reader.fits(self.length + 1):
+            prefix = prefix.trim()  # the longest text may have left the batch
+            reader.check_columns(prefix.tokens.shape[1] + 1)
+        output, prefix = kv_cache.extend(reader.model, prefix, tokens[:, None], **reader.last_only)
+        return replace(self, prefix=prefix, last=output[reader.output][:, -1])
+
+    def advance(self, tokens: Int[Tensor, " b"]) -> "Reading":
+        """The state after one more token per row; rows whose token the model does not know stay as they are."""
+        tokens = tokens.to(self.last.device)
+        unknown = tokens >= self.reader.num_known
+        if bool(unknown.all()):
+            return self
+        return self.hold(unknown, self.read(tokens.masked_fill(unknown, 0)))
+
+    def hold(self, held: Bool[Tensor, " b"], longer: "Reading") -> "Reading":
+        """The held rows of this reading, and the other rows of one that is a token longer."""
+        if not bool(held.any()):
+            return longer
+        if bool(held.all()):
+            return self
+        prefix = kv_cache.hold_rows(held, self.prefix, longer.prefix)
+        return replace(self, prefix=prefix, last=torch.where(held[:, None], self.last, longer.last))
+
+    def rewind(self, n: int) -> "Reading":
+        """The state before the last n tokens of every row, all of which the model knows."""
+        return replace(self, prefix=self.prefix.crop(n + 1)).read(self.prefix.tokens[:, -n - 1])
