@@ -15,7 +15,7 @@ from reward_data import make_data
 from radq.data.dataset import NO_LIMIT, DataColumns, load_data
 from radq.errors import DataError
 from radq.models.loading import load_tokenizer
-from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_responses
+from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels
 
 SHARED = Path(__file__).parents[3] / "shared"
 VOCAB = 5
@@ -131,14 +131,14 @@ def test_the_rank_of_the_stacked_matrix_is_that_of_shared_hidden_states(tmp_path
 
 @settings(max_examples=60, deadline=None)
 @given(data_sets(), st.integers(0, 1000))
-def test_shuffled_responses_are_the_same_responses(
+def test_shuffled_labels_are_the_same_labels(
     case: tuple[list[list[int]], list[float], list[int], list[float]], seed: int
 ) -> None:
     utterances, responses, prompts, weights = case
     pairs = [[response, 2 * response + 1] for response in responses]
     with TemporaryDirectory() as folder:
         data = make_data(Path(folder), utterances, pairs, prompts, weights)
-        shuffled = shuffle_responses(data, seed)
+        shuffled = shuffle_labels(data, seed)
         matrix, other = build_matrix(data, VOCAB), build_matrix(shuffled, VOCAB)
     counting = np.array(weights) > 0
     assert sorted(shuffled.labels[counting].tolist()) == sorted(np.array(data.labels)[counting].tolist())
@@ -204,7 +204,7 @@ def test_files_of_earlier_versions_and_damaged_ones(tmp_path: Path) -> None:
     new = ("attributes", "weights", "contradictions", "omega2_prefixes")
     np.savez(file, **{name: part for name, part in parts.items() if name not in new})
     old = RewardMatrix.load(file)
-    assert (old.attributes, old.weights, old.shuffled, old.vocabulary) == (("response",), None, None, None)
+    assert (old.attributes, old.weights, old.shuffled, old.vocabulary) == (("label",), None, None, None)
     np.testing.assert_array_equal(old.omega2.values, matrix.omega2.values)
     damages = {
         "indptr": parts["indptr"][:-1],
