@@ -85,7 +85,7 @@ def _run_command(name: str, argv: list[str]) -> None:
 
 
 def _prepare_streams() -> None:
-    """Let both streams take any text: replace a closed one by /dev/null, and escape characters that cannot be written."""
+    """Let both streams take any text: replace a closed one by /dev/null and escape characters it cannot write."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -82,7 +82,8 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and FULL_MEMORY.search(reason)):
         return f"memory is full: {reason}. hint: use smaller batches, shorter texts or a smaller model."
     if FAILED_WRITE.search(reason) and (isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"):
-        return f"a file cannot be read or written: {reason}. hint: check that the disk has room and that the file is whole."
+        hint = "check that the disk has room and the file is whole."
+        return f"a file cannot be read or written: {reason}. hint: {hint}"
     return None
 
 
