@@ -22,7 +22,7 @@ from radq.rank.matrix import Observed, RewardMatrix
 @dataclass
 class Arguments:
     matrix: Path | None = None
-    """File with a reward matrix; default: a random matrix with 4,000 rows."""
+    """File with a reward matrix; by default a random matrix with 4,000 rows."""
     rank: int = 31
     """Rank of the completion."""
     penalty: float = 1e-4

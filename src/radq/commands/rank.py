@@ -21,7 +21,7 @@ ROWS_PRINTED = 10
 
 @dataclass
 class DataArguments(DataRankConfig):
-    """Say whether RAD-Q can fit the labels of a data set, before training one.
+    """Say, before training, whether RAD-Q can fit the labels of a data set.
 
     Prints the ranks that meet the labels beside those that meet shuffled labels, and with --backbone a lower bound of
     the error that its frozen output embedding leaves.

@@ -18,11 +18,11 @@ class DataRankConfig:
     labels: str = ""
     """Columns with the labels, separated by commas; several attributes share one stacked matrix."""
     tokenizer: str = ""
-    """Hub name, folder, tokenizer.json, or folder with GPT-2's encoder.json and vocab.bpe; default: the backbone's."""
+    """Hub name, tokenizer.json, or folder (also with GPT-2's encoder.json and vocab.bpe); by default the backbone's."""
     backbone: str | None = None
     """Language model whose hidden size and frozen output embedding the verdict is about."""
     ranks: str = ""
-    """Ranks to try, separated by commas; default: five ranks up to where an exact fit is likely."""
+    """Ranks to try, separated by commas; by default five ranks up to where an exact fit is likely."""
     eps: float = 1e-6
     """Mean squared error that counts as a fit, over Ω_2: the prefixes with two or more continuations."""
     iterations: int = 200
@@ -38,13 +38,13 @@ class DataRankConfig:
     weight: str | None = None
     """Column with the weight of each row."""
     label_range: tuple[float, float] | None = None
-    """Lowest and highest label, to be mapped to 0 and 1; default: labels stay as they are."""
+    """Lowest and highest label, to be mapped to 0 and 1; by default labels stay as they are."""
     skip_empty: bool = False
     """Leave out rows with an empty text, which are an error otherwise."""
     max_length: int | None = None
-    """Cut texts off after this number of tokens; default: texts stay whole."""
+    """Cut texts off after this number of tokens; by default texts stay whole."""
     cache: str | None = None
-    """Folder for tokenised data; default: the user's cache folder."""
+    """Folder for tokenised data; by default in the user's cache folder."""
     save_matrix: Path | None = None
     """Write the reward matrix to this npz file, which scipy.sparse.load_npz reads."""
     certificates: Path | None = None
@@ -104,7 +104,7 @@ class ModelRankConfig:
     skip_empty: bool = False
     """Leave out rows with an empty text, which are an error otherwise."""
     attribute: str | None = None
-    """Attribute whose rewards are measured; default: the first."""
+    """Attribute whose rewards are measured; by default the first."""
     rows: str = "64,128,256,512,1024,2048"
     """Numbers of prefixes, separated by commas."""
     batch_size: int = 16
@@ -112,7 +112,7 @@ class ModelRankConfig:
     out: Path | None = None
     """Folder for rank.json and the plots rank.png and spectrum.png."""
     cache: str | None = None
-    """Folder for tokenised data; default: the user's cache folder."""
+    """Folder for tokenised data; by default in the user's cache folder."""
     seed: int = 0
     """Seed of the draw of prefixes."""
     device: str = "auto"
