@@ -102,7 +102,7 @@ def complete_ranks(
     results = [_complete_labels(config, matrix, rank, device, progress) for rank in ranks]
     if shuffled is None:
         return results, None
-    controls = [_solve(config, shuffled, rank, None, device, f"rank {rank}, shuffled", progress) for rank in ranks]
+    controls = (_solve(config, shuffled, rank, None, device, f"rank {rank}, shuffled", progress) for rank in ranks)
     return results, [_rate(matrix, rank, control, config.eps) for rank, control in zip(ranks, controls, strict=True)]
 
 
