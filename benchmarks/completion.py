@@ -1,10 +1,10 @@
-"""Low-rank completion against soft-impute ALS, the paper's solver, on one objective.
+"""Low-rank completion compared with soft-impute ALS, the solver of the paper, on the same objective.
 
-    python benchmarks/completion.py                                # a made-up matrix
-    python benchmarks/completion.py --matrix sst2.npz --rank 127   # what `radq rank data --save-matrix` has written
+    python benchmarks/completion.py                                # a random matrix
+    python benchmarks/completion.py --matrix sst2.npz --rank 127   # a file of `radq rank data --save-matrix`
     python benchmarks/completion.py --matrix jigsaw.npz --rank 767 --soft-impute 0 --devices cpu cuda
 
-Prints error and seconds of both, and the ratios between devices.
+Prints the error and the seconds of both solvers, and the ratios between devices.
 """
 
 import time
@@ -22,23 +22,23 @@ from radq.rank.matrix import Observed, RewardMatrix
 @dataclass
 class Arguments:
     matrix: Path | None = None
-    """Reward matrix; by default one with 4,000 rows is made up."""
+    """File with a reward matrix; by default a random matrix with 4,000 rows."""
     rank: int = 31
-    """Of the completion."""
+    """Rank of the completion."""
     penalty: float = 1e-4
-    """On the squares of the factors."""
+    """Weight of the squared factors in the objective."""
     soft_impute: int = 100
-    """Iterations of soft-impute; 0 leaves it out."""
+    """Iterations of soft-impute; 0 to leave it out."""
     devices: list[str] = field(default_factory=lambda: ["cpu"])
-    """Where to run; the first is what the others are compared with."""
+    """Devices to run on; the others are compared with the first."""
     threads: int = 2
-    """Of the CPU."""
+    """Number of CPU threads."""
     repeats: int = 3
-    """Runs per device, of which the fastest counts: the first one loads libraries."""
+    """Runs per device; the fastest counts, since the first one loads libraries."""
 
 
-def make_up(rows: int = 4000, columns: int = 3000) -> Observed:
-    """Few long rows and many short ones, few common tokens and many rare ones; responses are 0 or 1."""
+def make_random_matrix(rows: int = 4000, columns: int = 3000) -> Observed:
+    """A matrix with few long rows and many short ones, few common tokens and many rare ones; values are 0 or 1."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(2 + rng.pareto(1.0, rows) * 2, columns / 4).astype(int)
     row_of = np.repeat(np.arange(rows), lengths)
@@ -50,7 +50,7 @@ def make_up(rows: int = 4000, columns: int = 3000) -> Observed:
 
 
 def soft_impute(observed: Observed, rank: int, penalty: float, iterations: int) -> tuple[float, float]:
-    """Error and seconds of Hastie et al.'s algorithm 5.1 in float64, as the R package softImpute computes it."""
+    """Mean squared error and seconds of algorithm 5.1 of Hastie et al. in float64, as in the R package softImpute."""
     n, m = observed.shape
     rows, columns, values = (torch.from_numpy(p) for p in (observed.rows, observed.columns, observed.values))
     by_column = torch.argsort(columns, stable=True)
@@ -64,7 +64,7 @@ def soft_impute(observed: Observed, rank: int, penalty: float, iterations: int) 
     residuals = values
 
     def rotate(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Left singular vectors, singular values and right singular vectors, by way of the small Gram matrix."""
+        """Left singular vectors, singular values and right singular vectors, from the small Gram matrix."""
         squares, right = torch.linalg.eigh(product.T @ product)
         d = squares.clamp(min=1e-30).sqrt()
         return product @ right / d, d, right
@@ -83,7 +83,7 @@ def soft_impute(observed: Observed, rank: int, penalty: float, iterations: int) 
 
 def main(arguments: Arguments) -> None:
     torch.set_num_threads(arguments.threads)
-    observed = make_up() if arguments.matrix is None else RewardMatrix.load(arguments.matrix).omega2
+    observed = make_random_matrix() if arguments.matrix is None else RewardMatrix.load(arguments.matrix).omega2
     print(f"{observed.shape[0]} × {observed.shape[1]}, {len(observed)} entries, rank {arguments.rank}")
     fastest: dict[str, Completion] = {}
     for device in arguments.devices:

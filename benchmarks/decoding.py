@@ -1,19 +1,22 @@
-"""What a step of guidance costs: RAD-Q at k = 20 and at the whole vocabulary, RAD-V against separate forwards.
+"""Time of one step of guidance: RAD-Q with 20 candidates and with all tokens, RAD-V with one forward and with many.
 
     python benchmarks/decoding.py [--device cuda] [--dtype bfloat16] [--json]
 
-A random reward model of GPT-2-small's shape reads a batch of 8 prefixes; a step scores candidates and advances by one
-token. The variants take turns, so that a noisy machine disturbs them alike; times are medians, ratios are what counts.
+A random reward model with the shape of GPT-2-small reads a batch of 8 prefixes. A step scores candidates and then reads
+one more token. The variants take turns, so that other work on the machine disturbs all of them alike. Times are
+medians; compare their ratios, since the times depend on the machine.
 """
 
-import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 import torch
+import tyro
+from machine import describe_machine, read_clock
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -24,13 +27,19 @@ from radq.models.reward import RewardState
 BATCH, PREFIX, K = 8, 64, 20
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args()
+@dataclass
+class Arguments:
+    device: str = "cpu"
+    """cpu, cuda or cuda:1, …"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the reward models."""
+    rounds: int = 10
+    """Measurements of each variant, after two that warm up."""
+    json: bool = False
+    """Print JSON."""
+
+
+def main(arguments: Arguments) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, quiet():
         GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
@@ -40,10 +49,9 @@ def main() -> None:
     for model in models:
         nn.Module.to(model, arguments.device)
     guide_q, guide_v = (RewardGuide(model, {"toxicity": -50.0}) for model in models)
-    seconds = measure(variants(guide_q, guide_v, arguments.device), arguments.rounds)
-    on_cpu = arguments.device == "cpu"
+    seconds = measure(variants(guide_q, guide_v, arguments.device), arguments.rounds, arguments.device)
     report = {
-        "machine": f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name(),
+        "machine": describe_machine(arguments.device),
         "dtype": arguments.dtype,
         "torch": torch.__version__,
         "milliseconds": {name: round(1000 * value, 2) for name, value in seconds.items()},
@@ -63,6 +71,7 @@ def main() -> None:
 
 
 def variants(guide_q: RewardGuide, guide_v: RewardGuide, device: str) -> dict[str, Callable[[], object]]:
+    """The steps to measure, by name."""
     size = guide_q.vocab_size
     prompts = torch.randint(size, (BATCH, PREFIX), device=device)
     few = torch.randint(size, (BATCH, K), device=device)
@@ -86,18 +95,17 @@ def variants(guide_q: RewardGuide, guide_v: RewardGuide, device: str) -> dict[st
     }
 
 
-def measure(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def measure(functions: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
+    """Median seconds of each function."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(rounds + 2):
         for name, function in functions.items():
-            begin = time.perf_counter()
+            begin = read_clock(device)
             function()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             if round_ >= 2:  # the first two warm up
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(read_clock(device) - begin)
     return {name: median(values) for name, values in seconds.items()}
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Arguments, description=__doc__))

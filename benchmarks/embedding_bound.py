@@ -1,10 +1,10 @@
-"""The bound of frozen embeddings, computed a second time: numpy's least squares, one row after the other.
+"""The lower bound of `radq.rank.embedding_bound`, computed independently with numpy's least squares, row by row.
 
     radq rank data sst2_train.tsv.gz --text sentence --labels label --backbone embedded --save-matrix sst2.npz
     python benchmarks/embedding_bound.py sst2.npz --backbone embedded
 
-It reads what `--save-matrix` has written with numpy alone and shares no code with `radq.rank`. Rows with at most d + 1
-continuations are left out: their bound is 0 unless embeddings are linearly dependent.
+The matrix file is read with numpy alone, and no code is shared with `radq.rank`. Rows with at most d + 1 continuations
+are left out: their bound is 0 unless embeddings are linearly dependent.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from radq.models.loading import load_output_embedding
 @dataclass
 class Arguments:
     matrix: tyro.conf.Positional[Path]
-    """Reward matrix with one label."""
+    """File with the reward matrix of one label."""
     backbone: str = "embedded"
     """Language model whose output embedding is frozen."""
 

@@ -1,4 +1,4 @@
-"""The command line, run in this process: what people and machines read, and one line with exit code 2 for mistakes."""
+"""The command line, run in this process: its output as text and as JSON, and error messages of one line."""
 
 import json
 import pickle
@@ -210,7 +210,7 @@ def test_score_prints_a_table(reward: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_score_names_mistakes(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no text" in fails(capsys, "score", "--reward", str(reward))
+    assert "at least one text" in fails(capsys, "score", "--reward", str(reward))
     assert "empty" in fails(capsys, "score", "--reward", str(reward), "--text", "  ")
     assert "not a reward model" in fails(capsys, "score", "--reward", str(toy), "--text", "a")
     assert "positions" in fails(capsys, "score", "--reward", str(reward), "--text", "film " * 70)

@@ -1,7 +1,7 @@
-"""The command line. One module per command, imported when the command runs, so that help is instant.
+"""The command line. The module of a command is imported when the command runs, so that `radq --help` is instant.
 
-Errors a user can act on become one line on standard error and exit code 2: wrong values, files that cannot be read or
-written, a full memory or disk. Any other error is a bug of radq and shows its traceback.
+Errors that a user can act on (wrong values, files that cannot be read or written, full memory or disk) are one line on
+standard error, with exit code 2. Any other error is a bug of radq and shows its traceback.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ from collections.abc import Sequence
 import radq
 from radq.errors import explain
 
-COMMANDS = {  # name: what it does; the module is radq.commands.<name>, with _ for -
-    "demo": "steer a real language model that pip installs, and compare",
+COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
+    "demo": "compare texts of a small language model with and without steering",
     "generate": "steer a language model with reward models",
     "score": "show the reward of every token of a text",
-    "train": "train a reward model on texts and responses",
+    "train": "train a reward model on labelled texts",
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
-    "rank": "say what keeps RAD-Q from fitting a data set; ranks of trained models",
-    "train-experts": "train the language models of the rivals DExperts and GeDi",
-    "eval": "sweep guides over prompts: generations, judges, metrics",
-    "measure": "metrics of generations that are there already",
+    "rank": "say whether RAD-Q can fit a data set; measure the rank of a trained model",
+    "train-experts": "train the language models that the baselines DExperts and GeDi need",
+    "eval": "generate, judge and measure texts for a grid of guides",
+    "measure": "compute metrics of existing generations",
     "judge": "score texts with a judge, or fit a judge on labelled texts",
-    "report": "plots, tables and a page from what was measured",
-    "convert": "turn weights of the public RAD and rad-q code into a reward model",
+    "report": "make plots, tables and a page from measured sweeps",
+    "convert": "turn a checkpoint of the public RAD or rad-q code into a reward model",
 }
 
 
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()
     try:
-        code = _run(argv)
+        code = _dispatch(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         code = 0
     except KeyboardInterrupt:
         code = 130
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(argv: list[str]) -> int:
+def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
         return 0 if argv else 2
@@ -60,13 +60,17 @@ def _run(argv: list[str]) -> int:
     if name not in COMMANDS:
         return _fail(f"there is no command {name!r}. hint: choose one of {', '.join(COMMANDS)}.")
     for argument in rest:
-        if any("\ud800" <= character <= "\udfff" for character in argument):  # as Python reads bytes that are no UTF-8
-            return _fail(f"the argument {argument!r} is no UTF-8. hint: write it in UTF-8, or rename the file.")
-    # Threads of torch that wait for a core in use spin by default, and small steps then take ten times as long. OpenMP
-    # reads this when torch is imported.
+        if any(
+            "\ud800" <= character <= "\udfff" for character in argument
+        ):  # Python's stand-ins for bytes that are not UTF-8
+            return _fail(f"arguments must be UTF-8, got {argument!r}. hint: write it in UTF-8, or rename the file.")
+    # By default, threads of torch that wait for a busy core spin, and small steps then take ten times as long. OpenMP
+    # reads this variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without the line of code it stands on
-    # A CPU without bfloat16 computes as well, only slower; torch says so with a C++ stack trace.
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"warning: {message}\n"
+    )  # without the line of code that raised it
+    # torch warns with a C++ stack trace that a CPU without bfloat16 is slower; the results are right.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     _run_command(name, rest)
     return 0
@@ -81,7 +85,7 @@ def _run_command(name: str, argv: list[str]) -> None:
 
 
 def _prepare_streams() -> None:
-    """Streams that take any text: a closed one becomes nothing, and characters that one cannot write are escaped."""
+    """Let both streams take any text: replace a closed one by /dev/null and escape characters it cannot write."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -91,7 +95,7 @@ def _prepare_streams() -> None:
 
 
 def _settle_output() -> None:
-    """Write what standard output still holds; where that fails it goes nowhere, or Python complains when it ends."""
+    """Flush standard output; if that fails, point it to /dev/null, so that Python does not complain when it exits."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -106,7 +110,7 @@ def _fail(message: str) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
     return f"""usage: radq COMMAND …
 
 radq {radq.__version__}: a small reward model steers a large frozen language model, token by token.

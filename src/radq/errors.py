@@ -1,7 +1,8 @@
-"""Errors a user can act on: the message says what was wrong, with the value, and the hint says what to do.
+"""Errors that a user can act on. Each has a message, which says what was wrong, and a hint, which says what to do.
 
-Every class is also the stdlib type a caller would expect. The command line prints `error: … hint: …` and exits with 2.
-`explain` finds such a line also for errors of other libraries that come from the machine, such as a full disk.
+Every class is also the type of the standard library that a caller would expect. The command line prints such an error
+as one line, `error: … hint: …`, and exits with code 2. `explain` gives such a line also for errors of other libraries
+whose cause is the machine, such as a full disk.
 """
 
 import errno
@@ -11,6 +12,8 @@ from typing import Any
 
 
 class RadqError(Exception):
+    """The base class of all errors of radq."""
+
     def __init__(self, message: str, hint: str | None = None):
         super().__init__(message)
         self.message = message
@@ -21,7 +24,7 @@ class RadqError(Exception):
 
 
 class OptionError(RadqError, ValueError):
-    """An argument with a value that is not allowed."""
+    """An option or argument with a value that is not allowed."""
 
 
 class ModelError(RadqError, OSError):
@@ -33,15 +36,15 @@ class CheckpointError(RadqError, ValueError):
 
 
 class DataError(RadqError, ValueError):
-    """A file that cannot be read, or a row with a value that is not allowed."""
+    """A data file that cannot be read, or a row in it that cannot be used."""
 
 
 class UnknownAttributeError(RadqError, KeyError):
-    """An attribute the reward model was not trained on."""
+    """An attribute that a reward model was not trained on."""
 
 
 class VocabularyError(RadqError, ValueError):
-    """A base model and a reward model that disagree about what a token id means."""
+    """Two models whose token ids stand for different tokens."""
 
 
 class ContextLengthError(RadqError, ValueError):
@@ -53,24 +56,24 @@ class RewardValueError(RadqError, ArithmeticError):
 
 
 class TrainingError(RadqError, ArithmeticError):
-    """A training whose loss or weights became NaN or infinite."""
+    """A training run whose loss or weights became NaN or infinite."""
 
 
 class WriteError(RadqError, OSError):
-    """A file that could not be written, for example because the disk is full."""
+    """A file that cannot be written, for example because the disk is full."""
 
 
 class MemoryLimitError(RadqError, MemoryError):
-    """Work that needs more memory than the machine has."""
+    """Work that needs more memory than this machine has."""
 
 
-# Messages of libraries about full memory and failed writes, in errors whose type does not tell.
+# Messages of libraries when memory or disk is full, in errors whose type does not say so.
 FULL_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 FAILED_WRITE = re.compile(r"os error \d+|PytorchStreamWriter failed|No space left|unexpected pos", re.IGNORECASE)
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for the user about an error of their input or their machine; None for an error that must be a bug."""
+    """One line about an error that a user can act on; None for any other error, which is then a bug of radq."""
     if isinstance(error, RadqError):
         return _one_line(str(error))
     reason = _reason(error)
@@ -80,9 +83,9 @@ def explain(error: BaseException) -> str | None:
     if reason is None:
         return None
     if not isinstance(error, OSError):
-        return f"a file cannot be read or written: {reason}. hint: is the disk full, or the file damaged?"
+        return f"a file cannot be read or written: {reason}. hint: check that the disk has room and the file is whole."
     place = "" if error.filename is None else f"{str(error.filename)!r}: "
-    hint = "make room on the disk." if error.errno == errno.ENOSPC else "check the path, and who may read and write it."
+    hint = "make room on the disk." if error.errno == errno.ENOSPC else "check the path and its permissions."
     return f"{place}{reason}. hint: {hint}"
 
 
@@ -106,10 +109,15 @@ def _one_line(text: str) -> str:
 
 
 def require_package(module: str, extra: str) -> Any:
-    """Import a module, or raise an error that names the extra of radq that installs it."""
+    """Import an optional package, or raise an error that names the extra of radq that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ModelError(
-            f"this needs the package {error.name or module}, which is not installed.", f"pip install 'radq[{extra}]'."
+            f"this needs the package {error.name or module}, which is not installed.", install_hint(extra)
         ) from error
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs an extra, for a checkout and for an installed radq."""
+    return f"run pip install -e '.[{extra}]' in a checkout of radq, or else pip install 'radq[{extra}]'."

@@ -113,7 +113,7 @@ def test_outputs_that_cannot_write_a_character(world: Path, monkeypatch: pytest.
 
 
 def test_bytes_that_are_no_text(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no UTF-8" in fails(capsys, "score", "--reward", str(world / "q"), "--text", os.fsdecode(b"\xff"))
+    assert "must be UTF-8" in fails(capsys, "score", "--reward", str(world / "q"), "--text", os.fsdecode(b"\xff"))
     (tmp_path / "prompts.txt").write_bytes(b"caf\xe9\n")
     argv = ["generate", "--base", str(world / "toy"), "--prompts", str(tmp_path / "prompts.txt")]
     assert "is no text" in fails(capsys, *argv)

@@ -1,4 +1,4 @@
-"""radq rank: what people and machines read, and one line for mistakes."""
+"""The command `radq rank`: tables, JSON, and error messages of one line."""
 
 import json
 from contextlib import chdir
@@ -19,8 +19,7 @@ from radq.errors import ModelError
 from radq.models.loading import load_tokenizer
 from radq.models.reward import RadQ
 from radq.rank.analysis import RankResult
-from radq.rank.completion import complete
-from radq.rank.factors import Factors
+from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix
 from radq.rank.verdict import Backbone, give_verdict
 from radq.toy import make_reviews
@@ -87,7 +86,7 @@ def test_people_read_a_table(reviews: Path, toy: Path, capsys: pytest.CaptureFix
     captured = capsys.readouterr().out
     assert "400 utterances" in captured
     assert "any backbone with a hidden size of" in " ".join(captured.split())
-    assert "name it by --backbone" in " ".join(captured.split())
+    assert "name a backbone with --backbone" in " ".join(captured.split())
     assert "peak memory" in captured
 
 
@@ -134,7 +133,7 @@ def test_frozen_embeddings_that_cost_something(
     assert "add" in text
 
 
-def test_rank_is_no_obstacle_where_shuffled_responses_are_not_met(
+def test_rank_is_no_obstacle_if_shuffled_labels_are_not_met(
     tmp_path: Path, narrow: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -145,7 +144,7 @@ def test_rank_is_no_obstacle_where_shuffled_responses_are_not_met(
     assert result["verdict_code"] == "no-obstacle"
     assert result["verdict"].startswith("rank is no obstacle")
     assert result["embedding_bound"] is None
-    assert "name it by --backbone" in result["verdict"]
+    assert "name a backbone with --backbone" in result["verdict"]
     # two attributes with hidden states of their own need a rank of their own each
     assert run_json(capsys, *argv, "--labels", "a,b", "--ranks", "2", *options)["verdict_code"] == "no-rank"
     write_products(tmp_path / "noise.csv", 12, rank=1, noise=1.0)
@@ -176,7 +175,7 @@ def test_the_first_verdict_that_holds_is_given(reviews: Path, toy: Path, capsys:
     assert give_verdict(matrix, met, not_met, 1e-6, tiny).code == "no-obstacle"
     unknown = give_verdict(matrix, met, None, 1e-6, tiny)
     assert unknown.code == "unchecked"
-    assert "Make it anew" in unknown.text
+    assert "Make it again" in unknown.text
 
 
 def test_matrices_of_earlier_versions_are_read(reviews: Path, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,14 +223,14 @@ def test_mistakes_are_one_line(
 ) -> None:
     folder = reviews.parent
     argv = ("rank", "data", str(reviews), "--json", "--labels", "praise", "--tokenizer", str(toy))
-    assert "there is no tokenizer" in fails(capsys, *argv[:6])
-    assert "labels are ''" in fails(capsys, *argv[:4], "--tokenizer", str(toy))
-    assert "labels are 'praise,praise'" in fails(capsys, *argv, "--labels", "praise,praise")
+    assert "a tokenizer is needed" in fails(capsys, *argv[:6])
+    assert "labels must name one column, or different ones, got ''" in fails(capsys, *argv[:4], "--tokenizer", str(toy))
+    assert "got 'praise,praise'" in fails(capsys, *argv, "--labels", "praise,praise")
     assert "'text' is" in fails(capsys, *argv, "--labels", "praise,text")
     assert "whole numbers" in fails(capsys, *argv, "--ranks", "one")
-    assert "the rank is 100000" in fails(capsys, *argv, "--ranks", "100000")
-    assert "penalty is -1" in fails(capsys, *argv, "--ranks", "2", "--penalty", "-1")
-    assert "eps is nan" in fails(capsys, *argv, "--ranks", "2", "--eps", "nan")
+    assert "got 100000" in fails(capsys, *argv, "--ranks", "100000")
+    assert "penalty must be positive and finite, got -1" in fails(capsys, *argv, "--ranks", "2", "--penalty", "-1")
+    assert "eps must be at least 0 and finite, got nan" in fails(capsys, *argv, "--ranks", "2", "--eps", "nan")
     assert "there is no folder" in fails(capsys, *argv[:6], "--tokenizer", "./nowhere")
     (folder / "bad.csv").write_text("text,praise\nthe film was good,inf\n")
     assert "row 1: 'praise' is 'inf'" in fails(capsys, "rank", "data", str(folder / "bad.csv"), *argv[3:])
@@ -326,7 +325,7 @@ def test_model_draws_ranks(reviews: Path, toy: Path, capsys: pytest.CaptureFixtu
     assert main([*argv]) == 0
     assert "cutoff" in capsys.readouterr().out
     assert "no attribute 'calm'" in fails(capsys, *argv, "--json", "--attribute", "calm")
-    assert "the rows are '0'" in fails(capsys, *argv[:5], "--json", "--rows", "0")
+    assert "rows must be numbers of at least 1, got '0'" in fails(capsys, *argv[:5], "--json", "--rows", "0")
 
 
 def test_tokenizers_come_from_files_too(tmp_path: Path) -> None:

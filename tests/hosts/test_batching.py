@@ -249,7 +249,7 @@ def test_arguments_become_a_guidance() -> None:
         ({"radq_guide": "toxicity", "radq_gide": 1}, "no argument 'radq_gide'. hint: there are radq_guide"),
         (
             {"radq_guide": "toxicity", "radq_beta": "high"},
-            "radq_beta must be one number for each of toxicity, got 'high'",
+            "one number for each of toxicity, got 'high'",
         ),
         ({"radq_guide": "toxicity", "radq_beta": [1, 2]}, "each of toxicity"),
         ({"radq_guide": "both", "radq_beta": 1}, "each of toxicity, insult, praise"),

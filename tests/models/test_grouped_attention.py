@@ -1,4 +1,4 @@
-"""Grouped heads read shared keys and values: the numbers of transformers' own attention."""
+"""Attention of grouped heads gives the results of transformers' own attention."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_plain_products_equal_the_fused_kernel(kind: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
-def test_a_backbone_uses_it_within_and_only_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backbone_uses_it_inside_the_block_only(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, key_heads = make_lm(family), []
     scaled = grouped.F.scaled_dot_product_attention
 
@@ -63,14 +63,14 @@ def test_a_backbone_uses_it_within_and_only_there(family: str, monkeypatch: pyte
         return scaled(query, key, *args, **kwargs)
 
     monkeypatch.setattr(grouped.F, "scaled_dot_product_attention", noted)
-    tokens, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    input_ids, attention_mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     with torch.no_grad():
-        expected = lm(input_ids=tokens, attention_mask=mask).logits
+        expected = lm(input_ids=input_ids, attention_mask=attention_mask).logits
         assert set(key_heads) == {4}  # copies for every head
         key_heads.clear()
         with grouped_heads(lm):
             assert lm.config._attn_implementation == grouped.GROUPED
-            actual = lm(input_ids=tokens, attention_mask=mask).logits
+            actual = lm(input_ids=input_ids, attention_mask=attention_mask).logits
     assert lm.config._attn_implementation == "sdpa"
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
+    torch.testing.assert_close(actual[attention_mask.bool()], expected[attention_mask.bool()])
     assert set(key_heads) == {2}

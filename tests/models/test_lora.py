@@ -1,4 +1,4 @@
-"""Adapted layers against the sum they stand for."""
+"""Adapted layers give the results of a layer with the weights W + s·B·A."""
 
 import copy
 from pathlib import Path
@@ -24,7 +24,7 @@ def adapted(layer: nn.Linear | Conv1D) -> AdaptedLinear:
 
 
 def apart(module: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
-    """Layer and adapter one after the other, as LoRA is written down: the scale is 2."""
+    """The layer plus the adapter, computed separately, with a scale of 2."""
     return module.base_layer(x) + 2 * (x @ module.a.T) @ module.b.T
 
 

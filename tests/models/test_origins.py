@@ -1,4 +1,4 @@
-"""LoRA reward models find their backbone again, wherever they are loaded, and refuse another one."""
+"""LoRA reward models find their backbone again from any working directory, and refuse one with other weights."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def test_model_and_backbone_move_together_or_end_up_side_by_side(world: Path, tm
     moved = RewardModel.from_pretrained(tmp_path / "moved" / "runs" / "praise")
     assert torch.equal(moved.token_rewards(IDS), model.token_rewards(IDS))
     (tmp_path / "moved" / "runs" / "praise").rename(tmp_path / "praise")
-    with pytest.raises(ModelError, match=r"'\.\./\.\./lm' of this LoRA reward model is not there.*beside"):
+    with pytest.raises(ModelError, match=r"'\.\./\.\./lm' of this LoRA reward model does not exist.*beside"):
         RewardModel.from_pretrained(tmp_path / "praise")
     (tmp_path / "moved" / "lm").rename(tmp_path / "lm")
     assert torch.equal(RewardModel.from_pretrained(tmp_path / "praise").token_rewards(IDS), model.token_rewards(IDS))

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from radq import numerics
 from radq.errors import DataError, MemoryLimitError, OptionError
-from radq.rank.completion import complete, group_entries, solve
-from radq.rank.factors import Factors
+from radq.rank.completion import Factors, complete, degeneracy, group_entries, peel, solve_rows
 from radq.rank.matrix import Observed
-from radq.rank.peeling import degeneracy, peel
 
 
 def make_observed(n: int = 30, m: int = 20, density: float = 0.3, seed: int = 0, binary: bool = False) -> Observed:
@@ -44,7 +42,7 @@ def test_each_row_is_a_ridge_regression(rank: int, density: float, seed: int, an
     before = torch.randn(observed.shape[0], rank, generator=generator, dtype=torch.float64)
     target = before.clone()
     groups = group_entries(observed.rows, observed.columns, observed.values, known)
-    squares = solve(groups, known, target, 0.1, anchored)
+    squares = solve_rows(groups, known, target, 0.1, anchored)
     expected = 0.0
     for row in range(observed.shape[0]):
         entries = observed.rows == row
@@ -115,7 +113,7 @@ def test_float32_comes_near() -> None:
     assert single.mse == pytest.approx(exact.mse, rel=0.2)
 
 
-def test_a_start_is_gone_on_from() -> None:
+def test_existing_factors_are_used_as_the_start() -> None:
     observed = make_observed(density=0.6, binary=True)
     whole = complete(observed, 4, iterations=30, tolerance=0.0)
     first = complete(observed, 4, iterations=20, tolerance=0.0)
@@ -136,7 +134,7 @@ def test_tolerance_stops_early_and_progress_counts() -> None:
     assert len(seen) == result.iterations < 500
 
 
-def test_a_target_in_reach_is_gone_on_for() -> None:
+def test_iterations_continue_while_the_target_is_in_reach() -> None:
     """The penalty is most of the objective, so a change of the error hardly shows in it."""
     observed = make_observed(60, 50, density=0.25, binary=True)
     rank = degeneracy(observed)
@@ -263,14 +261,14 @@ def test_certificates_belong_to_their_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"rank": -1}, "rank is -1"),
-        ({"rank": 21}, "30 × 20"),
-        ({"rank": 2, "penalty": -1e-4}, "penalty is"),
-        ({"rank": 2, "penalty": float("nan")}, "penalty is"),
-        ({"rank": 2, "iterations": 0}, "iterations is 0"),
-        ({"rank": 2, "iterations": 10**400}, "iterations is 1000"),
-        ({"rank": 2, "tolerance": float("nan")}, "tolerance is nan"),
-        ({"rank": 2, "seed": -1}, "seed is -1"),
+        ({"rank": -1}, "rank must be at least 0 .* got -1"),
+        ({"rank": 21}, "at most 20 for a matrix of 30 × 20, got 21"),
+        ({"rank": 2, "penalty": -1e-4}, "penalty must be positive"),
+        ({"rank": 2, "penalty": float("nan")}, "penalty must be positive and finite, got nan"),
+        ({"rank": 2, "iterations": 0}, "iterations must be at least 1 .* got 0"),
+        ({"rank": 2, "iterations": 10**400}, "iterations must be .* got 1000"),
+        ({"rank": 2, "tolerance": float("nan")}, "tolerance must be .* got nan"),
+        ({"rank": 2, "seed": -1}, "seed must be at least 0 .* got -1"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], problem: str) -> None:
@@ -278,7 +276,7 @@ def test_wrong_options(options: dict[str, Any], problem: str) -> None:
         complete(make_observed(), **options)
 
 
-def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_too_large_for_memory_is_refused_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics, "available_memory", lambda device="cpu": 1000)
     with pytest.raises(MemoryLimitError, match="rank 2"):
         complete(make_observed(), 2)

@@ -29,16 +29,16 @@ Case = tuple[list[list[int]], list[list[float]], list[int], list[float], np.ndar
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Utterances, two responses each, prompt lengths, weights, and an embedding whose rows may be equal or 0."""
+    """Utterances, two labels each, prompt lengths, weights, and an embedding whose rows may be equal or 0."""
     utterances = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), min_size=1, max_size=30))
     n = len(utterances)
     answers = st.lists(st.sampled_from([0.0, 0.25, 1.0, -2.0]), min_size=2, max_size=2)
-    responses = draw(st.lists(answers, min_size=n, max_size=n))
+    labels = draw(st.lists(answers, min_size=n, max_size=n))
     prompts = [draw(st.integers(0, len(utterance) - 1)) for utterance in utterances]
     weights = [*draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=n - 1, max_size=n - 1)), 1.0]
     d = draw(st.integers(1, 4))
     numbers = st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.0]), min_size=VOCAB * d, max_size=VOCAB * d)
-    return utterances, responses, prompts, weights, np.array(draw(numbers)).reshape(VOCAB, d)
+    return utterances, labels, prompts, weights, np.array(draw(numbers)).reshape(VOCAB, d)
 
 
 def read_rows(matrix: RewardMatrix) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -159,10 +159,10 @@ def test_the_training_loss_of_the_best_rewards_is_the_bound(case: Case) -> None:
 def test_rewards_made_from_the_embedding_cost_nothing(seed: int, d: int, k: int) -> None:
     rng = np.random.default_rng(seed)
     embedding = rng.normal(size=(k, d)).astype(np.float32)
-    responses = embedding @ rng.normal(size=d) + rng.normal()
+    labels = embedding @ rng.normal(size=d) + rng.normal()
     with TemporaryDirectory() as folder:
-        data = make_data(Path(folder), [[token] for token in range(k)], responses.tolist())
-        data.labels = responses[:, None]  # not rounded to float32
+        data = make_data(Path(folder), [[token] for token in range(k)], labels.tolist())
+        data.labels = labels[:, None]  # not rounded to float32
         matrix = build_matrix(data, k)
     bound = bound_by_embedding(matrix, torch.from_numpy(embedding))
     assert (bound.mse_omega2, bound.weighted_loss, bound.costly_rows, bound.rows) == (0.0, 0.0, 0, [])
@@ -206,11 +206,11 @@ def test_tokens_with_equal_embeddings_get_one_reward(tmp_path: Path) -> None:
 def test_each_attribute_has_its_own_bound(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     utterances = rng.integers(0, 20, (300, 3)).tolist()
-    responses = rng.integers(0, 2, (300, 2)).astype(float)
+    labels = rng.integers(0, 2, (300, 2)).astype(float)
     embedding = torch.from_numpy(rng.normal(size=(20, 4)))
-    both = bound_by_embedding(build_matrix(make_data(tmp_path / "ab", utterances, responses.tolist()), 20), embedding)
+    both = bound_by_embedding(build_matrix(make_data(tmp_path / "ab", utterances, labels.tolist()), 20), embedding)
     for a, part in enumerate(both.attributes):
-        alone = build_matrix(make_data(tmp_path / str(a), utterances, responses[:, a].tolist()), 20)
+        alone = build_matrix(make_data(tmp_path / str(a), utterances, labels[:, a].tolist()), 20)
         expected = bound_by_embedding(alone, embedding)
         assert part.mse_omega2 == pytest.approx(expected.mse_omega2)
         assert part.weighted_loss == pytest.approx(expected.weighted_loss)

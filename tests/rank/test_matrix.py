@@ -15,25 +15,25 @@ from reward_data import make_data
 from radq.data.dataset import NO_LIMIT, DataColumns, load_data
 from radq.errors import DataError
 from radq.models.loading import load_tokenizer
-from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_responses
+from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels
 
 SHARED = Path(__file__).parents[3] / "shared"
 VOCAB = 5
 
 
 def count_prefixes(
-    utterances: list[list[int]], responses: list[float], prompts: list[int], weights: list[float]
+    utterances: list[list[int]], labels: list[float], prompts: list[int], weights: list[float]
 ) -> dict[tuple[tuple[int, ...], int], float]:
     """R[x, v] by the definition, one prefix after the other."""
     sums: dict[Any, float] = defaultdict(float)
     totals: dict[Any, float] = defaultdict(float)
-    for tokens, response, prompt, weight in zip(utterances, responses, prompts, weights, strict=True):
+    for tokens, label, prompt, weight in zip(utterances, labels, prompts, weights, strict=True):
         length = len(tokens) - prompt
         for t in range(1, length + 1):
             share = weight * t / (length * (length + 1) / 2)
             entry = (tuple(tokens[: prompt + t - 1]), tokens[prompt + t - 1])
             if share > 0:
-                sums[entry] += share * response
+                sums[entry] += share * label
                 totals[entry] += share
     return {entry: sums[entry] / totals[entry] for entry in totals}
 
@@ -52,10 +52,10 @@ def read_entries(matrix: RewardMatrix, utterances: list[list[int]]) -> dict[tupl
 def data_sets(draw: st.DrawFn) -> tuple[list[list[int]], list[float], list[int], list[float]]:
     utterances = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), min_size=1, max_size=25))
     n = len(utterances)
-    responses = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=n, max_size=n))
+    labels = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=n, max_size=n))
     prompts = [draw(st.integers(0, len(utterance) - 1)) for utterance in utterances]
     weights = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=n, max_size=n))
-    return utterances, responses, prompts, [*weights[:-1], 1.0]
+    return utterances, labels, prompts, [*weights[:-1], 1.0]
 
 
 @settings(max_examples=150, deadline=None)
@@ -84,9 +84,9 @@ def test_attributes_stand_side_by_side(
 ) -> None:
     """The stacked matrix holds that of each attribute alone, and each entry the weights of its utterances."""
     utterances, _, prompts, weights = case
-    responses = np.random.default_rng(seed).integers(0, 3, (len(utterances), count)) / 4
+    labels = np.random.default_rng(seed).integers(0, 3, (len(utterances), count)) / 4
     with TemporaryDirectory() as folder:
-        matrix = build_matrix(make_data(Path(folder), utterances, responses.tolist(), prompts, weights), VOCAB)
+        matrix = build_matrix(make_data(Path(folder), utterances, labels.tolist(), prompts, weights), VOCAB)
         matrix.save(Path(folder) / "matrix.npz")
         again, sparse = RewardMatrix.load(Path(folder) / "matrix.npz"), scipy.sparse.load_npz(f"{folder}/matrix.npz")
     assert sparse.shape == (matrix.prefixes, count * VOCAB)
@@ -96,7 +96,7 @@ def test_attributes_stand_side_by_side(
     counted = sum(weight for weight in weights if weight > 0)
     assert matrix.weights.sum() == pytest.approx(count * counted)
     for a in range(count):
-        alone = count_prefixes(utterances, responses[:, a].tolist(), prompts, weights)
+        alone = count_prefixes(utterances, labels[:, a].tolist(), prompts, weights)
         inside = matrix.columns // VOCAB == a
         rows = np.repeat(np.arange(matrix.prefixes), np.diff(matrix.starts))[inside]
         found = {}
@@ -131,14 +131,14 @@ def test_the_rank_of_the_stacked_matrix_is_that_of_shared_hidden_states(tmp_path
 
 @settings(max_examples=60, deadline=None)
 @given(data_sets(), st.integers(0, 1000))
-def test_shuffled_responses_are_the_same_responses(
+def test_shuffled_labels_are_the_same_labels(
     case: tuple[list[list[int]], list[float], list[int], list[float]], seed: int
 ) -> None:
-    utterances, responses, prompts, weights = case
-    pairs = [[response, 2 * response + 1] for response in responses]
+    utterances, labels, prompts, weights = case
+    pairs = [[label, 2 * label + 1] for label in labels]
     with TemporaryDirectory() as folder:
         data = make_data(Path(folder), utterances, pairs, prompts, weights)
-        shuffled = shuffle_responses(data, seed)
+        shuffled = shuffle_labels(data, seed)
         matrix, other = build_matrix(data, VOCAB), build_matrix(shuffled, VOCAB)
     counting = np.array(weights) > 0
     assert sorted(shuffled.labels[counting].tolist()) == sorted(np.array(data.labels)[counting].tolist())
@@ -158,7 +158,7 @@ def test_rows_that_do_not_count(tmp_path: Path) -> None:
 
 
 def test_counts_worked_by_hand(tmp_path: Path) -> None:
-    # ∅ → 1 (three utterances), 2; (1) → 2 (two, responses 1 and 0), 3; (1, 2) → 4; (2) → nothing
+    # ∅ → 1 (three utterances), 2; (1) → 2 (two, labels 1 and 0), 3; (1, 2) → 4; (2) → nothing
     data = make_data(tmp_path, [[1, 2], [1, 2, 4], [1, 3], [2]], [1.0, 0.0, 1.0, 0.0])
     matrix = build_matrix(data, VOCAB)
     assert (matrix.utterances, matrix.prefixes, matrix.entries) == (4, 3, 5)
@@ -204,7 +204,7 @@ def test_files_of_earlier_versions_and_damaged_ones(tmp_path: Path) -> None:
     new = ("attributes", "weights", "contradictions", "omega2_prefixes")
     np.savez(file, **{name: part for name, part in parts.items() if name not in new})
     old = RewardMatrix.load(file)
-    assert (old.attributes, old.weights, old.shuffled, old.vocabulary) == (("response",), None, None, None)
+    assert (old.attributes, old.weights, old.shuffled, old.vocabulary) == (("label",), None, None, None)
     np.testing.assert_array_equal(old.omega2.values, matrix.omega2.values)
     damages = {
         "indptr": parts["indptr"][:-1],

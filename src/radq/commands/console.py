@@ -1,4 +1,4 @@
-"""What people see in a terminal: tokens coloured by a number, and JSON for machines."""
+"""Output of the commands: coloured tokens and tables for people, JSON for machines."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
 
@@ -18,7 +19,7 @@ def console() -> Console:
 
 
 def coloured(tokens: Iterable[tuple[str, float]], low: float, high: float) -> Text:
-    """Tokens on a background from red (low) over none to green (high)."""
+    """Colour the background of tokens by their values: red for low, none in the middle, green for high."""
     text = Text()
     for token, value in tokens:
         share = 0.5 if high <= low else min(max((value - low) / (high - low), 0.0), 1.0)
@@ -29,8 +30,9 @@ def coloured(tokens: Iterable[tuple[str, float]], low: float, high: float) -> Te
 
 
 def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:
-    """The text piece by piece, spaces kept; special tokens are empty, and of a character that is spread over several
-    tokens all but the last.
+    """The piece of text that each token adds, with its spaces.
+
+    Special tokens add nothing. If a character consists of several tokens, the last of them adds it.
     """
     texts = [str(tokenizer.decode(ids[:n], skip_special_tokens=True)).rstrip("\ufffd") for n in range(len(ids) + 1)]
     return [after[len(before) :] for before, after in pairwise(texts)]
@@ -41,8 +43,18 @@ def print_json(document: Any) -> None:
     print()
 
 
+def make_table(*columns: str) -> "Table":
+    """A table of numbers: all columns are aligned to the right."""
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
 def print_metrics(rows: list[dict[str, Any]]) -> None:
-    """A table with a row per cell and class of prompts; `rows` are lines of metrics.jsonl."""
+    """Print lines of metrics.jsonl as a table with a row per cell of the sweep and class of prompts."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -8,7 +8,7 @@ import tyro
 
 @dataclass
 class Arguments:
-    """Show the reward of every token of a text, given what precedes it."""
+    """Show the reward of every token of a text, given the tokens before it."""
 
     reward: str
     """Reward model folder."""
@@ -29,7 +29,7 @@ def run(arguments: Arguments) -> None:
     model = RewardModel.from_pretrained(arguments.reward, find_device(arguments.device))
     if model.tokenizer is None:
         raise ModelError(f"{arguments.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
-    scores = [score_text(model, text) for text in _checked(arguments.text)]
+    scores = [score_text(model, text) for text in _strip_texts(arguments.text)]
     if arguments.json:
         print_json({"attributes": model.config.attributes, "texts": scores})
     else:
@@ -37,16 +37,18 @@ def run(arguments: Arguments) -> None:
             _print_score(score, dict(zip(model.config.attributes, model.config.attribute_ranges, strict=True)))
 
 
-def _checked(texts: list[str]) -> list[str]:
+def _strip_texts(texts: list[str]) -> list[str]:
+    """The texts without whitespace at the end; empty ones are refused."""
     from radq.errors import OptionError
 
     texts = [text.rstrip() for text in texts]
     if not texts or not all(texts):
-        raise OptionError("there is no text." if not texts else "a text is empty.", "give --text TEXT.")
+        raise OptionError("text must not be empty." if texts else "at least one text is needed.", "give --text TEXT.")
     return texts
 
 
 def score_text(model: Any, text: str) -> dict[str, Any]:
+    """The tokens of a text with their rewards, as they are printed as JSON."""
     import torch
 
     from radq.commands.console import split_tokens
@@ -63,7 +65,7 @@ def score_text(model: Any, text: str) -> dict[str, Any]:
 
 
 def _print_score(score: dict[str, Any], ranges: dict[str, tuple[float, float]]) -> None:
-    """A table of the rewards, and the text once per attribute; colours run over the range of an attribute."""
+    """Print a table of the rewards, and the text once per attribute. `ranges` are the lowest and highest rewards."""
     from rich.table import Table
 
     from radq.commands.console import coloured, console

@@ -1,8 +1,8 @@
-"""Makes reward models known to transformers' AutoConfig and AutoModel, and yet `import radq` imports no torch.
+"""Register reward models with AutoConfig and AutoModel of transformers, without importing torch in `import radq`.
 
-The auto classes find a model by tables of names: type → class, in the module transformers.models.TYPE. So the names go
-into the tables as soon as transformers loads them, and the package radq stands for that module; the classes themselves
-are imported when somebody asks for one.
+The auto classes have tables that map a model type to the name of a class, which they look up in the module
+transformers.models.TYPE. So the names are added to the tables as soon as transformers loads them, and the package radq
+takes the place of that module. The classes themselves are imported on first use.
 """
 
 import sys
@@ -13,14 +13,15 @@ from typing import Any
 
 MODEL_TYPE = "radq"
 CONFIG_CLASSES, MODEL_CLASSES = "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"
-NAMES = {  # module: its table, and what belongs there
+NAMES = {  # module of transformers: its table, and the name of our class
     CONFIG_CLASSES: ("CONFIG_MAPPING_NAMES", "RewardModelConfig"),
     MODEL_CLASSES: ("MODEL_MAPPING_NAMES", "RewardModel"),
 }
 
 
 def register_reward_models() -> None:
-    if MODEL_CLASSES in sys.modules:  # too late for names
+    """Make `AutoConfig` and `AutoModel` know the model type of radq."""
+    if MODEL_CLASSES in sys.modules:  # the tables have been read already
         _register_classes()
         return
     sys.modules[f"transformers.models.{MODEL_TYPE}"] = sys.modules["radq"]
@@ -46,7 +47,7 @@ def _add_name(module: ModuleType) -> None:
 
 
 class _TableFinder(MetaPathFinder):
-    """Finds the modules with the tables as Python does, and adds the names once they are loaded."""
+    """Finds the modules that hold the tables in Python's usual way, and adds the names when they are loaded."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in NAMES:
@@ -58,6 +59,8 @@ class _TableFinder(MetaPathFinder):
 
 
 class _NamingLoader(Loader):
+    """Loads a module with another loader, then adds our name to its table."""
+
     def __init__(self, loader: Loader):
         self.loader = loader
 

@@ -1,11 +1,12 @@
-"""LoRA: small trained matrices beside the linear layers of a frozen backbone. What is saved is these, and the head.
+"""LoRA: small trained matrices A and B beside the linear layers of a frozen backbone.
 
-An adapted layer is one product with W + s·B·A, which costs as much as the layer alone: the sum has the size of the
-weights, not of the batch. Gradients of A and B are products of rank r, so training needs no pass over the activations
-beside those of the backbone.
+An adapted layer multiplies its input by W + s·B·A. This sum has the size of the weights, not of the batch, so computing
+it costs little, and the layer is about as fast as without an adapter. The gradients of A and B are products of rank r,
+so training needs no further pass over the activations.
 
-The files are PEFT's: adapter_config.json, and adapter_model.safetensors with the names that PEFT gives to tensors, so
-PEFT loads the adapters beside `AutoModel.from_pretrained(BACKBONE)`. The head's tensors stand in the same file.
+Only the adapters and the head of the reward model are saved. The files have the format of PEFT: adapter_config.json,
+and adapter_model.safetensors with PEFT's names for the tensors. So PEFT can load the adapters into
+`AutoModel.from_pretrained(BACKBONE)`. The tensors of the head are in the same file.
 """
 
 import json
@@ -23,29 +24,30 @@ from transformers.utils.hub import cached_file
 from radq.errors import ModelError
 from radq.models.embedded import EMBEDDED, HUB_NAME
 
-SCALE = 2.0  # s, as with lora_alpha = 2 · rank
+SCALE = 2.0  # s in W + s·B·A, as with lora_alpha = 2 · rank
 CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
-EARLIER_WEIGHT_FILE = "model.safetensors"  # of folders that earlier versions have written
+EARLIER_WEIGHT_FILE = "model.safetensors"  # in folders that earlier versions have written
 
 
 @final
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer, or one of GPT-2's transposed ones, and its adapter."""
+    """A frozen linear layer (or a transposed one, as in GPT-2) with its adapter."""
 
     def __init__(self, layer: nn.Linear | Conv1D, rank: int):
         super().__init__()
         self.base_layer = layer
         self.transposed = isinstance(layer, Conv1D)
         out, into = self.weight.shape
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)  # also beside weights of half precision
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)  # adapters of half-precision weights are float32
         options: dict[str, Any] = {"device": layer.weight.device, "dtype": dtype, "bias": False}
         self.lora_A = nn.ModuleDict({"default": nn.Linear(into, rank, **options)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, out, **options)})
         nn.init.zeros_(self.b)
-        self._frozen: Tensor | None = None  # the weights as they were before folding, in main memory
+        self._frozen: Tensor | None = None  # the weights before folding
 
     @property
     def folded(self) -> bool:
+        """True while the adapter is added to the weights of the layer."""
         return self._frozen is not None
 
     @property
@@ -71,12 +73,13 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> None:
+        """Add the adapter to the weights of the layer, and keep a copy of the frozen weights in main memory."""
         self._frozen = self.weight.to("cpu", copy=True)
-        self.weight.copy_(_sum(self.weight, self.a, self.b))
+        self.weight.copy_(_adapted_weight(self.weight, self.a, self.b))
 
     @torch.no_grad()
     def unfold(self) -> None:
-        """Bit for bit as before: subtracting again what was added would leave rounding errors in frozen weights."""
+        """Restore the frozen weights bit for bit; subtracting the adapter again would leave rounding errors in them."""
         assert self._frozen is not None
         self.weight.copy_(self._frozen)
         self._frozen = None
@@ -84,32 +87,34 @@ class AdaptedLinear(nn.Module):
 
 @final
 class _AdaptedProduct(torch.autograd.Function):
-    """x (W + s·B·A)ᵀ with gradients of x, A and B."""
+    """The product x (W + s·B·A)ᵀ with gradients of x, A and B."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
-        return F.linear(x, _sum(weight, a, b).to(x.dtype))
+        return F.linear(x, _adapted_weight(weight, a, b).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
         dy = grads[0].to(x.dtype)
-        dx = dy @ _sum(weight, a, b).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dx = dy @ _adapted_weight(weight, a, b).to(x.dtype) if ctx.needs_input_grad[0] else None
         rows, d_rows = x.flatten(0, -2), dy.flatten(0, -2)
         da = (d_rows @ b.to(x.dtype)).T @ rows  # (r, i)
         db = d_rows.T @ (rows @ a.T.to(x.dtype))  # (o, r)
         return dx, None, SCALE * da.to(a.dtype), SCALE * db.to(b.dtype)
 
 
-def _sum(weight: Float[Tensor, "o i"], a: Float[Tensor, "r i"], b: Float[Tensor, "o r"]) -> Float[Tensor, "o i"]:
-    """W + s·B·A, in the precision of the adapter whatever those of the weights and the forward are."""
+def _adapted_weight(
+    weight: Float[Tensor, "o i"], a: Float[Tensor, "r i"], b: Float[Tensor, "o r"]
+) -> Float[Tensor, "o i"]:
+    """W + s·B·A in the dtype of the adapter, also if the weights or the forward have another one."""
     with torch.autocast(weight.device.type, enabled=False):
         return torch.addmm(weight.to(a.dtype), b, a, alpha=SCALE)
 
 
 def add_adapters(backbone: nn.Module, rank: int) -> None:
-    """Freeze a backbone and put adapters beside all of its linear layers."""
+    """Freeze a backbone and replace all of its linear layers by adapted ones, in place."""
     backbone.requires_grad_(False)
     for name, layer in list(backbone.named_modules()):
         if isinstance(layer, nn.Linear | Conv1D):
@@ -118,13 +123,14 @@ def add_adapters(backbone: nn.Module, rank: int) -> None:
 
 
 def fold_adapters(backbone: nn.Module) -> None:
-    """Add adapters to the weights they stand beside: the same numbers, to rounding, and no sum at every step."""
+    """Add all adapters to their weights: results are the same up to rounding, and no step has to compute the sum."""
     for module in backbone.modules():
         if isinstance(module, AdaptedLinear) and not module.folded:
             module.fold()
 
 
 def unfold_adapters(backbone: nn.Module) -> None:
+    """Restore the frozen weights of all layers whose adapters are folded."""
     for module in backbone.modules():
         if isinstance(module, AdaptedLinear) and module.folded:
             module.unfold()
@@ -136,7 +142,7 @@ def unfold_adapters(backbone: nn.Module) -> None:
 def save_adapters(
     backbone: nn.Module, weights: dict[str, Tensor], folder: Path, backbone_name: str, revision: str | None
 ) -> None:
-    """The adapters of a backbone and the head of its reward model, whose tensors are `weights`."""
+    """Save the adapters of a backbone and the head of its reward model, whose tensors are `weights`."""
     trained = {_file_name(name): tensor.contiguous() for name, tensor in _without_backbone(weights).items()}
     save_file(trained, folder / WEIGHT_FILE, metadata={"format": "pt"})
     layers = {name: layer for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)}
@@ -152,40 +158,41 @@ def save_adapters(
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": any(layer.transposed for layer in layers.values()),
-        "target_modules": list(layers),  # in full: a backbone that was cut has fewer layers than its original
+        "target_modules": list(layers),  # all names: a truncated backbone has fewer layers than its original
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def find_adapters(name: str | Path, **hub: Any) -> Path:
-    """The weight file of a LoRA model, in a folder or on the hub."""
+    """Find the file with the adapters of a LoRA model, in a folder or on the hub."""
     for file in (WEIGHT_FILE, EARLIER_WEIGHT_FILE):
         found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
         if found is not None:
             return Path(found)
-    raise ModelError(f"{str(name)!r} holds no {WEIGHT_FILE}.", "is the folder complete?")
+    raise ModelError(f"{str(name)!r} holds no {WEIGHT_FILE}.", "copy or download the whole folder again.")
 
 
 def load_adapters(model: nn.Module, file: Path) -> None:
+    """Load adapters and head into a reward model whose backbone has adapters already."""
     weights = {_model_name(name): tensor for name, tensor in load_file(file).items()}
     missing = [name for name in _without_backbone(model.state_dict()) if name not in weights]
     if missing:
-        raise ModelError(f"the adapters in {str(file)!r} lack {missing[0]!r}.", "is the file complete?")
+        raise ModelError(f"the adapters in {str(file)!r} lack {missing[0]!r}.", "copy or download the file again.")
     model.load_state_dict(weights, strict=False)
 
 
 def _without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of adapters and head."""
+    """Only the tensors of adapters and head."""
     return {name: value for name, value in weights.items() if name.startswith("head.") or ".lora_" in name}
 
 
 def _file_name(name: str) -> str:
-    """PEFT's name for a tensor of an adapter; the head's stay as they are."""
+    """The name of a tensor in a file: PEFT's name for adapters, its own name for the head."""
     return name.replace("backbone.", "base_model.model.", 1).replace(".default.weight", ".weight")
 
 
 def _model_name(name: str) -> str:
-    """The name in the model of a tensor in a file; files of earlier versions have that one."""
+    """The name in the model of a tensor in a file; files of earlier versions already have that name."""
     if not name.startswith("base_model.model."):
         return name
     return name.replace("base_model.model.", "backbone.", 1).replace(".weight", ".default.weight")

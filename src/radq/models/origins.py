@@ -1,7 +1,8 @@
-"""Where the frozen backbone of a LoRA reward model comes from, and whether what lies there is still that backbone.
+"""The origin of the frozen backbone of a LoRA reward model: where it is, and a fingerprint of its weights.
 
 A backbone is `embedded`, a hub name with its revision, or a folder. The path of a folder is stored relative to the
-folder of the reward model, so that both can move together and the working directory does not matter.
+folder of the reward model, so that both can move together and the working directory does not matter. The fingerprint
+tells whether the weights at that place are still the ones that the adapters were trained with.
 """
 
 import json
@@ -25,21 +26,21 @@ class Origin:
 
     name: str  # `embedded`, a hub name or a folder
     revision: str | None = None  # the commit of a hub name
-    fingerprint: str | None = None  # of the weights; None where an earlier version has stored the model
+    fingerprint: str | None = None  # of the weights; None in models that an earlier version has saved
 
     @property
     def is_hub(self) -> bool:
         return self.revision is not None
 
     def relative_to(self, folder: Path) -> "Origin":
-        """The origin as it is stored in the reward model's folder: a path is relative to that folder."""
+        """The origin as it is stored in the folder of the reward model: a path becomes relative to that folder."""
         if self.name == EMBEDDED or self.is_hub or not Path(self.name).is_absolute():
             return self
         return replace(self, name=Path(os.path.relpath(self.name, folder.resolve())).as_posix())
 
 
 def identify_backbone(name: str | Path) -> Origin:
-    """Find out what to remember about a backbone that can be loaded here by this name."""
+    """The origin of a backbone that is loaded by this name."""
     if str(name) == EMBEDDED:
         return Origin(EMBEDDED, None, base_name())
     if Path(name).is_dir():
@@ -49,13 +50,13 @@ def identify_backbone(name: str | Path) -> Origin:
 
 
 def find_backbone_source(origin: Origin, model_folder: Path | None) -> str:
-    """The name or folder to load the backbone from; refuses one with other weights.
+    """Find the name or folder to load the backbone from; refuse a backbone with other weights.
 
     Args:
-        model_folder: the reward model's own folder; None where it comes from the hub.
+        model_folder: the folder of the reward model; None if it comes from the hub.
     """
     if origin.name == EMBEDDED:
-        _compare(origin, EMBEDDED, base_name())
+        _refuse_other_weights(origin, EMBEDDED, base_name())
         return EMBEDDED
     folders = [folder for folder in _candidate_folders(origin, model_folder) if folder.is_dir()]
     if origin.fingerprint is None and folders:
@@ -64,36 +65,39 @@ def find_backbone_source(origin: Origin, model_folder: Path | None) -> str:
     if matching:
         return str(matching[0])
     if folders:
-        _compare(origin, str(folders[0]), fingerprint_weights(folders[0]))
+        _refuse_other_weights(origin, str(folders[0]), fingerprint_weights(folders[0]))
     if origin.is_hub or (origin.fingerprint is None and not origin.name.startswith((".", "/", "~"))):
         return origin.name
     raise ModelError(
-        f"the backbone {origin.name!r} of this LoRA reward model is not there.",
-        f"put it as {Path(origin.name).name!r} beside the reward model, or pass backbone= to from_pretrained.",
+        f"the backbone {origin.name!r} of this LoRA reward model does not exist.",
+        f"put it beside the reward model as {Path(origin.name).name!r}, or pass backbone= to from_pretrained.",
     )
 
 
 def _candidate_folders(origin: Origin, model_folder: Path | None) -> list[Path]:
-    """Relative to the model folder, as it is, and, under its own name, in or beside the model folder."""
+    """Folders that may hold the backbone, in the order in which they are tried.
+
+    These are its path relative to the model folder, its path as it is, and its name inside and beside the model folder.
+    """
     if origin.is_hub:
-        return [Path(origin.name)]  # which transformers would prefer to the hub
+        return [Path(origin.name)]  # transformers prefers a folder of this name to the hub
     path = Path(origin.name).expanduser()
     if model_folder is None:
         return [path]
     return [model_folder / path, path, model_folder / path.name, model_folder.resolve().parent / path.name]
 
 
-def _compare(origin: Origin, found: str, fingerprint: str) -> None:
+def _refuse_other_weights(origin: Origin, found: str, fingerprint: str) -> None:
     if origin.fingerprint not in (None, fingerprint):
         raise ModelError(
-            f"{found!r} holds other weights than the backbone that this LoRA reward model was trained beside.",
-            "bring that backbone back, or pass backbone= to from_pretrained.",
+            f"{found!r} holds other weights than the backbone that this LoRA reward model was trained with.",
+            "restore that backbone, or pass backbone= with its folder to from_pretrained.",
         )
 
 
 def fingerprint_weights(folder: Path) -> str:
-    """The fingerprint of all tensors in a model folder; it does not depend on how they are spread over files."""
-    places = {name: file for file in _weight_files(folder) for name in _names(file)}
+    """The fingerprint of all tensors in a model folder, which does not depend on how they are split into files."""
+    places = {name: file for file in _weight_files(folder) for name in _tensor_names(file)}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in sorted(places):
@@ -104,7 +108,7 @@ def fingerprint_weights(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers would load."""
+    """The weight files that transformers would load."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -112,6 +116,6 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / Path(name).name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
-def _names(file: Path) -> list[str]:
+def _tensor_names(file: Path) -> list[str]:
     with explained(file.parent, "model weights"), safe_open(file, "pt") as stored:
         return list(stored.keys())

@@ -1,1 +1,1 @@
-"""Is the low-rank reward model enough for this data? The reward matrix, its low-rank completions, ranks of models."""
+"""The reward matrix of a data set, its low-rank completions, and the ranks of trained reward models."""

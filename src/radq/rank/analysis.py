@@ -1,32 +1,57 @@
-"""The question a reward matrix answers: which rank does a model need to fit these responses, or shuffled ones?"""
+"""Ranks at which a reward matrix can be completed, for the labels of a data set and for shuffled labels."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from radq.errors import DataError
-from radq.rank.completion import Completion, check_rank, complete
-from radq.rank.factors import Factors
-from radq.rank.matrix import Observed, RewardMatrix
-from radq.rank.peeling import degeneracy
+from radq.data.dataset import NO_LIMIT, DataColumns, load_data
+from radq.errors import DataError, OptionError
+from radq.models.loading import load_tokenizer
+from radq.models.vocabulary import read_vocabulary
+from radq.rank.completion import Completion, Factors, check_rank, complete, degeneracy
+from radq.rank.config import DataRankConfig
+from radq.rank.embedding_bound import check_backbone_tokens
+from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels
 
 
-@dataclass(frozen=True)
-class RankResult:
-    """A row of the table."""
+def read_matrix(config: DataRankConfig, progress: bool = False) -> RewardMatrix:
+    """Build the reward matrix of data files, or read the one that a single .npz file holds, and save it if asked to."""
+    if len(config.files) == 1 and config.files[0].endswith(".npz"):
+        matrix = RewardMatrix.load(config.files[0])
+    else:
+        matrix = _build_from_files(config, progress)
+    if config.save_matrix is not None:
+        matrix.save(config.save_matrix)
+    return matrix
 
-    rank: int
-    mse: float  # over the entries of Ω_2, as the paper's table
-    mse_nm: float  # over all of its rows and columns, as the paper's definition
-    iterations: int
-    seconds: float
-    bound: int | None  # on the minimal ε-rank of the whole matrix, where ε is reached
+
+def _build_from_files(config: DataRankConfig, progress: bool) -> RewardMatrix:
+    labels, name = config.label_columns, config.tokenizer or config.backbone
+    if not name:
+        raise OptionError(
+            "a tokenizer is needed to read texts.", "give --tokenizer, or --backbone to use the tokenizer of a model."
+        )
+    if not all(labels) or len(set(labels)) < len(labels):
+        raise OptionError(
+            f"labels must name one column, or different ones, got {config.labels!r}.",
+            "give --labels COLUMN, or several columns separated by commas.",
+        )
+    tokenizer = load_tokenizer(name)
+    vocabulary = read_vocabulary(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values())), tokenizer)
+    if config.tokenizer and config.backbone is not None:
+        check_backbone_tokens(config.backbone, vocabulary)
+    columns = DataColumns(config.text, labels, config.prompt, config.weight, config.label_range, config.skip_empty)
+    max_length = NO_LIMIT if config.max_length is None else config.max_length
+    data = load_data(config.files, tokenizer, columns, max_length, config.cache, progress)
+    shuffled = build_matrix(shuffle_labels(data, config.seed), vocabulary.size).omega2.values
+    return replace(build_matrix(data, vocabulary.size, labels), shuffled=shuffled, vocabulary=vocabulary)
 
 
-def describe(matrix: RewardMatrix) -> dict[str, Any]:
+def describe_matrix(matrix: RewardMatrix) -> dict[str, Any]:
+    """The sizes of a matrix and of its part Ω_2."""
     omega2 = matrix.omega2
     return {
         "attributes": list(matrix.attributes),
@@ -42,91 +67,129 @@ def describe(matrix: RewardMatrix) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class RankResult:
+    """The error of the best completion of Ω_2 that was found at one rank."""
+
+    rank: int
+    mse: float  # over the entries of Ω_2, as in the paper's table
+    mse_nm: float  # over all rows and columns of Ω_2, as in the paper's definition of the ε-rank
+    iterations: int
+    seconds: float
+    bound: int | None  # upper bound of the minimal ε-rank of the whole matrix; None if the error is above ε
+
+
 def suggest_ranks(matrix: RewardMatrix) -> list[int]:
-    """From the zero matrix to where general position meets all entries, and twice that."""
+    """Five ranks from 0 to twice the rank from which values in general position are met exactly."""
     enough = degeneracy(matrix.omega2)
     return sorted({min(rank, *matrix.omega2.shape) for rank in (0, enough // 4, enough // 2, enough, 2 * enough)})
 
 
-def complete_all(
-    matrix: RewardMatrix,
-    ranks: Sequence[int],
-    eps: float,
-    certificates: str | Path | None = None,
-    progress: bool = False,
-    **options: Any,
-) -> Iterator[RankResult]:
-    """Complete Ω_2 at each rank, each until ε is reached or out of reach; options are those of `complete`.
+def complete_ranks(
+    config: DataRankConfig, matrix: RewardMatrix, device: str = "cpu", progress: bool = False
+) -> tuple[list[RankResult], list[RankResult] | None]:
+    """Complete Ω_2 at each rank, with the labels and with shuffled labels.
 
-    With a folder for certificates, A and B of each rank are saved there as they come, and those that are there already
-    are gone on from.
+    If a rank meets shuffled labels too, then meeting the real ones at that rank says nothing about them. The shuffled
+    results are None if the matrix does not hold shuffled labels.
     """
-    omega2 = matrix.omega2
-    for rank in ranks:  # all of them before the work of one
+    omega2, shuffled = matrix.omega2, matrix.shuffled_omega2
+    if not len(omega2):
+        return [], []
+    ranks = config.rank_numbers or suggest_ranks(matrix)
+    for rank in ranks:  # a wrong rank is refused before the work on the others
         check_rank(omega2, rank)
-    for rank in ranks:
-        file = None if certificates is None else Path(certificates) / f"rank-{rank}.safetensors"
-        start = Factors.load(file, omega2) if rank and file is not None and file.exists() else None
-        result = _complete(omega2, rank, f"rank {rank}", progress, start=start, target=eps, **options)
-        if file is not None:
-            result.factors.save(file, omega2)
-        yield _judge(matrix, rank, result, eps)
+    results = [_complete_labels(config, matrix, rank, device, progress) for rank in ranks]
+    if shuffled is None:
+        return results, None
+    controls = (_solve(config, shuffled, rank, None, device, f"rank {rank}, shuffled", progress) for rank in ranks)
+    return results, [_rate(matrix, rank, control, config.eps) for rank, control in zip(ranks, controls, strict=True)]
 
 
-def complete_shuffled(
-    matrix: RewardMatrix, ranks: Sequence[int], eps: float, progress: bool = False, **options: Any
-) -> Iterator[RankResult]:
-    """The same with the responses of other utterances: a rank that meets these too says nothing about the responses."""
-    omega2 = matrix.shuffled_omega2
-    if omega2 is None:
-        raise DataError(
-            "the reward matrix does not hold shuffled responses: an earlier version of radq has saved it.",
-            "make it anew from the data by --save-matrix.",
-        )
-    for rank in ranks:
-        result = _complete(omega2, rank, f"rank {rank}, shuffled", progress, target=eps, **options)
-        yield _judge(matrix, rank, result, eps)
+def _complete_labels(
+    config: DataRankConfig, matrix: RewardMatrix, rank: int, device: str, progress: bool
+) -> RankResult:
+    """Complete Ω_2 at one rank, starting from a saved certificate if there is one, and save the new one."""
+    omega2 = matrix.omega2
+    file = None if config.certificates is None else config.certificates / f"rank-{rank}.safetensors"
+    start = Factors.load(file, omega2) if rank and file is not None and file.exists() else None
+    completion = _solve(config, omega2, rank, start, device, f"rank {rank}", progress)
+    if file is not None:
+        completion.factors.save(file, omega2)
+    return _rate(matrix, rank, completion, config.eps)
 
 
-def _complete(omega2: Observed, rank: int, what: str, progress: bool, **options: Any) -> Completion:
-    with tqdm(desc=what, unit="iteration", disable=not progress, leave=False) as bar:
+def _solve(
+    config: DataRankConfig,
+    observed: Observed,
+    rank: int,
+    start: Factors | None,
+    device: str,
+    title: str,
+    progress: bool,
+) -> Completion:
+    """Complete a matrix under a progress bar."""
+    with tqdm(desc=title, unit="iteration", disable=not progress, leave=False) as bar:
 
         def show(mse: float) -> None:
             bar.set_postfix_str(f"MSE {mse:.2e}", refresh=False)
             bar.update()
 
-        return complete(omega2, rank, progress=show, **options)
+        return complete(
+            observed,
+            rank,
+            config.penalty,
+            config.iterations,
+            config.tolerance,
+            target=config.eps,
+            start=start,
+            seed=config.seed,
+            device=device,
+            dtype=getattr(torch, config.dtype),
+            progress=show,
+        )
 
 
-def _judge(matrix: RewardMatrix, rank: int, result: Completion, eps: float) -> RankResult:
-    n, m = matrix.omega2.shape
+def _rate(matrix: RewardMatrix, rank: int, completion: Completion, eps: float) -> RankResult:
     return RankResult(
         rank=rank,
-        mse=result.mse,
-        mse_nm=result.mse * len(matrix.omega2) / (n * m),
-        iterations=result.iterations,
-        seconds=result.seconds,
-        bound=max(1, rank + rank_beyond_omega2(matrix)) if result.mse <= eps else None,
+        mse=completion.mse,
+        mse_nm=_mse_over_all(completion.mse, matrix.omega2),
+        iterations=completion.iterations,
+        seconds=completion.seconds,
+        bound=_bound_whole_rank(matrix, rank) if completion.mse <= eps else None,
     )
 
 
-def rank_beyond_omega2(matrix: RewardMatrix) -> int:
-    """Rows with one continuation take one more rank per attribute at most: each attribute's part is a constant row."""
+def _mse_over_all(mse: float, observed: Observed) -> float:
+    """Turn a mean over the observed entries into one over all rows and columns, where the unknown ones count as met."""
+    n, m = observed.shape
+    return mse * len(observed) / (n * m)
+
+
+def _bound_whole_rank(matrix: RewardMatrix, rank: int) -> int:
+    """The rank that the whole matrix needs at most if this rank meets Ω_2."""
+    return max(1, rank + rank_outside_omega2(matrix))
+
+
+def rank_outside_omega2(matrix: RewardMatrix) -> int:
+    """The rank that rows with one continuation add at most: one per attribute, since constant rows meet them."""
     return len(matrix.attributes) if matrix.prefixes > len(matrix.omega2_rows) else 0
 
 
-def verify(matrix: RewardMatrix, certificate: str | Path) -> dict[str, Any]:
-    """What a certificate is worth, computed from its factors and the matrix alone."""
+def check_certificate(matrix: RewardMatrix, certificate: str | Path) -> dict[str, Any]:
+    """The rank and error of saved factors, computed from the factors and the matrix alone."""
     omega2 = matrix.omega2
     if not len(omega2):
         raise DataError(
-            "the matrix has no prefix with two continuations.", "there is nothing to certify: rank 1 meets it."
+            "the matrix has no prefix with two continuations.",
+            "it needs no certificate: a matrix of rank 1 per attribute meets it.",
         )
     factors = Factors.load(certificate, omega2)
     mse = factors.mse(omega2)
     return {
         "rank": factors.rank,
         "mse": mse,
-        "mse_nm": mse * len(omega2) / (omega2.shape[0] * omega2.shape[1]),
-        "bound": max(1, factors.rank + rank_beyond_omega2(matrix)),
+        "mse_nm": _mse_over_all(mse, omega2),
+        "bound": _bound_whole_rank(matrix, factors.rank),
     }

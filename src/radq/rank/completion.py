@@ -1,50 +1,182 @@
-"""Low-rank completion: factors A, B of a given rank whose product meets the observed entries.
+"""Low-rank completion: factors A, B of a given rank whose product is near the observed entries of a matrix.
 
     minimise  ‖P_Ω(X − A Bᵀ)‖² + penalty · (‖A‖² + ‖B‖²)    over A (n × r) and B (m × r)
 
-This is the objective of soft-impute ALS (Hastie et al. 2015), solved in another way. Soft-impute fills the unknown
-entries with its last guess and regresses on all of them: many small steps. Here each row of A is regressed on the
-entries of its own row, and likewise B, so that each half step is the exact minimum. And the start is no random matrix
-but one that peeling has made meet most entries already (see `radq.rank.peeling`).
+This is the objective of soft-impute ALS (Hastie et al. 2015), minimised in another way. Soft-impute fills the unknown
+entries with its last guess and regresses on all of them, which moves the factors a little in each iteration. Here each
+row of A is regressed on the observed entries of its own row, and each row of B on those of its column, so that each
+half step is the exact minimum. The start is not a random matrix but one that peeling has already fitted to most
+entries.
 
-A row with k entries has the ridge solution B_kᵀ (B_k B_kᵀ + penalty)⁻¹ x for k ≤ r, a k × k system, and otherwise
-(B_kᵀ B_k + penalty)⁻¹ B_kᵀ x, an r × r system. Rows of similar length are solved together. An iteration costs
-O(r · min(k, r)) per entry, whatever the size of the matrix.
+**Ridge regressions.** A row with k entries has the solution B_kᵀ (B_k B_kᵀ + penalty)⁻¹ x for k ≤ r, a k × k system,
+and otherwise (B_kᵀ B_k + penalty)⁻¹ B_kᵀ x, an r × r system. Rows of similar length are solved together. An iteration
+costs O(r · min(k, r)) per entry, whatever the size of the matrix.
+
+**Peeling.** In a completion of rank r, a row is a vector of r numbers, and each of its entries is one linear equation
+for that vector once the columns are known. So a row or column with at most r entries can be solved after all others.
+Peeling takes out all such rows and columns, then those that have at most r entries left, and so on, until nothing
+changes. The entries that stay are the core, in which every row and column has more than r entries. If the core is
+empty, solving the rounds backwards meets all entries exactly, provided that the equations are independent. They are for
+values in general position; for special ones (such as the identity) they need not be.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from radq.errors import OptionError
+from radq.errors import DataError, OptionError
+from radq.files import whole_file
 from radq.numerics import require_memory
-from radq.rank.factors import Factors
+from radq.rank.config import check_completion, check_seed
 from radq.rank.matrix import Observed
-from radq.rank.peeling import peel
 
-NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}  # gathered factors: what fits a cache, and what fills a GPU
+NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}  # gathered factors: as many as fit a cache, and as fill a GPU
+NUMBERS_PER_PRODUCT = 2**24  # factors that are multiplied at once to compute an error
 ENTRIES_PER_GROUP = 4096  # fewer are not worth a group of their own
 NUMBERS_FOR_THREADS = 2**22  # fewer are not worth a second thread
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows of similar length. Where one is shorter, its neighbours are the row of zeros after the last factor."""
+class Factors:
+    """The factors of A Bᵀ, which has rank r at most.
 
-    rows: Int[Tensor, " b"]
-    neighbours: Int[Tensor, "b k"]  # columns of the entries
-    values: Float[Tensor, "b k"]
+    If A Bᵀ is near the observed entries, A and B are a certificate that a matrix of that rank meets them.
+    """
+
+    a: Float[Tensor, "n r"]
+    b: Float[Tensor, "m r"]
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+    def mse(self, observed: Observed) -> float:
+        """Mean squared error over the observed entries, computed in float64 and in chunks."""
+        device, squares = self.a.device, 0.0
+        step = max(1, NUMBERS_PER_PRODUCT // max(1, self.rank))
+        for first in range(0, len(observed), step):
+            rows, columns, values = (
+                torch.from_numpy(part[first : first + step]).to(device)
+                for part in (observed.rows, observed.columns, observed.values)
+            )
+            products = (self.a[rows].double() * self.b[columns].double()).sum(1)
+            squares += float((values - products).square().sum())
+        return squares / len(observed)
+
+    def save(self, file: str | Path, observed: Observed) -> None:
+        """Write a safetensors file with A, B and a fingerprint of the entries they were fitted to."""
+        tensors = {"A": self.a.cpu().contiguous(), "B": self.b.cpu().contiguous()}
+        with whole_file(file) as temporary:
+            try:
+                save_file(tensors, temporary, metadata={"matrix": fingerprint_entries(observed)})
+            except SafetensorError as error:  # such as a full disk
+                raise DataError(
+                    f"the certificate {str(file)!r} cannot be written: {error}.",
+                    "check that the path is right and that the disk has room.",
+                ) from error
+
+    @classmethod
+    def load(cls, file: str | Path, observed: Observed) -> "Factors":
+        """Read factors; refuse those that were fitted to other entries."""
+        try:
+            with safe_open(file, "pt") as stored:
+                a, b = stored.get_tensor("A"), stored.get_tensor("B")
+                matrix = (stored.metadata() or {}).get("matrix")
+        except (OSError, SafetensorError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
+            raise DataError(
+                f"{str(file)!r} cannot be read as a certificate: {reason}.",
+                "give a file that `radq rank data --certificates FOLDER` has written.",
+            ) from error
+        wanted = [(size, *a.shape[1:2]) for size in observed.shape]
+        if [tuple(a.shape), tuple(b.shape)] != wanted or matrix != fingerprint_entries(observed):
+            raise DataError(
+                f"the certificate {str(file)!r} ({tuple(a.shape)} and {tuple(b.shape)}) does not belong to this matrix "
+                f"of {observed.shape[0]} × {observed.shape[1]} with {len(observed)} entries.",
+                "give the matrix that was saved with it: same data, tokenizer, labels and options.",
+            )
+        if not all(bool(torch.isfinite(part).all()) for part in (a, b)):
+            raise DataError(
+                f"the certificate {str(file)!r} holds numbers that are not finite.",
+                "delete it and make it again with `radq rank data --certificates FOLDER`.",
+            )
+        return cls(a, b)
+
+
+def fingerprint_entries(observed: Observed) -> str:
+    """A hash of the shape, places and values of the observed entries."""
+    digest = hashlib.sha256(f"{observed.shape}".encode())
+    for part in (observed.rows, observed.columns, observed.values):
+        digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
+# --- peeling ---
+
+
+@dataclass(frozen=True)
+class PeelingRound:
+    """Rows, or columns, that are taken out together, and the entries they had left."""
+
+    of_rows: bool
+    entries: np.ndarray
+
+
+@dataclass(frozen=True)
+class Peeling:
+    """An order in which rows and columns can be solved: the core first, then the rounds from last to first."""
+
+    rounds: list[PeelingRound]  # in the order in which they are taken out
+    core: np.ndarray  # entries that cannot be taken out
+
+
+def peel(observed: Observed, rank: int) -> Peeling:
+    """Take out rows and columns with at most `rank` entries left, until none is left to take out."""
+    ends = (observed.rows, observed.columns)
+    left = np.arange(len(observed))
+    rounds: list[PeelingRound] = []
+    idle, side = 0, 0
+    while len(left) and idle < 2:
+        members = ends[side][left]
+        leaving = np.bincount(members, minlength=observed.shape[side])[members] <= rank
+        if leaving.any():
+            rounds.append(PeelingRound(side == 0, left[leaving]))
+            left = left[~leaving]
+        idle = 0 if leaving.any() else idle + 1
+        side = 1 - side
+    return Peeling(rounds, left)
+
+
+def degeneracy(observed: Observed) -> int:
+    """The smallest rank at which peeling leaves no core: values in general position are met exactly from there on."""
+    low, high = 0, min(observed.shape)
+    while low < high:
+        middle = (low + high) // 2
+        if len(peel(observed, middle).core):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+# --- completion ---
 
 
 @dataclass(frozen=True)
 class Completion:
+    """Factors that `complete` has found, and the cost of finding them."""
+
     factors: Factors
     mse: float  # over the observed entries
     iterations: int
@@ -64,18 +196,23 @@ def complete(
     dtype: torch.dtype = torch.float64,
     progress: Callable[[float], None] = lambda mse: None,
 ) -> Completion:
-    """Factors of at most the given rank. Rank 0 is the zero matrix.
+    """Find factors of at most the given rank that are near the observed entries. Rank 0 is the zero matrix.
+
+    The solver stops after an iteration that lowers the objective by less than the tolerance, unless the target is in
+    reach: the error is above it and would fall to it within the remaining iterations at the pace of the last one. The
+    penalty is most of the objective by then, so the error may halve while the objective hardly moves.
 
     Args:
-        tolerance: stop when an iteration lowers the objective by less than this share of it, but not
-        target: where the mean squared error is above this number and would still come down to it, at the pace of the
-            last iteration, in the iterations that are left. The penalty is most of the objective by then, so the error
-            may halve while the objective hardly moves.
-        start: factors to go on from, of this or another rank; by default those that peeling gives.
+        penalty: weight of the squared factors in the objective.
+        iterations: upper limit on the number of iterations.
+        tolerance: a share of the objective.
+        target: a mean squared error over the observed entries.
+        start: factors of this or another rank to start from, in place of those that peeling gives.
         progress: called after every iteration with its mean squared error.
     """
     n, m = observed.shape
-    check_options(penalty, iterations, tolerance, seed)
+    check_completion(penalty, iterations, tolerance)
+    check_seed(seed)
     check_rank(observed, rank)
     began = time.perf_counter()
     if rank == 0:
@@ -86,7 +223,7 @@ def complete(
         random = _random_factors(n, m, rank, seed, device, dtype)
         before = 0
         if start is None:
-            begin, before = _eliminate(observed, random, penalty, iterations, tolerance, progress)
+            begin, before = _fit_by_peeling(observed, random, penalty, iterations, tolerance, progress)
         else:
             begin = Factors(torch.cat([start.a[:, :rank].to(random.a), random.a[:, start.rank :]], dim=1), random.b)
         left = max(1, iterations - before)
@@ -96,7 +233,7 @@ def complete(
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Small steps run faster on one thread, and much faster where other work has the second core."""
+    """Set torch's number of threads: small steps are faster on one, above all where other work uses the other cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -114,14 +251,17 @@ def _alternate(
     target: float,
     progress: Callable[[float], None],
 ) -> tuple[Factors, int]:
-    """Solve for B, then for A, until little changes; and how often. B's start does not matter."""
+    """Solve for B given A, then for A given B, until little changes; return the factors and the number of iterations.
+
+    The start of B does not matter.
+    """
     by_row = group_entries(observed.rows, observed.columns, observed.values, factors.b)
     by_column = group_entries(observed.columns, observed.rows, observed.values, factors.a)
     a, b = factors.a.clone(), factors.b.clone()
     objective, mse, done = float("inf"), float("inf"), 0
     while True:
-        solve(by_column, a, b, penalty)
-        squares = solve(by_row, b, a, penalty)
+        solve_rows(by_column, a, b, penalty)
+        squares = solve_rows(by_row, b, a, penalty)
         done += 1
         last, objective = objective, float(squares + penalty * (a.square().sum() + b.square().sum()))
         last_mse, mse = mse, float(squares) / len(observed)
@@ -139,7 +279,7 @@ def _alternate(
             return Factors(a, b), done
 
 
-def _eliminate(
+def _fit_by_peeling(
     observed: Observed,
     random: Factors,
     penalty: float,
@@ -147,10 +287,10 @@ def _eliminate(
     tolerance: float,
     progress: Callable[[float], None],
 ) -> tuple[Factors, int]:
-    """Complete the core, then all that was peeled off it, each row and column as near to its random start as it may.
+    """Complete the core, then solve the rounds of peeling backwards; return the factors and the number of iterations.
 
-    The random part matters: solutions nearest to zero lie in the span of few vectors, and later equations then find no
-    solution.
+    Among the solutions of a row or column, the one nearest to its random start is taken. The one nearest to zero would
+    not do: such solutions lie in the span of few vectors, and later equations then have no solution.
     """
     peeling = peel(observed, random.rank)
     a, b, iterated = random.a, random.b, 0
@@ -161,22 +301,35 @@ def _eliminate(
         a[rows], b[columns] = done.a, done.b
     for part in reversed(peeling.rounds):
         ends = (observed.rows, observed.columns) if part.of_rows else (observed.columns, observed.rows)
-        target, known = (a, b) if part.of_rows else (b, a)
+        factor, known = (a, b) if part.of_rows else (b, a)
         groups = group_entries(ends[0][part.entries], ends[1][part.entries], observed.values[part.entries], known)
-        solve(groups, known, target, penalty, anchored=True)
+        solve_rows(groups, known, factor, penalty, anchored=True)
     return Factors(a, b), iterated
 
 
-def solve(
-    groups: list[Group],
+# --- ridge regressions ---
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows with similar numbers of entries, padded to k: a padded neighbour is a row of zeros after the last factor."""
+
+    rows: Int[Tensor, " b"]
+    neighbours: Int[Tensor, "b k"]  # columns of the entries
+    values: Float[Tensor, "b k"]
+
+
+def solve_rows(
+    groups: list[RowGroup],
     known: Float[Tensor, "m r"],
-    target: Float[Tensor, "n r"],
+    factor: Float[Tensor, "n r"],
     penalty: float,
     anchored: bool = False,
 ) -> Float[Tensor, ""]:
-    """Set the factor of every row in the groups to the best given those of the columns; returns the squared residuals.
+    """Solve the ridge regression of every row in the groups on the known factor of the columns, in place.
 
-    Anchored, the penalty is on the distance to where the target was, otherwise on the distance to zero.
+    Returns the sum of the squared residuals. The penalty is on the distance of a row of `factor` to zero, or, with
+    `anchored`, to its value before the call.
     """
     r = known.shape[1]
     padded = F.pad(known, (0, 0, 0, 1))
@@ -188,11 +341,11 @@ def solve(
             part = slice(first, first + rows_per_chunk)
             rows, values = group.rows[part], group.values[part, :, None]
             near = F.embedding(group.neighbours[part], padded)  # (b, k, r)
-            anchor = target[rows, :, None] if anchored else None  # (b, r, 1)
-            if anchor is not None:  # near is 0 where values are padding, and so is what is left of them
+            anchor = factor[rows, :, None] if anchored else None  # (b, r, 1)
+            if anchor is not None:  # where values are padding, near is 0, so they stay 0
                 values = values - near @ anchor
             x, residuals = _ridge(near, values, penalty)
-            target.index_copy_(0, rows, (x if anchor is None else x + anchor).squeeze(2))
+            factor.index_copy_(0, rows, (x if anchor is None else x + anchor).squeeze(2))
             squares += residuals.square().sum()
     return squares
 
@@ -200,7 +353,7 @@ def solve(
 def _ridge(
     known: Float[Tensor, "b k r"], values: Float[Tensor, "b k 1"], penalty: float
 ) -> tuple[Float[Tensor, "b r 1"], Float[Tensor, "b k 1"]]:
-    """Solutions and residuals, by whichever system is smaller."""
+    """Solutions and residuals of ridge regressions, from the smaller of the two equivalent systems."""
     k, r = known.shape[1:]
     gram = known @ known.mT if k <= r else known.mT @ known
     gram.diagonal(dim1=1, dim2=2).add_(penalty)
@@ -212,7 +365,11 @@ def _ridge(
 
 
 def _solve_definite(matrices: Float[Tensor, "b s s"], values: Float[Tensor, "b s 1"]) -> Float[Tensor, "b s 1"]:
-    """A penalty below the rounding errors of a matrix leaves it indefinite; it then gets one as large as they are."""
+    """Solve systems whose matrices are positive definite but for rounding errors.
+
+    Where the penalty is smaller than the rounding errors, a factorisation can fail; such a matrix gets a larger
+    diagonal, of the size of the rounding errors.
+    """
     roots, failed = torch.linalg.cholesky_ex(matrices)
     if failed.any():
         rounding = matrices.shape[1] * torch.finfo(matrices.dtype).eps
@@ -221,8 +378,11 @@ def _solve_definite(matrices: Float[Tensor, "b s s"], values: Float[Tensor, "b s
     return torch.cholesky_solve(values, roots)
 
 
-def group_entries(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, known: Tensor) -> list[Group]:
-    """Rows by length, longest first; in a group the shortest has two thirds of the longest, or the group is small."""
+def group_entries(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, known: Tensor) -> list[RowGroup]:
+    """Group rows by their number of entries, longest first.
+
+    The shortest row of a group has at least two thirds of the entries of the longest, unless the group is small.
+    """
     order = np.argsort(rows, kind="stable")
     members, sizes = np.unique(rows, return_counts=True)
     starts = np.cumsum(sizes) - sizes
@@ -235,7 +395,7 @@ def group_entries(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, kno
         inside = np.arange(k) < sizes[chosen, None]  # (b, k)
         where = order[np.where(inside, starts[chosen, None] + np.arange(k), 0)]
         groups.append(
-            Group(
+            RowGroup(
                 torch.from_numpy(members[chosen]).to(known.device),
                 torch.from_numpy(np.where(inside, columns[where], len(known))).to(known.device),
                 torch.from_numpy(np.where(inside, values[where], 0.0)).to(known),
@@ -246,29 +406,17 @@ def group_entries(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, kno
 
 
 def _random_factors(n: int, m: int, rank: int, seed: int, device: str, dtype: torch.dtype) -> Factors:
-    """Rows of length about 1. The first number of A's is 1: the mean of a column is then a first guess, not luck."""
+    """Random rows of length about 1. The first column of A is 1, so that B can fit the mean of each column at once."""
     generator = torch.Generator(device).manual_seed(seed)
     a, b = (torch.randn(size, rank, generator=generator, dtype=dtype, device=device) / rank**0.5 for size in (n, m))
     a[:, 0] = 1.0
     return Factors(a, b)
 
 
-def check_options(penalty: float, iterations: int, tolerance: float, seed: int) -> None:
-    if not 0 < penalty < float("inf"):
-        raise OptionError(f"the penalty is {penalty}.", "give a positive number, 1e-4 say.")
-    if not 1 <= iterations < 2**31:
-        raise OptionError(f"iterations is {iterations}.", "give 1 or more, 200 say.")
-    if not 0 <= tolerance < float("inf"):
-        raise OptionError(f"the tolerance is {tolerance}.", "give 0 or a positive number, 0.01 say.")
-    check_seed(seed)
-
-
-def check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**63:
-        raise OptionError(f"the seed is {seed}.", "give 0 to 2⁶³ − 1.")
-
-
 def check_rank(observed: Observed, rank: int) -> None:
     n, m = observed.shape
     if not 0 <= rank <= min(n, m):
-        raise OptionError(f"the rank is {rank}, but the matrix is {n} × {m}.", f"give 0 to {min(n, m)}.")
+        raise OptionError(
+            f"rank must be at least 0 and at most {min(n, m)} for a matrix of {n} × {m}, got {rank}.",
+            "choose a rank in that range.",
+        )

@@ -1,15 +1,15 @@
-"""What frozen embeddings cost: a lower bound of the error of every RAD-Q with a linear head, whatever it learns.
+"""The cost of frozen embeddings: a lower bound of the error of every RAD-Q with a linear head, whatever it learns.
 
     r̂(v | x) = ⟨h, w⟩ + ⟨h, W e(v)⟩ = a constant + a linear function of e(v)
 
-h, w and W are learnt, the output embedding E with its rows e(v) is not. So after a prefix x the rewards of the tokens
-lie in the span of the columns of E and the constant, and the least-squares residual of the row R[x, ·] on [E, 1],
-restricted to the tokens observed there, is an error that no training removes. Each attribute has its own w and W, and
-so its own residual.
+h, w and W are learnt; the output embedding E with its rows e(v) is frozen. So after a prefix x the rewards of the
+tokens lie in the span of the columns of E and the constant. The residual of the least-squares fit of the row R[x, ·]
+to [E, 1], restricted to the tokens observed there, is an error that no training removes. Each attribute has its own w
+and W, and so its own residual.
 
-A row whose tokens have linearly independent rows of [E, 1] is met exactly and costs nothing; a row with more than d + 1
-tokens cannot be such a row. Most rows are short, so independence is proved in batches by a Cholesky factorisation, and
-only where that fails is the least-squares problem solved, by singular values. Everything is computed in float64.
+A row whose tokens have linearly independent rows of [E, 1] is met exactly and costs nothing. More than d + 1 tokens
+cannot be independent. Most rows are short, so independence is proved in batches with a Cholesky factorisation. Only for
+the other rows the least-squares problem is solved, with singular values. Everything is computed in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +22,26 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from radq.errors import ModelError
+from radq.errors import ModelError, VocabularyError
+from radq.models.loading import find_tokenizer, load_config, load_output_embedding
+from radq.models.vocabulary import Vocabulary, read_vocabulary
 from radq.numerics import require_memory
 from radq.rank.completion import NUMBERS_PER_CHUNK, group_entries
-from radq.rank.matrix import RewardMatrix, ranges
+from radq.rank.matrix import RewardMatrix, concatenate_ranges
 
 ROUNDING = 1e-8  # a residual below this share of its row is a rounding error, and counts as 0
 
 
 @dataclass(frozen=True)
 class BoundedRow:
-    """A prefix at which frozen embeddings cost something."""
+    """A prefix after which frozen embeddings leave an error in one attribute."""
 
     prefix: str
     attribute: str
     continuations: int
-    variance: float  # of the row's values: the error of the best constant
-    mse: float  # of the best constant plus linear function of e(v)
-    weighted_loss: float | None  # what the row adds to `EmbeddingBound.weighted_loss`
+    variance: float  # of the values in the row: the error of the best constant
+    mse: float  # error of the best constant plus linear function of e(v)
+    weighted_loss: float | None  # the part of the row in `EmbeddingBound.weighted_loss`
 
 
 @dataclass(frozen=True)
@@ -48,25 +50,25 @@ class AttributeBound:
 
     attribute: str
     mse_omega2: float  # over the entries of Ω_2
-    mse_omega: float  # over all entries: those outside Ω_2 cost nothing
-    weighted_loss: float | None  # of training: (1/N) Σ_entries Λ (r̂ − R)², with Λ = Σ λ over the utterances of an entry
-    contradiction_loss: (
-        float | None
-    )  # (1/N) Σ λ (y − R)²: utterances that contradict each other; it holds for RAD-V too
+    mse_omega: float  # over all entries; those outside Ω_2 have no error
+    # The part of the training loss: (1/N) Σ_entries Λ (r̂ − R)², with Λ = Σ λ over the utterances of an entry.
+    weighted_loss: float | None
+    # (1/N) Σ λ (y − R)², from utterances that contradict each other; it bounds the loss of RAD-V too.
+    contradiction_loss: float | None
 
 
 @dataclass(frozen=True)
 class EmbeddingBound:
-    """The errors are means over the entries of all attributes, the losses sums over attributes, as in training."""
+    """Lower bounds over all attributes: errors are means over their entries, losses are sums as in training."""
 
     hidden_size: int
     mse_omega2: float
     mse_omega: float
     weighted_loss: float | None
     contradiction_loss: float | None
-    costly_rows: int  # rows of any attribute whose error cannot be 0
+    costly_rows: int  # number of rows, over all attributes, whose error cannot be 0
     attributes: list[AttributeBound]
-    rows: list[BoundedRow]  # those that cost most, first
+    rows: list[BoundedRow]  # the rows with the largest errors, largest first
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,45 @@ class _Continuations:
     def of(cls, matrix: RewardMatrix) -> "_Continuations":
         a = len(matrix.attributes)
         sizes = np.diff(matrix.starts)[matrix.omega2_rows] // a
-        first = ranges(matrix.starts[matrix.omega2_rows], sizes)  # entries of the first attribute
+        first = concatenate_ranges(matrix.starts[matrix.omega2_rows], sizes)  # entries of the first attribute
         all_attributes = first[:, None] + np.arange(a) * np.repeat(sizes, sizes)[:, None]  # (s, a)
         return cls(
             starts=np.concatenate([[0], np.cumsum(sizes)]),
             tokens=matrix.columns[first].astype(np.int64),
             values=matrix.values[all_attributes],
             weights=None if matrix.weights is None else matrix.weights[first],
+        )
+
+
+def bound_by_backbone(matrix: RewardMatrix, backbone: str, progress: bool = False) -> EmbeddingBound | None:
+    """Lower bounds of the error of RAD-Q over a backbone; None for a matrix that does not say what its tokens are."""
+    if matrix.vocabulary is None or matrix.omega2_prefixes is None:
+        return None
+    check_backbone_tokens(backbone, matrix.vocabulary)
+    embedding = load_output_embedding(backbone)
+    highest = int(matrix.tokens.max())
+    if highest >= len(embedding):
+        raise VocabularyError(
+            f"token ids must be less than {len(embedding)}, the rows of the output embedding of {backbone!r}, but the "
+            f"data have the token {highest}.",
+            "use the tokenizer that the backbone was trained with.",
+        )
+    tokenizer = find_tokenizer(backbone)
+    decode = str if tokenizer is None else lambda tokens: str(tokenizer.decode(tokens))
+    return bound_by_embedding(matrix, embedding, decode, progress=progress)
+
+
+def check_backbone_tokens(backbone: str, vocabulary: Vocabulary) -> None:
+    """Refuse a backbone whose token ids mean something else: its embeddings would belong to other tokens."""
+    tokenizer = find_tokenizer(backbone)
+    if tokenizer is None:
+        same = getattr(load_config(backbone).get_text_config(), "vocab_size", None) == vocabulary.size
+    else:
+        same = read_vocabulary(vocabulary.num_tokens or 0, tokenizer).fingerprint == vocabulary.fingerprint
+    if not same:
+        raise VocabularyError(
+            f"the tokens of the matrix are not those of the backbone {backbone!r}.",
+            "leave --tokenizer out to use that of the backbone, or leave --backbone out to compute ranks only.",
         )
 
 
@@ -103,7 +137,7 @@ def bound_by_embedding(
 
     Args:
         decode: turns the tokens of a prefix into text.
-        max_rows: at most so many of the rows that cost most are named.
+        max_rows: the number of rows with the largest errors that are listed.
     """
     entries = _Continuations.of(matrix)
     n, a = len(entries.starts) - 1, len(matrix.attributes)
@@ -125,7 +159,7 @@ def least_squares(
 ) -> Float[np.ndarray, " a"]:
     """min Σ_k weight_k (y_k − ⟨x_k, q⟩)² over q, for each column of y.
 
-    Singular values below max(k, f) · eps of the largest count as 0, as in numpy and LAPACK.
+    Singular values below max(k, f) · eps times the largest count as 0, as in numpy and LAPACK.
     """
     if weights is not None:
         roots = weights.sqrt()[:, None]
@@ -139,16 +173,19 @@ def least_squares(
 def _token_features(
     tokens: Int[np.ndarray, " s"], embedding: Float[Tensor, "v d"]
 ) -> tuple[Float[Tensor, "m f"], Int[np.ndarray, " s"]]:
-    """The rows of [E, 1] of the tokens that occur, and which of them each entry has.
+    """The rows of [E, 1] of the tokens that occur, and for each entry the index of its row.
 
-    The constant is as long as an embedding instead of 1: the same span, better conditioned.
+    The constant is the mean length of an embedding instead of 1: the span is the same and better conditioned.
     """
     used, columns = np.unique(tokens, return_inverse=True)
     m, f = len(used), embedding.shape[1] + 1
     require_memory(3 * m * f * torch.float64.itemsize, "cpu", f"the embeddings of {m} tokens in float64")
     rows = embedding[torch.from_numpy(used).to(embedding.device)].to("cpu", torch.float64)
     if not bool(torch.isfinite(rows).all()):
-        raise ModelError("the output embedding of the backbone is not finite.", "are its weights whole?")
+        raise ModelError(
+            "the output embedding of the backbone holds numbers that are not finite.",
+            "check its weight files, or choose another backbone.",
+        )
     constant = rows.norm(dim=1).mean().clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
     return torch.cat([rows, constant.expand(m, 1)], dim=1), columns
 
@@ -156,10 +193,10 @@ def _token_features(
 def _independent_rows(
     starts: Int[np.ndarray, " bounds"], columns: Int[np.ndarray, " s"], features: Float[Tensor, "m f"]
 ) -> Bool[np.ndarray, " n"]:
-    """True where the features of a row's tokens are proved to be linearly independent.
+    """True for rows whose tokens are proved to have linearly independent features.
 
-    With unit vectors, the k × k matrix G of their products minus τ is positive definite only if the smallest eigenvalue
-    of G is above τ; τ is beyond the rounding errors of the factorisation, so that success is a proof.
+    With unit vectors and their Gram matrix G (k × k), G − τ is positive definite only if the smallest eigenvalue of G
+    is above τ. As τ exceeds the rounding errors of the factorisation, a factorisation that succeeds is a proof.
     """
     sizes = np.diff(starts)
     independent = np.zeros(len(sizes), dtype=bool)

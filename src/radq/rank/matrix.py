@@ -1,14 +1,15 @@
-"""The reward matrix of a data set: rows are prefixes, columns tokens, and few entries are observed.
+"""The reward matrix of a data set: its rows are prefixes, its columns are tokens, and few of its entries are observed.
 
-    R[x, v] = Σ λ y / Σ λ    over the utterances that continue the prefix x with the token v
+    R[x, v] = Σ λ y / Σ λ    over the utterances with label y that continue the prefix x with the token v
 
-Several attributes share the hidden state h(x) of a prefix, so theirs is the stacked matrix [R_1 … R_a]: the columns are
-all tokens of the first attribute, then all tokens of the second, and so on.
+Several attributes share the hidden state h(x) of a prefix, so they share one stacked matrix [R_1 … R_a], whose columns
+are all tokens of the first attribute, then all tokens of the second, and so on. Ω is the set of observed entries, Ω_2
+the set of those in rows with two or more continuations.
 
-Two things follow from a prefix tree. Sorted by what they begin with, utterances that share a prefix are neighbours, so
-one sort per depth finds all rows of that depth. And an utterance that has left the others behind meets nobody again:
-each of its further prefixes is a row with one entry, its own response, and needs no sorting. What is sorted is then
-what utterances really share, a small part of the tokens.
+The matrix is built depth by depth. Utterances that share a prefix are neighbours when they are sorted by it, so one
+sort per depth finds all rows of that depth. An utterance that no longer shares its prefix with any other is set aside:
+each of its further prefixes is a row with one entry, its own label, and needs no sorting. So only the shared beginnings
+are sorted, which are a small part of all tokens.
 """
 
 import copy
@@ -28,11 +29,12 @@ from radq.files import whole_file
 from radq.models.vocabulary import Vocabulary
 
 Array = np.ndarray
+UNNAMED = "label"  # an attribute whose name is not known
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The observed entries of a matrix, sorted by row; every row and column has one."""
+    """The observed entries of a matrix, sorted by row; every row and every column has at least one."""
 
     rows: Int[Array, " e"]
     columns: Int[Array, " e"]
@@ -41,7 +43,7 @@ class Observed:
 
     @classmethod
     def of(cls, dense: Float[Array, "n m"]) -> "Observed":
-        """Those of a matrix with NaN where nothing is known."""
+        """The entries of a dense matrix that are not NaN."""
         rows, columns = np.nonzero(~np.isnan(dense))
         return cls(rows, columns, dense[rows, columns].astype(np.float64), dense.shape)  # pyright: ignore
 
@@ -49,7 +51,7 @@ class Observed:
         return len(self.values)
 
     def restrict(self, entries: Int[Array, " s"]) -> "Observed":
-        """Only these entries, without the rows and columns that are empty then."""
+        """Keep only these entries, and drop the rows and columns that become empty."""
         rows, row_of = np.unique(self.rows[entries], return_inverse=True)
         columns, column_of = np.unique(self.columns[entries], return_inverse=True)
         return Observed(row_of, column_of, self.values[entries], (len(rows), len(columns)))
@@ -57,10 +59,11 @@ class Observed:
 
 @dataclass(frozen=True)
 class RewardMatrix:
-    """P_Ω([R_1 … R_a]) in compressed rows, with where each row's prefix is found: the first tokens of an utterance.
+    """P_Ω([R_1 … R_a]) in compressed rows.
 
-    A row holds the entries of its first attribute, then those of the second, and so on, each with the same tokens in
-    the same order. What files of earlier versions lack is None.
+    A row holds the entries of the first attribute, then those of the second, and so on, each with the same tokens in
+    the same order. Its prefix is the first `prefix_length` tokens of the utterance `prefix_utterance`. Fields that may
+    be None are None in files that an earlier version has saved.
     """
 
     starts: Int[Array, " bounds"]  # row r has the entries starts[r] to starts[r + 1]
@@ -70,13 +73,13 @@ class RewardMatrix:
     prefix_length: Int[Array, " rows"]
     vocab_size: int
     utterances: int
-    ambiguous: int  # entries that average over several utterances
-    contradicting: int  # and over different responses
-    attributes: tuple[str, ...] = ("response",)
-    weights: Float[Array, " e"] | None = None  # Σ λ of each entry, λ times the weight of the utterance
+    ambiguous: int  # entries that are the mean over several utterances
+    contradicting: int  # entries that are the mean over different labels
+    attributes: tuple[str, ...] = (UNNAMED,)
+    weights: Float[Array, " e"] | None = None  # Λ of each entry: the sum of λ times the weight of the utterance
     contradictions: Float[Array, " a"] | None = None  # Σ λ (y − R)² over all utterances and their tokens
     omega2_prefixes: Int[Array, " p"] | None = None  # tokens of the prefixes of Ω_2, one after the other
-    shuffled: Float[Array, " s"] | None = None  # values of Ω_2 where utterances have the responses of others
+    shuffled: Float[Array, " s"] | None = None  # values of Ω_2 when the labels of the utterances are shuffled
     vocabulary: Vocabulary | None = None  # the tokens that the ids stand for
 
     @property
@@ -93,14 +96,14 @@ class RewardMatrix:
 
     @cached_property
     def omega2_rows(self) -> Int[Array, " n"]:
-        """The rows with two or more continuations."""
+        """Indices of the rows with two or more continuations."""
         return np.flatnonzero(np.diff(self.starts) >= 2 * len(self.attributes))
 
     @cached_property
     def omega2(self) -> Observed:
-        """The rows with two or more continuations, without the columns that are empty then."""
+        """The entries in rows with two or more continuations, without empty columns."""
         sizes = np.diff(self.starts)[self.omega2_rows]
-        where = ranges(self.starts[self.omega2_rows], sizes)
+        where = concatenate_ranges(self.starts[self.omega2_rows], sizes)
         kept, columns = np.unique(self.columns[where], return_inverse=True)
         return Observed(
             rows=np.repeat(np.arange(len(sizes)), sizes),
@@ -111,22 +114,22 @@ class RewardMatrix:
 
     @property
     def shuffled_omega2(self) -> Observed | None:
-        """Ω_2 where utterances have the responses of others; None in files of earlier versions."""
+        """Ω_2 with shuffled labels; None in files of earlier versions."""
         return None if self.shuffled is None else replace(self.omega2, values=self.shuffled)
 
     def omega2_prefix(self, row: int) -> list[int]:
-        """The tokens before a row of Ω_2."""
+        """The tokens of the prefix that belongs to a row of Ω_2."""
         if self.omega2_prefixes is None:
             raise DataError(
-                "the reward matrix does not hold the tokens of its prefixes: an earlier version of radq has saved it.",
-                "make it anew from the data by --save-matrix.",
+                "the reward matrix does not hold the tokens of its prefixes: an earlier version of radq saved it.",
+                "make it again from the data with `radq rank data FILE --save-matrix FILE`.",
             )
         ends = np.cumsum(self.prefix_length[self.omega2_rows], dtype=np.int64)
         end, length = int(ends[row]), int(self.prefix_length[self.omega2_rows[row]])
         return self.omega2_prefixes[end - length : end].tolist()
 
     def save(self, file: str | Path) -> None:
-        """As npz; `scipy.sparse.load_npz` reads it as the matrix it is."""
+        """Write an npz file, which `scipy.sparse.load_npz` reads as a sparse matrix."""
         parts: dict[str, Any] = {
             "format": np.array(b"csr"),
             "shape": np.array([self.prefixes, len(self.attributes) * self.vocab_size]),
@@ -154,14 +157,14 @@ class RewardMatrix:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else (str(error).splitlines() or ["damaged"])[0]
             raise DataError(
                 f"{str(file)!r} cannot be read as a reward matrix: {reason.rstrip('.')}.",
-                "`radq rank data --save-matrix` makes one.",
+                "give a file that `radq rank data --save-matrix FILE` has written.",
             ) from error
         return matrix
 
     @classmethod
     def _from_parts(cls, parts: dict[str, Array]) -> "RewardMatrix":
         utterances, ambiguous, contradicting = parts["counts"].tolist()
-        attributes = tuple(parts["attributes"].tolist()) if "attributes" in parts else ("response",)
+        attributes = tuple(parts["attributes"].tolist()) if "attributes" in parts else (UNNAMED,)
         vocab_size = int(parts["shape"][1]) // len(attributes)
         vocabulary = None
         if "vocabulary" in parts:
@@ -183,7 +186,7 @@ class RewardMatrix:
         )
 
     def _check_parts(self) -> None:
-        """Raise ValueError where parts of a file do not belong together."""
+        """Raise ValueError if parts of a file do not fit each other."""
         starts, n, a = self.starts, self.prefixes, len(self.attributes)
         sizes = np.diff(starts)
         if n < 1 or starts[0] != 0 or starts[-1] != self.entries or (sizes < a).any() or (sizes % a).any():
@@ -210,8 +213,8 @@ OPTIONAL_PARTS = ("weights", "contradictions", "omega2_prefixes", "shuffled")
 
 
 @dataclass
-class _Part:
-    """Rows of the matrix and their entries, one after the other."""
+class _Rows:
+    """Some rows of the matrix, and the entries of all of them in one array."""
 
     row_sizes: Array
     prefix_utterance: Array
@@ -225,10 +228,10 @@ class _Part:
 
 
 def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = ()) -> RewardMatrix:
-    """P_Ω([R_1 … R_a]) of tokenised data. Prompts are context: rows may contain them, entries are the texts'."""
+    """Build P_Ω([R_1 … R_a]) from tokenised data. Prefixes contain prompts, but only tokens of texts are entries."""
     utterances = _Utterances(data)
     active = np.arange(len(utterances.rows))
-    nodes = np.zeros(len(active), np.int64)  # which prefix of the depth an utterance has; sorted
+    nodes = np.zeros(len(active), np.int64)  # the number of the prefix that each utterance has at this depth; sorted
     parts, loners, departures, depth = [], [], [], 0
     while len(active):
         company = np.bincount(nodes)[nodes] > 1
@@ -238,7 +241,7 @@ def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = 
         parts.append(part)
         depth += 1
     parts.append(_read_tails(utterances, np.concatenate(loners), np.concatenate(departures)))
-    a = len(utterances.responses)
+    a = len(utterances.labels)
     row_sizes = np.concatenate([part.row_sizes for part in parts])
     prefix_utterance = np.concatenate([part.prefix_utterance for part in parts])
     prefix_length = np.concatenate([part.prefix_length for part in parts])
@@ -260,8 +263,8 @@ def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = 
     )
 
 
-def shuffle_responses(data: RewardData, seed: int) -> RewardData:
-    """The same utterances, each with the responses of a random one: those that count for the matrix change places."""
+def shuffle_labels(data: RewardData, seed: int) -> RewardData:
+    """Permute the labels of the utterances that count for the matrix; labels of one utterance stay together."""
     counting = _counting_rows(data)
     labels = np.array(data.labels)
     labels[counting] = labels[np.random.default_rng(seed).permutation(counting)]
@@ -271,11 +274,11 @@ def shuffle_responses(data: RewardData, seed: int) -> RewardData:
 
 
 def _number_attributes(count: int) -> tuple[str, ...]:
-    return ("response",) if count == 1 else tuple(f"response {number + 1}" for number in range(count))
+    return (UNNAMED,) if count == 1 else tuple(f"{UNNAMED} {number + 1}" for number in range(count))
 
 
 def _counting_rows(data: RewardData) -> Int[Array, " u"]:
-    """Rows with a positive weight and a text."""
+    """Rows with a positive weight and at least one token of text."""
     sizes = np.diff(data.offsets) - data.prompt_lengths
     counting = data.rows[(data.weights[data.rows] > 0) & (sizes[data.rows] > 0)]
     if not len(counting):
@@ -284,16 +287,17 @@ def _counting_rows(data: RewardData) -> Int[Array, " u"]:
             "give a --weight column with positive numbers, or leave --weight out.",
         )
     if not np.isfinite(data.labels[counting]).all():
-        raise DataError("a label is not finite once it is scaled.", "check the labels and --label-range.")
+        raise DataError("a label is not finite after scaling.", "check the labels and --label-range.")
     return counting
 
 
 def _read_prefixes(data: RewardData, utterances: Array, lengths: Array, chosen: Array) -> Int[Array, " p"]:
-    return data.tokens[ranges(data.offsets[utterances[chosen]], lengths[chosen].astype(np.int64))].astype(np.int32)
+    places = concatenate_ranges(data.offsets[utterances[chosen]], lengths[chosen].astype(np.int64))
+    return data.tokens[places].astype(np.int32)
 
 
-def _stack(parts: list[_Part], row_sizes: Array, vocab_size: int) -> tuple[Array, Array, Array, Array]:
-    """Starts, columns, values and weights of [R_1 … R_a] from entries that hold the values of all attributes."""
+def _stack(parts: list[_Rows], row_sizes: Array, vocab_size: int) -> tuple[Array, Array, Array, Array]:
+    """Starts, columns, values and weights of [R_1 … R_a], from entries that hold the values of all attributes."""
     tokens, weights = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "weights"))
     values = np.concatenate([part.values for part in parts], axis=1)
     starts = np.concatenate([[0], np.cumsum(row_sizes, dtype=np.int64)])
@@ -309,7 +313,7 @@ def _stack(parts: list[_Part], row_sizes: Array, vocab_size: int) -> tuple[Array
 
 
 class _Utterances:
-    """What the matrix needs to know of the data. A position counts from the first token of prompt and text."""
+    """The utterances that count for the matrix. Positions count from the first token of prompt and text together."""
 
     def __init__(self, data: RewardData):
         counting = _counting_rows(data)
@@ -317,32 +321,35 @@ class _Utterances:
         self.starts = data.offsets[counting]
         self.lengths = data.offsets[counting + 1] - self.starts
         self.prompt_lengths = data.prompt_lengths[counting].astype(np.int64)
-        self.responses = np.ascontiguousarray(data.labels[counting].T, dtype=np.float64)  # (a, u)
+        self.labels = np.ascontiguousarray(data.labels[counting].T, dtype=np.float64)  # (a, u)
         texts = (self.lengths - self.prompt_lengths).astype(np.float64)
-        self.scale = data.weights[counting] / (texts * (texts + 1) / 2)  # λ_t is this times t
+        self.scale = data.weights[counting] / (texts * (texts + 1) / 2)  # λ_t = scale · t
 
     def weights(self, utterances: Array, position: int) -> Array:
-        """λ of the token at a position; 0 where it belongs to the prompt."""
+        """λ of the token at a position; 0 if it belongs to the prompt."""
         return self.scale[utterances] * np.maximum(position + 1 - self.prompt_lengths[utterances], 0)
 
 
 def _read_level(
     utterances: _Utterances, active: Array, nodes: Array, depth: int, vocab_size: int
-) -> tuple[Array, Array, _Part]:
-    """Rows of the prefixes of one length, and who goes on to the next."""
-    attributes = range(len(utterances.responses))
+) -> tuple[Array, Array, _Rows]:
+    """Read the rows of all shared prefixes of one length.
+
+    Returns the utterances that are longer, the numbers of their prefixes at the next depth, and the rows.
+    """
+    attributes = range(len(utterances.labels))
     keys = nodes * vocab_size + utterances.tokens[utterances.starts[active] + depth]
     order = np.argsort(keys, kind="stable")
     active, keys = active[order], keys[order]
-    first = np.flatnonzero(np.diff(keys, prepend=-1))  # of the utterances that share an entry
+    first = np.flatnonzero(np.diff(keys, prepend=-1))  # the first of the utterances that share an entry
     weights = utterances.weights(active, depth)
-    sums, counts = _sum(weights, first), _sum(weights > 0, first)
+    sums, counts = _sum_runs(weights, first), _sum_runs(weights > 0, first)
     known = counts > 0
     children = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(keys))))
     entry_nodes = (keys[first] // vocab_size)[known]
     row_starts = np.flatnonzero(np.diff(entry_nodes, prepend=-1))
-    averages = [_average(weights, utterances.responses[a][active], first, children, sums) for a in attributes]
-    part = _Part(
+    averages = [_average(weights, utterances.labels[a][active], first, children, sums) for a in attributes]
+    part = _Rows(
         row_sizes=np.diff(np.append(row_starts, len(entry_nodes))),
         prefix_utterance=utterances.rows[active[first[known][row_starts]]].astype(np.int32),
         prefix_length=np.full(len(row_starts), depth, np.int32),
@@ -357,39 +364,39 @@ def _read_level(
     return active[going_on], children[going_on], part
 
 
-def _average(weights: Array, responses: Array, first: Array, children: Array, sums: Array) -> tuple[Array, float, int]:
-    """Weighted means over runs, the weighted squares of what differs from them, and in how many runs any does."""
+def _average(weights: Array, labels: Array, first: Array, children: Array, sums: Array) -> tuple[Array, float, int]:
+    """Weighted means over runs, the weighted sum of squared deviations, and the number of runs whose labels differ."""
     if not len(first):
         return np.empty(0), 0.0, 0
-    means = np.divide(_sum(weights * responses, first), sums, out=np.zeros(len(first)), where=sums > 0)
-    spread = float(weights @ np.square(responses - means[children]))
+    means = np.divide(_sum_runs(weights * labels, first), sums, out=np.zeros(len(first)), where=sums > 0)
+    spread = float(weights @ np.square(labels - means[children]))
     seen = weights > 0
-    lowest = np.minimum.reduceat(np.where(seen, responses, np.inf), first)
-    highest = np.maximum.reduceat(np.where(seen, responses, -np.inf), first)
+    lowest = np.minimum.reduceat(np.where(seen, labels, np.inf), first)
+    highest = np.maximum.reduceat(np.where(seen, labels, -np.inf), first)
     return means, spread, int((lowest < highest).sum())
 
 
-def _read_tails(utterances: _Utterances, loners: Array, departures: Array) -> _Part:
-    """The rows of utterances that share no more: one entry each, their response."""
+def _read_tails(utterances: _Utterances, loners: Array, departures: Array) -> _Rows:
+    """Read the rows of prefixes that belong to one utterance each: their one entry is its label."""
     begins = np.maximum(departures, utterances.prompt_lengths[loners])
     sizes = utterances.lengths[loners] - begins
-    return _Part(
+    return _Rows(
         row_sizes=np.ones(int(sizes.sum()), np.int32),
         prefix_utterance=np.repeat(utterances.rows[loners].astype(np.int32), sizes),
-        prefix_length=ranges(begins, sizes).astype(np.int32),
-        tokens=utterances.tokens[ranges(utterances.starts[loners] + begins, sizes)].astype(np.int32),
-        values=np.repeat(utterances.responses[:, loners], sizes, axis=1),
+        prefix_length=concatenate_ranges(begins, sizes).astype(np.int32),
+        tokens=utterances.tokens[concatenate_ranges(utterances.starts[loners] + begins, sizes)].astype(np.int32),
+        values=np.repeat(utterances.labels[:, loners], sizes, axis=1),
         weights=np.repeat(utterances.scale[loners], sizes)
-        * (ranges(begins, sizes) + 1 - np.repeat(utterances.prompt_lengths[loners], sizes)),
+        * (concatenate_ranges(begins, sizes) + 1 - np.repeat(utterances.prompt_lengths[loners], sizes)),
     )
 
 
-def _sum(values: Array, first: Array) -> Array:
-    """Over runs that begin at `first`."""
+def _sum_runs(values: Array, first: Array) -> Array:
+    """Sums over the runs that begin at the indices `first`."""
     return np.add.reduceat(values, first, dtype=np.float64) if len(first) else np.empty(0)
 
 
-def ranges(starts: Array, sizes: Array) -> Array:
-    """start, start + 1, …, start + size - 1 of each pair, one after the other."""
+def concatenate_ranges(starts: Array, sizes: Array) -> Array:
+    """Concatenate the ranges start, start + 1, …, start + size − 1 of all pairs."""
     ends = np.cumsum(sizes)
     return np.repeat(starts - ends + sizes, sizes) + np.arange(ends[-1] if len(ends) else 0)

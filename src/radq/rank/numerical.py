@@ -1,12 +1,15 @@
-"""Numerical rank of a trained model: how many directions its rewards really use.
+"""Numerical rank of a trained model: the number of directions that its rewards use.
 
-N prefixes are drawn from the data, each fills a row with the rewards of all tokens, and the rank is the number of
-singular values above max(N, |V|) · eps · σ_1, with eps that of the dtype the model computed in: the cutoff of numpy and
-PyTorch.
+N prefixes are drawn from the data, and each gives a row with the rewards of all tokens. The rank is the number of
+singular values above max(N, |V|) · eps · σ_1, where eps is that of the dtype the model computed in. This is the cutoff
+of numpy and PyTorch.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,29 +17,130 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from radq.data.dataset import RewardData
-from radq.errors import DataError, OptionError
+from radq.data.dataset import NO_LIMIT, DataColumns, RewardData, load_data
+from radq.errors import DataError, ModelError, OptionError, UnknownAttributeError, require_package
+from radq.files import whole_folder
+from radq.models.loading import find_device
 from radq.models.reward import RewardModel
 from radq.numerics import require_memory
+from radq.rank.config import ModelRankConfig
 
 
 @dataclass(frozen=True)
 class NumericalRank:
+    """The rank of the rewards after a number of prefixes."""
+
     num_rows: int
     rank: int
     cutoff: float
     spectrum: list[float]  # singular values, largest first
 
 
+@dataclass(frozen=True)
+class ModelRanks:
+    """Numerical ranks of one attribute of a reward model, for growing numbers of prefixes."""
+
+    reward: str  # name or folder of the model
+    kind: str
+    attribute: str
+    hidden_size: int
+    vocabulary: int
+    dtype: str
+    ranks: list[NumericalRank]
+
+    def save(self, folder: Path) -> None:
+        """Write rank.json and the plots rank.png and spectrum.png."""
+        with whole_folder(folder) as temporary:
+            (temporary / "rank.json").write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+            self._plot_ranks(temporary / "rank.png")
+            self._plot_spectrum(temporary / "spectrum.png")
+
+    def _plot_ranks(self, file: Path) -> None:
+        """Plot the rank against the number of prefixes, and the hidden size d, which no RAD-Q exceeds."""
+        figure, axes = _make_axes()
+        numbers = [rank.num_rows for rank in self.ranks]
+        axes.plot(numbers, [rank.rank for rank in self.ranks], marker="o", label=self._title)
+        axes.axhline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
+        axes.set_xlabel("prefixes (rows)")
+        axes.set_ylabel("numerical rank")
+        axes.set_xscale("log", base=2)
+        axes.legend()
+        figure.savefig(file, dpi=150)
+
+    def _plot_spectrum(self, file: Path) -> None:
+        """Plot the singular values of all prefixes, divided by the largest, and the cutoff."""
+        figure, axes = _make_axes()
+        last = self.ranks[-1]
+        largest, places = last.spectrum[0] or 1.0, range(1, len(last.spectrum) + 1)
+        (line,) = axes.plot(places, [value / largest for value in last.spectrum], label=self._title)
+        axes.axhline(last.cutoff / largest, color=line.get_color(), linestyle=":", label=f"cutoff, {self._title}")
+        axes.axvline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
+        axes.set_xlabel("singular value")
+        axes.set_ylabel("σ / σ_1")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.legend()
+        figure.savefig(file, dpi=150)
+
+    @property
+    def _title(self) -> str:
+        return f"RAD-{self.kind.upper()}, {self.attribute}"
+
+
+def _make_axes() -> tuple[Any, Any]:
+    """A figure of its own, which needs no display and changes no global state of matplotlib."""
+    figure = require_package("matplotlib.figure", "eval").Figure(figsize=(6, 4), layout="constrained")
+    return figure, figure.subplots()
+
+
+def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks:
+    """Numerical ranks of a model's rewards after prefixes from the data, for each number of prefixes."""
+    config.check()
+    device, dtype = find_device(config.device), getattr(torch, config.dtype)
+    model = RewardModel.from_pretrained(config.reward, device, dtype=dtype)
+    if model.tokenizer is None:
+        raise ModelError(f"{config.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
+    attribute, sizes = _find_attribute(model, config.attribute), config.sizes
+    require_memory_for_rows(sizes[-1], model.vocabulary.size)
+    columns = DataColumns(config.text, skip_empty=config.skip_empty)
+    data = load_data(config.data, model.tokenizer, columns, NO_LIMIT, config.cache, progress)
+    max_tokens = None if model.max_tokens is None else model.max_tokens - 1  # one position is left for a candidate
+    prefixes = sample_prefixes(data, sizes[-1], max_tokens, config.seed)
+    rows = reward_rows(model, prefixes, attribute, config.batch_size, progress)
+    assert model.config.backbone is not None
+    return ModelRanks(
+        reward=config.reward,
+        kind=model.config.kind,
+        attribute=attribute,
+        hidden_size=model.config.backbone.hidden_size,
+        vocabulary=rows.shape[1],
+        dtype=config.dtype,
+        ranks=numerical_ranks(rows, sizes, torch.finfo(dtype).eps, device),
+    )
+
+
+def _find_attribute(model: RewardModel, name: str | None) -> str:
+    """The attribute by that name, or the first."""
+    attributes = model.config.attributes
+    if name is not None and name not in attributes:
+        raise UnknownAttributeError(
+            f"the reward model has no attribute {name!r}.", f"choose one of {', '.join(attributes)}."
+        )
+    return name or attributes[0]
+
+
 def sample_prefixes(data: RewardData, n: int, max_tokens: int | None, seed: int) -> list[np.ndarray]:
-    """Prefixes drawn independently, each of those in the data as likely as another; the empty one is among them."""
+    """Draw prefixes independently and uniformly from all prefixes in the data, the empty ones included.
+
+    Texts are cut off after `max_tokens` tokens.
+    """
     lengths = data.lengths if max_tokens is None else np.minimum(data.lengths, max_tokens)
     ends = np.cumsum(lengths)
     if not len(ends) or not ends[-1]:
         raise DataError("the texts have no tokens to draw prefixes from.", "give --data with longer texts.")
     picks = np.random.default_rng(seed).integers(ends[-1], size=n)
     utterances = np.searchsorted(ends, picks, side="right")
-    sizes = picks - (ends - lengths)[utterances]  # 0 to length - 1: what precedes a token
+    sizes = picks - (ends - lengths)[utterances]  # 0 to length - 1: the number of tokens before a token
     starts = data.offsets[data.rows[utterances]]
     return [np.asarray(data.tokens[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
@@ -45,41 +149,44 @@ def sample_prefixes(data: RewardData, n: int, max_tokens: int | None, seed: int)
 def reward_rows(
     model: RewardModel, prefixes: Sequence[np.ndarray], attribute: str, batch_size: int = 16, progress: bool = False
 ) -> Float[Tensor, "n v"]:
-    """Rewards of the whole vocabulary after each prefix, as guides see them but for clamping."""
+    """Rewards of the whole vocabulary after each prefix. Guides use the same rewards, clamped to a range."""
     column = model.config.attributes.index(attribute)
     n, v = len(prefixes), model.vocabulary.size
     dtype = torch.promote_types(model.dtype, torch.float32)
-    require_rows(n, v)
+    require_memory_for_rows(n, v)
     rows = torch.empty(n, v, dtype=dtype)
-    by_length = sorted(range(n), key=lambda index: len(prefixes[index]))  # little padding
+    by_length = sorted(range(n), key=lambda index: len(prefixes[index]))  # so that batches need little padding
     for first in tqdm(range(0, n, batch_size), desc="rewards", unit="batch", disable=not progress):
         chosen = by_length[first : first + batch_size]
         longest = max(len(prefixes[index]) for index in chosen)
-        tokens = np.zeros((len(chosen), longest), np.int64)
-        mask = np.zeros_like(tokens)
+        input_ids = np.zeros((len(chosen), longest), np.int64)
+        attention_mask = np.zeros_like(input_ids)
         for row, index in enumerate(chosen):
-            size = len(prefixes[index])
-            tokens[row, longest - size :], mask[row, longest - size :] = prefixes[index], 1
-        ids, attention = (torch.from_numpy(array).to(model.device) for array in (tokens, mask))
-        rows[chosen] = model.next_rewards(ids, attention)[..., column].to("cpu", dtype)
+            begin = longest - len(prefixes[index])
+            input_ids[row, begin:], attention_mask[row, begin:] = prefixes[index], 1
+        on_device = (torch.from_numpy(array).to(model.device) for array in (input_ids, attention_mask))
+        rows[chosen] = model.next_rewards(*on_device)[..., column].to("cpu", dtype)
     return rows
 
 
-def require_rows(n: int, v: int) -> None:
-    """Refuse more rows of rewards than memory holds."""
-    what = f"a matrix of {n} × {v} rewards and its factorisation"
-    require_memory(3 * n * v * torch.float64.itemsize, "cpu", what, "use fewer --rows.")
+def require_memory_for_rows(n: int, v: int) -> None:
+    """Refuse more rows of rewards than fit into memory."""
+    matrix = f"a matrix of {n} × {v} rewards and its factorisation"
+    require_memory(3 * n * v * torch.float64.itemsize, "cpu", matrix, "use fewer --rows.")
 
 
 def numerical_ranks(
     rows: Float[Tensor, "n v"], sizes: Sequence[int], eps: float, device: str = "cpu"
 ) -> list[NumericalRank]:
-    """Ranks of the first N rows, for each N.
+    """Ranks of the first N rows, for each N in `sizes`.
 
     With rowsᵀ = Q R, the first N rows have the singular values of the first N columns of R, which is small.
     """
     if not sizes or min(sizes) < 1 or max(sizes) > len(rows):
-        raise OptionError(f"the numbers of rows are {list(sizes)}.", f"give 1 to {len(rows)}.")
+        raise OptionError(
+            f"numbers of rows must be at least 1 and at most {len(rows)}, got {list(sizes)}.",
+            "choose numbers in that range.",
+        )
     reduced = torch.linalg.qr(rows.T.to(device, torch.float64), mode="r").R  # (min(n, v), n)
     results = []
     for n in sizes:

@@ -1,0 +1,163 @@
+"""Settings of `radq rank`: dataclasses whose docstrings are the help of the command line."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from radq.errors import OptionError
+
+
+@dataclass
+class DataRankConfig:
+    """Settings of the analysis of a data set."""
+
+    files: tyro.conf.Positional[list[str]]
+    """csv, tsv, jsonl or parquet files, compressed or not; or one .npz file that --save-matrix has written."""
+    labels: str = ""
+    """Columns with the labels, separated by commas; several attributes share one stacked matrix."""
+    tokenizer: str = ""
+    """Hub name, tokenizer.json, or folder (also with GPT-2's encoder.json and vocab.bpe); by default the backbone's."""
+    backbone: str | None = None
+    """Language model whose hidden size and frozen output embedding the verdict is about."""
+    ranks: str = ""
+    """Ranks to try, separated by commas; by default five ranks up to where an exact fit is likely."""
+    eps: float = 1e-6
+    """Mean squared error that counts as a fit, over Ω_2: the prefixes with two or more continuations."""
+    iterations: int = 200
+    """Largest number of iterations per rank."""
+    penalty: float = 1e-4
+    """Weight of the squared factors in the objective of a completion."""
+    tolerance: float = 0.01
+    """Stop when an iteration lowers the objective by less than this share, unless eps is still in reach."""
+    text: str = "text"
+    """Column with the texts."""
+    prompt: str | None = None
+    """Column with the context before each text."""
+    weight: str | None = None
+    """Column with the weight of each row."""
+    label_range: tuple[float, float] | None = None
+    """Lowest and highest label, to be mapped to 0 and 1; by default labels stay as they are."""
+    skip_empty: bool = False
+    """Leave out rows with an empty text, which are an error otherwise."""
+    max_length: int | None = None
+    """Cut texts off after this number of tokens; by default texts stay whole."""
+    cache: str | None = None
+    """Folder for tokenised data; by default in the user's cache folder."""
+    save_matrix: Path | None = None
+    """Write the reward matrix to this npz file, which scipy.sparse.load_npz reads."""
+    certificates: Path | None = None
+    """Folder for the factors of each rank; existing factors are used as the start."""
+    seed: int = 0
+    """Seed of the random start and of the shuffled labels; a matrix file brings its own shuffled labels."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Data type of the factors."""
+
+    @property
+    def label_columns(self) -> list[str]:
+        return [label.strip() for label in self.labels.split(",")]
+
+    @property
+    def rank_numbers(self) -> list[int]:
+        return _parse_numbers(self.ranks, "ranks")
+
+    def check(self) -> None:
+        """Refuse values outside their ranges before anything is loaded."""
+        check_completion(self.penalty, self.iterations, self.tolerance)
+        check_seed(self.seed)
+        if not 0 <= self.eps < float("inf"):
+            raise OptionError(
+                f"eps must be at least 0 and finite, got {self.eps}.", "give a mean squared error, such as 1e-6."
+            )
+        if self.max_length is not None and not 1 <= self.max_length < 2**31:
+            raise OptionError(
+                f"max_length must be at least 1 and less than 2³¹, got {self.max_length}.",
+                "leave it out to keep texts whole.",
+            )
+        if self.save_matrix is not None and (not self.save_matrix.name or self.save_matrix.is_dir()):
+            raise OptionError(
+                f"save_matrix must be a file, got the folder {str(self.save_matrix)!r}.",
+                "name a file in it, such as matrix.npz.",
+            )
+        low, high = self.label_range or (0.0, 1.0)
+        if not -float("inf") < low < high < float("inf"):
+            raise OptionError(
+                f"label_range must be two finite numbers, the lower one first, got {low} and {high}.",
+                "leave it out to keep the labels as they are.",
+            )
+        _ = self.rank_numbers
+
+
+@dataclass
+class ModelRankConfig:
+    """Settings of the measurement of a reward model."""
+
+    reward: tyro.conf.Positional[str]
+    """Reward model folder."""
+    data: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE")] = field(default_factory=list)
+    """File to draw prefixes from; repeat for more."""
+    text: str = "text"
+    """Column with the texts."""
+    skip_empty: bool = False
+    """Leave out rows with an empty text, which are an error otherwise."""
+    attribute: str | None = None
+    """Attribute whose rewards are measured; by default the first."""
+    rows: str = "64,128,256,512,1024,2048"
+    """Numbers of prefixes, separated by commas."""
+    batch_size: int = 16
+    """Number of prefixes that are read together."""
+    out: Path | None = None
+    """Folder for rank.json and the plots rank.png and spectrum.png."""
+    cache: str | None = None
+    """Folder for tokenised data; by default in the user's cache folder."""
+    seed: int = 0
+    """Seed of the draw of prefixes."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Data type of the model, which also sets the cutoff of the rank."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of prefixes, smallest first."""
+        return sorted(_parse_numbers(self.rows, "rows"))
+
+    def check(self) -> None:
+        """Refuse values outside their ranges before anything is loaded."""
+        if not self.sizes or self.sizes[0] < 1:
+            raise OptionError(
+                f"rows must be numbers of at least 1, got {self.rows!r}.", "give --rows 64,128,256, for example."
+            )
+        if self.batch_size < 1:
+            raise OptionError(f"batch_size must be at least 1, got {self.batch_size}.", "use a number such as 16.")
+        check_seed(self.seed)
+
+
+def check_completion(penalty: float, iterations: int, tolerance: float) -> None:
+    if not 0 < penalty < float("inf"):
+        raise OptionError(f"penalty must be positive and finite, got {penalty}.", "use a number such as 1e-4.")
+    if not 1 <= iterations < 2**31:
+        raise OptionError(
+            f"iterations must be at least 1 and less than 2³¹, got {iterations}.", "use a number such as 200."
+        )
+    if not 0 <= tolerance < float("inf"):
+        raise OptionError(f"tolerance must be at least 0 and finite, got {tolerance}.", "use a number such as 0.01.")
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise OptionError(f"seed must be at least 0 and less than 2⁶³, got {seed}.", "use a number such as 0.")
+
+
+def _parse_numbers(text: str, option: str) -> list[int]:
+    """The whole numbers of a text such as `64,128,256`."""
+    try:
+        return [int(number) for number in text.split(",")] if text.strip() else []
+    except ValueError as error:
+        raise OptionError(
+            f"{option} must be whole numbers separated by commas, got {text!r}.",
+            f"give --{option} 64,128,256, for example.",
+        ) from error
