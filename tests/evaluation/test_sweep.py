@@ -22,7 +22,7 @@ from radq.errors import DataError, OptionError
 from radq.evaluation.sweep import engines
 from radq.evaluation.sweep.config import Cell, GuideSweep, PromptFile, Sweep, find_changes, load_sweep
 from radq.evaluation.sweep.costs import read_costs
-from radq.files import mend, read_lines
+from radq.files import drop_partial_last_line, read_lines
 from radq.models.reward import RadQ, RadV
 
 PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the acting", "it was"]
@@ -457,7 +457,7 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         list(read_lines(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": ')
     assert list(read_lines(tmp_path / "rows.jsonl")) == [{"a": 1}]
-    mend(tmp_path / "rows.jsonl")
+    drop_partial_last_line(tmp_path / "rows.jsonl")
     assert (tmp_path / "rows.jsonl").read_bytes() == b'{"a": 1}\n'
 
 

@@ -22,7 +22,7 @@ from radq.errors import OptionError
 from radq.evaluation.sweep.config import WHILE_DECODING, Cell, Sweep, dump_sweep, find_changes, fingerprint
 from radq.evaluation.sweep.costs import describe_cost
 from radq.evaluation.sweep.engines import Continuation, load_engine
-from radq.files import append_lines, mend, require_own_folder, whole_file
+from radq.files import append_lines, drop_partial_last_line, require_own_folder, whole_file
 from radq.numerics import require_memory_for_texts, same_kernels
 
 
@@ -95,7 +95,7 @@ def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str,
         for cell in sweep.cells()
         for first in range(0, len(prompts), size)
     ]
-    mend(folder / "costs.jsonl")
+    drop_partial_last_line(folder / "costs.jsonl")
     with (folder / "generations.jsonl").open("a+b") as stream:
         done = _resume(stream, chunks)
         _run(stream, folder / "costs.jsonl", sweep, chunks, done, device, progress)
