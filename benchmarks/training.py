@@ -43,7 +43,7 @@ def main() -> None:
         "input_ids": torch.randint(50257, shape),
         "random_tokens": torch.randint(50257, shape),
         "mask": torch.ones(shape, dtype=torch.long),
-        "responses": torch.rand(arguments.batch, arguments.attributes),
+        "labels": torch.rand(arguments.batch, arguments.attributes),
     }
     batch = {name: values.to(arguments.device) for name, values in batch.items()}
     results = {
@@ -102,7 +102,7 @@ def measure(
         begin = time.perf_counter()
         with torch.autocast(batch["mask"].device.type, torch.bfloat16, enabled=cuda):
             rewards, marginals = outputs(model, batch)
-        loss = squared_loss(rewards, batch["mask"], batch["responses"]) + baseline_loss(marginals, batch["mask"])
+        loss = squared_loss(rewards, batch["mask"], batch["labels"]) + baseline_loss(marginals, batch["mask"])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -5,9 +5,11 @@
 A value of another type is refused by name, and so is a number outside its range, NaN or infinity.
 """
 
+import ast
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -42,6 +44,21 @@ class Range:
 
 
 COUNT = Range(1, 2**31 - 1)
+
+
+def names_in_table(table: str) -> tuple[str, ...]:
+    """Names in a table of a module, such as "radq.models.heads:HEADS", for the type of a setting: `Literal[*names]`.
+
+    They are read from the source of the module: importing it would import torch, and help would take seconds.
+    """
+    module, _, name = table.partition(":")
+    spec: Any = find_spec(module)
+    for statement in ast.parse(spec.loader.get_source(module)).body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value: Any = statement.value  # pyright: ignore[reportAttributeAccessIssue]
+            return tuple(key.value for key in value.keys)
+    raise LookupError(f"{module} has no table {name}")
 
 
 def read_yaml(file: str | Path, kind: type[T]) -> T:

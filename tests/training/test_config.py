@@ -2,6 +2,8 @@
 
 import math
 import string
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 
 from radq.cli import main
 from radq.errors import OptionError
+from radq.models.heads import HEADS
 from radq.models.reward import RadV
-from radq.settings import Range
+from radq.settings import Range, names_in_table, read_yaml
 from radq.toy import make_reviews
 from radq.training.arguments import FIXED, MANAGED, choose_precision, make_arguments
-from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig, load_settings
+from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
+from radq.training.losses import LOSSES
 
 COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "train-experts": ExpertTrainingConfig}
 
@@ -55,22 +59,38 @@ COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "tra
 def test_a_value_of_another_type_or_range_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(text)
     with pytest.raises(OptionError, match=message):
-        load_settings(tmp_path / "settings.yaml")
+        read_yaml(tmp_path / "settings.yaml", RewardTrainingConfig)
 
 
 def test_values_that_mean_the_same_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("data: ok.csv\nbatch_size: 8.0\nlearning_rate: 1e-5\nlabel_range: [1, 5]\nnum_layers: null\n")
-    found = load_settings(file)
+    found = read_yaml(file, RewardTrainingConfig)
     assert found.data == ["ok.csv"]  # not o, k, ., c, s and v
     assert (found.batch_size, found.learning_rate, found.label_range) == (8, 1e-5, (1.0, 5.0))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="cannot read"):
-        load_settings(file)
+        read_yaml(file, RewardTrainingConfig)
     made = RewardTrainingConfig(labels="a", backbone="b", out="c")
     made.data = "ok.csv"  # pyright: ignore[reportAttributeAccessIssue]
     made.check()
     assert made.data == ["ok.csv"]
+
+
+def test_names_of_heads_and_losses_come_from_their_tables() -> None:
+    hints = get_type_hints(RewardTrainingConfig)
+    assert get_args(hints["head"]) == names_in_table("radq.models.heads:HEADS") == tuple(HEADS)
+    assert get_args(hints["loss"]) == names_in_table("radq.training.losses:LOSSES") == tuple(LOSSES)
+    with pytest.raises(LookupError, match="no table NAMES"):
+        names_in_table("radq.models.heads:NAMES")
+
+
+def test_help_lists_names_from_tables_and_imports_no_torch() -> None:
+    code = "import sys, radq.cli as c\ntry: c.main(['train', '-h'])\nfinally: print('torch:', 'torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert f"{{{','.join(HEADS)}}}" in shown
+    assert f"{{{','.join(LOSSES)}}}" in shown
+    assert "torch: False" in shown
 
 
 def test_ranges_say_what_they_allow() -> None:

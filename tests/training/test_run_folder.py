@@ -358,7 +358,7 @@ def test_each_attribute_has_its_range(settings: RewardTrainingConfig, tmp_path: 
     train(changed(settings, data=[str(tmp_path / "two.csv")], labels="praise,stars", max_steps=1))
     model = RewardModel.from_pretrained(settings.out)
     assert model.config.response_range == [[0.0, 1.0], [1.0, 5.0]]
-    assert model.config.attribute_ranges == [(0.0, 1.0), (1.0, 5.0)]
+    assert model.config.label_ranges == [(0.0, 1.0), (1.0, 5.0)]
 
 
 # --- precision ---

@@ -289,7 +289,7 @@ def _counting_rows(data: RewardData) -> Int[Array, " u"]:
 
 
 def _read_prefixes(data: RewardData, utterances: Array, lengths: Array, chosen: Array) -> Int[Array, " p"]:
-    return data.tokens[ranges(data.offsets[utterances[chosen]], lengths[chosen].astype(np.int64))].astype(np.int32)
+    return data.token_ids[ranges(data.offsets[utterances[chosen]], lengths[chosen].astype(np.int64))].astype(np.int32)
 
 
 def _stack(parts: list[_Part], row_sizes: Array, vocab_size: int) -> tuple[Array, Array, Array, Array]:
@@ -313,7 +313,7 @@ class _Utterances:
 
     def __init__(self, data: RewardData):
         counting = _counting_rows(data)
-        self.rows, self.tokens = counting, data.tokens
+        self.rows, self.tokens = counting, data.token_ids
         self.starts = data.offsets[counting]
         self.lengths = data.offsets[counting + 1] - self.starts
         self.prompt_lengths = data.prompt_lengths[counting].astype(np.int64)
