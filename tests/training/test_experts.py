@@ -240,8 +240,8 @@ def test_bad_settings_are_named(settings: ExpertTrainingConfig, tmp_path: Path) 
     for change, message in [
         ({"data": []}, "no data"),
         ({"out": ""}, "no run folder"),
-        ({"labels": ""}, "labels are ''"),
-        ({"labels": "praise,blame"}, "labels are 'praise,blame'"),
+        ({"labels": ""}, "labels must name one column, got ''"),
+        ({"labels": "praise,blame"}, "labels must name one column, got 'praise,blame'"),
         ({"backbone": ""}, "no model to start from"),
         ({"gen_weight": 1.5}, "gen_weight must be .*at most 1, got 1.5"),
         ({"method": "gedi", "code_high": "positive"}, "does not know the control code 'positive'"),

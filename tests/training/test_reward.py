@@ -434,10 +434,10 @@ def test_mistakes_are_named(settings: RewardTrainingConfig, calm_toy: Path, lm_f
         ({"labels": ""}, "no labels"),
         ({"backbone": ""}, "no model to start from"),
         ({"batch_size": 0}, "batch_size must be at least 1.*got 0"),
-        ({"lora_rank": 4, "backbone": "", "init": "x"}, "lora_rank is 4"),
+        ({"lora_rank": 4, "backbone": "", "init": "x"}, "lora_rank must be 0 without a backbone, got 4"),
         ({"eval_share": 1.0}, "eval_share must be .*less than 1, got 1.0"),
         ({"labels": "praise,blame"}, "no column 'blame'.*text, praise"),
-        ({"teacher": "x", "kind": "v"}, "kind is 'v'"),
+        ({"teacher": "x", "kind": "v"}, "kind must be q in distillation, got 'v'"),
         ({"backbone": str(lm_folders["gpt2"])}, "no tokenizer"),
     ]:
         with pytest.raises((OptionError, DataError, ModelError), match=message):

@@ -64,7 +64,7 @@ def convert(
         attributes=_name_attributes(attributes, len(head["head.weight"])),
         head="linear" if "head.baseline_weight" in head else "linear-nobaseline",
         backbone=config,
-        loss=loss,
+        loss=loss,  # pyright: ignore[reportArgumentType]
         prepend_bos=(kind == "q") if prepend_bos is None else prepend_bos,
         bos_token_id=find_bos(config, tokenizer),
         vocabulary=read_vocabulary(config.vocab_size, tokenizer),

@@ -13,7 +13,8 @@ RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
 BELOW_ONE = Range(0, 1, without_high=True)
 DType = Literal["float32", "bfloat16", "float16"]
 if TYPE_CHECKING:
-    HeadName = LossName = str
+    HeadName = str
+    LossName = str
 else:
     HeadName = Literal[*names_in_table("radq.models.heads:HEADS")]
     LossName = Literal[*names_in_table("radq.training.losses:LOSSES")]
