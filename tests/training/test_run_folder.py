@@ -137,11 +137,13 @@ def test_an_empty_folder_and_an_earlier_run_are_written_to(settings: RewardTrain
 # --- losses that are no numbers ---
 
 
-def test_a_loss_that_is_no_number_stops_the_run(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_steps", [1, 1000])  # losses are read when they are logged, and before weights are saved
+def test_a_loss_that_is_no_number_stops_the_run(log_steps: int, settings: RewardTrainingConfig, tmp_path: Path) -> None:
     rows = pandas.DataFrame(make_reviews(64), columns=["text", "praise"])
     rows.loc[40, "praise"] = 1e38  # a number in single precision, whose square is none
     rows.to_csv(tmp_path / "large.csv", index=False)
     large = changed(settings, data=[str(tmp_path / "large.csv")], epochs=1, max_steps=-1, save_steps=1)
+    large = changed(large, log_steps=log_steps)
     with pytest.raises(
         TrainingError, match=r"loss is (inf|nan) at step \d+, in a batch with the rows .*learning-rate"
     ) as caught:
@@ -152,6 +154,19 @@ def test_a_loss_that_is_no_number_stops_the_run(settings: RewardTrainingConfig, 
     assert not kept or kept[-1] in str(caught.value)
     assert not (Path(large.out) / "model.safetensors").exists()
     assert all(np.isfinite(line["loss"]) for line in lines(large.out))
+
+
+def test_the_first_loss_that_is_no_number_is_named_at_the_end_of_a_run(
+    settings: RewardTrainingConfig, tmp_path: Path
+) -> None:
+    rows = pandas.DataFrame(make_reviews(64), columns=["text", "praise"])
+    rows.loc[40, "praise"] = 1e38
+    rows.to_csv(tmp_path / "large.csv", index=False)
+    large = changed(settings, data=[str(tmp_path / "large.csv")], epochs=1, max_steps=-1, log_steps=1000)
+    with pytest.raises(TrainingError, match=r"loss is (inf|nan) at step \d+, in a batch with the rows .*\b41\b"):
+        train(changed(large, save_steps=1000, batch_size=8))
+    assert not find_checkpoints(large.out)
+    assert not (Path(large.out) / "model.safetensors").exists()
 
 
 def test_weights_that_are_no_numbers_are_not_saved(
@@ -379,7 +394,7 @@ def test_a_frozen_backbone_may_be_held_in_half_precision(
     for change, message in [
         ({"backbone_dtype": dtype}, "backbone_dtype must be float32.*--lora-rank"),
         ({"lora_rank": 10_000}, "lora_rank must be at most .*width.*got 10000"),
-        ({"precision": "float16"}, "precision is 'float16', and there is no GPU"),
+        ({"precision": "float16"}, "precision float16 needs a GPU"),
     ]:
         with pytest.raises(OptionError, match=message):
             train(changed(settings, out=str(tmp_path / "refused"), **change))
