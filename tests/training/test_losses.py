@@ -40,7 +40,7 @@ def test_squared_loss_sums_over_attributes() -> None:
 
 def test_cross_entropy_by_hand() -> None:
     rewards = torch.tensor([[[0.0], [2.0]]])
-    # σ(0) = 1/2, so log 2 whatever the response; at the second token −log σ(2) · 3/4 − log σ(−2) · 1/4
+    # σ(0) = 1/2, so log 2 whatever the label; at the second token −log σ(2) · 3/4 − log σ(−2) · 1/4
     second = -0.75 * math.log(1 / (1 + math.exp(-2))) - 0.25 * math.log(1 / (1 + math.exp(2)))
     loss = cross_entropy_loss(rewards, torch.ones(1, 2, dtype=torch.long), torch.tensor([[0.75]]))
     assert loss.item() == pytest.approx(math.log(2) / 3 + second * 2 / 3)

@@ -381,7 +381,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     assert (Path(settings.out) / "model.safetensors").exists()
 
 
-def test_responses_outside_the_unit_interval_set_the_range(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+def test_labels_outside_the_unit_interval_set_the_range(settings: RewardTrainingConfig, tmp_path: Path) -> None:
     rows = pandas.DataFrame({"text": ["the film was good ."] * 8, "stars": [1, 2, 3, 4, 5, 5, 5, 1]})
     rows.to_csv(tmp_path / "stars.csv", index=False)
     stars = changed(settings, data=[str(tmp_path / "stars.csv")], labels="stars")

@@ -74,8 +74,9 @@ class RewardTrainer(BatchTrainer):
         loss_mask = inputs["loss_mask"]
         num_texts, _ = count_items(loss_mask)
         texts, positions = self.share(loss_mask, num_items_in_batch)
-        texts_read = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        output = model(**texts_read, **self._random_tokens(inputs))
+        output = model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._random_tokens(inputs)
+        )
         if self.config.teacher:
             loss = distillation_loss(output.rewards, loss_mask, self._targets(inputs)) * positions
         else:
@@ -84,10 +85,8 @@ class RewardTrainer(BatchTrainer):
             loss = label_loss * len(loss_mask) / num_texts.clamp(min=1) * texts
         if output.marginals is not None:
             regulariser = baseline_loss(output.marginals, loss_mask) * positions
-            if self.config.teacher:
-                regulariser = (
-                    regulariser / output.marginals.shape[-1]
-                )  # the mean over attributes, as in the distillation loss
+            if self.config.teacher:  # the mean over attributes, as in the distillation loss
+                regulariser = regulariser / output.marginals.shape[-1]
             loss = loss + self.config.reg_weight * regulariser
         self.tokens_seen += inputs["attention_mask"].numel()
         return (loss, output) if return_outputs else loss
