@@ -55,7 +55,7 @@ def cache_targets(
 
 
 def target_shape(data: RewardData, teacher: RewardModel) -> tuple[int, int]:
-    """Tokens of all rows, and attributes."""
+    """Shape of the targets: number of tokens of all rows, and number of attributes."""
     return len(data.token_ids), len(teacher.config.attributes)
 
 
