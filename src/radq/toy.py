@@ -1,8 +1,8 @@
-"""A toy language model of film reviews, made in seconds and without a network: for first steps, docs and tests.
+"""A toy language model of film reviews, for first steps, documentation and tests. It trains in seconds, offline.
 
     python -m radq.toy FOLDER
 
-Small as it is, it is a real transformers model with a real tokenizer, and everything radq does can be tried on it.
+It is a small transformers model with a tokenizer, on which everything that radq does can be tried.
 """
 
 import random
@@ -22,7 +22,7 @@ WORDS = ["the", "this", "very", "really", "quite", "and", "but", ".", *NOUNS, *V
 
 
 def make_reviews(count: int, seed: int = 0) -> list[tuple[str, float]]:
-    """Sentences with the share of good words among their adjectives."""
+    """Make random sentences, each with a label: the share of good words among its adjectives."""
     rng = random.Random(seed)
 
     def adjective(words: Sequence[str]) -> str:
@@ -39,6 +39,7 @@ def make_reviews(count: int, seed: int = 0) -> list[tuple[str, float]]:
 
 
 def make_tokenizer() -> "PreTrainedTokenizerFast":
+    """Make a tokenizer with one token per word of the reviews."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,6 +58,7 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from radq.models.loading import quiet
+    from radq.numerics import pad_right
 
     tokenizer = make_tokenizer()
     bos: Any = tokenizer.bos_token_id
@@ -75,9 +77,9 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
     for step in range(steps):
         texts = [text for text, _ in make_reviews(32, seed=step)]
-        rows = [torch.tensor([bos, *ids, bos]) for ids in tokenizer(texts).input_ids]
-        targets = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
-        logits = lm(input_ids=targets.clamp(min=0)).logits[:, :-1]
+        input_ids, attention_mask = pad_right([[bos, *ids, bos] for ids in tokenizer(texts).input_ids])
+        targets = input_ids.masked_fill(attention_mask == 0, -100)  # which cross_entropy leaves out
+        logits = lm(input_ids=input_ids).logits[:, :-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()

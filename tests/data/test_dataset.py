@@ -73,7 +73,7 @@ def test_every_format_gives_the_same_rows(
         assert batch["attention_mask"][n].tolist() == [int(t < length) for t in range(batch["input_ids"].shape[1])]
         assert batch["loss_mask"][n].sum() == len(text)
         assert not batch["loss_mask"][n, : len(context)].any()
-    np.testing.assert_allclose(batch["responses"][:, 0], rows["praise"])
+    np.testing.assert_allclose(batch["labels"][:, 0], rows["praise"])
     np.testing.assert_allclose(batch["weights"], rows["times"])
 
 
@@ -142,10 +142,10 @@ def test_labels_may_be_mapped_and_their_range_is_known(toy_tokenizer: PreTrained
         columns = DataColumns(labels=["stars"], label_range=label_range)
         return load_data([tmp_path / "stars.csv"], toy_tokenizer, columns, cache_folder=tmp_path / "cache")
 
-    assert load(None).attribute_ranges == [(1.0, 5.0)]
-    assert load((1, 5)).attribute_ranges == [(0.0, 1.0)]
+    assert load(None).label_ranges == [(1.0, 5.0)]
+    assert load((1, 5)).label_ranges == [(0.0, 1.0)]
     assert load((1, 5)).labels[:, 0].tolist() == [0.0, 1.0]
-    assert load((0, 10)).attribute_ranges == [(0.0, 1.0)]
+    assert load((0, 10)).label_ranges == [(0.0, 1.0)]
 
 
 def test_an_empty_batch_weighs_nothing(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ MESSAGES = [{"role": "user", "content": "film"}]
         ({"text": ["film", "plot"], "praise": [1, 1e39]}, {}, "row 2: 'praise' is 1e\\+39.*3.4e38"),
         ({"text": ["film", "plot"], "praise": [0, 1.5]}, {"label_range": (0, 1)}, "row 2: 'praise' is 1.5.*0 to 1"),
         ({"text": ["film", "plot"], "praise": [0, -1]}, {"label_range": (0, 1)}, "row 2: 'praise' is -1"),
-        ({"text": ["film", "plot"], "praise": [0, 1], "w": [1, -1]}, {"weight": "w"}, "row 2: 'w' is -1.*0 or more"),
+        ({"text": ["film", "plot"], "praise": [0, 1], "w": [1, -1]}, {"weight": "w"}, "row 2: 'w' is -1.*at least 0"),
         ({"text": ["film", "plot"], "praise": [0, 1], "w": [1, 1e39]}, {"weight": "w"}, "row 2: 'w' is 1e\\+39"),
     ],
 )

@@ -72,7 +72,7 @@ def test_some_of_the_prompts(tmp_path: Path) -> None:
     assert len(set(chosen)) == 10
     assert chosen == sorted(chosen, key=int) != [str(n) for n in range(10)]
     assert len(texts(file, limit=1000, seed=1)) == len(texts(file, limit=1000)) == 100
-    with pytest.raises(OptionError, match="limit is 0"):
+    with pytest.raises(OptionError, match="limit must be at least 1, got 0"):
         read_prompts(file, limit=0)
 
 
@@ -99,7 +99,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="absent.txt"):
         read_prompts(tmp_path / "absent.txt")
     (tmp_path / "image").write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(DataError, match="is no text"):
+    with pytest.raises(DataError, match="is not a text file"):
         read_prompts(tmp_path / "image")
 
 

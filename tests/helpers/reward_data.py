@@ -12,7 +12,7 @@ from radq.data.dataset import RewardData
 def make_data(
     folder: Path,
     utterances: Sequence[Sequence[int]],
-    responses: Sequence[float] | Sequence[Sequence[float]],
+    labels: Sequence[float] | Sequence[Sequence[float]],
     prompt_lengths: Sequence[int] | None = None,
     weights: Sequence[float] | None = None,
 ) -> RewardData:
@@ -21,7 +21,7 @@ def make_data(
     np.array([token for utterance in utterances for token in utterance], np.uint16).tofile(folder / "tokens.bin")
     np.save(folder / "offsets.npy", np.cumsum([0, *map(len, utterances)]))
     np.save(folder / "prompt_lengths.npy", np.array(prompt_lengths or [0] * n, np.int32))
-    np.save(folder / "labels.npy", np.array(responses, np.float32).reshape(n, -1))  # one label, or a row of them
+    np.save(folder / "labels.npy", np.array(labels, np.float32).reshape(n, -1))  # one label, or a row of them
     np.save(folder / "weights.npy", np.array(weights or [1.0] * n, np.float32))
     counts = {"rows": n, "tokens": sum(map(len, utterances))}
     (folder / "counts.json").write_text(json.dumps({"counts": counts, "dtype": "uint16"}))

@@ -145,7 +145,7 @@ def test_options(tmp_path: Path) -> None:
     assert model.config.loss == "ce"
     assert model.config.prepend_bos
     assert model.config.attributes == ["reward_1", "reward_2"]
-    with pytest.raises(OptionError, match="2 outputs"):
+    with pytest.raises(OptionError, match="2 different names"):
         convert(tmp_path / "weights.pt", backbone, ["one"])
 
 

@@ -16,7 +16,8 @@ from radq.guides.spec import load_guide
 from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.reward import RewardModel
-from radq.training.config import load_settings
+from radq.settings import read_yaml
+from radq.training.config import RewardTrainingConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "embedded"
 
@@ -90,7 +91,7 @@ def test_reward_models_that_come_along() -> None:
         assert (stored["attributes"], stored["backbone_name"], stored["kind"]) == ([name], "embedded", "q")
         assert "Licence" in (embedded.reward_folder(name) / "README.md").read_text(encoding="utf-8")
         for kind in ("v", "q"):
-            assert load_settings(RECIPES / f"{name}-{kind}.yaml").backbone == "embedded"
+            assert read_yaml(RECIPES / f"{name}-{kind}.yaml", RewardTrainingConfig).backbone == "embedded"
     with pytest.raises(UnknownAttributeError, match="no embedded reward model of 'calm'") as error:
         RewardModel.from_pretrained("embedded:calm")
     assert "sentiment, toxicity" in str(error.value)

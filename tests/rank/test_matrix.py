@@ -286,7 +286,7 @@ def test_sst2_under_the_tokenizer_of_gpt2(tmp_path: Path) -> None:
     data = load_data([SHARED / "data/sentiment/sst2_train.tsv.gz"], tokenizer, columns, NO_LIMIT, tmp_path)
     matrix = build_matrix(data, len(tokenizer))
     assert (matrix.prefixes, matrix.entries, matrix.omega2.shape) == (443097, 490033, (10555, 10822))
-    utterances = [data.tokens[data.offsets[row] : data.offsets[row + 1]].tolist() for row in range(len(data))]
+    utterances = [data.token_ids[data.offsets[row] : data.offsets[row + 1]].tolist() for row in range(len(data))]
     expected = count_prefixes(utterances, data.labels[:, 0].tolist(), [0] * len(data), [1.0] * len(data))
     assert len(expected) == matrix.entries
     assert matrix.values.sum() == pytest.approx(sum(expected.values()), rel=1e-12)

@@ -24,14 +24,15 @@ from transformers import AutoModelForCausalLM
 from radq import RadQ
 from radq.data.dataset import DataColumns, read_examples
 from radq.models.loading import quiet
+from radq.settings import read_yaml
 from radq.toy import make_reviews
-from radq.training.config import RewardTrainingConfig, load_settings
+from radq.training.config import RewardTrainingConfig
 from radq.training.losses import baseline_loss, squared_loss
 from radq.training.reward import train
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
-RECIPES = {path.stem: load_settings(path) for path in sorted(FOLDER.glob("*.yaml"))}
+RECIPES = {path.stem: read_yaml(path, RewardTrainingConfig) for path in sorted(FOLDER.glob("*.yaml"))}
 OUTS = {settings.out: name for name, settings in RECIPES.items()}
 IN_ORDER = re.findall(r"^\| `([\w-]+)` \|", README, flags=re.MULTILINE)
 each_recipe = pytest.mark.parametrize("name", RECIPES)

@@ -26,7 +26,8 @@ from radq.evaluation.metrics import Estimate
 from radq.evaluation.sweep.config import load_sweep
 from radq.models.reward import RadQ, RadV
 from radq.report.results import NAN
-from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig, load_settings
+from radq.settings import read_yaml
+from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 STUDY = REPOSITORY / "recipes" / "study"
@@ -424,7 +425,7 @@ def test_the_pieces_name_models_data_and_guides_that_there_are(modules: dict[str
     made: set[str] = set()
     for name, settings in pieces.MODELS.items():
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings | {"out": f"models/{name}"}))
-        config = load_settings(tmp_path / "config.yaml", kinds["method" in settings])
+        config = read_yaml(tmp_path / "config.yaml", kinds["method" in settings])
         config.check()
         assert getattr(config, "teacher", "") in {"", *made}  # teachers come first
         made.add(config.out)

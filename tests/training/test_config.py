@@ -2,6 +2,8 @@
 
 import math
 import string
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 
 from radq.cli import main
 from radq.errors import OptionError
+from radq.models.heads import HEADS
 from radq.models.reward import RadV
-from radq.settings import Range
+from radq.settings import Range, names_in_table, read_yaml
 from radq.toy import make_reviews
 from radq.training.arguments import FIXED, MANAGED, choose_precision, make_arguments
-from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig, load_settings
+from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
+from radq.training.losses import LOSSES
 
 COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "train-experts": ExpertTrainingConfig}
 
@@ -25,28 +29,28 @@ COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "tra
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("labels: [a]", "'labels' to \\['a'\\].*give one text"),
-        ("num_layers: two", "'num_layers' to 'two'.*number"),
-        ("out: 5", "'out' to 5.*give one text"),
-        ("skip_empty: maybe", "'skip_empty' to 'maybe'.*true or false"),
-        ("batch_size: 7.9", "'batch_size' to 7.9.*whole number"),
-        ("batch_size: true", "'batch_size' to True.*number"),
-        ("batch_size: null", "'batch_size' to None"),
-        ("epochs: 0", "'epochs' to 0.*more than 0"),
-        ("learning_rate: .nan", "'learning_rate' to nan.*finite"),
-        ("learning_rate: -1", "'learning_rate' to -1.*0 or more"),
-        ("max_steps: 0", "'max_steps' to 0.*1 or more.*or -1"),
-        ("seed: -1", "'seed' to -1"),
+        ("labels: [a]", "labels must be one text, got \\['a'\\]"),
+        ("num_layers: two", "num_layers must be a whole number, got 'two'"),
+        ("out: 5", "out must be one text, got 5.*quotes"),
+        ("skip_empty: maybe", "skip_empty must be true or false, got 'maybe'"),
+        ("batch_size: 7.9", "batch_size must be a whole number, got 7.9"),
+        ("batch_size: true", "batch_size must be a whole number, got True"),
+        ("batch_size: null", "batch_size must be a whole number, got None"),
+        ("epochs: 0", "epochs must be more than 0.*got 0"),
+        ("learning_rate: .nan", "learning_rate must be a finite number, got nan"),
+        ("learning_rate: -1", "learning_rate must be at least 0 .*got -1"),
+        ("max_steps: 0", "max_steps must be at least 1.*or -1, got 0"),
+        ("seed: -1", "seed must be at least 0.*got -1"),
         ("seed: 4294967296", "at most 4,294,967,295"),
-        ("data: {a: b}", "'data' to {'a': 'b'}.*list"),
-        ("data: [1]", "'data' to \\[1\\].*text"),
-        ("label_range: [1, 2, 3]", "list of 2"),
+        ("data: {a: b}", "data must be one text, got {'a': 'b'}"),
+        ("data: [1]", "data must be one text, got 1"),
+        ("label_range: [1, 2, 3]", "a list of 2 numbers"),
         ("label_range: [1, x]", "number"),
-        ("loss: mae", "choose one of mse, ce"),
+        ("loss: mae", "loss must be one of mse, ce, got 'mae'"),
         ("trainer: 5", "names with values"),
         ("trainer: {1: 2}", "names with values"),
-        ("- data", "holds a list"),
-        ("5", "holds a int"),
+        ("- data", "must hold names with values"),
+        ("5", "must hold names with values, got 5"),
         ("a: b: c", "cannot read"),
         ("? [a]\n: b", "cannot read"),
         ("? 5\n: b", "sets 5, which is no option"),
@@ -55,29 +59,45 @@ COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "tra
 def test_a_value_of_another_type_or_range_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(text)
     with pytest.raises(OptionError, match=message):
-        load_settings(tmp_path / "settings.yaml")
+        read_yaml(tmp_path / "settings.yaml", RewardTrainingConfig)
 
 
 def test_values_that_mean_the_same_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("data: ok.csv\nbatch_size: 8.0\nlearning_rate: 1e-5\nlabel_range: [1, 5]\nnum_layers: null\n")
-    found = load_settings(file)
+    found = read_yaml(file, RewardTrainingConfig)
     assert found.data == ["ok.csv"]  # not o, k, ., c, s and v
     assert (found.batch_size, found.learning_rate, found.label_range) == (8, 1e-5, (1.0, 5.0))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="cannot read"):
-        load_settings(file)
+        read_yaml(file, RewardTrainingConfig)
     made = RewardTrainingConfig(labels="a", backbone="b", out="c")
     made.data = "ok.csv"  # pyright: ignore[reportAttributeAccessIssue]
     made.check()
     assert made.data == ["ok.csv"]
 
 
+def test_names_of_heads_and_losses_come_from_their_tables() -> None:
+    hints = get_type_hints(RewardTrainingConfig)
+    assert get_args(hints["head"]) == names_in_table("radq.models.heads:HEADS") == tuple(HEADS)
+    assert get_args(hints["loss"]) == names_in_table("radq.training.losses:LOSSES") == tuple(LOSSES)
+    with pytest.raises(LookupError, match="no table NAMES"):
+        names_in_table("radq.models.heads:NAMES")
+
+
+def test_help_lists_names_from_tables_and_imports_no_torch() -> None:
+    code = "import sys, radq.cli as c\ntry: c.main(['train', '-h'])\nfinally: print('torch:', 'torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert f"{{{','.join(HEADS)}}}" in shown
+    assert f"{{{','.join(LOSSES)}}}" in shown
+    assert "torch: False" in shown
+
+
 def test_ranges_say_what_they_allow() -> None:
-    assert str(Range(1)) == "1 or more"
+    assert str(Range(1)) == "at least 1"
     assert str(Range(high=5)) == "at most 5"
     assert str(Range(0, 1, without_low=True, without_high=True)) == "more than 0 and less than 1"
-    assert str(Range(1, 2000, also=-1)) == "1 or more and at most 2,000, or -1"
+    assert str(Range(1, 2000, also=-1)) == "at least 1 and at most 2,000, or -1"
     assert 0 in Range(0)
     assert 0 not in Range(0, without_low=True)
     assert -1 in Range(1, also=-1)
@@ -114,8 +134,8 @@ def test_fields_and_reports_that_do_not_exist_are_named() -> None:
         ({"trainer": {"nonsense": 1}}, "'nonsense', which is no field"),
         ({"trainer": {"lr_scheduler_type": "square"}}, "refuses these settings: square"),
         ({"trainer": {"dataloader_num_workers": "two", "dataloader_prefetch_factor": []}}, "refuses|trainer"),
-        ({"report_to": "wandb"}, "report_to is 'wandb', and no package"),
-        ({"report_to": "nowhere"}, "report_to is 'nowhere'"),
+        ({"report_to": "wandb"}, "report_to must be one of none.*got 'wandb'"),
+        ({"report_to": "nowhere"}, "report_to must be .*got 'nowhere'"),
     ]:
         with pytest.raises(OptionError, match=message):
             make_arguments(config(**changes), False, False)

@@ -17,10 +17,12 @@ from radq.errors import DataError, OptionError
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.guides.spec import guide_maker, load_guide, load_guides
 from radq.models.reward import RadQ
+from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
 from radq.training.checkpoints import find_checkpoints
-from radq.training.config import ExpertTrainingConfig, load_settings
-from radq.training.experts import read_classes, train_experts
+from radq.training.config import ExpertTrainingConfig
+from radq.training.expert_trainer import score_classes
+from radq.training.experts import train_experts
 from radq.training.losses import gedi_loss, text_loss
 
 METHODS = ["dexperts", "gedi"]
@@ -84,7 +86,7 @@ def test_losses_by_hand() -> None:
 def test_classes_are_read_in_one_batch_as_alone(toy_lm: PreTrainedModel) -> None:
     heads, ids = [[0, 5, 6], [0, 7]], torch.tensor([[8, 9, 10, 0], [11, 12, 13, 14]])
     with torch.no_grad():
-        scores = read_classes(toy_lm, heads, ids)
+        scores = score_classes(toy_lm, heads, ids)
         for c, head in enumerate(heads):
             for row, length in enumerate([3, 4]):
                 text = ids[row, :length].tolist()
@@ -143,7 +145,7 @@ def test_the_folders_are_plain_language_models(method: str, settings: ExpertTrai
         assert "gedi_scale" not in load_file(folder / "model.safetensors")
         assert (folder / "tokenizer.json").exists()
         assert str(settings.backbone) not in (folder / "config.json").read_text()
-    stored = load_settings(Path(settings.out) / "config.yaml", ExpertTrainingConfig)
+    stored = read_yaml(Path(settings.out) / "config.yaml", ExpertTrainingConfig)
     assert stored == settings
     if method == "gedi":
         gedi = json.loads((folders[0] / "config.json").read_text())["gedi"]
@@ -238,10 +240,10 @@ def test_bad_settings_are_named(settings: ExpertTrainingConfig, tmp_path: Path) 
     for change, message in [
         ({"data": []}, "no data"),
         ({"out": ""}, "no run folder"),
-        ({"labels": ""}, "labels are ''"),
-        ({"labels": "praise,blame"}, "labels are 'praise,blame'"),
+        ({"labels": ""}, "labels must name one column, got ''"),
+        ({"labels": "praise,blame"}, "labels must name one column, got 'praise,blame'"),
         ({"backbone": ""}, "no model to start from"),
-        ({"gen_weight": 1.5}, "gen_weight is 1.5"),
+        ({"gen_weight": 1.5}, "gen_weight must be .*at most 1, got 1.5"),
         ({"method": "gedi", "code_high": "positive"}, "does not know the control code 'positive'"),
         ({"method": "gedi", "code_high": "bad"}, "same tokens"),
         ({"method": "gedi", "code_low": ""}, "control code ''"),
@@ -254,8 +256,8 @@ def test_bad_settings_are_named(settings: ExpertTrainingConfig, tmp_path: Path) 
     assert not Path(settings.out).exists()
     file = tmp_path / "settings.yaml"
     file.write_text("method: pplm")
-    with pytest.raises(OptionError, match="'method' to 'pplm'.*dexperts, gedi"):
-        load_settings(file, ExpertTrainingConfig)
+    with pytest.raises(OptionError, match="method must be one of dexperts, gedi, got 'pplm'"):
+        read_yaml(file, ExpertTrainingConfig)
 
 
 # --- the command line ---
@@ -272,7 +274,7 @@ def test_train_and_generate_from_the_command_line(
     assert main([*argv, "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
     assert metrics["expert_train_loss" if method == "dexperts" else "train_loss"] > 0
-    assert load_settings(Path(settings.out) / "config.yaml", ExpertTrainingConfig).batch_size == 50
+    assert read_yaml(Path(settings.out) / "config.yaml", ExpertTrainingConfig).batch_size == 50
     assert main(argv) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert main(["train-experts", "--resume", "--out", settings.out]) == 0

@@ -27,20 +27,20 @@ def test_weights_grow_with_the_prefix() -> None:
 def test_squared_loss_by_hand() -> None:
     rewards = torch.tensor([[[0.0], [1.0]], [[0.5], [9.0]]])  # (2, 2, 1); the second utterance has one token
     mask = torch.tensor([[1, 1], [1, 0]])
-    responses = torch.tensor([[1.0], [0.0]])
+    labels = torch.tensor([[1.0], [0.0]])
     # first: 1/3 · (0−1)² + 2/3 · (1−1)² = 1/3; second: 1 · (0.5−0)² = 1/4
-    assert squared_loss(rewards, mask, responses).item() == pytest.approx((1 / 3 + 1 / 4) / 2)
+    assert squared_loss(rewards, mask, labels).item() == pytest.approx((1 / 3 + 1 / 4) / 2)
 
 
 def test_squared_loss_sums_over_attributes() -> None:
     rewards = torch.tensor([[[0.0, 1.0, 0.5]]])
-    responses = torch.tensor([[1.0, 0.0, 0.5]])
-    assert squared_loss(rewards, torch.ones(1, 1), responses).item() == pytest.approx(2.0)
+    labels = torch.tensor([[1.0, 0.0, 0.5]])
+    assert squared_loss(rewards, torch.ones(1, 1), labels).item() == pytest.approx(2.0)
 
 
 def test_cross_entropy_by_hand() -> None:
     rewards = torch.tensor([[[0.0], [2.0]]])
-    # σ(0) = 1/2, so log 2 whatever the response; at the second token −log σ(2) · 3/4 − log σ(−2) · 1/4
+    # σ(0) = 1/2, so log 2 whatever the label; at the second token −log σ(2) · 3/4 − log σ(−2) · 1/4
     second = -0.75 * math.log(1 / (1 + math.exp(-2))) - 0.25 * math.log(1 / (1 + math.exp(2)))
     loss = cross_entropy_loss(rewards, torch.ones(1, 2, dtype=torch.long), torch.tensor([[0.75]]))
     assert loss.item() == pytest.approx(math.log(2) / 3 + second * 2 / 3)
@@ -51,7 +51,7 @@ def test_distillation_and_baseline_by_hand() -> None:
     teacher = torch.tensor([[[1.0, 0.0], [7.0, 7.0]]])
     mask = torch.tensor([[1, 0]])
     assert distillation_loss(rewards, mask, teacher).item() == pytest.approx((0 + 4) / 2)
-    assert baseline_loss(rewards, mask).item() == pytest.approx(1 + 4)  # summed over attributes, as on responses
+    assert baseline_loss(rewards, mask).item() == pytest.approx(1 + 4)  # summed over attributes, as on labels
 
 
 rows = st.lists(st.integers(1, 6), min_size=1, max_size=4)  # lengths of utterances
@@ -65,13 +65,13 @@ def batch(lengths: list[int], left: bool, width: int, filler: float, seed: int) 
         where = slice(width - length, width) if left else slice(0, length)
         rewards[row, where] = torch.randn(length, 2, generator=generator, dtype=torch.float64)
         mask[row, where] = 1
-    responses = torch.rand(len(lengths), 2, generator=generator, dtype=torch.float64)
-    return rewards, mask, responses
+    labels = torch.rand(len(lengths), 2, generator=generator, dtype=torch.float64)
+    return rewards, mask, labels
 
 
-def losses(rewards: Tensor, mask: Tensor, responses: Tensor) -> Tensor:
+def losses(rewards: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     teacher = torch.zeros_like(rewards)
-    parts = [loss(rewards, mask, responses) for loss in LOSSES.values()]
+    parts = [loss.compute(rewards, mask, labels) for loss in LOSSES.values()]
     return torch.stack([*parts, distillation_loss(rewards, mask, teacher), baseline_loss(rewards, mask)])
 
 
@@ -86,17 +86,17 @@ def test_padding_never_enters_a_loss(lengths: list[int], left: bool, width: int,
 @settings(max_examples=40, deadline=None)
 @given(rows, st.integers(0, 99))
 def test_weighted_losses_are_the_mean_over_utterances(lengths: list[int], seed: int) -> None:
-    rewards, mask, responses = batch(lengths, False, 6, 0.0, seed)
+    rewards, mask, labels = batch(lengths, False, 6, 0.0, seed)
     torch.testing.assert_close(prefix_weights(mask).sum(1), torch.ones(len(lengths)))
-    for loss in LOSSES.values():
-        alone = [loss(rewards[i : i + 1], mask[i : i + 1], responses[i : i + 1]) for i in range(len(lengths))]
-        torch.testing.assert_close(loss(rewards, mask, responses), torch.stack(alone).mean())
+    for loss in (known.compute for known in LOSSES.values()):
+        alone = [loss(rewards[i : i + 1], mask[i : i + 1], labels[i : i + 1]) for i in range(len(lengths))]
+        torch.testing.assert_close(loss(rewards, mask, labels), torch.stack(alone).mean())
 
 
 def test_gradients_at_padding_are_zero() -> None:
-    rewards, mask, responses = batch([3, 1], False, 5, math.nan, 0)
+    rewards, mask, labels = batch([3, 1], False, 5, math.nan, 0)
     rewards.requires_grad_()
-    losses(rewards, mask, responses).sum().backward()
+    losses(rewards, mask, labels).sum().backward()
     assert rewards.grad is not None
     assert not rewards.grad[mask == 0].any()
     assert rewards.grad[mask == 1].all()

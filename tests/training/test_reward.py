@@ -19,9 +19,10 @@ from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.guides import RewardGuide
 from radq.models.reward import RadQ, RadV, RewardModel
 from radq.numerics import area_under_curve
+from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
 from radq.training.checkpoints import find_checkpoints
-from radq.training.config import RewardTrainingConfig, load_settings
+from radq.training.config import RewardTrainingConfig
 from radq.training.losses import baseline_loss, squared_loss
 from radq.training.reward import train
 from radq.training.reward_trainer import compute_metrics, constant_metrics, random_tokens
@@ -242,7 +243,7 @@ def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig
         tokens = random_tokens(batch, model.vocabulary.size, 0, 0)
         with torch.no_grad():
             output = model(batch["input_ids"], batch["attention_mask"], tokens)
-        loss = squared_loss(output.rewards, batch["loss_mask"], batch["responses"])
+        loss = squared_loss(output.rewards, batch["loss_mask"], batch["labels"])
         expected.append((loss + baseline_loss(output.marginals, batch["loss_mask"])).item())
     assert losses(settings.out) == pytest.approx(expected, abs=1e-5)
 
@@ -251,7 +252,7 @@ def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig
 def test_loss_and_regulariser_agree_over_the_attributes(
     distils: bool, settings: RewardTrainingConfig, tmp_path: Path
 ) -> None:
-    """Both are sums over attributes on responses, and both are means in distillation: written out by hand."""
+    """Both are sums over attributes on labels, and both are means in distillation: written out by hand."""
     from radq.data.dataset import DataColumns, load_data
 
     pandas.DataFrame({"text": ["film", "plot"], "a": [0, 1], "b": [1, 0.5], "c": [0.5, 0]}).to_csv(
@@ -270,7 +271,7 @@ def test_loss_and_regulariser_agree_over_the_attributes(
     batch = load_data(three.data, model.tokenizer, DataColumns(labels=names), cache_folder=settings.cache).batch([0, 1])
     with torch.no_grad():
         output = model(batch["input_ids"], batch["attention_mask"], random_tokens(batch, model.vocabulary.size, 0, 0))
-        wanted = teacher.token_rewards(batch["input_ids"])[:, 0] if distils else batch["responses"]  # one token each
+        wanted = teacher.token_rewards(batch["input_ids"])[:, 0] if distils else batch["labels"]  # one token each
     squares = (output.rewards[:, 0] - wanted).square() + 10 * output.marginals[:, 0].square()  # (2 texts, 3 attributes)
     assert losses(settings.out) == pytest.approx([squares.sum().item() / 2 / (3 if distils else 1)], rel=1e-4)
 
@@ -336,7 +337,7 @@ def test_a_run_folder_tells_what_happened(settings: RewardTrainingConfig) -> Non
         metrics = train(changed(settings, eval_share=0.2, eval_steps=5, save_steps=4))
     assert metrics["eval_constant_loss"] == pytest.approx(metrics["eval_constant_weighted_mse"])
     out = Path(settings.out)
-    stored = load_settings(out / "config.yaml")
+    stored = read_yaml(out / "config.yaml", RewardTrainingConfig)
     assert stored.labels == "praise"
     assert stored.eval_share == 0.2
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -380,7 +381,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     assert (Path(settings.out) / "model.safetensors").exists()
 
 
-def test_responses_outside_the_unit_interval_set_the_range(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+def test_labels_outside_the_unit_interval_set_the_range(settings: RewardTrainingConfig, tmp_path: Path) -> None:
     rows = pandas.DataFrame({"text": ["the film was good ."] * 8, "stars": [1, 2, 3, 4, 5, 5, 5, 1]})
     rows.to_csv(tmp_path / "stars.csv", index=False)
     stars = changed(settings, data=[str(tmp_path / "stars.csv")], labels="stars")
@@ -411,14 +412,14 @@ def test_metrics_by_hand() -> None:
 
 
 def test_constants_by_hand() -> None:
-    responses, weights = np.array([[0.0, 1.0], [1.0, 1.0]]), np.array([1.0, 3.0])
-    found = constant_metrics(responses, weights, np.array([0.75, 0.5]), ["a", "b"], "mse")
+    labels, weights = np.array([[0.0, 1.0], [1.0, 1.0]]), np.array([1.0, 3.0])
+    found = constant_metrics(labels, weights, np.array([0.75, 0.5]), ["a", "b"], "mse")
     a, b = (0.5625 + 0.0625) / 2, 0.25
     assert found["constant_weighted_mse_a"] == pytest.approx(a)
     assert found["constant_weighted_mse_b"] == pytest.approx(b)
     assert found["constant_weighted_mse"] == pytest.approx((a + b) / 2)
     assert found["constant_loss"] == pytest.approx(((0.5625 + 0.25) + 3 * (0.0625 + 0.25)) / 2)
-    entropy = constant_metrics(responses, weights, np.array([0.75, 0.5]), ["a", "b"], "ce")
+    entropy = constant_metrics(labels, weights, np.array([0.75, 0.5]), ["a", "b"], "ce")
     first, second = -math.log(0.25) - math.log(0.5), -math.log(0.75) - math.log(0.5)
     assert entropy["constant_loss"] == pytest.approx((first + 3 * second) / 2)
 
@@ -432,11 +433,11 @@ def test_mistakes_are_named(settings: RewardTrainingConfig, calm_toy: Path, lm_f
         ({"out": ""}, "no run folder"),
         ({"labels": ""}, "no labels"),
         ({"backbone": ""}, "no model to start from"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"lora_rank": 4, "backbone": "", "init": "x"}, "lora_rank is 4"),
-        ({"eval_share": 1.0}, "eval_share is 1.0"),
+        ({"batch_size": 0}, "batch_size must be at least 1.*got 0"),
+        ({"lora_rank": 4, "backbone": "", "init": "x"}, "lora_rank must be 0 without a backbone, got 4"),
+        ({"eval_share": 1.0}, "eval_share must be .*less than 1, got 1.0"),
         ({"labels": "praise,blame"}, "no column 'blame'.*text, praise"),
-        ({"teacher": "x", "kind": "v"}, "kind is 'v'"),
+        ({"teacher": "x", "kind": "v"}, "kind must be q in distillation, got 'v'"),
         ({"backbone": str(lm_folders["gpt2"])}, "no tokenizer"),
     ]:
         with pytest.raises((OptionError, DataError, ModelError), match=message):
@@ -474,16 +475,16 @@ def test_settings_come_from_yaml_and_flags_win(
     out = ["--out", settings.out, "--cache", str(settings.cache)]
     assert main(["train", "--config", str(file), *out, "--max-steps", "2", "--batch-size", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["train_loss"] > 0
-    stored = load_settings(Path(settings.out) / "config.yaml")
+    stored = read_yaml(Path(settings.out) / "config.yaml", RewardTrainingConfig)
     assert (stored.batch_size, stored.max_steps, stored.labels) == (20, 2, "praise")
 
     file.write_text("learning_rate: 1e-5\nepochs: 3\nlabel_range: [1, 5]\n")  # YAML takes 1e-5 for a text
-    numbers = load_settings(file)
+    numbers = read_yaml(file, RewardTrainingConfig)
     assert (numbers.learning_rate, numbers.epochs, numbers.label_range) == (1e-5, 3.0, (1.0, 5.0))
     for wrong in ("learning_rate: fast", "batch_size: many", "label_range: 3"):
         file.write_text(wrong)
-        with pytest.raises(OptionError, match="numbers are needed"):
-            load_settings(file)
+        with pytest.raises(OptionError, match="number"):
+            read_yaml(file, RewardTrainingConfig)
     file.write_text("learning_rat: 1\n")
     assert main(["train", "--config", str(file), *out]) == 2
     assert "learning_rat" in capsys.readouterr().err

@@ -137,11 +137,13 @@ def test_an_empty_folder_and_an_earlier_run_are_written_to(settings: RewardTrain
 # --- losses that are no numbers ---
 
 
-def test_a_loss_that_is_no_number_stops_the_run(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_steps", [1, 1000])  # losses are read when they are logged, and before weights are saved
+def test_a_loss_that_is_no_number_stops_the_run(log_steps: int, settings: RewardTrainingConfig, tmp_path: Path) -> None:
     rows = pandas.DataFrame(make_reviews(64), columns=["text", "praise"])
     rows.loc[40, "praise"] = 1e38  # a number in single precision, whose square is none
     rows.to_csv(tmp_path / "large.csv", index=False)
     large = changed(settings, data=[str(tmp_path / "large.csv")], epochs=1, max_steps=-1, save_steps=1)
+    large = changed(large, log_steps=log_steps)
     with pytest.raises(
         TrainingError, match=r"loss is (inf|nan) at step \d+, in a batch with the rows .*learning-rate"
     ) as caught:
@@ -152,6 +154,19 @@ def test_a_loss_that_is_no_number_stops_the_run(settings: RewardTrainingConfig, 
     assert not kept or kept[-1] in str(caught.value)
     assert not (Path(large.out) / "model.safetensors").exists()
     assert all(np.isfinite(line["loss"]) for line in lines(large.out))
+
+
+def test_the_first_loss_that_is_no_number_is_named_at_the_end_of_a_run(
+    settings: RewardTrainingConfig, tmp_path: Path
+) -> None:
+    rows = pandas.DataFrame(make_reviews(64), columns=["text", "praise"])
+    rows.loc[40, "praise"] = 1e38
+    rows.to_csv(tmp_path / "large.csv", index=False)
+    large = changed(settings, data=[str(tmp_path / "large.csv")], epochs=1, max_steps=-1, log_steps=1000)
+    with pytest.raises(TrainingError, match=r"loss is (inf|nan) at step \d+, in a batch with the rows .*\b41\b"):
+        train(changed(large, save_steps=1000, batch_size=8))
+    assert not find_checkpoints(large.out)
+    assert not (Path(large.out) / "model.safetensors").exists()
 
 
 def test_weights_that_are_no_numbers_are_not_saved(
@@ -218,9 +233,9 @@ def test_the_best_may_be_asked_for_as_transformers_calls_it(settings: RewardTrai
 
 def test_the_best_of_nothing_is_refused(settings: RewardTrainingConfig) -> None:
     for change in ({"metric": "loss"}, {"early_stopping": 3}, {"load_best_model_at_end": True}):
-        with pytest.raises(OptionError, match="nothing to evaluate on.*--eval-share"):
+        with pytest.raises(OptionError, match="need data to evaluate on.*--eval-share"):
             train(changed(settings, **change))
-    with pytest.raises(OptionError, match="metric is 'bleu'.*the evaluation has loss, weighted_mse"):
+    with pytest.raises(OptionError, match="metric must be one of loss, weighted_mse.*got 'bleu'"):
         train(changed(settings, metric="bleu", eval_share=0.25))
 
 
@@ -309,7 +324,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     for checkpoint in find_checkpoints(settings.out):
         assert find_damage(checkpoint) is None
         (checkpoint / file).unlink()
-    with pytest.raises(ModelError, match="damaged.*none before it"):
+    with pytest.raises(ModelError, match="damaged.*no checkpoint is left"):
         train(changed(settings, save_steps=1, max_steps=6), resume=True)
 
 
@@ -377,9 +392,9 @@ def test_a_frozen_backbone_may_be_held_in_half_precision(
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
     train(changed(half, out=settings.out), resume=True)
     for change, message in [
-        ({"backbone_dtype": dtype}, "backbone_dtype is.*--lora-rank"),
-        ({"lora_rank": 10_000}, "lora_rank is 10000.*width"),
-        ({"precision": "float16"}, "precision is 'float16', and there is no GPU"),
+        ({"backbone_dtype": dtype}, "backbone_dtype must be float32.*--lora-rank"),
+        ({"lora_rank": 10_000}, "lora_rank must be at most .*width.*got 10000"),
+        ({"precision": "float16"}, "precision float16 needs a GPU"),
     ]:
         with pytest.raises(OptionError, match=message):
             train(changed(settings, out=str(tmp_path / "refused"), **change))

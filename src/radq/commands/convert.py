@@ -2,31 +2,33 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
+
+from radq.training.config import LossName
 
 
 @dataclass
 class Arguments:
-    """Turn weights of the public RAD and rad-q code into a reward model folder."""
+    """Convert weights of the public RAD and rad-q code into a reward model."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """Weight file, or the folder with pytorch_model.bin or model.safetensors."""
+    """Weight file, or a folder with pytorch_model.bin or model.safetensors."""
     out: tyro.conf.Positional[Path]
-    """Folder to write."""
+    """Folder to write the reward model to."""
     backbone: str
-    """The language model it was trained from: hub name or folder; a folder with config.json is enough."""
+    """Language model that the checkpoint was trained from: a hub name, or a folder with at least config.json."""
     attributes: Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,…")] = None
-    """Names of the outputs; by default those of Jigsaw if there are seven."""
-    loss: Literal["mse", "ce"] = "mse"
-    """What it was trained with; ce outputs pass through a sigmoid."""
+    """Names of the outputs; by default the attributes of Jigsaw if there are seven outputs."""
+    loss: LossName = "mse"
+    """Loss that the checkpoint was trained with. With ce, rewards are the sigmoid of the outputs."""
     prepend_bos: bool | None = None
-    """Whether the reward model sees a BOS; by default as the public code has it: RAD no, rad-q yes."""
+    """Whether the reward model reads a BOS token before a text; by default no for RAD and yes for rad-q."""
     overwrite: bool = False
-    """Replace the reward model in a folder that holds one."""
+    """Replace a reward model that the folder holds already."""
     json: bool = False
-    """Print JSON."""
+    """Print the result as JSON."""
 
 
 def run(arguments: Arguments) -> None:
@@ -37,7 +39,10 @@ def run(arguments: Arguments) -> None:
 
     require_own_folder(arguments.out, holds_reward_model, "a reward model")
     if arguments.out.exists() and not arguments.overwrite:
-        raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or pass --overwrite.")
+        raise OptionError(
+            f"{str(arguments.out)!r} exists.",
+            "choose another folder, or replace the reward model in it with --overwrite.",
+        )
     attributes = None if arguments.attributes is None else [name.strip() for name in arguments.attributes.split(",")]
     model = convert(arguments.checkpoint, arguments.backbone, attributes, arguments.loss, arguments.prepend_bos)
     model.save_pretrained(arguments.out)
@@ -47,4 +52,4 @@ def run(arguments: Arguments) -> None:
         return
     print(f"{kind} with {', '.join(model.config.attributes)} → {arguments.out}")
     if model.tokenizer is None:
-        print(f"note: {arguments.backbone!r} has no tokenizer, so only vocabulary sizes can be compared.")
+        print(f"note: {arguments.backbone!r} has no tokenizer, so radq can compare only the sizes of vocabularies.")

@@ -8,10 +8,10 @@ from radq.errors import OptionError
 
 @dataclass
 class Arguments(train.Arguments):
-    """Train a RAD-Q to give the rewards of a RAD-V. Labels are not needed; given ones are used for evaluation."""
+    """Train a RAD-Q on the rewards of a RAD-V. Labels are not needed; if given, they are used in the evaluation."""
 
     online: bool = False
-    """Compute the teacher's rewards in every step, which is the default; the opposite of --cache-targets."""
+    """Compute the teacher's rewards in every step. This is the default, and the opposite of --cache-targets."""
 
 
 def defaults(argv: list[str]) -> Arguments:
@@ -20,7 +20,7 @@ def defaults(argv: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> None:
     if not arguments.teacher:
-        raise OptionError("there is no teacher.", "give --teacher DIR, a RAD-V folder.")
+        raise OptionError("there is no teacher.", "give the folder of a RAD-V as --teacher DIR.")
     if arguments.online and arguments.cache_targets:
-        raise OptionError("both --online and --cache-targets are given.", "choose one.")
+        raise OptionError("both --online and --cache-targets are given.", "choose one of them.")
     train.run(arguments)

@@ -93,12 +93,12 @@ def _score(arguments: Score) -> None:
 
 
 def _read_texts(arguments: Score) -> list[str]:
-    from radq.data.tables import read_texts
+    from radq.data.tables import read_text_column
     from radq.errors import OptionError
 
     texts = list(arguments.text)
     for source in arguments.data:
-        texts += read_texts(source, arguments.column)
+        texts += read_text_column(source, arguments.column)
     if not texts:
         raise OptionError("there is no text.", "give --text TEXT or --data FILE.")
     return texts

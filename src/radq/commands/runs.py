@@ -1,4 +1,4 @@
-"""What the commands that train have in common: options, their defaults from YAML, the metrics at the end."""
+"""Parts that the training commands share: options, defaults from YAML, and the metrics at the end."""
 
 import os
 from collections.abc import Iterator
@@ -7,40 +7,44 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from radq.training.config import TrainingConfig, load_settings
+from radq.settings import read_yaml
+from radq.training.config import TrainingConfig
 
 
 @dataclass
 class RunOptions:
+    """Options of a training command that are no settings of the training."""
+
     config: Path | None = None
-    """YAML file with any of these options; flags win."""
+    """YAML file with any of these options; options on the command line replace its values."""
     resume: bool = False
-    """Go on from the last checkpoint of the run in --out, with its settings."""
+    """Continue the run in --out from its last checkpoint, with its settings."""
     overwrite: bool = False
-    """Start anew in a folder that holds a run."""
+    """Delete the run that --out holds and start again."""
     json: bool = False
-    """Print the final metrics as JSON, and no progress."""
+    """Print the final metrics as JSON, without progress."""
 
 
 Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
 def read_defaults(argv: list[str], arguments: type[Any], settings: type[TrainingConfig]) -> Any:
-    """What the YAML file says, or the run that is to be resumed."""
+    """Read the defaults of the options from the YAML file of --config, or from the run that is to be resumed."""
     given = _option(argv, "--config")
     out = _option(argv, "--out")
     if given is None and "--resume" in argv and out is not None and (Path(out) / "config.yaml").is_file():
         given = str(Path(out) / "config.yaml")
-    return arguments() if given is None else arguments(**vars(load_settings(given, settings)), config=Path(given))
+    return arguments() if given is None else arguments(**vars(read_yaml(given, settings)), config=Path(given))
 
 
 def settings_of(arguments: Any, settings: type[Settings]) -> Settings:
+    """The settings of the training, without the options of the command."""
     return settings(**{option.name: getattr(arguments, option.name) for option in fields(settings)})
 
 
 @contextmanager
 def needs_training() -> Iterator[None]:
-    """Around the import of what trains."""
+    """Explain an import that fails inside the block: training needs packages that radq can be installed without."""
     from radq.errors import ModelError
 
     try:
@@ -50,10 +54,11 @@ def needs_training() -> Iterator[None]:
 
 
 def show_metrics(title: str, metrics: dict[str, float], as_json: bool) -> None:
+    """Print the metrics of a run, in one process only."""
     from radq.commands.console import print_json
 
     if int(os.environ.get("RANK", 0)) > 0:
-        return  # of several processes, one speaks
+        return
     if as_json:
         print_json(metrics)
     else:
@@ -63,7 +68,7 @@ def show_metrics(title: str, metrics: dict[str, float], as_json: bool) -> None:
 
 
 def _option(argv: list[str], name: str) -> str | None:
-    """`--name value` or `--name=value`."""
+    """Find the value of an option that is written as `--name value` or `--name=value`."""
     for position, argument in enumerate(argv):
         if argument == name and position + 1 < len(argv):
             return argv[position + 1]

@@ -8,7 +8,7 @@ from radq.training.config import RewardTrainingConfig
 
 @dataclass
 class Arguments(RunOptions, RewardTrainingConfig):
-    """Train a reward model on texts and responses. The defaults are the paper's recipe."""
+    """Train a reward model on texts with labels. The defaults are those of the paper."""
 
 
 def defaults(argv: list[str]) -> Arguments:

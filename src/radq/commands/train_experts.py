@@ -8,7 +8,7 @@ from radq.training.config import ExpertTrainingConfig
 
 @dataclass
 class Arguments(RunOptions, ExpertTrainingConfig):
-    """Train the language models that DExperts and GeDi need, on texts and responses."""
+    """Train the language models of the baselines DExperts and GeDi, on texts with labels."""
 
 
 def defaults(argv: list[str]) -> Arguments:

@@ -1,1 +1,1 @@
-"""Data: tables from files, tokenised reward data, prompts, and generations of other programs."""
+"""Data: tables from files, tokenised texts with labels, prompts, and generations of other programs."""

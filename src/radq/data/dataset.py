@@ -1,10 +1,11 @@
-"""Files → examples → batches.
+"""Tokenised texts with labels: from files to batches.
 
     data = load_data(["reviews.csv.gz"], tokenizer, DataColumns(text="text", labels=["praise"]))
     data.batch([0, 5, 7])["input_ids"]
 
-Tables (`radq.data.tables`) are tokenised once by all cores and kept on disk: tokens of all rows in one flat
+Tables (`radq.data.tables`) are tokenised once by all cores and kept on disk. The token ids of all rows are one flat
 memory-mapped array, so that millions of rows take no memory. A batch is cut out of it with array operations.
+Axes: n rows, b batch, t time, a attributes.
 """
 
 import json
@@ -39,16 +40,16 @@ NO_LIMIT = 2**31  # more tokens than any text has
 
 @dataclass(frozen=True)
 class DataColumns:
-    """Which columns mean what.
+    """Names of the columns of a table, and how to read them.
 
     Args:
-        text: the utterance.
-        labels: responses, one column per attribute; none where only texts are needed (distillation).
-        prompt: context before the utterance, which carries no loss and does not count in its length.
-        weight: how much a row counts: 0 or more.
-        label_range: (low, high) of the labels, to be mapped to [0, 1]; None takes labels as they are, and a label
-            outside the range is an error.
-        skip_empty: leave rows with an empty text out, and count them; otherwise one is an error.
+        text: column with the texts.
+        labels: columns with the labels, one per attribute; none for distillation, which needs texts alone.
+        prompt: column with a context that stands before each text; the loss does not count its tokens.
+        weight: column with the weight of each row, at least 0.
+        label_range: lowest and highest label, which are mapped to 0 and 1; labels outside are an error. None leaves
+            labels as they are.
+        skip_empty: skip and count rows with an empty text; by default such a row is an error.
     """
 
     text: str = "text"
@@ -60,23 +61,24 @@ class DataColumns:
 
     @property
     def names(self) -> list[str]:
+        """Names of all columns that are read."""
         return [name for name in (self.text, self.prompt, self.weight, *self.labels) if name is not None]
 
 
 @dataclass
 class Counts:
-    """What was read: stored with the cache, shown to the user."""
+    """Numbers about the rows that were read, which are stored with them."""
 
     rows: int = 0
     tokens: int = 0
     truncated: int = 0
-    empty: int = 0  # and so left out
+    empty: int = 0  # rows that were left out
     label_low: list[float] = field(default_factory=list)
     label_high: list[float] = field(default_factory=list)
 
 
 class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Tokenised rows in a folder; a map-style data set whose items are whole batches (see `__getitems__`)."""
+    """Tokenised rows in a folder, as a data set of torch that returns whole batches (see `__getitems__`)."""
 
     def __init__(self, folder: Path, rows: np.ndarray | None = None):
         self.folder = folder
@@ -84,16 +86,20 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
             stored = json.loads((folder / "counts.json").read_text())
             self.counts = Counts(**stored["counts"])
             self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-            self.tokens = np.memmap(folder / "tokens.bin", dtype=stored["dtype"], mode="r", shape=(self.offsets[-1],))
+            num_tokens = (self.offsets[-1],)
+            self.token_ids = np.memmap(folder / "tokens.bin", dtype=stored["dtype"], mode="r", shape=num_tokens)
             self.prompt_lengths = np.load(folder / "prompt_lengths.npy", mmap_mode="r")
             self.labels = np.load(folder / "labels.npy", mmap_mode="r")  # (n, a)
             self.weights = np.load(folder / "weights.npy", mmap_mode="r")
         except (EOFError, KeyError, TypeError, ValueError, OSError) as error:
             raise DataError(
-                f"the tokenised data in {str(folder)!r} is damaged: {error}.", "delete that folder; it is made again."
+                f"the tokenised data in {str(folder)!r} is damaged: {error}.",
+                "delete that folder; radq makes it again.",
             ) from error
         self.rows = np.arange(len(self.weights)) if rows is None else rows
-        self.targets: np.ndarray | None = None  # (tokens, a): rewards of a teacher, where they were computed ahead
+        self.targets: np.ndarray | None = (
+            None  # (tokens, a): rewards of a teacher, if they were computed before training
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,27 +112,28 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     @property
     def lengths(self) -> np.ndarray:
+        """Number of tokens of each row, prompt included."""
         return np.diff(self.offsets)[self.rows]
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short name for these rows: tokens, labels, weights, and which of the rows are in this part."""
-        arrays = [self.tokens, self.offsets, self.prompt_lengths, self.labels, self.weights, self.rows]
+        """Fingerprint of the token ids, labels and weights, and of the choice of rows."""
+        arrays = [self.token_ids, self.offsets, self.prompt_lengths, self.labels, self.weights, self.rows]
         return fingerprint_arrays(arrays)
 
     @property
-    def attribute_ranges(self) -> list[tuple[float, float]]:
-        """The range of each label: (0, 1), or its lowest and highest value where these lie outside."""
+    def label_ranges(self) -> list[tuple[float, float]]:
+        """Range of the labels of each attribute: (0, 1) if it holds them all, else their lowest and highest value."""
         ranges = zip(self.counts.label_low, self.counts.label_high, strict=True)
         return [(0.0, 1.0) if low >= 0 and high <= 1 else (low, high) for low, high in ranges]
 
     @property
-    def mean_responses(self) -> np.ndarray:
-        """The weighted mean of each label, (a,): the constant that fits these rows best."""
+    def mean_labels(self) -> np.ndarray:
+        """Weighted mean of the labels of each attribute, (a,): the constant that fits these rows best."""
         return np.average(self.labels[self.rows], axis=0, weights=self.weights[self.rows].astype(np.float64))
 
     def split(self, share: float, seed: int) -> tuple["RewardData", "RewardData"]:
-        """The rows without a random share of them, and that share."""
+        """Split the rows at random into two parts, of which the second has this share of them."""
         order = np.random.default_rng(seed).permutation(self.rows)
         cut = max(1, round(len(order) * share))
         if cut >= len(order):
@@ -137,45 +144,45 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         return RewardData(self.folder, np.sort(order[cut:])), RewardData(self.folder, np.sort(order[:cut]))
 
     def where(self, chosen: np.ndarray) -> "RewardData":
-        """The rows that are marked."""
+        """The part of the rows for which `chosen`, (n,), is true."""
         return RewardData(self.folder, self.rows[chosen])
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Rows side by side, padded on the right to the longest of them. No rows make a batch that weighs nothing."""
+        """Batch of rows, padded on the right; without any rows, a batch of one row of padding with weight 0."""
         rows = self.rows[np.asarray(indices, dtype=np.int64)]
         starts, lengths = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
         columns = np.arange(max(1, lengths.max(initial=1)))
-        mask = columns < lengths[:, None]  # (b, t)
-        where = np.where(mask, starts[:, None] + columns, 0)
+        is_token = columns < lengths[:, None]  # (b, t)
+        where = np.where(is_token, starts[:, None] + columns, 0)
         batch: dict[str, np.ndarray] = {
             "rows": rows,
-            "input_ids": np.where(mask, self.tokens[where].astype(np.int64), 0),
-            "attention_mask": mask.astype(np.int64),
-            "loss_mask": (mask & (columns >= self.prompt_lengths[rows][:, None])).astype(np.int64),
-            "responses": self.labels[rows],
+            "input_ids": np.where(is_token, self.token_ids[where].astype(np.int64), 0),
+            "attention_mask": is_token.astype(np.int64),
+            "loss_mask": (is_token & (columns >= self.prompt_lengths[rows][:, None])).astype(np.int64),
+            "labels": self.labels[rows],
             "weights": self.weights[rows],
         }
         if self.targets is not None:
-            batch["targets"] = np.where(mask[..., None], self.targets[where], 0)
+            batch["targets"] = np.where(is_token[..., None], self.targets[where], 0)
         if not len(rows):
-            batch = _weightless(batch)
+            batch = _pad_empty(batch)
         return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
 
 
-def _weightless(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One row of padding in place of none: a process without rows still has to take part in a step."""
+def _pad_empty(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch of one row of padding, for a process without rows, which still has to take part in the step."""
     return {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in batch.items()}
 
 
 class GlobalBatches(torch.utils.data.Sampler[list[int]]):
-    """Deals the rows of an epoch to processes: batches of rows of similar length, in random order.
+    """Distributes the rows of an epoch over processes, in batches of rows of similar length and in random order.
 
     An epoch is a list of global batches that depends on seed and epoch alone. Each is cut into `num_micro_batches` ×
-    `world_size` parts, so that the rows of an optimizer step are the same for any number of processes and accumulated
-    parts. Parts may differ by a row, and be empty at the end of an epoch.
+    `world_size` parts, so that the rows of an optimizer step do not depend on these two numbers. Parts differ by a row
+    at most, and may be empty at the end of an epoch.
     """
 
-    POOL = 50  # batches sorted by length together: less padding, still random
+    POOL = 50  # so many batches are sorted by length together, which saves padding and stays random
 
     def __init__(
         self,
@@ -194,6 +201,7 @@ class GlobalBatches(torch.utils.data.Sampler[list[int]]):
         return -(-len(self.lengths) // self.batch_size) * self.num_micro_batches
 
     def plan(self) -> list[np.ndarray]:
+        """Global batches of the epoch, as indices of rows."""
         rng = np.random.default_rng([self.seed, self.epoch])
         order = rng.permutation(len(self.lengths))
         pool = self.POOL * self.batch_size
@@ -218,10 +226,15 @@ def load_data(
     cache_folder: str | Path | None = None,
     progress: bool = False,
 ) -> RewardData:
-    """Tokenise files or hub data sets, or find what an earlier call has tokenised."""
+    """Load files or hub data sets, tokenised now or by an earlier call.
+
+    Args:
+        max_length: longer texts are cut off.
+        cache_folder: folder for tokenised data; by default a folder in the user's cache.
+    """
     if not sources:
         raise OptionError("there is no data.", "give one or more files.")
-    tokenizer("", add_special_tokens=False)  # which turns padding and truncation off, should its file have them on
+    tokenizer("", add_special_tokens=False)  # this call turns off padding and truncation that its file may ask for
     folder = Path(cache_folder or default_cache_folder()) / _cache_key(sources, tokenizer, columns, max_length)
     if not (folder / "counts.json").is_file():
         with whole_folder(folder) as temporary:
@@ -237,7 +250,7 @@ def _cache_key(
 
 
 def _identify(source: str | Path) -> list[object]:
-    """Place, sizes and times of the files of a source, which change when it does. A hub data set has only a name."""
+    """Place, sizes and times of the files of a source; for a hub data set, its name."""
     path, split = Path(source), ""
     if not path.is_file():
         name, split = split_hub_name(str(source))
@@ -250,11 +263,11 @@ def _identify(source: str | Path) -> list[object]:
 
 
 def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A fingerprint of all that decides how a tokenizer cuts texts: normaliser, pre-tokenizer, vocabulary, merges."""
+    """Fingerprint of all that decides how a tokenizer cuts texts: normaliser, pre-tokenizer, vocabulary and merges."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return fingerprint_values(backend.to_str(), backend.encode_special_tokens)
-    with tempfile.TemporaryDirectory() as folder:  # one written in Python has no description but its files
+    with tempfile.TemporaryDirectory() as folder:  # a tokenizer written in Python is described by its files alone
         tokenizer.save_pretrained(folder)
         files = sorted(Path(folder).iterdir())
         return fingerprint_values(type(tokenizer).__name__, [(file.name, file.read_bytes().hex()) for file in files])
@@ -268,6 +281,7 @@ def _tokenise(
     folder: Path,
     progress: bool,
 ) -> None:
+    """Write the tokenised rows of all sources into a folder."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     counts = Counts(label_low=[np.inf] * len(columns.labels), label_high=[-np.inf] * len(columns.labels))
     lengths, prompt_lengths, labels, weights = [], [], [], []
@@ -275,7 +289,7 @@ def _tokenise(
         for piece in (piece for source in sources for piece in read_examples(source, columns)):
             whole = _encode(tokenizer, piece.texts)
             texts = [ids[:max_length] for ids in whole]
-            prompts = _encode(tokenizer, piece.prompts)  # what is too long loses its beginning
+            prompts = _encode(tokenizer, piece.prompts)  # a prompt that is too long loses its beginning
             kept = [p[max(0, len(p) + len(t) - max_length) :] for p, t in zip(prompts, texts, strict=True)]
             rows = [prompt + text for prompt, text in zip(kept, texts, strict=True)]
             np.fromiter(chain.from_iterable(rows), dtype=dtype).tofile(tokens)
@@ -292,11 +306,11 @@ def _tokenise(
     sizes = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
     counts.rows, counts.tokens = len(sizes), int(sizes.sum())
     if not counts.rows:
-        raise DataError(f"{', '.join(map(str, sources))}: there are no rows.", "is it the right file?")
+        raise DataError(f"{', '.join(map(str, sources))}: there are no rows.", "give a file with one row or more.")
     if not counts.tokens:
         raise DataError(
-            f"{', '.join(map(str, sources))}: the tokenizer makes no tokens of these texts.",
-            "does the tokenizer belong to the language of the texts?",
+            f"{', '.join(map(str, sources))}: the tokenizer finds no tokens in these texts.",
+            "choose a model whose tokenizer knows the language of the texts.",
         )
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
     np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
@@ -306,7 +320,7 @@ def _tokenise(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids without special tokens: BOS is the model's business."""
+    """Encode texts without special tokens; the model adds a BOS itself."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return tokenizer(texts, add_special_tokens=False).input_ids
@@ -318,17 +332,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 @dataclass
 class Piece:
-    """Some consecutive rows of a source."""
+    """Consecutive rows of a source, read and checked."""
 
     texts: list[str]
     prompts: list[str]
     labels: np.ndarray  # (n, a)
     weights: np.ndarray  # (n,)
-    empty: int  # rows left out
+    empty: int  # rows that were left out
 
 
 def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
-    """The rows of a file or hub data set, checked; an error names source, row and value."""
+    """Read and check the rows of a file or hub data set; an error names source, row and value."""
     first_row = 1
     for table in read_table(source):
         check_columns(source, table, columns.names)
@@ -338,7 +352,7 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
         full = np.array([text != "" for text in texts], dtype=bool)
         if not full.all() and not columns.skip_empty:
             row = table.index[int(np.argmin(full))]
-            raise DataError(f"{source}, row {row}: {columns.text!r} is empty.", "leave such rows out by --skip-empty.")
+            raise DataError(f"{source}, row {row}: {columns.text!r} is empty.", "skip such rows with --skip-empty.")
         table = table[full]
         yield Piece(
             texts=[text for text in texts if text],
@@ -350,14 +364,16 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
 
 
 def _labels(source: str | Path, table: Table, columns: DataColumns) -> np.ndarray:
-    """Responses as training sees them, (n, a): mapped to [0, 1] where a range is given, in single precision."""
+    """Labels in single precision, (n, a), mapped to [0, 1] if there is a label range."""
     labels = np.empty((len(table), len(columns.labels)), np.float32)
     for column, name in enumerate(columns.labels):
         numbers = column_numbers(source, table, name)
         if columns.label_range is not None:
             low, high = columns.label_range
             outside = (numbers < low) | (numbers > high)
-            refuse_rows(source, table, name, outside, f"--label-range is {low:g} to {high:g}; labels lie within.")
+            refuse_rows(
+                source, table, name, outside, f"--label-range is {low:g} to {high:g}; change the label or the range."
+            )
             numbers = (numbers - low) / (high - low)
         labels[:, column] = _single(source, table, name, numbers)
     return labels
@@ -367,13 +383,13 @@ def _weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:
     if name is None:
         return np.ones(len(table), np.float32)
     numbers = column_numbers(source, table, name)
-    refuse_rows(source, table, name, numbers < 0, "weights are 0 or more.")
+    refuse_rows(source, table, name, numbers < 0, "weights must be at least 0.")
     return _single(source, table, name, numbers)
 
 
 def _single(source: str | Path, table: Table, name: str, numbers: np.ndarray) -> np.ndarray:
-    """Convert numbers to single precision, in which training computes, and refuse those that overflow."""
+    """Convert numbers to single precision, in which training computes, and refuse numbers that are too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         single = numbers.astype(np.float32)
-    refuse_rows(source, table, name, ~np.isfinite(single), "labels and weights lie between -3.4e38 and 3.4e38.")
+    refuse_rows(source, table, name, ~np.isfinite(single), "labels and weights must lie between -3.4e38 and 3.4e38.")
     return single

@@ -18,7 +18,7 @@ WANTED = '"prompt": {"text": …}, "prompt": "…" or "text": "…"'
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, and the class of prompts it belongs to, such as "neutral"."""
+    """A text to continue, and the name of the group of prompts it belongs to, such as "neutral"."""
 
     text: str
     group: str
@@ -27,7 +27,7 @@ class Prompt:
 @dataclass(frozen=True)
 class _Row:
     text: str
-    toxicity: float | None  # None where the file has none
+    toxicity: float | None  # None if the file has no toxicity for this prompt
 
 
 def read_prompts(
@@ -37,23 +37,24 @@ def read_prompts(
     seed: int | None = None,
     max_toxicity: float | None = None,
 ) -> list[Prompt]:
-    """The prompts of a file, in its order, without trailing whitespace.
+    """Read the prompts of a file, in its order and without trailing whitespace.
 
     Args:
-        source: csv, tsv, jsonl or parquet, maybe compressed, or a hub data set; any other file has one prompt per line.
-        group: class of the prompts; by default the file's name without endings.
-        limit: at most so many: the first ones, or a random choice where there is a seed.
-        max_toxicity: keep prompts whose `toxicity` is below this; one that was never scored is not known to be.
+        source: csv, tsv, jsonl or parquet, also compressed, or a hub data set; any other file has one prompt per line.
+        group: name of the group of these prompts; by default the file's name without endings.
+        limit: largest number of prompts: the first ones, or a random choice if there is a seed.
+        seed: seed of the random choice.
+        max_toxicity: keep only prompts whose `toxicity` is below this number; prompts without a toxicity are dropped.
     """
     if limit is not None and limit < 1:
-        raise OptionError(f"limit is {limit}.", "give 1 or more.")
-    rows = list(_read_lines(Path(source)) if _is_plain(Path(source)) else _read_rows(source))
+        raise OptionError(f"limit must be at least 1, got {limit}.", "give a larger limit, or none.")
+    rows = list(_read_plain(Path(source)) if _is_plain(Path(source)) else _read_rows(source))
     if max_toxicity is not None:
         if rows and all(row.toxicity is None for row in rows):
             raise DataError(f"{source} has no toxicity to filter by.", "leave max_toxicity out.")
         rows = [row for row in rows if row.toxicity is not None and row.toxicity < max_toxicity]
     if not rows:
-        raise DataError(f"{source}: there are no prompts.", "is it the right file, and is max_toxicity too low?")
+        raise DataError(f"{source}: there are no prompts.", "give a file with prompts, or raise max_toxicity.")
     if limit is not None and seed is not None and limit < len(rows):
         chosen = np.random.default_rng(seed).choice(len(rows), size=limit, replace=False)
         rows = [rows[n] for n in np.sort(chosen)]
@@ -65,12 +66,14 @@ def _is_plain(path: Path) -> bool:
     return path.is_file() and not {suffix.lower() for suffix in path.suffixes} & {*FORMATS, *COMPRESSIONS}
 
 
-def _read_lines(path: Path) -> Iterator[_Row]:
-    """One prompt per line; blank lines are none."""
+def _read_plain(path: Path) -> Iterator[_Row]:
+    """Read one prompt per line; blank lines are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{str(path)!r} is no text: {error}.", "give a text file with one prompt per line.") from error
+        raise DataError(
+            f"{str(path)!r} is not a text file: {error}.", "give a text file with one prompt per line."
+        ) from error
     return (_Row(line.rstrip(), None) for line in lines if line.strip())
 
 
@@ -101,5 +104,5 @@ def _number(place: str, score: Any) -> float | None:
     try:
         number = None if score is None or score == "" else float(score)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{place}: toxicity is {score!r}.", "a number or nothing is wanted there.") from error
+        raise DataError(f"{place}: toxicity is {score!r}.", "give a number, or leave it empty.") from error
     return None if number is None or number != number else number

@@ -1,9 +1,9 @@
-"""Tables in files or on the hub, read in pieces, and their cells as texts and numbers.
+"""Tables from files or from the hub, read in pieces, and their columns as texts and numbers.
 
     for table in read_table("reviews.csv.gz"):  # a pandas.DataFrame of some thousand rows
         column_texts("reviews.csv.gz", table, "text")
 
-A mistake in a file is an error that names the file, the row (or line) and the value.
+An error in a file names the file, the row or line, and the value.
 """
 
 import csv
@@ -30,7 +30,7 @@ COMPRESSIONS = (".gz", ".xz", ".zst")
 
 
 def read_table(source: str | Path) -> Iterator[Table]:
-    """Pieces of a table: csv, tsv, jsonl or parquet, maybe compressed, or a hub data set."""
+    """Read a table in pieces: csv, tsv, jsonl or parquet, also compressed, or a hub data set."""
     path = Path(source)
     if not path.is_file():
         yield from _read_hub(str(source))
@@ -40,22 +40,25 @@ def read_table(source: str | Path) -> Iterator[Table]:
     if kind is None:
         raise DataError(
             f"{str(path)!r} has no ending that radq knows.",
-            f"use {', '.join(FORMATS)}, each maybe followed by {', '.join(COMPRESSIONS)}.",
+            f"use {', '.join(FORMATS)}, or one of these followed by {', '.join(COMPRESSIONS)}.",
         )
     try:
         with _open(path) as stream:
             yield from READERS[kind](stream)
     except _RaggedRowError as error:
-        raise DataError(f"{path}, {error}", "put texts that hold the separator into quotes.") from error
+        raise DataError(f"{path}, {error}", "put quotes around texts that contain the separator.") from error
     except (EOFError, lzma.LZMAError, csv.Error, TypeError, ValueError, ArithmeticError, OSError) as error:
         if isinstance(error, DataError):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.", "is the file whole?") from error
+        raise DataError(
+            f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.",
+            "check that the file is complete and of this format.",
+        ) from error
 
 
-def read_texts(source: str | Path, column: str) -> list[str]:
-    """All texts of a column, empty ones included."""
+def read_text_column(source: str | Path, column: str) -> list[str]:
+    """Read all texts of a column, including empty ones."""
     texts, first_row = [], 1
     for table in read_table(source):
         check_columns(source, table, [column])
@@ -69,17 +72,17 @@ def read_texts(source: str | Path, column: str) -> list[str]:
 
 
 def check_columns(source: str | Path, table: Table, names: list[str]) -> None:
-    """Refuse a table that lacks one of these columns, or has it twice."""
+    """Refuse a table without one of these columns, or with two of the same name."""
     columns = list(table.columns)
     for name in names:
         if name not in columns:
             raise DataError(f"{source} has no column {name!r}.", f"it has {', '.join(map(str, columns)) or 'none'}.")
         if columns.count(name) > 1:
-            raise DataError(f"{source} has {columns.count(name)} columns {name!r}.", "rename all but one of them.")
+            raise DataError(f"{source} has {columns.count(name)} columns {name!r}.", "rename all of them but one.")
 
 
 def column_texts(source: str | Path, table: Table, column: str) -> list[str]:
-    """Texts without trailing whitespace; a missing one is empty. Rows are named by the table's index."""
+    """Texts of a column, without trailing whitespace; a missing text is empty. The table's index numbers the rows."""
     return [_text(value, source, row, column) for row, value in zip(table.index, table[column], strict=True)]
 
 
@@ -93,19 +96,19 @@ def _text(value: Any, source: str | Path, row: int, column: str) -> str:
     kind = "list" if isinstance(value, list | tuple | np.ndarray) else type(value).__name__
     raise DataError(
         f"{source}, row {row}: {column!r} is a {kind}, not a text.",
-        "write each cell as one text; chat messages first go through the chat template of the model.",
+        "write each cell as one text; format chat messages with the chat template of the model first.",
     )
 
 
 def column_numbers(source: str | Path, table: Table, column: str) -> np.ndarray:
-    """Finite numbers of double precision. Rows are named by the table's index."""
+    """Numbers of a column in double precision; all must be finite. The table's index numbers the rows."""
     import pandas
 
     try:
         numbers = np.asarray(pandas.to_numeric(table[column], errors="coerce"), dtype=np.float64)
-    except (OverflowError, TypeError, ValueError):  # an integer of hundreds of digits
+    except (OverflowError, TypeError, ValueError):  # pandas cannot hold an integer of hundreds of digits
         numbers = np.array([_number(value) for value in table[column]])
-    refuse_rows(source, table, column, ~np.isfinite(numbers), "labels and weights are finite numbers.")
+    refuse_rows(source, table, column, ~np.isfinite(numbers), "labels and weights must be finite numbers.")
     return numbers
 
 
@@ -117,7 +120,7 @@ def _number(value: Any) -> float:
 
 
 def refuse_rows(source: str | Path, table: Table, column: str, wrong: np.ndarray, hint: str) -> None:
-    """Raise for the first row that is marked as wrong, with the value that the file holds there."""
+    """Raise an error for the first row that is marked as wrong; it names the row and its value."""
     if wrong.any():
         first = int(np.argmax(wrong))
         value = table[column].iloc[first]
@@ -137,11 +140,11 @@ def _read_csv(stream: Any) -> Iterator[Table]:
 
 
 def _read_tsv(stream: Any) -> Iterator[Table]:
-    return _read_separated(stream, delimiter="\t", quoting=csv.QUOTE_NONE)  # such files quote nothing
+    return _read_separated(stream, delimiter="\t", quoting=csv.QUOTE_NONE)  # tsv files have no quotes
 
 
 def _read_separated(stream: Any, **dialect: Any) -> Iterator[Table]:
-    """Cells stay text, so that "NA" and "null" stay words. Every row must have a field for each column."""
+    """Read cells as texts, so that "NA" and "null" stay words. Every row must have a field for each column."""
     import pandas
 
     csv.field_size_limit(sys.maxsize)
@@ -159,7 +162,7 @@ def _read_separated(stream: Any, **dialect: Any) -> Iterator[Table]:
 
 
 def _rows(reader: Any, num_columns: int) -> Iterator[list[str]]:
-    """The rows that are not blank; a text may run over several lines, so lines are counted by the reader."""
+    """Rows that are not blank. The reader counts lines, since a text may contain line breaks."""
     line = reader.line_num + 1
     for row in reader:
         if len(row) == num_columns:
@@ -173,14 +176,14 @@ def _rows(reader: Any, num_columns: int) -> Iterator[list[str]]:
 def _read_jsonl(stream: Any) -> Iterator[Table]:
     import pandas
 
-    options: Any = {"dtype": False}  # as they stand: no guesses at dates and types
+    options: Any = {"dtype": False}  # values stay as they are: pandas must not guess dates and types
     yield from pandas.read_json(stream, lines=True, chunksize=ROWS_PER_PIECE, **options)
 
 
 def _read_parquet(stream: Any) -> Iterator[Table]:
     from pyarrow.parquet import ParquetFile
 
-    with tempfile.TemporaryFile() as seekable:  # parquet is read from its end
+    with tempfile.TemporaryFile() as seekable:  # a reader of parquet begins at the end of the file
         shutil.copyfileobj(stream, seekable)
         for piece in ParquetFile(seekable).iter_batches(ROWS_PER_PIECE):
             yield piece.to_pandas()
@@ -199,13 +202,13 @@ def _open(path: Path) -> Any:
 
 
 def split_hub_name(source: str) -> tuple[str, str]:
-    """`name` or `name:split` → name, split."""
+    """Split the name of a hub data set, `name` or `name:split`, into name and split; the default split is train."""
     name, _, split = source.partition(":")
     return name, split or "train"
 
 
 def _read_hub(source: str) -> Iterator[Table]:
-    """A data set on the hub, or in a folder that `datasets` can read."""
+    """Read a data set from the hub, or from a folder that the package `datasets` can read."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -215,7 +218,7 @@ def _read_hub(source: str) -> Iterator[Table]:
     name, split = split_hub_name(source)
     try:
         table = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises errors of many types
         raise DataError(f"there is neither a file nor a data set {name!r}: {error}.", "check the name.") from error
     for first in range(0, len(table), ROWS_PER_PIECE):
         yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()

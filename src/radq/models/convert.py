@@ -1,8 +1,9 @@
-"""Weights of the public RAD and rad-q code → our reward models.
+"""Conversion of weights of the public RAD and rad-q code into reward models of radq.
 
-RAD writes a language model whose head was replaced: `model.transformer.*` and `model.lm_head.{weight,bias}`.
-rad-q writes a language model and a head beside it: `model.*`, `head.lm_projection.weight` and
-`head.prefix_baseline.weight`; after distillation under `student_model.`, next to a `teacher_model.` no longer needed.
+RAD stores a language model whose head was replaced: `model.transformer.*` and `model.lm_head.{weight,bias}`.
+rad-q stores a language model and a head beside it: `model.*`, `head.lm_projection.weight` and
+`head.prefix_baseline.weight`. After distillation these names begin with `student_model.`, and the tensors of the
+teacher, under `teacher_model.`, are not needed.
 """
 
 import json
@@ -27,12 +28,12 @@ from radq.models.vocabulary import find_bos, read_vocabulary
 
 Weights = dict[str, Tensor]
 
-# The seven responses of Jigsaw Unintended Bias, in the order of the published models.
+# The seven attributes of Jigsaw Unintended Bias, in the order of the published models.
 JIGSAW = ("toxicity", "severe_toxicity", "obscene", "identity_attack", "insult", "threat", "sexual_explicit")
 
-BACKBONE_HINT = "is --backbone the model this checkpoint was trained from?"
+BACKBONE_HINT = "give the model that the checkpoint was trained from as --backbone."
 
-# Constants that older transformers wrote into checkpoints and newer ones compute.
+# Constants that older versions of transformers wrote into checkpoints and newer versions compute.
 CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
@@ -40,16 +41,16 @@ def convert(
     checkpoint: str | Path,
     backbone: str | Path,
     attributes: Sequence[str] | None = None,
-    loss: Literal["mse", "ce"] = "mse",
+    loss: str = "mse",
     prepend_bos: bool | None = None,
 ) -> RewardModel:
-    """Read a checkpoint (a file, or the folder that holds it) as a reward model.
+    """Read a checkpoint, given as a file or as the folder that holds it, as a reward model.
 
     Args:
-        backbone: hub name or folder of the language model it was trained from; a config.json is enough.
-        attributes: names of the outputs; by default the Jigsaw names if there are seven.
-        loss: what it was trained with; "ce" outputs pass through σ.
-        prepend_bos: whether the reward model is to see a BOS; by default as in the public code, RAD no and rad-q yes.
+        backbone: hub name or folder of the language model it was trained from; a folder may hold config.json alone.
+        attributes: names of the outputs; by default those of Jigsaw if there are seven.
+        loss: loss it was trained with, as `radq train --loss` names it; with "ce", rewards are σ of the outputs.
+        prepend_bos: whether the reward model reads a BOS first; by default as in the public code, RAD no and rad-q yes.
     """
     weights = _unwrap(read_weights(checkpoint))
     config = load_config(backbone)
@@ -78,13 +79,13 @@ def convert(
 
 
 def read_weights(checkpoint: str | Path) -> Weights:
-    """The tensors of a checkpoint. Pickles are read without running what is in them."""
+    """Read the tensors of a checkpoint. Code inside a pickle is never run."""
     weights: Weights = {}
     for file in _find_files(Path(checkpoint)):
         part = _read_file(file)
         if not isinstance(part, dict) or not all(isinstance(value, Tensor) for value in part.values()):
             raise CheckpointError(
-                f"{str(file)!r} holds no state dict.", "save one: torch.save(model.state_dict(), file)."
+                f"{str(file)!r} holds no state dict.", "save one with torch.save(model.state_dict(), file)."
             )
         weights |= part
     return weights
@@ -94,14 +95,14 @@ def _read_file(file: Path) -> Any:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        with warnings.catch_warnings(action="ignore"):  # about foreign pickles, which end in an error below
+        with warnings.catch_warnings(action="ignore"):  # torch warns of foreign pickles, which raise an error below
             return torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise CheckpointError(
             f"{str(file)!r} is not a plain pickle of tensors: opening it could run code, so it was not opened.",
-            "save its state dict alone: torch.save(model.state_dict(), file).",
+            "save its state dict alone with torch.save(model.state_dict(), file).",
         ) from error
-    except Exception as error:  # what torch's unpickler raises for a file of another format depends on its bytes
+    except Exception as error:  # for a file of another format, torch's unpickler raises errors of many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{str(file)!r} is damaged or of another format: {reason}", "copy or download it again."
@@ -109,7 +110,7 @@ def _read_file(file: Path) -> Any:
 
 
 def holds_reward_model(folder: Path) -> bool:
-    """Whether the folder holds a reward model, which a conversion may replace."""
+    """Whether a folder holds a reward model, which a conversion may replace."""
     try:
         return (
             json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
@@ -136,7 +137,7 @@ def _find_files(checkpoint: Path) -> list[Path]:
 
 
 def _unwrap(weights: Weights) -> Weights:
-    """Without the wrappers of parallel training and of distillation."""
+    """Remove the prefixes that parallel training and distillation put before the names of tensors."""
     for prefix in ("module.", "student_model."):
         inner = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         weights = inner or weights
@@ -144,10 +145,11 @@ def _unwrap(weights: Weights) -> Weights:
 
 
 def _recognise(weights: Weights) -> Literal["q", "v"]:
+    """Tell from the names of the tensors which kind of reward model they belong to."""
     if any(key.startswith(("head.w1.", "head.w2.")) for key in weights):
         raise CheckpointError(
-            "the checkpoint has rad-q's mlp head, which lacks a non-linearity and so is not our mlp head.",
-            "convert a linear one, or train with head='mlp'.",
+            "the checkpoint has the mlp head of rad-q, which lacks a non-linearity and so is not the mlp head of radq.",
+            "convert a checkpoint with a linear head, or train one with --head mlp.",
         )
     if "head.lm_projection.weight" in weights:
         return "q"
@@ -166,7 +168,8 @@ def _read_head(weights: Weights, kind: Literal["q", "v"]) -> Weights:
     d = projection.shape[1]
     if projection.shape[0] % d:
         raise CheckpointError(
-            f"head.lm_projection.weight has shape {tuple(projection.shape)}.", "it should be (attributes · d, d)."
+            f"head.lm_projection.weight must have shape (attributes · d, d), got {tuple(projection.shape)}.",
+            "convert a checkpoint of the public rad-q code.",
         )
     head = {"head.weight": projection.view(-1, d, d).transpose(1, 2).contiguous()}
     if "head.prefix_baseline.weight" in weights:
@@ -175,7 +178,7 @@ def _read_head(weights: Weights, kind: Literal["q", "v"]) -> Weights:
 
 
 def _read_backbone(weights: Weights, config: PreTrainedConfig) -> Weights:
-    """`model.transformer.h.0…` (GPT-2) or `model.model.layers.0…` (LLaMA) → `backbone.h.0…` or `backbone.layers.0…`."""
+    """Rename the backbone's tensors, for example `model.transformer.h.0…` (GPT-2) to `backbone.h.0…`."""
     lm_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     prefix = f"model.{lm_class.base_model_prefix}."
     return {
@@ -192,8 +195,8 @@ def _read_output_embedding(weights: Weights, model: RewardModel) -> Weights:
 
 
 def _is_tied(weights: Weights, config: PreTrainedConfig) -> bool:
-    """Whether the checkpoint's input and output embeddings are one, by their values and not by the backbone's habit."""
-    output = weights.get("model.lm_head.weight")  # left out of safetensors files where it is tied
+    """Whether input and output embeddings of the checkpoint are equal, whatever the backbone's configuration says."""
+    output = weights.get("model.lm_head.weight")  # safetensors files do not hold it if it is tied
     with torch.device("meta"):
         skeleton = AutoModel.from_config(config)
     name = next(name for name, module in skeleton.named_modules() if module is skeleton.get_input_embeddings())
@@ -219,6 +222,7 @@ def _name_attributes(attributes: Sequence[str] | None, count: int) -> list[str]:
         return ["reward"] if count == 1 else [f"reward_{number}" for number in range(1, count + 1)]
     if len(attributes) != count or len(set(attributes)) != count:
         raise OptionError(
-            f"attributes are {list(attributes)!r}.", f"the checkpoint has {count} outputs; name each once."
+            f"attributes must be {count} different names, one per output, got {list(attributes)!r}.",
+            f"give {count} names.",
         )
     return list(attributes)

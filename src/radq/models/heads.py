@@ -1,9 +1,9 @@
-"""Reward algebra of RAD-Q: hidden states in, rewards of tokens out. No backbone, no cache, no files.
+"""Heads of reward models: they compute rewards of tokens from hidden states of the backbone.
 
-Every head has the form r̂_a(v|x) = baseline_a(h) + ⟨features_a(h), table[v]⟩ with h = h(x): once the features are there,
-a reward costs one dot product, and only the table rows of the tokens asked for are touched.
+Every head of RAD-Q has the form r̂_a(v|x) = baseline_a(h) + ⟨features_a(h), table[v]⟩ with the hidden state h = h(x).
+Once the features are computed, a reward costs one dot product, and only the table rows of its tokens are read.
 
-A head may be more precise than the backbone below it: hidden states and embeddings are taken to the head's dtype.
+A head may be more precise than its backbone: hidden states and embeddings are converted to the head's dtype.
 
 Axes: b batch, k candidates, v vocabulary, d hidden, a attributes; `*p` any number of position axes.
 """
@@ -17,7 +17,7 @@ from radq.errors import OptionError
 
 
 class ValueHead(nn.Linear):
-    """The head of RAD-V: a linear layer, with a bias, of the hidden state after a token."""
+    """The head of RAD-V: a linear layer with a bias that reads the hidden state of a token."""
 
     def forward(self, hidden: Float[Tensor, "*p d"]) -> Float[Tensor, "*p a"]:  # pyright: ignore
         return super().forward(hidden.to(self.weight.dtype))
@@ -26,8 +26,8 @@ class ValueHead(nn.Linear):
 class LinearHead(nn.Module):
     """r̂_a(v|x) = ⟨h, w_a⟩ + ⟨h, W_a e(v)⟩, where e(v) is row v of the frozen output embedding E.
 
-    The base of the other heads: they override `features`, `table` or `has_baseline`. E belongs to the model, which
-    hands it in.
+    Other heads inherit from this one and override `features`, `table` or `has_baseline`. E belongs to the model, which
+    passes it to the methods.
     """
 
     has_baseline = True
@@ -39,32 +39,33 @@ class LinearHead(nn.Module):
             self.baseline_weight = nn.Parameter(torch.empty(num_attributes, hidden_size))  # (a, d): w_a
 
     def reset_parameters(self) -> None:
-        # |h| |e| / d is below 1 for pretrained backbones: rewards start small, and W has a gradient from the first step
+        """Draw initial weights. |h| |e| / d is below 1 for pretrained backbones, so rewards are small at first."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=1 / self.weight.shape[-1])
 
     def baseline(self, hidden: Float[Tensor, "*p d"]) -> Float[Tensor, "*p a"]:
-        """The part of the reward that is the same for every next token."""
+        """The part of a reward that is the same for every next token."""
         if not self.has_baseline:
             return self.weight.new_zeros(*hidden.shape[:-1], len(self.weight))
         return F.linear(hidden.to(self.weight.dtype), self.baseline_weight)
 
     def features(self, hidden: Float[Tensor, "*p d"], embedding: Float[Tensor, "v d"]) -> Float[Tensor, "*p a d"]:
+        """Vectors whose products with rows of the table are the marginal rewards of tokens."""
         return torch.einsum("...d,ade->...ae", hidden.to(self.weight.dtype), self.weight)  # W_aᵀ h
 
     def table(self, embedding: Float[Tensor, "v d"]) -> Float[Tensor, "v d"]:
-        """One row per token, to be multiplied with the features."""
+        """One row per token, which is multiplied with the features."""
         return embedding
 
 
 class LinearNoBaselineHead(LinearHead):
-    """Δr_a(v|x) = ⟨h, W_a e(v)⟩ alone."""
+    """r̂_a(v|x) = ⟨h, W_a e(v)⟩, without a baseline."""
 
     has_baseline = False
 
 
 class MlpHead(LinearHead):
-    """Δr_a(·|x) = W_1 GELU(W_2 E W_aᵀ h), beside the same baseline. W_1 and W_2 are shared by the attributes."""
+    """r̂_a(·|x) = ⟨h, w_a⟩ + W_1 GELU(W_2 E W_aᵀ h). All attributes share W_1 and W_2."""
 
     def __init__(self, hidden_size: int, num_attributes: int, vocab_size: int):
         super().__init__(hidden_size, num_attributes, vocab_size)
@@ -74,10 +75,10 @@ class MlpHead(LinearHead):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        nn.init.normal_(self.mixing_weight, std=self.mixing_weight.shape[1] ** -0.5)  # W_2 E is then as large as E
+        nn.init.normal_(self.mixing_weight, std=self.mixing_weight.shape[1] ** -0.5)  # so W_2 E is as large as E
 
     def mixing(self, embedding: Float[Tensor, "v d"]) -> Float[Tensor, "d d"]:
-        """W_2 E. It costs |V| d² operations, so outside training it is computed once per version of the weights."""
+        """W_2 E. It costs |V| d² operations, so outside training it is computed once and kept until weights change."""
         if torch.is_grad_enabled():
             return self.mixing_weight @ embedding.to(self.mixing_weight.dtype)
         version = (self.mixing_weight._version, self.mixing_weight.data_ptr(), embedding._version, embedding.data_ptr())
@@ -102,12 +103,12 @@ def score_tokens(
 def score_candidates(
     features: Float[Tensor, "b a d"], table: Float[Tensor, "v d"], candidates: Int[Tensor, "b k"] | None
 ) -> Float[Tensor, "b k a"]:
-    """Marginal rewards of k candidates per row; None stands for the whole vocabulary in order."""
+    """Marginal rewards of k candidates per row; None means the whole vocabulary, in order."""
     if candidates is not None and candidates.numel() < len(table):
         rows = F.embedding(candidates, table).to(features.dtype)  # (b, k, d)
         return torch.einsum("bkd,bad->bka", rows, features)
-    # One product streams the table once, which is cheaper than gathering as many rows as it has.
-    # (v, d) @ (d, b·a) rather than its transpose: on CPUs the tall product runs at 1.7 times the speed.
+    # One product reads the table once, which is faster than gathering as many rows as it has.
+    # (v, d) @ (d, b·a) is 1.7 times as fast as its transpose on CPUs.
     b, a, d = features.shape
     rewards = (table.to(features.dtype) @ features.reshape(b * a, d).T).view(-1, b, a).transpose(0, 1)  # (b, v, a)
     if candidates is None:
@@ -116,8 +117,9 @@ def score_candidates(
 
 
 def build_head(name: str, hidden_size: int, num_attributes: int, vocab_size: int) -> LinearHead:
+    """Make the head of a RAD-Q, with initial weights, by its name in `HEADS`."""
     if name not in HEADS:
-        raise OptionError(f"there is no head {name!r}.", f"choose one of {', '.join(HEADS)}.")
+        raise OptionError(f"head must be one of {', '.join(HEADS)}, got {name!r}.", "choose one of these.")
     head = HEADS[name](hidden_size, num_attributes, vocab_size)
     head.reset_parameters()
     return head

@@ -81,7 +81,7 @@ class RewardModelConfig(PreTrainedConfig):
         attributes: Sequence[str] = ("reward",),
         head: str = "linear",
         backbone: PreTrainedConfig | dict[str, Any] | None = None,
-        loss: Literal["mse", "ce"] = "mse",
+        loss: str = "mse",
         response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0),
         prepend_bos: bool = True,
         bos_token_id: int | None = None,

@@ -293,7 +293,7 @@ def _counting_rows(data: RewardData) -> Int[Array, " u"]:
 
 def _read_prefixes(data: RewardData, utterances: Array, lengths: Array, chosen: Array) -> Int[Array, " p"]:
     places = concatenate_ranges(data.offsets[utterances[chosen]], lengths[chosen].astype(np.int64))
-    return data.tokens[places].astype(np.int32)
+    return data.token_ids[places].astype(np.int32)
 
 
 def _stack(parts: list[_Rows], row_sizes: Array, vocab_size: int) -> tuple[Array, Array, Array, Array]:
@@ -317,7 +317,7 @@ class _Utterances:
 
     def __init__(self, data: RewardData):
         counting = _counting_rows(data)
-        self.rows, self.tokens = counting, data.tokens
+        self.rows, self.tokens = counting, data.token_ids
         self.starts = data.offsets[counting]
         self.lengths = data.offsets[counting + 1] - self.starts
         self.prompt_lengths = data.prompt_lengths[counting].astype(np.int64)

@@ -142,7 +142,7 @@ def sample_prefixes(data: RewardData, n: int, max_tokens: int | None, seed: int)
     utterances = np.searchsorted(ends, picks, side="right")
     sizes = picks - (ends - lengths)[utterances]  # 0 to length - 1: the number of tokens before a token
     starts = data.offsets[data.rows[utterances]]
-    return [np.asarray(data.tokens[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    return [np.asarray(data.token_ids[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
 @torch.no_grad()

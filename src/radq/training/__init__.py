@@ -1,1 +1,1 @@
-"""Training: settings, losses, the trainer, and whole runs of reward models and experts."""
+"""Training: settings, losses, trainers, and whole runs of reward models and of experts."""

@@ -1,4 +1,4 @@
-"""From settings of a run to the arguments of transformers' Trainer: device, precision, batches, and what is refused."""
+"""Arguments of transformers' Trainer, made from the settings of a run: device, precision, batches and steps."""
 
 from dataclasses import fields
 from typing import Any
@@ -11,7 +11,7 @@ from radq.errors import OptionError
 from radq.models.loading import find_device
 from radq.training.config import TrainingConfig
 
-MANAGED = {  # fields that `trainer:` must not set, and the option that does
+MANAGED = {  # fields that `trainer:` must not set, with the option of radq that sets them
     "output_dir": "out",
     "num_train_epochs": "epochs",
     "logging_steps": "log_steps",
@@ -30,16 +30,18 @@ MANAGED = {  # fields that `trainer:` must not set, and the option that does
         )
     },
 }
-FIXED = (  # fields that `trainer:` must not set, since runs would no longer be what the documentation says
+FIXED = (  # fields that `trainer:` must not set, since radq relies on their values
     *("eval_strategy", "save_strategy", "logging_strategy", "logging_nan_inf_filter", "disable_tqdm"),
     *("save_total_limit", "save_only_model", "ignore_data_skip", "remove_unused_columns", "label_names"),
     *("label_smoothing_factor", "train_sampling_strategy", "dataloader_drop_last", "prediction_loss_only"),
     *("batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "average_tokens_across_devices"),
 )
-BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")  # also options of their own
+# Fields that are set after TrainingArguments is made, which would refuse their combinations.
+BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
 
 def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> TrainingArguments:
+    """Make the arguments of the Trainer, and refuse settings that it does not take."""
     _check_trainer(config.trainer)
     _check_report(config.report_to)
     device = find_device("auto")
@@ -70,18 +72,20 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
         "report_to": config.report_to,
         "disable_tqdm": not progress,
         "remove_unused_columns": False,
-        "label_names": ["responses"],
+        "label_names": ["labels"],
         "ddp_find_unused_parameters": False,
         "use_cpu": device == "cpu",
     }
     arguments |= {name: value for name, value in config.trainer.items() if name not in BEST}
     try:
         made = TrainingArguments(**arguments)
-    except Exception as error:  # whatever it makes of a value that it does not expect
+    except Exception as error:  # its checks raise errors of many types
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise OptionError(f"the Trainer refuses these settings: {reason}", "look at `trainer:` in the YAML.") from error
+        raise OptionError(
+            f"transformers' Trainer refuses these settings: {reason}", "change the values under `trainer:` in the YAML."
+        ) from error
     _set_batches(made, config)
-    if config.chooses_best:  # set afterwards: radq saves whatever is best, so no steps have to agree
+    if config.chooses_best:  # TrainingArguments would ask for equal eval_steps and save_steps, which radq does not need
         made.load_best_model_at_end = True
         made.metric_for_best_model = config.best_metric
         rises = config.best_metric.startswith(("auc", "accuracy"))
@@ -97,16 +101,16 @@ def _set_batches(made: TrainingArguments, config: TrainingConfig) -> None:
 
 
 def choose_precision(wanted: str, device: str) -> str:
-    """Choose the precision of the forwards; auto is float32 on a CPU, else the half precision of the card."""
+    """Precision of the forward passes; auto is float32 on a CPU, and on a GPU the half precision that it supports."""
     if wanted == "auto":
         return "float32" if device == "cpu" else "bfloat16" if has_bfloat16(device) else "float16"
     if wanted == "float16" and device == "cpu":
-        raise OptionError("precision is 'float16', and there is no GPU.", "use float32 or bfloat16 on a CPU.")
+        raise OptionError("precision float16 needs a GPU, and there is no GPU.", "use float32 or bfloat16.")
     return wanted
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether an accelerator computes in bfloat16 itself: an emulation is slower than float32."""
+    """Whether an accelerator has bfloat16 instructions; emulated bfloat16 is slower than float32."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device == "xpu":
@@ -118,9 +122,9 @@ def _check_trainer(given: dict[str, Any]) -> None:
     known = {option.name for option in fields(TrainingArguments)}
     for name in given:
         if name in MANAGED:
-            raise OptionError(f"trainer sets {name!r}, which radq sets by itself.", f"use the option {MANAGED[name]}.")
+            raise OptionError(f"trainer sets {name!r}, which radq sets itself.", f"use the option {MANAGED[name]}.")
         if name in FIXED:
-            raise OptionError(f"trainer sets {name!r}, which radq decides by itself.", "leave it out.")
+            raise OptionError(f"trainer sets {name!r}, which radq sets itself.", "leave it out.")
         if name not in known:
             raise OptionError(
                 f"trainer sets {name!r}, which is no field of transformers' TrainingArguments.", "check its name."
@@ -131,6 +135,6 @@ def _check_report(name: str) -> None:
     available = get_available_reporting_integrations()
     if name not in ("none", "all", *available):
         raise OptionError(
-            f"report_to is {name!r}, and no package of that name is installed that the Trainer reports to.",
-            f"choose none{''.join(f', {known}' for known in available)}, or install it.",
+            f"report_to must be one of {', '.join(['none', 'all', *available])}, got {name!r}.",
+            "choose one of these, or install the package.",
         )

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: found, sealed with checksums, and checked before a run goes on from one."""
+"""Checkpoints of a run: finding them, writing their checksums, and checking them before a run goes on from one."""
 
 import json
 import warnings
@@ -8,41 +8,41 @@ from typing import Any
 
 from radq.errors import ModelError
 
-SEAL = "checksums.json"
+CHECKSUMS = "checksums.json"
 STATE = "trainer_state.json"
 BYTES_PER_READ = 2**24
 
 
 def find_checkpoints(run: str | Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
+    """Find the checkpoints of a run, oldest first."""
     found = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
-def seal(checkpoint: Path) -> None:
-    """Write down the checksums of all files, by which damage shows later."""
+def write_checksums(checkpoint: Path) -> None:
+    """Write the checksums of all files of a checkpoint, with which `find_damage` compares them later."""
     sums = {file.relative_to(checkpoint).as_posix(): _checksum(file) for file in _files(checkpoint)}
-    (checkpoint / SEAL).write_text(json.dumps(sums))
+    (checkpoint / CHECKSUMS).write_text(json.dumps(sums))
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Say what is wrong with a checkpoint, or return None. An older radq wrote no checksums; it is trusted."""
+    """Describe the damage of a checkpoint; None if there is none, or if an older radq wrote it without checksums."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
-        sealed = json.loads((checkpoint / SEAL).read_text()) if (checkpoint / SEAL).exists() else {}
-        wrong = [name for name, known in sealed.items() if _checksum(checkpoint / name) != known]
+        sums = json.loads((checkpoint / CHECKSUMS).read_text()) if (checkpoint / CHECKSUMS).exists() else {}
+        wrong = [name for name, known in sums.items() if _checksum(checkpoint / name) != known]
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
     if wrong:
-        return f"{wrong[0]} is not as it was written"
+        return f"{wrong[0]} has changed since it was written"
     best = _best_of(checkpoint, state)
     if best is not None and best != checkpoint and (damage := find_damage(best)):
-        return f"of the best checkpoint so far, {best.name}: {damage}"
+        return f"its best checkpoint so far, {best.name}, is damaged: {damage}"
     return None
 
 
-def newest_whole_checkpoint(run: str | Path) -> Path | None:
-    """The one to go on from; a damaged one is passed over, which a warning says. None where none was written."""
+def find_newest_undamaged(run: str | Path) -> Path | None:
+    """The newest checkpoint without damage; None if there are no checkpoints. Damaged ones are named in a warning."""
     damaged: list[str] = []
     for checkpoint in reversed(find_checkpoints(run)):
         damage = find_damage(checkpoint)
@@ -52,7 +52,7 @@ def newest_whole_checkpoint(run: str | Path) -> Path | None:
             return checkpoint
         damaged.append(f"{checkpoint} is damaged ({damage})")
     if damaged:
-        raise ModelError(f"{'; '.join(damaged)}.", "there is none before it; start anew with --overwrite.")
+        raise ModelError(f"{'; '.join(damaged)}.", "no checkpoint is left to go on from; start again with --overwrite.")
     return None
 
 

@@ -1,160 +1,169 @@
-"""Settings of training runs: dataclasses whose docstrings are the help, read from YAML and the command line."""
+"""Settings of training runs: dataclasses whose docstrings are the help texts of the command line."""
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-import yaml
 
 from radq.errors import OptionError
-from radq.settings import COUNT, Range, check_values, convert
+from radq.settings import COUNT, Range, check_values, names_in_table
 
 RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
 BELOW_ONE = Range(0, 1, without_high=True)
 DType = Literal["float32", "bfloat16", "float16"]
+if TYPE_CHECKING:
+    HeadName = str
+    LossName = str
+else:
+    HeadName = Literal[*names_in_table("radq.models.heads:HEADS")]
+    LossName = Literal[*names_in_table("radq.training.losses:LOSSES")]
 
 
 @dataclass
 class TrainingConfig:
-    """What every training run is told."""
+    """Settings that all training runs have."""
 
     data: list[str] = field(default_factory=list)
-    """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
+    """Files (csv, tsv, jsonl or parquet, also compressed: .gz, .xz, .zst) or hub data sets (name or name:split)."""
     labels: str = ""
-    """Columns with the responses, separated by commas."""
+    """Columns with the labels, separated by commas."""
     out: str = ""
-    """Run folder: what was trained, config.yaml, metrics.jsonl and checkpoints."""
+    """Folder to write: the trained model, config.yaml, metrics.jsonl and checkpoints."""
     backbone: str = ""
-    """Language model to start from: hub name or folder."""
+    """Language model to start from: a hub name or a folder."""
     num_layers: Annotated[int | None, COUNT] = None
-    """Keep only the first layers of the backbone."""
+    """Number of the backbone's first layers to keep; by default all."""
     text: str = "text"
     """Column with the texts."""
     prompt: str | None = None
-    """Column with context before each text; it carries no loss."""
+    """Column with a context that is read before each text; the loss does not count its tokens."""
     weight: str | None = None
-    """Column with the weight of each row: 0 or more, and not 0 in all rows."""
+    """Column with the weight of each row in the loss; weights are at least 0, and some are above 0."""
     label_range: tuple[float, float] | None = None
-    """Low and high of the labels, to be mapped to [0, 1]; by default labels stay as they are. None may lie outside."""
+    """Lowest and highest label, which are mapped to 0 and 1; by default labels stay as they are."""
     skip_empty: bool = False
-    """Leave rows with an empty text out, and say how many."""
+    """Skip rows with an empty text instead of stopping with an error."""
     max_length: Annotated[int, COUNT] = 512
-    """Longer texts are cut off; how many is said."""
+    """Largest number of tokens of a text; longer texts are cut off."""
     eval_data: list[str] = field(default_factory=list)
-    """Files to evaluate on during training."""
+    """Files or hub data sets to evaluate on during training."""
     eval_share: Annotated[float, BELOW_ONE] = 0.0
-    """Without eval data: hold this share of the rows out."""
+    """Share of the rows that is kept for evaluation, if there is no --eval-data."""
     cache: str | None = None
-    """Folder for tokenised data; by default in the user's cache."""
+    """Folder for tokenised data; by default a folder in the user's cache."""
     epochs: Annotated[float, Range(0, 1_000_000, without_low=True)] = 5.0
-    """Passes over the data."""
+    """Number of passes over the data."""
     max_steps: Annotated[int, Range(1, 2**31 - 1, also=-1)] = -1
-    """Stop after so many optimizer steps; -1 goes by epochs."""
+    """Number of optimizer steps after which training stops; -1 leaves this to --epochs."""
     batch_size: Annotated[int, COUNT] = 100
-    """Texts per optimizer step, over all processes."""
+    """Number of texts per optimizer step, in all processes together."""
     micro_batch_size: Annotated[int | None, COUNT] = None
-    """Texts per forward and process; the rest is accumulated. By default all at once."""
+    """Number of texts per forward pass of a process; gradients are accumulated up to --batch-size. By default all."""
     learning_rate: Annotated[float, RATE] = 1e-5
-    """Falls linearly to 0."""
+    """Learning rate of AdamW; it falls linearly to 0."""
     warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Steps in which the learning rate rises from 0."""
+    """Number of first steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
-    """Of AdamW."""
+    """AdamW weight decay."""
     adam_beta1: Annotated[float, BELOW_ONE] = 0.9
-    """Of AdamW."""
+    """AdamW β1, the decay rate of its mean of gradients."""
     adam_beta2: Annotated[float, BELOW_ONE] = 0.95
-    """Of AdamW."""
+    """AdamW β2, the decay rate of its mean of squared gradients."""
     adam_epsilon: Annotated[float, NOT_NEGATIVE] = 1e-12
-    """Of AdamW."""
+    """AdamW ε, which keeps its divisor above 0."""
     max_grad_norm: Annotated[float, NOT_NEGATIVE] = 2.0
-    """Longer gradients are cut to this norm; 0 cuts none."""
+    """Gradients with a larger norm are scaled down to this norm; 0 leaves them as they are."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the forwards; weights stay float32. auto is float32 on a CPU, and on a GPU bfloat16 where it computes in that,
-    else float16 with scaled losses."""
+    """Precision of the forward passes; trained weights stay float32. auto is float32 on a CPU, bfloat16 on a GPU that
+    supports it, and float16 with scaled losses on other GPUs."""
     gradient_checkpointing: bool = False
-    """Compute activations twice, to save memory."""
+    """Save memory by computing activations a second time in the backward pass."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    """Of initialisation, order of the data and random tokens."""
+    """Seed of the initial weights, the order of the data and the random tokens."""
     log_steps: Annotated[int, COUNT] = 10
-    """Steps between lines of metrics.jsonl."""
+    """Number of steps between lines of metrics.jsonl."""
     eval_steps: Annotated[int, COUNT] = 500
-    """Steps between evaluations."""
+    """Number of steps between evaluations."""
     save_steps: Annotated[int, COUNT] = 500
-    """Steps between checkpoints."""
+    """Number of steps between checkpoints."""
     load_best_model_at_end: bool = False
-    """End with the weights of the best evaluation instead of the last ones."""
+    """End with the weights of the best evaluation instead of the last weights."""
     metric: str | None = None
-    """Which number of the evaluation says what is best: loss (the default), weighted_mse, auc_LABEL, …; it turns
-    --load-best-model-at-end on."""
+    """Metric that tells which evaluation is best: loss (the default), weighted_mse, auc_LABEL, …; giving one turns on
+    --load-best-model-at-end."""
     early_stopping: Annotated[int | None, COUNT] = None
-    """Stop when so many evaluations in a row were no better than the best; it turns --load-best-model-at-end on."""
+    """Stop after this number of evaluations in a row without a new best; it turns on --load-best-model-at-end."""
     report_to: str = "none"
-    """tensorboard or wandb, where installed."""
+    """Program to report metrics to, such as tensorboard or wandb; it must be installed."""
     trainer: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-    """Any field of transformers' TrainingArguments that has no option here."""
+    """Fields of transformers' TrainingArguments that have no option here."""
 
     @property
     def attributes(self) -> list[str]:
+        """Names of the label columns."""
         return [name.strip() for name in self.labels.split(",") if name.strip()]
 
     @property
     def chooses_best(self) -> bool:
-        """Whether a run ends with the weights of its best evaluation."""
+        """Whether the run ends with the weights of its best evaluation."""
         asked = self.load_best_model_at_end or self.trainer.get("load_best_model_at_end")
         return bool(asked or self.metric is not None or self.early_stopping is not None)
 
     @property
     def best_metric(self) -> str:
-        """The number of an evaluation that says which one is best."""
+        """Name of the metric that tells which evaluation is best."""
         return str(self.metric or self.trainer.get("metric_for_best_model") or "loss").removeprefix("eval_")
 
     def check(self) -> None:
+        """Refuse values that are not allowed, alone or together."""
         check_values(self)
         if not self.data:
             raise OptionError("there is no data.", "give --data FILE.")
         if not self.out:
             raise OptionError("there is no run folder.", "give --out DIR.")
         if len(set(self.attributes)) != len(self.attributes):
-            raise OptionError(f"labels are {self.labels!r}.", "name each column once.")
+            raise OptionError(f"labels must name each column once, got {self.labels!r}.", "remove the repeated names.")
         if self.label_range is not None and not 0 < self.label_range[1] - self.label_range[0] < math.inf:
-            raise OptionError(f"label_range is {self.label_range}.", "give a low and a high that is above it.")
+            raise OptionError(
+                f"label_range must be two numbers of which the second is larger, got {self.label_range}.",
+                "give the lowest label, then the highest.",
+            )
         if self.chooses_best and not (self.eval_data or self.eval_share):
             raise OptionError(
-                "the best evaluation is asked for, and there is nothing to evaluate on.",
+                "load_best_model_at_end, metric and early_stopping need data to evaluate on, and there is none.",
                 "give --eval-data or --eval-share.",
             )
 
 
 @dataclass
 class RewardTrainingConfig(TrainingConfig):
-    """Settings of the training of a reward model. The defaults are the paper's recipe."""
+    """Settings of the training of a reward model. The defaults are those of the paper."""
 
     labels: str = ""
-    """Columns with the responses, separated by commas; they become the attributes."""
+    """Columns with the labels, separated by commas; their names become the attributes of the reward model."""
     backbone: str = ""
-    """Language model to start from: hub name or folder. A student may go without: it starts from its teacher's."""
+    """Language model to start from: a hub name or a folder. With --teacher, the default is the teacher's backbone."""
     init: str = ""
-    """Reward model to start from instead of a backbone: the second stage of a training."""
+    """Reward model to start from instead of a backbone, for a second stage of training."""
     teacher: str = ""
-    """RAD-V folder to distil from, in place of labels."""
+    """Folder of a RAD-V whose rewards are the targets of training, instead of labels (distillation)."""
     kind: Literal["q", "v"] = "q"
-    """RAD-Q scores all next tokens in one forward; RAD-V reads each as an input."""
-    head: Literal["linear", "linear-nobaseline", "mlp"] = "linear"
-    """Of RAD-Q."""
+    """Kind of reward model: q (RAD-Q) scores all next tokens in one forward pass, v (RAD-V) reads each of them."""
+    head: HeadName = "linear"
+    """Head of a RAD-Q, which computes rewards from hidden states."""
     lora_rank: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Train adapters of this rank beside a frozen backbone; 0 trains the backbone."""
+    """Rank of LoRA adapters that are trained beside a frozen backbone; 0 trains the backbone itself."""
     backbone_dtype: DType = "float32"
-    """Of the frozen backbone under adapters, which stay float32 themselves. Half precision takes half the memory."""
-    loss: Literal["mse", "ce"] = "mse"
-    """Squared error, or cross-entropy for responses in [0, 1]."""
+    """Precision of the weights of a frozen backbone; adapters and head stay float32. Only with --lora-rank."""
+    loss: LossName = "mse"
+    """Loss on the labels: mse (squared error) takes any labels, ce (cross-entropy) takes labels from 0 to 1."""
     head_learning_rate: Annotated[float | None, RATE] = None
-    """Of the head, where it is to differ. A product of two long vectors wants smaller steps than adapters do."""
+    """Learning rate of the head; by default --learning-rate. With adapters, a smaller rate for the head helps."""
     reg_weight: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Of the regulariser that keeps marginal rewards of random tokens near 0; RAD-Q only."""
+    """Weight of the regulariser that keeps the marginal rewards of random tokens near 0, for RAD-Q only."""
     cache_targets: bool = False
-    """Distillation: compute the teacher's rewards once, on disk, instead of online."""
+    """In distillation, compute the teacher's rewards once and store them, instead of in every step."""
 
     def check(self) -> None:
         super().check()
@@ -163,58 +172,40 @@ class RewardTrainingConfig(TrainingConfig):
         if not self.backbone and not self.init and not self.teacher:
             raise OptionError("there is no model to start from.", "give --backbone or --init.")
         if self.lora_rank and not self.backbone:
-            raise OptionError(f"lora_rank is {self.lora_rank}.", "adapters stand beside a --backbone; name it.")
+            raise OptionError(
+                f"lora_rank must be 0 without a backbone, got {self.lora_rank}.", "give the --backbone of the adapters."
+            )
         if self.backbone_dtype != "float32" and not self.lora_rank:
             raise OptionError(
-                f"backbone_dtype is {self.backbone_dtype!r}.",
-                "weights that are trained stay float32; give --lora-rank.",
+                f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}.",
+                "give --lora-rank to freeze the backbone, or leave --backbone-dtype out.",
             )
         if self.cache_targets and not self.teacher:
-            raise OptionError("cache_targets is set.", "there are targets in distillation alone; give --teacher.")
+            raise OptionError("cache_targets needs a teacher, and there is none.", "give --teacher.")
         if self.teacher and self.kind != "q":
-            raise OptionError("kind is 'v'.", "distillation trains RAD-Q.")
+            raise OptionError(f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out.")
 
 
 @dataclass
 class ExpertTrainingConfig(TrainingConfig):
-    """Settings of the training of the language models that DExperts and GeDi need."""
+    """Settings of the training of language models for the baselines DExperts and GeDi."""
 
     labels: str = ""
-    """Column with the response."""
+    """Column with the label."""
     method: Literal["dexperts", "gedi"] = "dexperts"
-    """Two language models, one for each class; or one with two control codes."""
+    """dexperts trains two language models, one per class; gedi trains one with a control code for each class."""
     threshold: float = 0.5
-    """Responses from here on make a text one of the high class, those below one of the low class."""
+    """Smallest label of the high class; texts with smaller labels are the low class."""
     code_high: str = "positive"
-    """GeDi: control code of the high class."""
+    """Control code of the high class, for GeDi."""
     code_low: str = "negative"
-    """GeDi: control code of the low class."""
+    """Control code of the low class, for GeDi."""
     gen_weight: Annotated[float, Range(0, 1)] = 0.8
-    """GeDi: λ, the share of the generative loss; the rest is discriminative."""
+    """Share λ of the generative loss in the loss of GeDi; the rest is the discriminative loss."""
 
     def check(self) -> None:
         super().check()
         if len(self.attributes) != 1:
-            raise OptionError(f"labels are {self.labels!r}.", "give --labels with one column.")
+            raise OptionError(f"labels must name one column, got {self.labels!r}.", "give --labels with one column.")
         if not self.backbone:
             raise OptionError("there is no model to start from.", "give --backbone.")
-
-
-Settings = TypeVar("Settings", bound=TrainingConfig)
-
-
-def load_settings(file: str | Path, kind: type[Settings] = RewardTrainingConfig) -> Settings:
-    """A configuration from YAML."""
-    try:
-        stored = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise OptionError(f"cannot read {str(file)!r}: {reason}.", "give a YAML file.") from error
-    if not isinstance(stored, dict):
-        raise OptionError(f"{str(file)!r} holds a {type(stored).__name__}.", "give a YAML file of names and values.")
-    known = get_type_hints(kind, include_extras=True)
-    for name in stored:
-        if name not in known:
-            raise OptionError(f"{str(file)!r} sets {name!r}, which is no option.", f"there are {', '.join(known)}.")
-        stored[name] = convert(stored[name], known[name], f"{str(file)!r} sets {name!r} to {stored[name]!r}.")
-    return kind(**stored)

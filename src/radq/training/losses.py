@@ -1,8 +1,11 @@
-"""The training losses: pure functions of rewards, mask and responses; of log-probabilities for experts.
+"""Training losses: pure functions of head outputs, masks and labels; for experts, of log-probabilities.
 
-`mask` is 1 at the real tokens of an utterance and 0 at padding (on either side); L is always counted from it.
-Axes: b batch, t time, a attributes.
+`loss_mask` is 1 at the tokens that the loss is about and 0 elsewhere: at prompts and at padding, which may stand on
+either side. Axes: b batch, t time, a attributes.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,90 +16,122 @@ from radq.numerics import at_least_float32
 
 Mask = Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Float[Tensor, "b t"]
 
-
-def prefix_weights(mask: Mask) -> Float[Tensor, "b t"]:
-    """λ_t = t / (L (L + 1) / 2) at the t-th real token, 0 at padding: every utterance's weights sum to 1."""
-    mask = mask.float()
-    length = mask.sum(1, keepdim=True)  # (b, 1)
-    normaliser = (length * (length + 1) / 2).clamp(min=1)  # an utterance without tokens weighs nothing
-    return mask.cumsum(1) * mask / normaliser
+# --- losses on labels ---
 
 
 def squared_loss(
     rewards: Float[Tensor, "b t a"],
-    mask: Mask,
-    responses: Float[Tensor, "b a"],
+    loss_mask: Mask,
+    labels: Float[Tensor, "b a"],
     weights: Float[Tensor, " b"] | None = None,
 ) -> Float[Tensor, ""]:
-    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)², each utterance i times its weight if there are weights."""
-    rewards = _real(rewards, mask)
-    return _over_prefixes((rewards - responses[:, None].to(rewards.dtype)).square(), mask, weights)
+    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)², where each text i is multiplied by its weight if there are weights."""
+    rewards = _zero_outside(rewards, loss_mask)
+    return _sum_over_prefixes((rewards - labels[:, None].to(rewards.dtype)).square(), loss_mask, weights)
 
 
 def cross_entropy_loss(
     rewards: Float[Tensor, "b t a"],
-    mask: Mask,
-    responses: Float[Tensor, "b a"],
+    loss_mask: Mask,
+    labels: Float[Tensor, "b a"],
     weights: Float[Tensor, " b"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Binary cross-entropy of σ(r̂) against responses in [0, 1], weighted as the squared loss is."""
-    rewards = _real(rewards, mask)
-    targets = responses[:, None].to(rewards.dtype).expand_as(rewards)
-    return _over_prefixes(F.binary_cross_entropy_with_logits(rewards, targets, reduction="none"), mask, weights)
+    """Binary cross-entropy of σ(r̂) against labels in [0, 1], summed over tokens and texts as in `squared_loss`."""
+    rewards = _zero_outside(rewards, loss_mask)
+    targets = labels[:, None].to(rewards.dtype).expand_as(rewards)
+    errors = F.binary_cross_entropy_with_logits(rewards, targets, reduction="none")
+    return _sum_over_prefixes(errors, loss_mask, weights)
+
+
+def prefix_weights(loss_mask: Mask) -> Float[Tensor, "b t"]:
+    """λ_t = t / (L (L + 1) / 2) at the t-th of L tokens in the mask, 0 elsewhere: the weights of a text sum to 1."""
+    loss_mask = loss_mask.float()
+    length = loss_mask.sum(1, keepdim=True)  # (b, 1)
+    normaliser = (length * (length + 1) / 2).clamp(min=1)  # 1 for a text without tokens, whose weights are all 0
+    return loss_mask.cumsum(1) * loss_mask / normaliser
+
+
+def _sum_over_prefixes(
+    errors: Float[Tensor, "b t a"], loss_mask: Mask, weights: Float[Tensor, " b"] | None
+) -> Float[Tensor, ""]:
+    texts = (errors * prefix_weights(loss_mask)[..., None]).sum((1, 2))  # (b,)
+    return (texts if weights is None else texts * weights).sum() / len(errors)
+
+
+# --- distillation and regulariser ---
 
 
 def distillation_loss(
-    rewards: Float[Tensor, "b t a"], mask: Mask, teacher_rewards: Float[Tensor, "b t a"]
+    rewards: Float[Tensor, "b t a"], loss_mask: Mask, teacher_rewards: Float[Tensor, "b t a"]
 ) -> Float[Tensor, ""]:
-    """Mean over real positions and attributes of (r̂_student − r̂_teacher)²."""
-    return _over_positions((_real(rewards, mask) - _real(teacher_rewards, mask)).square(), mask)
+    """Mean of (r̂_student − r̂_teacher)² over the positions in the mask and over attributes."""
+    differences = _zero_outside(rewards, loss_mask) - _zero_outside(teacher_rewards, loss_mask)
+    return _mean_over_positions(differences.square(), loss_mask)
 
 
-def baseline_loss(marginals: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
-    """Mean over real positions of Σ_a Δr_a(v'|x)², for the Δr of one random token v' per position.
+def baseline_loss(marginals: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[Tensor, ""]:
+    """Regulariser: mean over the positions in the mask of Σ_a Δr_a(v'|x)², for one random token v' per position.
 
-    It sums over the attributes as the losses on responses do. Distillation, which averages over them, divides by their
+    It sums over the attributes as the losses on labels do. Distillation, which averages over them, divides by their
     number.
     """
-    return _over_positions(_real(marginals, mask).square(), mask) * marginals.shape[-1]
+    return _mean_over_positions(_zero_outside(marginals, loss_mask).square(), loss_mask) * marginals.shape[-1]
 
 
-def text_loss(log_probabilities: Float[Tensor, "b t"], mask: Mask, weights: Float[Tensor, " b"]) -> Float[Tensor, ""]:
-    """Of DExperts' language models: the mean of −log P over real positions, each text times its weight."""
-    texts = torch.where(mask.bool(), -log_probabilities, 0).sum(1)  # (b,)
-    return (texts * weights).sum() / mask.sum().clamp(min=1)
+def _zero_outside(rewards: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[Tensor, "b t a"]:
+    """Upcast rewards with 0 outside the mask, where not even a NaN may reach loss or gradient."""
+    return torch.where(loss_mask[..., None].bool(), at_least_float32(rewards), 0)
+
+
+def _mean_over_positions(errors: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[Tensor, ""]:
+    return (errors * loss_mask[..., None]).sum() / (loss_mask.float().sum() * errors.shape[-1]).clamp(min=1)
+
+
+# --- experts ---
+
+
+def text_loss(
+    log_probabilities: Float[Tensor, "b t"], loss_mask: Mask, weights: Float[Tensor, " b"]
+) -> Float[Tensor, ""]:
+    """Loss of the language models of DExperts: the mean of −log P over tokens, each text times its weight."""
+    texts = torch.where(loss_mask.bool(), -log_probabilities, 0).sum(1)  # (b,)
+    return (texts * weights).sum() / loss_mask.sum().clamp(min=1)
 
 
 def gedi_loss(
     log_probabilities: Float[Tensor, "b t"],
     log_posterior: Float[Tensor, " b"],
-    mask: Mask,
+    loss_mask: Mask,
     weights: Float[Tensor, " b"],
     gen_weight: float,
 ) -> Float[Tensor, ""]:
-    """λ · generative + (1 − λ) · discriminative, both of the class that a text belongs to; the mean over texts.
+    """Loss of GeDi: the mean over texts of λ · generative + (1 − λ) · discriminative, with λ = `gen_weight`.
 
-    Generative is the mean of −log P(x_t | x_<t, c) over the tokens of a text, discriminative −log P(c | x).
+    For a text x of class c, the generative part is the mean of −log P(x_t | x_<t, c) over its tokens, and the
+    discriminative part is −log P(c | x).
     """
-    generative = torch.where(mask.bool(), -log_probabilities, 0).sum(1) / mask.sum(1).clamp(min=1)
+    generative = torch.where(loss_mask.bool(), -log_probabilities, 0).sum(1) / loss_mask.sum(1).clamp(min=1)
     losses = gen_weight * generative + (1 - gen_weight) * -log_posterior
-    return (losses * mask.any(1) * weights).sum() / len(losses)
+    return (losses * loss_mask.any(1) * weights).sum() / len(losses)
 
 
-def _real(rewards: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, "b t a"]:
-    """Rewards with 0 at padding, where not even a NaN may reach loss or gradient; float32 or better, for the sums."""
-    return torch.where(mask[..., None].bool(), at_least_float32(rewards), 0)
+class LabelLoss(NamedTuple):
+    """A loss between rewards and labels, as `--loss` names it."""
+
+    compute: Callable[..., Float[Tensor, ""]]  # of head outputs (b, t, a), loss_mask, labels (b, a) and weights (b,)
+    head_output: Callable[[Tensor], Tensor]  # from a reward to the head output that means it
+    label_range: tuple[float, float] | None  # labels outside this range are refused; None allows all
 
 
-def _over_prefixes(
-    errors: Float[Tensor, "b t a"], mask: Mask, weights: Float[Tensor, " b"] | None
-) -> Float[Tensor, ""]:
-    utterances = (errors * prefix_weights(mask)[..., None]).sum((1, 2))  # (b,)
-    return (utterances if weights is None else utterances * weights).sum() / len(errors)
+def _same(reward: Tensor) -> Tensor:
+    return reward
 
 
-def _over_positions(errors: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, ""]:
-    return (errors * mask[..., None]).sum() / (mask.float().sum() * errors.shape[-1]).clamp(min=1)
+def _logit(reward: Tensor) -> Tensor:
+    return reward.logit(eps=1e-7)  # finite also for rewards of 0 and 1
 
 
-LOSSES = {"mse": squared_loss, "ce": cross_entropy_loss}
+LOSSES = {
+    "mse": LabelLoss(squared_loss, _same, None),
+    "ce": LabelLoss(cross_entropy_loss, _logit, (0.0, 1.0)),
+}

@@ -1,6 +1,7 @@
-"""The trainer of reward models: their losses and metrics. `radq.training.reward` makes a whole run of it.
+"""Trainer of reward models: their losses and metrics. `radq.training.reward` runs it from settings to a saved model.
 
-Random tokens of the regulariser depend on row, position and epoch, so that no way of cutting a batch changes them.
+The random tokens of the regulariser depend on row, position and epoch alone, so that micro-batches and the number of
+processes do not change them.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from radq.training.trainer import BatchTrainer, count_items
 
 
 class RewardTrainer(BatchTrainer):
-    """transformers' Trainer for reward models: their losses and metrics."""
+    """transformers' Trainer for reward models, on labels or on the rewards of a teacher."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class RewardTrainer(BatchTrainer):
         progress: bool = False,
     ):
         self.config = config
-        self.teacher = teacher  # outside the module: never trained, never saved
+        self.teacher = teacher  # no part of the model, so that it is neither trained nor saved
         super().__init__(model, config, train_dataset, eval_dataset, progress)
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
@@ -41,7 +42,7 @@ class RewardTrainer(BatchTrainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.config.head_learning_rate is not None:
             head: Any = self.model.head  # pyright: ignore[reportOptionalMemberAccess]
-            give_own_rate(optimizer, list(head.parameters()), self.config.head_learning_rate)
+            set_learning_rate(optimizer, list(head.parameters()), self.config.head_learning_rate)
         return optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -57,7 +58,7 @@ class RewardTrainer(BatchTrainer):
             super()._load_best_model()
 
     def _load_adapters(self, checkpoint: str) -> None:
-        """The Trainer looks for whole models only."""
+        """Load adapters from a checkpoint, which transformers' Trainer cannot do: it expects whole models."""
         model: Any = self.model
         model.load_trained(checkpoint)
 
@@ -70,24 +71,28 @@ class RewardTrainer(BatchTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        mask = inputs["loss_mask"]
-        here = count_items(mask)
-        share = self.share(mask, num_items_in_batch)
-        output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._extra(inputs))
+        loss_mask = inputs["loss_mask"]
+        num_texts, _ = count_items(loss_mask)
+        texts, positions = self.share(loss_mask, num_items_in_batch)
+        output = model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._random_tokens(inputs)
+        )
         if self.config.teacher:
-            loss = distillation_loss(output.rewards, mask, self._targets(inputs)) * share[1]
+            loss = distillation_loss(output.rewards, loss_mask, self._targets(inputs)) * positions
         else:
-            response_loss = LOSSES[self.config.loss](output.rewards, mask, inputs["responses"], inputs["weights"])
-            loss = response_loss * len(mask) / here[0].clamp(min=1) * share[0]
+            compute = LOSSES[self.config.loss].compute
+            label_loss = compute(output.rewards, loss_mask, inputs["labels"], inputs["weights"])
+            loss = label_loss * len(loss_mask) / num_texts.clamp(min=1) * texts
         if output.marginals is not None:
-            regulariser = baseline_loss(output.marginals, mask) * share[1]
-            if self.config.teacher:
-                regulariser = regulariser / output.marginals.shape[-1]  # the mean over attributes, as the distance is
+            regulariser = baseline_loss(output.marginals, loss_mask) * positions
+            if self.config.teacher:  # the mean over attributes, as in the distillation loss
+                regulariser = regulariser / output.marginals.shape[-1]
             loss = loss + self.config.reg_weight * regulariser
         self.tokens_seen += inputs["attention_mask"].numel()
         return (loss, output) if return_outputs else loss
 
-    def _extra(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _random_tokens(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Random tokens for the regulariser, as an argument of the model; none if there is no regulariser."""
         model: Any = self.model
         if self.config.kind == "v" or self.config.reg_weight == 0 or not model.training:
             return {}
@@ -95,10 +100,11 @@ class RewardTrainer(BatchTrainer):
         return {"random_tokens": random_tokens(inputs, model.vocabulary.size, self.config.seed, epoch)}
 
     def _targets(self, inputs: dict[str, Tensor]) -> Float[Tensor, "b t a"]:
+        """The teacher's rewards, from the batch if they were computed before training."""
         if "targets" in inputs:
             return inputs["targets"]
         assert self.teacher is not None
-        with torch.no_grad(), self.accelerator.autocast():  # in the precision of the student's forward
+        with torch.no_grad(), self.accelerator.autocast():  # in the precision of the student
             return self.teacher.token_rewards(inputs["input_ids"], inputs["attention_mask"]).float()
 
     # --- evaluation ---
@@ -111,55 +117,55 @@ class RewardTrainer(BatchTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, statistics of each utterance, its responses and weight.
+        """Compute the loss, statistics of each text, and its labels and weight.
 
-        Statistics are the rewards at its last token, weighted squared errors if there are labels, and if there is a
-        teacher the distance to it, the number of tokens, and sums of the teacher's rewards and of their squares.
+        The statistics are columns: the rewards at the last token; weighted squared errors if there are labels; and if
+        there is a teacher the squared distance to it, the number of tokens, and the sums of the teacher's rewards and
+        of their squares.
         """
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss, output = self.compute_loss(model, inputs, return_outputs=True)
         reward_model: Any = self.model
         rewards = reward_model.link(output.rewards)
-        mask, responses = inputs["loss_mask"], inputs["responses"]
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        loss_mask, labels = inputs["loss_mask"], inputs["labels"]
+        last = (loss_mask * torch.arange(loss_mask.shape[1], device=loss_mask.device)).argmax(1)
         last_rewards = rewards[torch.arange(len(last), device=last.device), last]
         columns = [last_rewards]
-        if responses.shape[1]:
-            errors = (rewards - responses[:, None]).square() * prefix_weights(mask)[..., None]
+        if labels.shape[1]:
+            errors = (rewards - labels[:, None]).square() * prefix_weights(loss_mask)[..., None]
             columns.append(errors.sum(1))
         if self.config.teacher:
             targets = self._targets(inputs)
-            distance = (rewards - targets).square().mean(-1) * mask
-            columns += [distance.sum(1, keepdim=True), mask.sum(1, keepdim=True).float()]
-            columns += [(targets * mask[..., None]).sum(1), (targets.square() * mask[..., None]).sum(1)]
-        return loss.detach(), torch.cat(columns, dim=1), torch.cat([responses, inputs["weights"][:, None]], dim=1)
+            distance = (rewards - targets).square().mean(-1) * loss_mask
+            columns += [distance.sum(1, keepdim=True), loss_mask.sum(1, keepdim=True).float()]
+            columns += [(targets * loss_mask[..., None]).sum(1), (targets.square() * loss_mask[..., None]).sum(1)]
+        return loss.detach(), torch.cat(columns, dim=1), torch.cat([labels, inputs["weights"][:, None]], dim=1)
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        labels = np.asarray(prediction.label_ids)
-        responses, weights = labels[:, :-1], labels[:, -1]
+        labels, weights = np.split(np.asarray(prediction.label_ids), [-1], axis=1)
         model: Any = self.model
         attributes = model.config.attributes
-        metrics = compute_metrics(np.asarray(prediction.predictions), responses, attributes)
-        if responses.shape[1]:
+        metrics = compute_metrics(np.asarray(prediction.predictions), labels, attributes)
+        if labels.shape[1]:
             train: Any = self.train_dataset
             loss = None if self.config.teacher else self.config.loss
-            metrics |= constant_metrics(responses, weights, train.mean_responses, attributes, loss)
+            metrics |= constant_metrics(labels, weights[:, 0], train.mean_labels, attributes, loss)
         return metrics
 
     def metric_names(self) -> list[str]:
         data: Any = self.eval_dataset
         model: Any = self.model
         a = len(model.config.attributes)
-        responses, weights = data.labels[data.rows], data.weights[data.rows]
-        width = a * (1 + bool(responses.shape[1])) + (2 + 2 * a) * bool(self.config.teacher)
-        labels: Any = np.concatenate([responses, weights[:, None]], axis=1)
-        names = self.metrics(EvalPrediction(np.ones((len(data), width)), labels))
-        return [name for name in names if not name.startswith("constant_")]  # which training does not change
+        labels, weights = data.labels[data.rows], data.weights[data.rows]
+        width = a * (1 + bool(labels.shape[1])) + (2 + 2 * a) * bool(self.config.teacher)
+        label_ids: Any = np.concatenate([labels, weights[:, None]], axis=1)
+        names = self.metrics(EvalPrediction(np.ones((len(data), width)), label_ids))
+        return [name for name in names if not name.startswith("constant_")]  # training does not change these
 
 
-def give_own_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
-    """Move parameters to groups of their own, which keep all other settings."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
+    """Move parameters into groups of the optimizer with another learning rate; their other settings stay."""
     chosen = {id(parameter) for parameter in parameters}
     for group in list(optimizer.param_groups):
         moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
@@ -169,9 +175,9 @@ def give_own_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Pa
 
 
 def random_tokens(inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: int) -> Int[Tensor, "b t"]:
-    """One token per position, uniform, from a hash of row, position, epoch and seed: the same on every machine."""
-    ids = inputs["input_ids"]
-    positions = torch.arange(ids.shape[1], device=ids.device)
+    """A uniformly random token per position, from a hash of row, position, epoch and seed: the same everywhere."""
+    input_ids = inputs["input_ids"]
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     state = inputs["rows"][:, None] * 0x9E3779B1 + positions * 0x85EBCA77 + (epoch * 0x27D4EB2F + seed * 0x165667B1)
     for factor in (0x2C1B3C6D, 0x297A2D39):  # integer mixing in 32 bits, held in 64
         state = state & 0xFFFFFFFF
@@ -180,20 +186,20 @@ def random_tokens(inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: 
     return state % vocab_size
 
 
-def compute_metrics(stats: np.ndarray, responses: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """From what `prediction_step` returns to means over the utterances; AUC and accuracy where labels are binary."""
+def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]) -> dict[str, float]:
+    """Compute means over texts from the statistics of `prediction_step`; for binary labels also AUC and accuracy."""
     a = len(attributes)
     metrics: dict[str, float] = {}
-    if responses.shape[1]:
+    if labels.shape[1]:
         last, errors = stats[:, :a], stats[:, a : 2 * a]
         metrics |= _with_each("weighted_mse", errors, attributes)
-        metrics["last_token_mse"] = float(((last - responses) ** 2).mean())
+        metrics["last_token_mse"] = float(((last - labels) ** 2).mean())
         for column, attribute in enumerate(attributes):
-            label = responses[:, column]
+            label = labels[:, column]
             if set(np.unique(label)) == {0.0, 1.0}:
                 metrics[f"auc_{attribute}"] = area_under_curve(last[:, column], label)
                 metrics[f"accuracy_{attribute}"] = float(((last[:, column] > 0.5) == (label > 0.5)).mean())
-    rest = stats[:, a * (2 if responses.shape[1] else 1) :]
+    rest = stats[:, a * (2 if labels.shape[1] else 1) :]
     if rest.shape[1]:
         distances, tokens, *sums = rest.astype(np.float64).sum(0)
         metrics["distillation_mse"] = float(distances / tokens)
@@ -203,23 +209,23 @@ def compute_metrics(stats: np.ndarray, responses: np.ndarray, attributes: list[s
 
 
 def constant_metrics(
-    responses: np.ndarray, weights: np.ndarray, constant: np.ndarray, attributes: list[str], loss: str | None
+    labels: np.ndarray, weights: np.ndarray, constant: np.ndarray, attributes: list[str], loss: str | None
 ) -> dict[str, float]:
-    """The same numbers of a predictor that always says `constant`, (a,), and its loss where there is one on responses.
+    """Metrics of a predictor that always answers `constant`, (a,), with its loss if `loss` names one on labels.
 
-    The mean of the training responses is the best constant under squared errors and under cross-entropy alike.
+    The mean of the training labels is the best constant under squared error and under cross-entropy.
     """
-    errors = (responses - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
+    errors = (labels - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
     metrics = _with_each("constant_weighted_mse", errors, attributes)
-    if loss == "ce":
-        share = constant.clip(1e-7, 1 - 1e-7)
-        errors = -responses * np.log(share) - (1 - responses) * np.log(1 - share)
     if loss is not None:
-        metrics["constant_loss"] = float((errors.sum(1) * weights).mean())
+        outputs = LOSSES[loss].head_output(torch.from_numpy(constant)).expand(len(labels), 1, -1)
+        one_token = torch.ones(len(labels), 1)
+        found = LOSSES[loss].compute(outputs, one_token, torch.from_numpy(labels), torch.from_numpy(weights))
+        metrics["constant_loss"] = float(found)
     return metrics
 
 
 def _with_each(name: str, errors: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """The mean of errors, (n, a), and of several attributes that of each."""
+    """The mean of errors, (n, a), under `name` and, if there are several attributes, the mean of each attribute."""
     each = {f"{name}_{attribute}": float(errors[:, n].mean()) for n, attribute in enumerate(attributes)}
     return {name: float(errors.mean())} | (each if len(attributes) > 1 else {})

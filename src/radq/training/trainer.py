@@ -1,16 +1,17 @@
-"""The trainer that all of radq's trainings share: steps, logs, checkpoints and the best evaluation.
+"""Base of radq's trainers: optimizer steps, logs, checkpoints and the choice of the best evaluation.
 
-The loss of an optimizer step is the loss of its whole batch, however that is cut: sums are divided by the utterances
-and positions of all micro-batches of all processes. So padding, micro-batches and the number of processes change
-nothing but the draws of a backbone's dropout, and a killed run resumes to the same weights.
+The loss of an optimizer step is the loss of its whole batch: sums are divided by the number of texts or positions in
+all micro-batches of all processes. So padding, micro-batches and the number of processes change only the random numbers
+of a backbone's dropout, and a run that was killed and resumed ends with the same weights.
 """
 
-import json
+import contextlib
 import shutil
 import time
 from abc import abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -28,21 +29,32 @@ from transformers import (
 )
 
 from radq.data.dataset import GlobalBatches, RewardData
-from radq.errors import OptionError, TrainingError
-from radq.files import explained_writing, whole_file
+from radq.errors import DataError, OptionError, RadqError, TrainingError
+from radq.files import append_lines, explained_writing, read_lines, whole_file
 from radq.models.loading import quiet
+from radq.numerics import without_emulation_notice
 from radq.training.arguments import make_arguments
-from radq.training.checkpoints import STATE, find_checkpoints, seal
+from radq.training.checkpoints import STATE, find_checkpoints, write_checksums
 from radq.training.config import TrainingConfig
 
-CHECKPOINTS_KEPT = 2  # and the best one, where the best is asked for
-ROWS_NAMED = 8  # of a batch, in an error
+CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
+STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches
+ROWS_NAMED = 8  # so many rows of a batch are named in an error
+
+
+class StepLoss(NamedTuple):
+    """The loss of one micro-batch, kept on its device until it is checked."""
+
+    step: int
+    loss: Tensor
+    rows: Tensor
 
 
 class BatchTrainer(Trainer):
-    """transformers' Trainer over whole batches: exact accumulation, checkpoints that are whole, metrics.jsonl.
+    """transformers' Trainer over batches of texts of similar length.
 
-    A subclass has `compute_loss`, and `prediction_step`, `metrics` and `metric_names` where it is evaluated.
+    Losses do not depend on micro-batches, checkpoints are complete or not there, and logs go to metrics.jsonl. A
+    subclass defines `compute_loss`, `prediction_step`, `metrics` and `metric_names`.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class BatchTrainer(Trainer):
     ):
         self.settings = config
         self.tokens_seen = 0
+        self.unchecked: list[StepLoss] = []
         super().__init__(
             model=model,
             args=make_arguments(config, eval_dataset is not None, progress),
@@ -63,8 +76,9 @@ class BatchTrainer(Trainer):
             eval_dataset=eval_dataset,
             compute_metrics=self.metrics,
         )
-        self.model_accepts_loss_kwargs = True  # the loss is divided by what the whole optimizer step holds,
-        self.loss_is_scaled_for_ga = True  # so the Trainer must not divide it again
+        # The loss is divided by the texts of the whole optimizer step already; the Trainer must not divide it again.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
         self.batches = GlobalBatches(
             train_dataset.lengths,
             config.batch_size,
@@ -80,22 +94,45 @@ class BatchTrainer(Trainer):
         if self.is_world_process_zero():
             self.add_callback(_MetricsCallback(Path(config.out) / "metrics.jsonl"))
         if config.chooses_best and config.best_metric not in (names := ["loss", *self.metric_names()]):
-            raise OptionError(f"metric is {config.best_metric!r}.", f"the evaluation has {', '.join(names)}.")
+            raise OptionError(
+                f"metric must be one of {', '.join(names)}, got {config.best_metric!r}.", "choose one of these."
+            )
 
-    def collate(self, batch: Any) -> Any:
-        """The data set returns whole batches."""
-        return batch
+    def train_and_evaluate(self, checkpoint: Path | None) -> dict[str, float]:
+        """Train, from a checkpoint if one is given, evaluate the weights at the end, and return the metrics of both."""
+        with without_emulation_notice():
+            try:
+                result = self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+                self._check_losses()
+                metrics = dict(result.metrics) | (self.evaluate() if self.eval_dataset is not None else {})
+            except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+                if isinstance(error, RadqError) or not self.settings.trainer:
+                    raise
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                raise OptionError(
+                    f"transformers' Trainer failed with the settings {self.settings.trainer}: {reason}",
+                    "change or remove them under `trainer:`.",
+                ) from error
+        if self.settings.chooses_best and self.state.best_global_step:
+            metrics["best_step"] = self.state.best_global_step
+        return metrics
 
     @abstractmethod
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Compute the metrics from what `prediction_step` has returned for all batches."""
+        """Compute the metrics from the results of `prediction_step` for all batches."""
 
     @abstractmethod
     def metric_names(self) -> list[str]:
-        """The names of the metrics that `metrics` will return for the evaluation data."""
+        """Names of the metrics that `metrics` returns for the evaluation data."""
+
+    # --- batches ---
+
+    def collate(self, batch: Any) -> Any:
+        """Return the batch as it is: the data set makes whole batches, not single rows."""
+        return batch
 
     def get_train_dataloader(self) -> DataLoader:
-        # not prepared by accelerate, which would repeat rows to fill the last batch
+        # accelerate does not prepare this loader: it would repeat rows to fill the last batch
         data: Any = self.train_dataset
         return DataLoader(
             data,
@@ -105,60 +142,75 @@ class BatchTrainer(Trainer):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Utterances and positions of the whole optimizer step, over all micro-batches and processes."""
+        """Number of texts and of positions in the whole optimizer step, over all micro-batches and processes."""
         counts = torch.stack([count_items(batch["loss_mask"]) for batch in batch_samples]).sum(0).to(device)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
 
-    def share(self, mask: Tensor, num_items_in_batch: Tensor | None) -> Float[Tensor, "2"]:
-        """How much of the utterances and positions of the whole optimizer step is here."""
-        here = count_items(mask)
+    def share(self, loss_mask: Tensor, num_items_in_batch: Tensor | None) -> Float[Tensor, "2"]:
+        """Share of a micro-batch in the texts and in the positions of the whole optimizer step."""
+        here = count_items(loss_mask)
         if num_items_in_batch is None:
             return here / here.clamp(min=1)
-        return here / num_items_in_batch.clamp(min=1) * self.args.world_size  # processes are averaged later
+        return here / num_items_in_batch.clamp(min=1) * self.args.world_size  # the mean over processes is taken later
 
-    # --- log, checkpoints ---
+    # --- losses and weights must be finite ---
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.unchecked.append(StepLoss(self.state.global_step + 1, loss, inputs["rows"]))
+        if len(self.unchecked) >= STEPS_UNCHECKED:
+            self._check_losses()
+        return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._check_losses()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _check_losses(self) -> None:
+        """Stop at a loss that is NaN or infinite, before it is logged and weights after it are saved or evaluated.
+
+        Reading a loss makes the program wait for the GPU, so losses are read all together and not in every step.
+        """
+        unchecked, self.unchecked = self.unchecked, []
+        if not unchecked or bool(torch.stack([step.loss for step in unchecked]).isfinite().all()):
+            return
+        first = next(step for step in unchecked if not bool(step.loss.isfinite()))
+        rows = [str(row + 1) for row in first.rows.tolist()]
+        named = ", ".join(rows[:ROWS_NAMED]) + (", …" if len(rows) > ROWS_NAMED else "")
+        raise TrainingError(
+            f"the loss is {first.loss.item()} at step {first.step}, in a batch with the rows {named} "
+            "(counted from 1 over all data, without those left out).",
+            f"lower --learning-rate, or look at these rows; {self._last_checkpoint()}.",
+        )
+
+    def _check_weights(self) -> None:
+        """Refuse to save weights that are NaN or infinite; a step that is too large makes them from a finite loss."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]  # pyright: ignore
+        if trained and not bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all()):
+            raise TrainingError(
+                f"the weights are not finite after step {self.state.global_step}.",
+                f"lower --learning-rate; {self._last_checkpoint()}.",
+            )
+
+    def _last_checkpoint(self) -> str:
+        kept = find_checkpoints(self.settings.out)
+        return f"the last good checkpoint is {str(kept[-1])!r}" if kept else "there is no checkpoint yet"
+
+    # --- logs and checkpoints ---
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and start_time is not None:
             logs["tokens_per_second"] = round(self.tokens_seen * self.args.world_size / (time.time() - start_time))
         super().log(logs, start_time)
 
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Stop at the first loss that is no number: what comes after it is lost."""
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        if not bool(loss.isfinite()):
-            rows = [str(row + 1) for row in inputs["rows"].tolist()]
-            named = ", ".join(rows[:ROWS_NAMED]) + (", …" if len(rows) > ROWS_NAMED else "")
-            raise TrainingError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, in a batch with the rows {named} "
-                "(counted from 1 over all data, without those left out).",
-                f"lower --learning-rate, or look at these rows; {self._kept()}.",
-            )
-        return loss
-
-    def _check_weights(self) -> None:
-        """Save no weights that are no numbers, as a step that is too long leaves them after a finite loss."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]  # pyright: ignore
-        if trained and not bool(torch.stack([parameter.isfinite().all() for parameter in trained]).all()):
-            raise TrainingError(
-                f"the weights are not finite after step {self.state.global_step}.",
-                f"lower --learning-rate; {self._kept()}.",
-            )
-
-    def _kept(self) -> str:
-        kept = find_checkpoints(self.settings.out)
-        return f"the last good checkpoint is {str(kept[-1])!r}" if kept else "there is no checkpoint yet"
-
     def _get_output_dir(self, trial: Any) -> str:
         return str(Path(self.settings.out) / ".saving")
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Beside, then in one move to its place: a checkpoint is whole or not there."""
-        out, saving, name = (
-            Path(self.settings.out),
-            Path(self._get_output_dir(trial)),
-            f"checkpoint-{self.state.global_step}",
-        )
+        """Save into another folder and then rename it, so that a checkpoint is complete or not there."""
+        out, saving = Path(self.settings.out), Path(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
         self._check_weights()
         if self.is_world_process_zero():
             shutil.rmtree(saving, ignore_errors=True)
@@ -170,28 +222,31 @@ class BatchTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
                     self.state.save_to_json(str(saving / name / STATE))
-                    seal(saving / name)
+                    write_checksums(saving / name)
                     shutil.rmtree(out / name, ignore_errors=True)
                     (saving / name).rename(out / name)
         finally:
             if self.is_world_process_zero():
                 shutil.rmtree(saving, ignore_errors=True)
         if self.is_world_process_zero():
-            for old in find_checkpoints(out)[:-CHECKPOINTS_KEPT]:
-                if str(old) != self.state.best_model_checkpoint:
-                    shutil.rmtree(old, ignore_errors=True)
+            self._delete_old_checkpoints(out)
         self.accelerator.wait_for_everyone()
+
+    def _delete_old_checkpoints(self, out: Path) -> None:
+        for old in find_checkpoints(out)[:-CHECKPOINTS_KEPT]:
+            if str(old) != self.state.best_model_checkpoint:
+                shutil.rmtree(old, ignore_errors=True)
 
     # --- the best evaluation ---
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Save what is the best so far; stop where too many evaluations were no better."""
+        """Ask for a checkpoint if this evaluation is the best; stop after too many evaluations without a new best."""
         better = super()._determine_best_metric(metrics, trial)
         if self.settings.chooses_best and better:
             self.control.should_save = True
         elif self.settings.early_stopping and self._evaluations_since_best() >= self.settings.early_stopping:
             self.control.should_training_stop = True
-            self.control.should_save = False  # a run that is resumed takes these steps again, and stops here again
+            self.control.should_save = False  # a resumed run repeats these steps and stops here again
         return better
 
     def _evaluations_since_best(self) -> int:
@@ -199,27 +254,27 @@ class BatchTrainer(Trainer):
         return sum(name in line and line["step"] > best for line in self.state.log_history)
 
     def _load_best_model(self) -> None:
-        with quiet():  # it would report the weights of a frozen backbone, which no checkpoint holds
+        with quiet():  # transformers would report the weights of a frozen backbone, which no checkpoint holds
             super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with quiet():  # it would report those, and tied weights, which are stored once
+        with quiet():  # transformers would report these weights and tied weights, which are stored once
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 def point_to_best(state: TrainerState, out: Path) -> None:
-    """Where the best checkpoint lies: the Trainer has seen it where it was saved before it was moved."""
+    """Set the folder of the best checkpoint: the Trainer remembers the folder in which it was saved before the move."""
     if state.best_global_step:
         state.best_model_checkpoint = str(out / f"checkpoint-{state.best_global_step}")
 
 
-def count_items(mask: Tensor) -> Float[Tensor, "2"]:
-    """Utterances and positions."""
-    return torch.stack([mask.any(1).sum(), mask.sum()]).float()
+def count_items(loss_mask: Tensor) -> Float[Tensor, "2"]:
+    """Number of texts and of positions in a mask."""
+    return torch.stack([loss_mask.any(1).sum(), loss_mask.sum()]).float()
 
 
 class _EpochCallback(TrainerCallback):
-    """Tells the batches which epoch it is."""
+    """Tells the sampler of batches which epoch it is."""
 
     def __init__(self, batches: GlobalBatches):
         self.batches = batches
@@ -231,7 +286,7 @@ class _EpochCallback(TrainerCallback):
 
 
 class _RunCallback(TrainerCallback):
-    """Lets a resumed run take its steps from its settings, not from the checkpoint, and evaluates the last weights."""
+    """Takes log, evaluation and save steps from the settings, not from a checkpoint, and evaluates the last weights."""
 
     def __init__(self, config: TrainingConfig):
         self.config = config
@@ -248,7 +303,7 @@ class _RunCallback(TrainerCallback):
 
 
 class _MetricsCallback(TrainerCallback):
-    """metrics.jsonl: a line per log. A resumed run drops the lines of steps it takes again."""
+    """Writes a line of metrics.jsonl per log. A resumed run first drops the lines of steps that it repeats."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -257,10 +312,14 @@ class _MetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.file.read_text(errors="replace").splitlines() if self.file.exists() else []
-        kept = [line for line in lines if _step(line) <= state.global_step]
-        with whole_file(self.file) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in kept))
+        kept = [row for row in self._read() if row["step"] <= state.global_step]
+        with whole_file(self.file) as temporary, temporary.open("wb") as stream:
+            append_lines(stream, kept)
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Rows up to the first damaged line; metrics are a record, so damage does not keep a run from going on."""
+        with contextlib.suppress(FileNotFoundError, DataError):
+            yield from read_lines(self.file)
 
     def on_log(
         self,
@@ -270,13 +329,5 @@ class _MetricsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        with self.file.open("a") as stream:
-            stream.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **(logs or {})}) + "\n")
-
-
-def _step(line: str) -> float:
-    """The step that a line of metrics.jsonl belongs to; infinity for a line that a kill or a full disk has cut."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        with self.file.open("ab") as stream:
+            append_lines(stream, [{"step": state.global_step, "epoch": state.epoch, **(logs or {})}])
