@@ -1,4 +1,4 @@
-"""Values of a dataclass's fields, checked against their types and ranges before anything is done with them.
+"""Dataclasses as settings: values are checked against the types and ranges of the fields, and read from YAML.
 
     batch_size: Annotated[int, Range(1)] = 100
 
@@ -6,11 +6,17 @@ A value of another type is refused by name, and so is a number outside its range
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from radq.errors import OptionError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Range:
     high: float = math.inf
     without_low: bool = False
     without_high: bool = False
-    also: int | None = None  # one number outside the range, which has a meaning of its own
+    also: int | None = None  # one number outside the range that has a meaning of its own
 
     def __contains__(self, number: float) -> bool:
         above = number > self.low if self.without_low else number >= self.low
@@ -29,7 +35,7 @@ class Range:
         return (above and below) or number == self.also
 
     def __str__(self) -> str:
-        low = f"more than {self.low:,}" if self.without_low else f"{self.low:,} or more"
+        low = f"{'more than' if self.without_low else 'at least'} {self.low:,}"
         high = f"{'less than' if self.without_high else 'at most'} {self.high:,}"
         parts = [low] if math.isinf(self.high) else [high] if math.isinf(self.low) else [low, high]
         return " and ".join(parts) + ("" if self.also is None else f", or {self.also}")
@@ -38,84 +44,123 @@ class Range:
 COUNT = Range(1, 2**31 - 1)
 
 
+def read_yaml(file: str | Path, kind: type[T]) -> T:
+    """Read a YAML file of names and values into the dataclass `kind`, whose fields may be dataclasses themselves.
+
+    An error names the file and the place in it.
+    """
+    try:
+        stored = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise OptionError(f"cannot read {str(file)!r}: {reason}.", "give a YAML file.") from error
+    return _build({} if stored is None else stored, kind, repr(str(file)))
+
+
 def check_values(settings: Any) -> None:
-    """Refuse values of a dataclass of another type or outside their range; 3.0 becomes 3 where a whole one is meant."""
+    """Refuse values of another type or out of range in a dataclass; 3.0 becomes 3 in a field for integers."""
     for name, wanted in get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
-        setattr(settings, name, convert(value, wanted, f"{name} is {value!r}."))
+        object.__setattr__(settings, name, _convert(getattr(settings, name), wanted, name))  # it may be frozen
 
 
-def convert(value: Any, wanted: Any, problem: str) -> Any:
-    """The value as its type wants it; YAML reads 1e-5 as text and knows no tuples. `problem` says what it is."""
+def _build(value: Any, kind: type[T], place: str) -> T:
+    if isinstance(value, kind):
+        return value
+    hints = get_type_hints(kind, include_extras=True)
+    if not isinstance(value, dict):
+        raise OptionError(f"{place} must hold names with values, got {value!r}.", f"it takes {', '.join(hints)}.")
+    for name in value:
+        if name not in hints:
+            raise OptionError(f"{place} sets {name!r}, which is no option.", f"choose from {', '.join(hints)}.")
+    for field in fields(kind):  # pyright: ignore[reportArgumentType]
+        if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
+            raise OptionError(f"{place} has no {field.name!r}.", f"add {field.name!r} with its value.")
+    return kind(**{name: _convert(item, hints[name], f"{place}: {name}") for name, item in value.items()})
+
+
+def _convert(value: Any, wanted: Any, place: str) -> Any:
+    """Convert a value to the type of its field: YAML reads 1e-5 as a text and knows no tuples."""
     origin, parts = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return value
+    if is_dataclass(wanted):
+        return _build(value, wanted, place)  # pyright: ignore[reportArgumentType]
     if origin is Annotated:
-        value = convert(value, parts[0], problem)
+        value = _convert(value, parts[0], place)
         for limits in parts[1:]:
             if isinstance(limits, Range) and value is not None and value not in limits:
-                raise OptionError(problem, f"give {limits}.")
+                raise _wrong(place, value, str(limits), "choose a number in this range.")
         return value
     if origin in (Union, UnionType):
         (rest,) = (part for part in parts if part is not NoneType)
-        return None if value is None else convert(value, rest, problem)
+        return None if value is None else _convert(value, rest, place)
     if origin is Literal:
         if value not in parts:
-            raise OptionError(problem, f"choose one of {', '.join(map(str, parts))}.")
+            raise _wrong(place, value, f"one of {', '.join(map(str, parts))}", "choose one of these.")
         return value
-    return CONVERSIONS[origin or wanted](value, parts, problem)
+    return CONVERSIONS[origin or wanted](value, parts, place)
 
 
-def _number(value: Any, parts: Any, problem: str) -> float:
+def _wrong(place: str, value: Any, allowed: str, hint: str) -> OptionError:
+    return OptionError(f"{place} must be {allowed}, got {value!r}.", hint)
+
+
+def _finite(value: Any) -> float:
+    """The value as a float; NaN where it is no finite number."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (OverflowError, TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise OptionError(problem, "finite numbers are needed there.")
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _number(value: Any, parts: Any, place: str) -> float:
+    number = _finite(value)
+    if math.isnan(number):
+        raise _wrong(place, value, "a finite number", "give a number such as 0.5.")
     return number
 
 
-def _integer(value: Any, parts: Any, problem: str) -> int:
-    number = _number(value, parts, problem)
-    if number != int(number):
-        raise OptionError(problem, "give a whole number.")
+def _integer(value: Any, parts: Any, place: str) -> int:
+    number = _finite(value)
+    if math.isnan(number) or number != int(number):
+        raise _wrong(place, value, "a whole number", "give a number such as 3.")
     return value if isinstance(value, int) else int(number)
 
 
-def _boolean(value: Any, parts: Any, problem: str) -> bool:
+def _boolean(value: Any, parts: Any, place: str) -> bool:
     if not isinstance(value, bool):
-        raise OptionError(problem, "give true or false.")
+        raise _wrong(place, value, "true or false", "choose one of these, without quotes.")
     return value
 
 
-def _text(value: Any, parts: Any, problem: str) -> str:
+def _text(value: Any, parts: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise OptionError(problem, "give one text; in YAML, quotes make a text of a number.")
+        raise _wrong(place, value, "one text", "give one text; in YAML, quotes turn a number into a text.")
     if "\0" in value:
-        raise OptionError(problem, "null characters have no place there.")
+        raise _wrong(place, value, "a text without null characters", "remove the null characters.")
     return value
 
 
-def _list(value: Any, parts: Any, problem: str) -> list[Any]:
-    """A single text stands for the list of it."""
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list | tuple):
-        raise OptionError(problem, "give a list.")
-    return [convert(item, parts[0], problem) for item in values]
+def _list(value: Any, parts: Any, place: str) -> list[Any]:
+    """Convert the items of a list; a single item stands for the list that holds it alone."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [_convert(item, parts[0], place) for item in items]
 
 
-def _tuple(value: Any, parts: Any, problem: str) -> tuple[Any, ...]:
+def _tuple(value: Any, parts: Any, place: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or len(value) != len(parts):
-        raise OptionError(problem, f"give a list of {len(parts)}; numbers are needed there.")
-    return tuple(convert(item, part, problem) for item, part in zip(value, parts, strict=True))
+        raise _wrong(place, value, f"a list of {len(parts)} numbers", "write it as [0, 1].")
+    return tuple(_convert(item, part, place) for item, part in zip(value, parts, strict=True))
 
 
-def _dictionary(value: Any, parts: Any, problem: str) -> dict[str, Any]:
+def _dictionary(value: Any, parts: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise OptionError(problem, "give names with values.")
-    return value
+        raise _wrong(place, value, "names with values", "write it as {name: value}; in YAML, quotes make texts.")
+    return {name: _convert(item, parts[1], f"{place}: {name}") for name, item in value.items()}
 
 
-CONVERSIONS = {
+CONVERSIONS: dict[Any, Callable[[Any, Any, str], Any]] = {
     int: _integer,
     float: _number,
     bool: _boolean,

@@ -432,9 +432,9 @@ def test_mistakes_are_named(settings: RewardTrainingConfig, calm_toy: Path, lm_f
         ({"out": ""}, "no run folder"),
         ({"labels": ""}, "no labels"),
         ({"backbone": ""}, "no model to start from"),
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1.*got 0"),
         ({"lora_rank": 4, "backbone": "", "init": "x"}, "lora_rank is 4"),
-        ({"eval_share": 1.0}, "eval_share is 1.0"),
+        ({"eval_share": 1.0}, "eval_share must be .*less than 1, got 1.0"),
         ({"labels": "praise,blame"}, "no column 'blame'.*text, praise"),
         ({"teacher": "x", "kind": "v"}, "kind is 'v'"),
         ({"backbone": str(lm_folders["gpt2"])}, "no tokenizer"),
@@ -482,7 +482,7 @@ def test_settings_come_from_yaml_and_flags_win(
     assert (numbers.learning_rate, numbers.epochs, numbers.label_range) == (1e-5, 3.0, (1.0, 5.0))
     for wrong in ("learning_rate: fast", "batch_size: many", "label_range: 3"):
         file.write_text(wrong)
-        with pytest.raises(OptionError, match="numbers are needed"):
+        with pytest.raises(OptionError, match="number"):
             load_settings(file)
     file.write_text("learning_rat: 1\n")
     assert main(["train", "--config", str(file), *out]) == 2

@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-import yaml
 
 from radq.errors import OptionError
-from radq.settings import COUNT, Range, check_values, convert
+from radq.settings import COUNT, Range, check_values, read_yaml
 
 RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
 BELOW_ONE = Range(0, 1, without_high=True)
@@ -204,17 +203,5 @@ Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
 def load_settings(file: str | Path, kind: type[Settings] = RewardTrainingConfig) -> Settings:
-    """A configuration from YAML."""
-    try:
-        stored = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise OptionError(f"cannot read {str(file)!r}: {reason}.", "give a YAML file.") from error
-    if not isinstance(stored, dict):
-        raise OptionError(f"{str(file)!r} holds a {type(stored).__name__}.", "give a YAML file of names and values.")
-    known = get_type_hints(kind, include_extras=True)
-    for name in stored:
-        if name not in known:
-            raise OptionError(f"{str(file)!r} sets {name!r}, which is no option.", f"there are {', '.join(known)}.")
-        stored[name] = convert(stored[name], known[name], f"{str(file)!r} sets {name!r} to {stored[name]!r}.")
-    return kind(**stored)
+    """Read the settings of a training from YAML."""
+    return read_yaml(file, kind)
