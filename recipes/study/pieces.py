@@ -26,12 +26,11 @@ import torch
 import yaml
 from jobs import Job, run_all, shown, write
 
-from radq.evaluation.judges.base import load_judge
 from radq.evaluation.judges.encoders import load_encoder
+from radq.evaluation.judges.models import load_judge
 from radq.evaluation.metrics import Cell, measure
 from radq.files import read_lines
 from radq.models.loading import find_device
-from radq.numerics import area_under_curve
 
 RECIPES = Path(__file__).resolve().parent.parent
 HERE = RECIPES / "study"
@@ -132,6 +131,7 @@ def train(jobs: int) -> None:
 def judges(jobs: int) -> None:
     """Rank correlation and AUC on texts that a judge has not seen."""
     from scipy.stats import spearmanr
+    from sklearn.metrics import roc_auc_score
 
     kinds = {"toxicity": "reward:models/judge-toxicity", "sentiment": "reward:models/judge-sentiment"}
     kinds["bert-tiny"] = "onnx:toxicity-bert-tiny"
@@ -144,7 +144,7 @@ def judges(jobs: int) -> None:
         labels = np.array([row[task] for row in rows])
         metrics = {
             "spearman": float(spearmanr(scores, labels).statistic),
-            "auc": area_under_curve(scores, labels),
+            "auc": float(roc_auc_score(labels > 0.5, scores)),
             "accuracy": float(((scores > 0.5) == (labels > 0.5)).mean()),
         }
         write(f"judges/{name}.json", {"judge": specification, "rows": {"unseen": len(rows)}, "metrics": metrics})

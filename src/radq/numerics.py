@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int, Num
-from scipy.stats import rankdata
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.errors import MemoryLimitError
@@ -117,10 +115,3 @@ def peak_memory(device: str = "cpu") -> int:
         return torch.mps.driver_allocated_memory()  # now: Apple's GPUs keep no peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def area_under_curve(scores: Num[np.ndarray, " n"], labels: Num[np.ndarray, " n"]) -> float:
-    """The probability that a positive scores above a negative; ties count half."""
-    positive = labels > 0.5
-    n, m = int(positive.sum()), int((~positive).sum())
-    return float((rankdata(scores)[positive].sum() - n * (n + 1) / 2) / (n * m))

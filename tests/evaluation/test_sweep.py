@@ -30,8 +30,8 @@ PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the 
 
 SMALL_BATCHES = {  # so that the texts of a cell fill several
     "radq.evaluation.judges.readers:BATCH_SIZE": 3,
-    "radq.evaluation.judges.base:BATCH_SIZE": 3,
-    "radq.evaluation.judges.readers:TransformersReader.together": 7,
+    "radq.evaluation.judges.models:BATCH_SIZE": 3,
+    "radq.evaluation.judges.readers:TransformersReader.group_size": 7,
 }
 
 

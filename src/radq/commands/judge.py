@@ -79,7 +79,8 @@ def run(arguments: Score | Train) -> None:
 
 def _score(arguments: Score) -> None:
     from radq.commands.console import print_json
-    from radq.evaluation.judges.base import CachedJudge, load_judge
+    from radq.evaluation.judges.base import CachedJudge
+    from radq.evaluation.judges.models import load_judge
     from radq.models.loading import find_device
 
     texts = _read_texts(arguments)

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation import metrics
-from radq.evaluation.judges.base import CachedJudge, Judge, load_judge
+from radq.evaluation.judges.base import CachedJudge, Judge
 from radq.evaluation.judges.encoders import Encoder, load_encoder
+from radq.evaluation.judges.models import load_judge
 from radq.evaluation.metrics import Bootstrap, compare_at_equal_perplexity
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, Cell, JudgeUse, Sweep
