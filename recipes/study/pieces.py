@@ -28,7 +28,7 @@ from jobs import Job, run_all, shown, write
 
 from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.judges.models import load_judge
-from radq.evaluation.metrics import Cell, measure
+from radq.evaluation.metrics import ScoredTexts, measure
 from radq.files import read_lines
 from radq.models.loading import find_device
 
@@ -254,7 +254,7 @@ def mauve_of_sweep(file: Path, done: set[tuple[str, str, str]]) -> None:
         features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
         reference.setdefault(group, features)  # the unguided cell comes first
         if (sweep, cell, group) not in done:
-            found = measure(["mauve"], Cell(texts, features=features, reference=reference[group]))["mauve"]
+            found = measure(["mauve"], ScoredTexts(texts, features=features, reference=reference[group]))["mauve"]
             row = {"sweep": sweep, "cell": cell, "group": group, "value": found.value}
             with Path("mauve.jsonl").open("a") as stream:
                 stream.write(json.dumps(row | {"low": found.low, "high": found.high}) + "\n")

@@ -1,4 +1,4 @@
-"""Writing to users' disks whole or not at all, files of JSON lines, and fingerprints of contents."""
+"""Files and folders that are written as a whole or not at all, files of JSON lines, and fingerprints of contents."""
 
 import hashlib
 import json
@@ -119,14 +119,14 @@ def whole_file(target: str | Path) -> Iterator[Path]:
 
 
 def append_lines(stream: BinaryIO, rows: list[dict[str, Any]]) -> None:
-    """In one piece, and to the disk."""
+    """Append rows to a jsonl file in one write, and wait until they are on the disk."""
     stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     stream.flush()
     os.fsync(stream.fileno())
 
 
-def mend(file: Path) -> None:
-    """Cut off a torn last line, so that more can be appended."""
+def drop_partial_last_line(file: Path) -> None:
+    """Cut off a last line without its end, as a killed process leaves it, so that more lines can be appended."""
     if file.exists():
         data = file.read_bytes()
         if not data.endswith(b"\n"):
@@ -134,17 +134,32 @@ def mend(file: Path) -> None:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a jsonl file; a torn last line, of a process that was killed, is none."""
+    """Read the rows of a jsonl file; a partial last line, as a killed process leaves it, is left out."""
+    return (row for _, row in read_numbered_lines(file))
+
+
+def read_numbered_lines(file: Path, notes: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read the rows of a jsonl file with the numbers of their lines; blank lines are skipped.
+
+    A partial last line is left out, and `notes` then gets a sentence about it.
+    """
     with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
                 if not line.endswith(b"\n"):
+                    if notes is not None:
+                        notes.append(f"{file}, line {number}: the last line is cut off, and left out.")
                     return
+                shown = repr(line.decode(errors="replace").strip())
+                shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
                 raise DataError(
-                    f"{str(file)!r}, line {number} is damaged.", "remove the line, or make it anew."
+                    f"{file}, line {number} is damaged: {shown}.", "remove the line, or make the file again."
                 ) from error
+            yield number, row
 
 
 LENGTH = 24  # hexadecimal digits

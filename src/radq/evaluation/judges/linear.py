@@ -71,7 +71,7 @@ class LinearModel:
     def fit(
         cls, features: Float[np.ndarray, "n d"], labels: Float[np.ndarray, " n"], split: Split, card: Card
     ) -> "LinearModel":
-        """Fit on labels from 0 to 1. Labels in between are probabilities; in the metrics, those above 0.5 are positive."""
+        """Fit on labels from 0 to 1. Those in between are probabilities; metrics take labels above 0.5 as positive."""
         fits = fit_path(features[split.fitted], labels[split.fitted])
         models = [cls(weight, bias, card) for weight, bias in fits]
         losses = [log_loss(model.logits(features[split.chosen_on]), labels[split.chosen_on]) for model in models]
@@ -113,7 +113,7 @@ class LinearModel:
 
 
 def split_rows(labels: Float[np.ndarray, " n"], share: float = 0.1, seed: int = 0) -> Split:
-    """Split rows at random: a share to choose on, as many to measure on, the rest to fit; each part has both classes."""
+    """Split rows at random: a share to choose on, as many to measure on, the rest to fit. Each has both classes."""
     if not 0 < share <= 0.4:
         raise OptionError(
             f"held_out must be more than 0 and at most 0.4, got {share}.", "give a smaller share: it is taken twice."
@@ -127,7 +127,7 @@ def split_rows(labels: Float[np.ndarray, " n"], share: float = 0.1, seed: int = 
         if len(rows) < 3:
             raise DataError(
                 f"a judge needs at least 3 {kind} rows, got {len(rows)}.",
-                "add rows whose label is on that side of 0.5.",
+                "add some to the data.",
             )
         size = min(max(1, round(share * len(rows))), (len(rows) - 1) // 2)
         kinds.append((rows[2 * size :], rows[:size], rows[size : 2 * size]))

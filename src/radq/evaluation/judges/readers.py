@@ -186,7 +186,7 @@ def _open_tokenizer(folder: Path) -> Any:
 
 
 def _max_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
-    """The longest text for both model and tokenizer; in the RoBERTa family, positions begin after the padding token's."""
+    """The most tokens that model and tokenizer take; positions of RoBERTa begin after that of the padding token."""
     limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)]
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name:
