@@ -25,7 +25,7 @@ def run(arguments: Arguments) -> None:
     from dataclasses import asdict
 
     from radq.commands.console import print_json
-    from radq.report.report import write_report
+    from radq.report.write import write_report
 
     report = write_report(arguments.runs, arguments.out, arguments.published)
     if arguments.json:

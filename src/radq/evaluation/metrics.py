@@ -491,3 +491,7 @@ METRICS: dict[str, Metric] = {
         axis="MAUVE (→ closer to unguided)",
     ),
 }
+
+# The metrics of trade-off plots: attributes (up) against fluency (across).
+ATTRIBUTE_METRICS = tuple(name for name, metric in METRICS.items() if metric.axis and metric.needs_judge)
+FLUENCY_METRICS = tuple(name for name, metric in METRICS.items() if metric.axis and not metric.needs_judge)

@@ -13,9 +13,9 @@ from sweep_folders import BAD_GUIDE, BETAS, COST, GUIDES, HOSTILE, Page, lines_o
 
 from radq.cli import main
 from radq.errors import OptionError
-from radq.report.report import write_report
 from radq.report.results import read_runs
 from radq.report.tables import difference_table
+from radq.report.write import write_report
 
 SHOWN_HOSTILE = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
 
