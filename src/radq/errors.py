@@ -1,7 +1,7 @@
-"""Errors a user can act on: what was wrong, with the value, and a hint at the way out.
+"""Errors a user can act on: the message says what was wrong, with the value, and the hint says what to do.
 
 Every class is also the stdlib type a caller would expect. The command line prints `error: … hint: …` and exits with 2.
-`explain` finds such a line also for errors of other libraries that are a matter of the machine and not of the code.
+`explain` finds such a line also for errors of other libraries that come from the machine, such as a full disk.
 """
 
 import errno
@@ -21,7 +21,7 @@ class RadqError(Exception):
 
 
 class OptionError(RadqError, ValueError):
-    """An argument outside its range."""
+    """An argument with a value that is not allowed."""
 
 
 class ModelError(RadqError, OSError):
@@ -33,7 +33,7 @@ class CheckpointError(RadqError, ValueError):
 
 
 class DataError(RadqError, ValueError):
-    """A file that cannot be read, or a row in it that makes no sense."""
+    """A file that cannot be read, or a row with a value that is not allowed."""
 
 
 class UnknownAttributeError(RadqError, KeyError):
@@ -57,37 +57,48 @@ class TrainingError(RadqError, ArithmeticError):
 
 
 class WriteError(RadqError, OSError):
-    """A disk that is full, or does not take what is written to it."""
+    """A file that could not be written, for example because the disk is full."""
 
 
 class MemoryLimitError(RadqError, MemoryError):
-    """Work that does not fit this machine."""
+    """Work that needs more memory than the machine has."""
 
 
-# What libraries say when memory or disk is full, in errors whose type says nothing.
+# Messages of libraries about full memory and failed writes, in errors whose type does not tell.
 FULL_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 FAILED_WRITE = re.compile(r"os error \d+|PytorchStreamWriter failed|No space left|unexpected pos", re.IGNORECASE)
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for the user about an error that is theirs or their machine's; None for what must be a bug."""
+    """One line for the user about an error of their input or their machine; None for an error that must be a bug."""
     if isinstance(error, RadqError):
         return _one_line(str(error))
-    if isinstance(error, OSError):
-        return _explain_os_error(error)
-    reason = _one_line(str(error)) or type(error).__name__
+    reason = _reason(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and FULL_MEMORY.search(reason)):
         return f"memory is full: {reason}. hint: use smaller batches, shorter texts or a smaller model."
-    if FAILED_WRITE.search(reason) and (isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"):
+    reason = find_file_problem(error)
+    if reason is None:
+        return None
+    if not isinstance(error, OSError):
         return f"a file cannot be read or written: {reason}. hint: is the disk full, or the file damaged?"
+    place = "" if error.filename is None else f"{str(error.filename)!r}: "
+    hint = "make room on the disk." if error.errno == errno.ENOSPC else "check the path, and who may read and write it."
+    return f"{place}{reason}. hint: {hint}"
+
+
+def find_file_problem(error: BaseException) -> str | None:
+    """The reason why a file could not be read or written; None if the error is not about files."""
+    if isinstance(error, OSError):
+        return error.strerror or _reason(error)
+    if isinstance(error, RuntimeError) and FAILED_WRITE.search(str(error)):  # torch's message tells byte positions only
+        return "a file was written only in part"
+    if type(error).__name__ == "SafetensorError" and FAILED_WRITE.search(str(error)):
+        return _reason(error)
     return None
 
 
-def _explain_os_error(error: OSError) -> str:
-    what = error.strerror or _one_line(str(error)) or type(error).__name__
-    place = "" if error.filename is None else f"{str(error.filename)!r}: "
-    hint = "make room on the disk." if error.errno == errno.ENOSPC else "check the path, and who may read and write it."
-    return f"{place}{what}. hint: {hint}"
+def _reason(error: BaseException) -> str:
+    return _one_line(str(error)).rstrip(".") or type(error).__name__
 
 
 def _one_line(text: str) -> str:
@@ -95,7 +106,7 @@ def _one_line(text: str) -> str:
 
 
 def require_package(module: str, extra: str) -> Any:
-    """The module, or an error that names the extra it comes with."""
+    """Import a module, or raise an error that names the extra of radq that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

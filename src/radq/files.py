@@ -1,4 +1,4 @@
-"""Files and folders that are written as a whole or not at all, files of JSON lines, and fingerprints of contents."""
+"""Files and folders written completely or not at all, files of JSON lines, and fingerprints of contents."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radq.errors import DataError, OptionError, RadqError, WriteError
+from radq.errors import DataError, OptionError, RadqError, WriteError, find_file_problem
 
-# What a saved model and its tokenizer may consist of: a second save into the same folder replaces all of it.
+# Files that a saved model and its tokenizer may consist of: a second save into the same folder replaces all of them.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -34,13 +34,14 @@ MODEL_FILES = (
 
 
 def default_cache_folder() -> Path:
+    """Folder for tokenised data in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radq"
 
 
 def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what: str) -> None:
-    """Refuse to write into a folder that holds something else: it must be new, empty, or hold `what` already.
+    """Refuse to write into a folder with other files in it: it must be new, empty, or hold `what` already.
 
-    `is_own` says whether a folder holds `what`, which a message names: "a radq run".
+    `is_own` tells whether a folder holds `what`, which the error message names, for example "a radq run".
     """
     folder = Path(folder)
     if folder.is_dir() and (is_own(folder) or not any(folder.iterdir())):
@@ -52,28 +53,25 @@ def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what:
 
 @contextmanager
 def explained_writing(target: str | Path) -> Iterator[None]:
-    """Turn what torch and safetensors raise where a disk is full into one error that names the place."""
-    from safetensors import SafetensorError
-
+    """Turn errors of failed writes inside the block, also those of torch and safetensors, into one naming `target`."""
     try:
         yield
-    except (SafetensorError, OSError, RuntimeError) as error:
-        if isinstance(error, RadqError) or (isinstance(error, RuntimeError) and "inline_container" not in str(error)):
+    except Exception as error:
+        reason = None if isinstance(error, RadqError) else find_file_problem(error)
+        if reason is None:
             raise
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        if isinstance(error, RuntimeError):  # torch says nothing but at which byte it stopped
-            reason = "a file could be written in part only"
         raise WriteError(
-            f"cannot write {str(target)!r}: {reason}.", "is the disk full? what was there before is unchanged."
+            f"cannot write {str(target)!r}: {reason}.",
+            "is the disk full, and may you write there? files that were there before are unchanged.",
         ) from error
 
 
 @contextmanager
 def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when the block succeeds and vanishes when it fails.
+    """Make a temporary folder that becomes `target` when the block succeeds and is deleted when it fails.
 
-    Into a folder that exists already, the finished files move one by one. What was there under the same names goes, and
-    so does all else that matches one of the patterns `replaces`: files of an earlier save that this one has not made.
+    If `target` exists, the new files move into it one by one and replace files of the same names. Other files there
+    that match one of the patterns `replaces` are deleted: they belong to an earlier save.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +91,7 @@ def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[P
 
 
 def _replace_files(source: Path, target: Path, replaces: Sequence[str]) -> None:
-    """Old files first move aside, so that a crash in between leaves a folder that lacks files, not one that mixes."""
+    """Move old files aside before new ones come in, so that a crash leaves a folder without files of both saves."""
     new = [path.name for path in source.iterdir()]
     stale = {path.name for pattern in replaces for path in target.glob(pattern)} | {*new}
     aside = source / ".replaced"
@@ -107,7 +105,7 @@ def _replace_files(source: Path, target: Path, replaces: Sequence[str]) -> None:
 
 @contextmanager
 def whole_file(target: str | Path) -> Iterator[Path]:
-    """A temporary file beside `target` that takes its place when the block succeeds and vanishes when it fails."""
+    """Make a temporary file that becomes `target` when the block succeeds and is deleted when it fails."""
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
@@ -118,6 +116,9 @@ def whole_file(target: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+# --- JSON lines ---
+
+
 def append_lines(stream: BinaryIO, rows: list[dict[str, Any]]) -> None:
     """Append rows to a jsonl file in one write, and wait until they are on the disk."""
     stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
@@ -126,7 +127,7 @@ def append_lines(stream: BinaryIO, rows: list[dict[str, Any]]) -> None:
 
 
 def drop_partial_last_line(file: Path) -> None:
-    """Cut off a last line without its end, as a killed process leaves it, so that more lines can be appended."""
+    """Remove a last line without an end, as a killed process leaves it, so that more lines can be appended."""
     if file.exists():
         data = file.read_bytes()
         if not data.endswith(b"\n"):
@@ -157,34 +158,36 @@ def read_numbered_lines(file: Path, notes: list[str] | None = None) -> Iterator[
                 shown = repr(line.decode(errors="replace").strip())
                 shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
                 raise DataError(
-                    f"{file}, line {number} is damaged: {shown}.", "remove the line, or make the file again."
+                    f"{file}, line {number} is not JSON: {shown}.", "remove the line, or make the file again."
                 ) from error
             yield number, row
 
 
-LENGTH = 24  # hexadecimal digits
+# --- fingerprints ---
+
+FINGERPRINT_LENGTH = 24  # hexadecimal digits
 
 
-def fingerprint(*values: object) -> str:
-    """The fingerprint of values that JSON can hold."""
-    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:LENGTH]
+def fingerprint_values(*values: object) -> str:
+    """Fingerprint of values that JSON can hold; others count as their text."""
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:FINGERPRINT_LENGTH]
 
 
 def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
-    """The fingerprint of arrays: their numbers, shapes and types."""
+    """Fingerprint of the numbers, shapes and types of arrays."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape} ".encode())
         values: Any = np.ascontiguousarray(array)
         digest.update(values.data.cast("B") if array.size else b"")
-    return digest.hexdigest()[:LENGTH]
+    return digest.hexdigest()[:FINGERPRINT_LENGTH]
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The fingerprint of named tensors, on any device; the caller sorts them by name."""
+    """Fingerprint of named tensors on any device, in the order given: callers sort them by name."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         digest.update(values.data)
-    return digest.hexdigest()[:LENGTH]
+    return digest.hexdigest()[:FINGERPRINT_LENGTH]

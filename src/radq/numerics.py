@@ -1,33 +1,68 @@
-"""Half precision, token log-probabilities, and the memory of a machine."""
+"""Upcasting, log-probabilities of tokens, padding of token ids, memory of the machine."""
 
 import resource
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from radq.errors import MemoryLimitError
 
+# --- tensors ---
 
-def precise(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """In float32 or better."""
+
+def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Upcast half precision; leave float32 and float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def log_probabilities(logits: Float[Tensor, "*p v"], tokens: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
-    """Of one token at each place, over the whole vocabulary. log_softmax makes one pass, logsumexp several."""
-    return precise(logits).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+def log_probabilities(logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
+    """Log-probability of one token at each position, under the softmax of the logits over the whole vocabulary.
+
+    log_softmax would keep a second tensor of the logits' size for the backward pass; logsumexp keeps the logits alone.
+    """
+    logits = at_least_float32(logits)
+    return logits.gather(-1, token_ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+Padded = tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]
+
+
+def pad_left(texts: Sequence[Sequence[int]], pad_id: int = 0, device: torch.device | str | None = None) -> Padded:
+    """Batch token ids of texts of different lengths, with padding before the shorter ones.
+
+    Returns input_ids, with `pad_id` at padding, and attention_mask, with 0 at padding and 1 elsewhere.
+    """
+    return _pad(texts, pad_id, device, "left")
+
+
+def pad_right(texts: Sequence[Sequence[int]], pad_id: int = 0, device: torch.device | str | None = None) -> Padded:
+    """Batch token ids as `pad_left` does, but with padding after the shorter texts."""
+    return _pad(texts, pad_id, device, "right")
+
+
+def _pad(
+    texts: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None, side: Literal["left", "right"]
+) -> Padded:
+    rows = [torch.tensor(text, dtype=torch.long) for text in texts]
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side=side)
+    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    return input_ids.to(device), attention_mask.to(device)
+
+
+# --- kernels of the CPU ---
 
 
 @contextmanager
 def without_emulation_notice() -> Iterator[None]:
-    """Hide torch's warning that a CPU has no bfloat16 of its own: the numbers are the same, it only takes longer."""
+    """Hide torch's warning that the CPU has no bfloat16 instructions: results are the same, they only take longer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         yield
@@ -35,10 +70,10 @@ def without_emulation_notice() -> Iterator[None]:
 
 @contextmanager
 def same_kernels() -> Iterator[None]:
-    """Make the results inside the block independent of what the process has computed before; also a decorator.
+    """Make results inside the block independent of what the process computed before. It is a decorator, too.
 
-    On a CPU without bfloat16, torch turns its oneDNN kernels off for the rest of the process at the first product in
-    bfloat16, and other kernels round differently. Here they are on at the beginning.
+    On a CPU without bfloat16 instructions, torch turns its oneDNN kernels off for the rest of the process at the first
+    product in bfloat16, and the other kernels round differently. Every block begins with these kernels turned on.
     """
     kernels: Any = torch.backends.mkldnn
     before = kernels.enabled
@@ -49,11 +84,13 @@ def same_kernels() -> Iterator[None]:
         kernels.enabled = before
 
 
+# --- memory ---
+
 T = TypeVar("T")
 
 
 def available_memory(device: str = "cpu") -> int | None:
-    """Bytes that can still be allocated; None where the system does not say."""
+    """Bytes that can still be allocated on a device; None if the system does not tell."""
     kind = torch.device(device).type
     if kind in ("cuda", "xpu"):
         return getattr(torch, kind).mem_get_info(device)[0]
@@ -67,51 +104,53 @@ def available_memory(device: str = "cpu") -> int | None:
 
 
 def require_memory(num_bytes: int, device: str, what: str, hint: str = "use a machine with more memory.") -> None:
-    """Raise before an allocation that cannot succeed."""
+    """Raise an error before an allocation that cannot succeed. `what` names in the error what is to be allocated."""
     available = available_memory(device)
     if available is not None and num_bytes > available:
-        raise MemoryLimitError(f"{what} takes {num_bytes / 2**30:.1f} GiB of {available / 2**30:.1f} GiB.", hint)
+        raise MemoryLimitError(
+            f"{what} takes {num_bytes / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB of memory are free.", hint
+        )
 
 
 def require_memory_for_texts(num_texts: int, num_tokens: int, hint: str) -> None:
-    """Raise before texts are drawn that, with their numbers per token, cannot be kept in main memory."""
-    num_bytes = num_texts * (500 + 50 * num_tokens)  # Python's objects, roughly
+    """Raise an error before generating more texts than main memory can hold with their numbers per token."""
+    num_bytes = num_texts * (500 + 50 * num_tokens)  # roughly what Python's objects take
     require_memory(min(num_bytes, 2**100), "cpu", "keeping all texts with their numbers", hint)
 
 
 def in_smaller_batches(work: Callable[[int], T], size: int) -> tuple[T, int]:
-    """What work on so many texts at once gives, and how many fitted: half of them, and so on, where memory runs out."""
+    """Call `work(size)`, halving size when the GPU runs out of memory; return the result and the size that fitted."""
     while True:
         try:
             return work(size), size
         except torch.OutOfMemoryError as error:
             if size == 1:
                 raise MemoryLimitError(
-                    "the GPU has no memory for a single text.", "use a smaller dtype, or see what else runs on it."
+                    "the GPU has no memory for a single text.", "use a smaller dtype, or end other programs on it."
                 ) from error
         size = size // 2
         empty_cache()
-        warnings.warn(f"the GPU's memory is full: {size} texts at once from now on.", stacklevel=2)
+        warnings.warn(f"the GPU's memory is full, so radq reads {size} texts at once from now on.", stacklevel=2)
 
 
 def empty_cache() -> None:
-    """Give memory that torch keeps for later back to the accelerator, where there is one."""
+    """Release memory that torch has reserved on the accelerator and does not use."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def reset_peak_memory(device: str) -> None:
-    """Count the peak of a GPU from here on; that of main memory, and of Apple's GPUs, is of the whole process."""
+    """Begin to measure a GPU's peak memory anew. The peak of main memory always covers the whole process."""
     if torch.device(device).type in ("cuda", "xpu"):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: str = "cpu") -> int:
-    """The most bytes this process has held: of the GPU, or of main memory."""
+    """The largest number of bytes this process has held on the device."""
     kind = torch.device(device).type
     if kind in ("cuda", "xpu"):
         return torch.accelerator.max_memory_allocated(device)
     if kind == "mps":
-        return torch.mps.driver_allocated_memory()  # now: Apple's GPUs keep no peak
+        return torch.mps.driver_allocated_memory()  # the current value: Apple's GPUs record no peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

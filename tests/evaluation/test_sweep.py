@@ -459,7 +459,7 @@ def test_one_process_at_a_time(run: Path, write: Any, capsys: pytest.CaptureFixt
 
 def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\nnonsense\n{"a": 2}\n')
-    with pytest.raises(DataError, match="line 2 is damaged"):
+    with pytest.raises(DataError, match="line 2 is not JSON"):
         list(read_lines(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": ')
     assert list(read_lines(tmp_path / "rows.jsonl")) == [{"a": 1}]

@@ -31,7 +31,7 @@ from radq.data.tables import (
     split_hub_name,
 )
 from radq.errors import DataError, OptionError
-from radq.files import default_cache_folder, fingerprint, fingerprint_arrays, whole_folder
+from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_values, whole_folder
 
 CACHE_FORMAT = 2
 NO_LIMIT = 2**31  # more tokens than any text has
@@ -233,7 +233,7 @@ def _cache_key(
     sources: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, columns: DataColumns, max_length: int
 ) -> str:
     known = [_identify(source) for source in sources]
-    return fingerprint(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), asdict(columns), max_length)
+    return fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), asdict(columns), max_length)
 
 
 def _identify(source: str | Path) -> list[object]:
@@ -253,11 +253,11 @@ def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """A fingerprint of all that decides how a tokenizer cuts texts: normaliser, pre-tokenizer, vocabulary, merges."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return fingerprint(backend.to_str(), backend.encode_special_tokens)
+        return fingerprint_values(backend.to_str(), backend.encode_special_tokens)
     with tempfile.TemporaryDirectory() as folder:  # one written in Python has no description but its files
         tokenizer.save_pretrained(folder)
         files = sorted(Path(folder).iterdir())
-        return fingerprint(type(tokenizer).__name__, [(file.name, file.read_bytes().hex()) for file in files])
+        return fingerprint_values(type(tokenizer).__name__, [(file.name, file.read_bytes().hex()) for file in files])
 
 
 def _tokenise(

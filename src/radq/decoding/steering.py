@@ -15,7 +15,7 @@ from torch import Tensor
 
 from radq.errors import OptionError, RewardValueError
 from radq.guides import Guide
-from radq.numerics import precise
+from radq.numerics import at_least_float32
 
 KL_BISECTIONS = 30  # finds the scale of β to 1 part in 10⁹
 COLDEST = 1e-5  # logits divided by less may leave the range of float32
@@ -77,9 +77,9 @@ def choose_candidates(
     if top_k is not None and top_k > v:
         raise OptionError(f"top_k is {top_k}, but the vocabulary has {v} tokens.", f"give at most {v}.")
     if top_p is None and top_k in (None, v):  # all of them: no need to sort
-        return torch.arange(v, device=logits.device).expand_as(logits), precise(logits)
+        return torch.arange(v, device=logits.device).expand_as(logits), at_least_float32(logits)
     values, candidates = logits.topk(top_k or v)  # of logits in half precision in half the time
-    values = precise(values)
+    values = at_least_float32(values)
     if top_p is not None:
         probabilities = values.softmax(-1)
         outside = probabilities.cumsum(-1) - probabilities >= top_p  # those before it hold enough already

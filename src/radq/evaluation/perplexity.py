@@ -23,7 +23,7 @@ from radq.errors import ContextLengthError, OptionError
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, max_positions
 from radq.models.vocabulary import find_bos, tokenise
-from radq.numerics import in_smaller_batches, log_probabilities, same_kernels
+from radq.numerics import in_smaller_batches, log_probabilities, pad_left, same_kernels
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,10 @@ def _fit(pair: _Pair, positions: int | None) -> _Pair:
 @torch.no_grad()
 def _measure_batch(lm: Wrappable, pairs: list[_Pair]) -> Float[Tensor, " b"]:
     """Compute the negative log-likelihoods of a batch, padded on the left, so that all continuations end together."""
-    longest, c = max(map(len, pairs)), max(len(pair.continuation) for pair in pairs)
-    padding = [[0] * (longest - len(pair)) for pair in pairs]
-    input_ids = torch.tensor([pad + p.prompt + p.continuation for pad, p in zip(padding, pairs, strict=True)])
-    attention_mask = torch.tensor([pad + [1] * len(pair) for pad, pair in zip(padding, pairs, strict=True)])
+    input_ids, attention_mask = pad_left([pair.prompt + pair.continuation for pair in pairs], device=lm.device)
+    c = max(len(pair.continuation) for pair in pairs)
     scored = torch.arange(-c, 0) >= -torch.tensor([[len(pair.continuation)] for pair in pairs])  # (b, c)
-    return _sum_nll(lm, input_ids.to(lm.device), attention_mask.to(lm.device), scored.to(lm.device))
+    return _sum_nll(lm, input_ids, attention_mask, scored.to(lm.device))
 
 
 def _sum_nll(

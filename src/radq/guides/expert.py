@@ -19,7 +19,7 @@ from radq.models import kv_cache
 from radq.models.kv_cache import Prefix
 from radq.models.loading import Wrappable, max_positions, name_positions, num_logits
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_bos, find_special_tokens, read_vocabulary
-from radq.numerics import precise
+from radq.numerics import at_least_float32, log_probabilities
 
 NO_CODE: Sequence[Sequence[int]] = ((),)
 
@@ -48,7 +48,7 @@ class ExpertState:
         """
         tokens = tokens.to(self.logits.device)
         known = tokens < self.num_known
-        logits = precise(self.logits.gather(1, tokens * known))
+        logits = at_least_float32(self.logits.gather(1, tokens * known))
         return logits if bool(known.all()) else torch.where(known, logits, self.log_normaliser)
 
     def log_probabilities(self, tokens: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
@@ -58,7 +58,7 @@ class ExpertState:
     @cached_property
     def log_normaliser(self) -> Float[Tensor, "b 1"]:
         """The one number that takes the whole vocabulary: computed once, if anybody asks."""
-        return precise(self.logits).logsumexp(1, keepdim=True)
+        return at_least_float32(self.logits).logsumexp(1, keepdim=True)
 
 
 class Expert:
@@ -94,9 +94,9 @@ class Expert:
         """And the log-probability of every token of the run, given those before it; 0 in the first column."""
         tokens, mask = self._begin(input_ids, attention_mask, codes)
         output, prefix = kv_cache.start(self.lm, tokens, mask)
-        logits = precise(output.logits)  # (rows, n, v)
+        logits = at_least_float32(output.logits)  # (rows, n, v)
         scores = torch.zeros_like(logits[..., 0])
-        scores[:, 1:] = token_log_probabilities(logits[:, :-1], tokens[:, 1:])
+        scores[:, 1:] = log_probabilities(logits[:, :-1], tokens[:, 1:])
         last = output.logits[:, -1].clone()  # a view would keep those of all positions
         return ExpertState(prefix, last, self.vocab_size), scores
 
@@ -176,11 +176,6 @@ class Expert:
                 f"{n} tokens (BOS and control code included) do not fit the expert's {name_positions(self.lm.config)}.",
                 "shorten the text.",
             )
-
-
-def token_log_probabilities(logits: Float[Tensor, "b n v"], tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """log P of each token under the logits at its place, for training: nothing of the vocabulary's size is kept."""
-    return logits.gather(2, tokens[..., None]).squeeze(2) - logits.logsumexp(2)
 
 
 def class_log_posterior(

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from radq.numerics import precise
+from radq.numerics import at_least_float32
 
 GROUPED = "radq_grouped"
 MANY_ROWS = 256  # fewer leave a GPU waiting for launches, of which plain products need more
@@ -73,7 +73,7 @@ def plain_attention(
     scaling: float,
 ) -> Float[Tensor, "b shared n e"]:
     """As it is written down; the softmax is in float32 or better."""
-    scores = precise((query * scaling) @ key.transpose(-1, -2))  # (b, shared, n, t)
+    scores = at_least_float32((query * scaling) @ key.transpose(-1, -2))  # (b, shared, n, t)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).to(value.dtype) @ value

@@ -47,7 +47,7 @@ from radq.models.loading import (
 from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
 from radq.models.origins import Origin, find_backbone_source, identify_backbone
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
-from radq.numerics import precise
+from radq.numerics import at_least_float32
 
 RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that is not above the high."
 SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
@@ -341,7 +341,7 @@ class RewardModel(PreTrainedModel):
 
     def link(self, outputs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """From head outputs to rewards, in float32 or better."""
-        return precise(outputs).sigmoid() if self.config.loss == "ce" else precise(outputs)
+        return at_least_float32(outputs).sigmoid() if self.config.loss == "ce" else at_least_float32(outputs)
 
     def _read_texts(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None

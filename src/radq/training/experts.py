@@ -26,10 +26,10 @@ from radq.data.dataset import RewardData
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, explained_writing, whole_file, whole_folder
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
-from radq.guides.expert import class_log_posterior, token_log_probabilities
+from radq.guides.expert import class_log_posterior
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer, quiet
 from radq.models.vocabulary import find_bos
-from radq.numerics import precise
+from radq.numerics import log_probabilities
 from radq.training.arguments import make_arguments
 from radq.training.config import ExpertTrainingConfig
 from radq.training.losses import gedi_loss, text_loss
@@ -154,9 +154,9 @@ def read_classes(model: nn.Module, heads: list[list[int]], ids: Int[Tensor, "b t
         F.pad(torch.cat([ids.new_tensor(head).expand(b, -1), ids[:, :-1]], dim=1), (0, longest - len(head)))
         for head in heads
     ]
-    logits = precise(model(input_ids=torch.cat(runs), use_cache=False).logits)
+    logits = model(input_ids=torch.cat(runs), use_cache=False).logits
     parts = zip(heads, logits.chunk(len(heads)), strict=True)
-    return torch.stack([token_log_probabilities(part[:, len(head) - 1 :][:, :t], ids) for head, part in parts])
+    return torch.stack([log_probabilities(part[:, len(head) - 1 :][:, :t], ids) for head, part in parts])
 
 
 def train_experts(

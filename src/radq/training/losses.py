@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from radq.numerics import precise
+from radq.numerics import at_least_float32
 
 Mask = Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Float[Tensor, "b t"]
 
@@ -85,7 +85,7 @@ def gedi_loss(
 
 def _real(rewards: Float[Tensor, "b t a"], mask: Mask) -> Float[Tensor, "b t a"]:
     """Rewards with 0 at padding, where not even a NaN may reach loss or gradient; float32 or better, for the sums."""
-    return torch.where(mask[..., None].bool(), precise(rewards), 0)
+    return torch.where(mask[..., None].bool(), at_least_float32(rewards), 0)
 
 
 def _over_prefixes(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import DataColumns, RewardData, load_data
 from radq.errors import DataError, ModelError, OptionError, RadqError, VocabularyError
-from radq.files import explained_writing, fingerprint, fingerprint_tensors, whole_file
+from radq.files import explained_writing, fingerprint_tensors, fingerprint_values, whole_file
 from radq.models.reward import RadQ, RadV, RewardModel, simplify_ranges
 from radq.numerics import without_emulation_notice
 from radq.training.config import RewardTrainingConfig, TrainingConfig
@@ -99,7 +99,7 @@ def _identify_teacher(teacher: RewardModel) -> str:
     backbone: Any = teacher.config.backbone
     elsewhere = ("_name_or_path", "transformers_version", "dtype")
     shape = {name: value for name, value in backbone.to_dict().items() if name not in elsewhere}
-    return fingerprint(settings, shape, fingerprint_tensors(sorted(teacher.state_dict().items())))
+    return fingerprint_values(settings, shape, fingerprint_tensors(sorted(teacher.state_dict().items())))
 
 
 def _compare_with_constants(metrics: dict[str, float]) -> None:
@@ -230,7 +230,7 @@ def _cache_targets(
     The file is named after the contents of teacher and rows, so that no other ones can be taken for them.
     """
     shape = (len(data.tokens), len(teacher.config.attributes))
-    file = Path(config.out) / "targets" / f"{fingerprint(teacher_name, data.fingerprint)}.bin"
+    file = Path(config.out) / "targets" / f"{fingerprint_values(teacher_name, data.fingerprint)}.bin"
     with trainer.args.main_process_first():
         if not file.exists() or file.stat().st_size != 4 * shape[0] * shape[1]:
             with explained_writing(file), whole_file(file) as temporary:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.errors import ModelError, require_package
 from radq.models.embedded import EMBEDDED, base_name
 from radq.models.loading import find_snapshot, load_config, load_tokenizer, load_weights, truncate
-from radq.numerics import same_kernels
+from radq.numerics import pad_right, same_kernels
 
 BATCH_SIZE = 64  # texts in one forward
 GROUP_SIZE = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
@@ -89,10 +89,7 @@ class TransformersReader(Reader):
         by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         for first in range(0, len(by_length), BATCH_SIZE):
             positions = by_length[first : first + BATCH_SIZE]
-            longest = len(rows[positions[0]])
-            input_ids = torch.tensor([rows[n] + [self.pad] * (longest - len(rows[n])) for n in positions])
-            attention_mask = torch.tensor([[1] * len(rows[n]) + [0] * (longest - len(rows[n])) for n in positions])
-            input_ids, attention_mask = input_ids.to(self.model.device), attention_mask.to(self.model.device)
+            input_ids, attention_mask = pad_right([rows[n] for n in positions], self.pad, self.model.device)
             with torch.inference_mode(), same_kernels():
                 output = self.model(input_ids=input_ids, attention_mask=attention_mask)
             yield positions, output[0].float(), attention_mask
