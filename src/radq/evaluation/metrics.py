@@ -128,6 +128,7 @@ class Bootstrap:
         return np.concatenate([counts @ columns for counts in self.choices(len(columns))])
 
     def interval(self, values: Float[np.ndarray, " r"]) -> tuple[float, float]:
+        """The percentiles of the resampled values; NaN where all of these are NaN."""
         if np.isnan(values).all():
             return float("nan"), float("nan")
         tail = (1 - self.confidence) / 2
@@ -443,6 +444,7 @@ class Metric:
         return "features" in self.needs
 
     def estimate(self, texts: ScoredTexts, bootstrap: Bootstrap) -> Estimate:
+        """Compute the metric with its interval."""
         if self.sums is not None:
             return estimate(self.sums(texts), bootstrap)
         assert texts.features is not None

@@ -189,6 +189,7 @@ def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tupl
 
 
 def _look(curve: Curve, curves: Sequence[Curve]) -> dict[str, Any]:
+    """Choose colour and marker by the guide, and the line by the setting."""
     settings = unique(other.setting for other in curves if not other.unguided)
     if curve.unguided:
         hollow = {} if curve.setting in settings[:1] or not settings else {"mfc": "none"}

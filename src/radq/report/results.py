@@ -112,6 +112,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _with_prefix(run: Run, clashing: set[str]) -> Run:
+    """Put the run's name in front of guides whose names occur in other runs as well."""
+
     def renamed(guide: str) -> str:
         return f"{run.name}/{guide}" if guide in clashing else guide
 

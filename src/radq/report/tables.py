@@ -50,6 +50,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
+    """A title, a header and rows of entries."""
+
     title: str
     header: list[str]
     rows: list[list[Entry]]
@@ -117,6 +119,7 @@ def number(value: float, sign: str = "") -> str:
 
 
 def interval(estimate: Estimate, sign: str = "") -> str:
+    """Write an interval in brackets; an unknown interval is empty."""
     known = not (isnan(estimate.low) and isnan(estimate.high))
     return f"[{number(estimate.low, sign)}, {number(estimate.high, sign)}]" if known else ""
 
@@ -135,6 +138,7 @@ def _cost(name: str, value: float | None) -> Entry:
 
 
 def to_markdown(table: Table) -> str:
+    """Write a table in markdown, with its title as a heading."""
     rules = ["---" if column < table.words else "---:" for column in range(len(table.header))]
     rows = [[_markdown(name) for name in table.header], rules]
     rows += [[f"{_markdown(entry.text)} {entry.interval}".strip() for entry in row] for row in table.rows]
@@ -143,6 +147,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
+    """Write a table in LaTeX, which needs the package booktabs."""
     columns = "l" * table.words + "r" * (len(table.header) - table.words)
     rows = [
         [latex(entry.text) + (rf" {{\scriptsize {latex(entry.interval)}}}" if entry.interval else "") for entry in row]
@@ -179,6 +184,7 @@ def to_csv(results: Sequence[Result]) -> str:
 
 
 def latex(text: str) -> str:
+    """Escape a text for LaTeX."""
     return "".join(LATEX.get(character, character) for character in text)
 
 

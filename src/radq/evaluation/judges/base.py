@@ -120,6 +120,7 @@ class CachedJudge(Judge):
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
+        """Open the database of scores, and close it after the block."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.file, timeout=60)) as database:
@@ -134,6 +135,7 @@ class CachedJudge(Judge):
             ) from error
 
     def _find(self, database: sqlite3.Connection, keys: list[bytes]) -> dict[bytes, float]:
+        """Find the stored scores by key."""
         known: dict[bytes, float] = {}
         for first in range(0, len(keys), 500):  # sqlite limits how many values a query takes
             some = keys[first : first + 500]

@@ -94,6 +94,7 @@ class LinearModel:
         return hashlib.sha256(content).hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None:
+        """Write judge.json and judge.safetensors."""
         tensors = {"weight": torch.from_numpy(self.weight), "bias": torch.tensor(self.bias, dtype=torch.float64)}
         with whole_folder(folder) as temporary:
             save_file(tensors, temporary / WEIGHTS)
@@ -101,6 +102,7 @@ class LinearModel:
 
     @classmethod
     def load(cls, folder: str | Path) -> "LinearModel":
+        """Read a model that `save` has written."""
         folder = Path(folder)
         if not (folder / CARD).is_file() or not (folder / WEIGHTS).is_file():
             raise ModelError(f"{str(folder)!r} holds no linear judge.", "train one with `radq judge train`.")

@@ -1,4 +1,4 @@
-"""All kinds of judges, and `load_judge`, which makes one from a text such as "classifier:FOLDER#label".
+"""The kinds of judges, and `load_judge`, which loads one from a text such as "classifier:FOLDER#label".
 
 A new kind of judge is a subclass of `Judge` here, a function that loads it, and a line in the table `JUDGES`.
 """

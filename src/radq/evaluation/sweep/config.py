@@ -86,7 +86,7 @@ class JudgeUse:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All that a sweep generates and measures."""
+    """The models, prompts, settings and metrics of a sweep."""
 
     base: str
     prompts: list[PromptFile]
@@ -118,7 +118,7 @@ class Sweep:
         return max(1, 4 * self.batch_size // self.samples)
 
     def cells(self) -> list["SweepCell"]:
-        """All cells, guide by guide, so that each guide is loaded once; the unguided base model comes first."""
+        """List all cells, guide by guide, so that each guide is loaded once; the unguided base model comes first."""
         settings = list(product(self.top_k, self.top_p, self.kl_budget, self.seeds))
         unguided = dict.fromkeys(SweepCell(UNGUIDED, None, k, p, None, seed) for k, p, _, seed in settings)
         guided = (
@@ -129,6 +129,7 @@ class Sweep:
         return [*unguided, *guided]
 
     def read_prompts(self) -> list[Prompt]:
+        """Read the prompts of all files, in order."""
         return [
             prompt
             for part in self.prompts
@@ -215,6 +216,7 @@ def _check(sweep: Sweep) -> None:
 
 
 def _check_guide(name: str, guide: GuideSweep) -> None:
+    """Refuse a guide whose name cannot be part of a file name, or that has no values to sweep."""
     if name == UNGUIDED or not re.fullmatch(r"[\w.+() -]+", name):
         raise OptionError(
             f"a guide must not be called {name!r}.", f"use letters, digits, spaces and _.+()-, and not {UNGUIDED!r}."

@@ -36,6 +36,7 @@ class Engine(ABC):
         """Return a function that continues prompts with the cell's settings, and says how much its experts read."""
 
     def options(self, cell: SweepCell) -> dict[str, Any]:
+        """The options of `generate` for a cell."""
         return {
             "top_k": cell.top_k,
             "top_p": cell.top_p,
@@ -72,6 +73,8 @@ class TransformersEngine(Engine):
         return partial(self._fit_memory, self._guided(cell))
 
     def _fit_memory(self, produce: Produce, prompts: Sequence[str], first: int) -> Produced:
+        """Call `produce`, with smaller batches where the GPU's memory runs out."""
+
         def work(batch_size: int) -> Produced:
             self.batch_size = batch_size
             return produce(prompts, first)
@@ -114,6 +117,7 @@ class TransformersEngine(Engine):
         return produce
 
     def _load(self, name: str, load: Callable[[], Any]) -> Any:
+        """Load the guide `name`, unless it is the one that is loaded already."""
         if self._loaded[0] != name:
             self._loaded = ("", None)  # free the memory of the last one first
             empty_cache()  # other processes may use the same GPU
@@ -157,6 +161,7 @@ class VllmSweepEngine(Engine):
 
 
 def load_engine(sweep: Sweep, device: str) -> Engine:
+    """Load the engine that the sweep names."""
     return ENGINES[sweep.engine](sweep, device)
 
 

@@ -129,6 +129,7 @@ def _read_key(line: bytes) -> tuple[str, int] | None:
 def _generate_chunks(
     stream: BinaryIO, costs: Path, sweep: Sweep, chunks: list[Chunk], done: int, device: str, progress: bool
 ) -> None:
+    """Generate the chunks after the first `done`, and append their texts and costs as they come."""
     todo = chunks[done:]
     if not todo:
         return

@@ -127,6 +127,7 @@ class Instruments:
         dtype: str = "auto",
         batch_size: int = 100,
     ) -> "Instruments":
+        """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
         loaded: dict[str, tuple[Judge, bool]] = {
             name: (CachedJudge(load_judge(use.judge, device), cache), use.reads == "text")
             for name, use in judges.items()
