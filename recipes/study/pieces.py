@@ -26,12 +26,11 @@ import torch
 import yaml
 from jobs import Job, run_all, shown, write
 
-from radq.evaluation.judges.base import load_judge
 from radq.evaluation.judges.encoders import load_encoder
-from radq.evaluation.metrics import Cell, measure
+from radq.evaluation.judges.models import load_judge
+from radq.evaluation.metrics import ScoredTexts, measure
 from radq.files import read_lines
 from radq.models.loading import find_device
-from radq.numerics import area_under_curve
 
 RECIPES = Path(__file__).resolve().parent.parent
 HERE = RECIPES / "study"
@@ -132,6 +131,7 @@ def train(jobs: int) -> None:
 def judges(jobs: int) -> None:
     """Rank correlation and AUC on texts that a judge has not seen."""
     from scipy.stats import spearmanr
+    from sklearn.metrics import roc_auc_score
 
     kinds = {"toxicity": "reward:models/judge-toxicity", "sentiment": "reward:models/judge-sentiment"}
     kinds["bert-tiny"] = "onnx:toxicity-bert-tiny"
@@ -144,7 +144,7 @@ def judges(jobs: int) -> None:
         labels = np.array([row[task] for row in rows])
         metrics = {
             "spearman": float(spearmanr(scores, labels).statistic),
-            "auc": area_under_curve(scores, labels),
+            "auc": float(roc_auc_score(labels > 0.5, scores)),
             "accuracy": float(((scores > 0.5) == (labels > 0.5)).mean()),
         }
         write(f"judges/{name}.json", {"judge": specification, "rows": {"unseen": len(rows)}, "metrics": metrics})
@@ -254,7 +254,7 @@ def mauve_of_sweep(file: Path, done: set[tuple[str, str, str]]) -> None:
         features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
         reference.setdefault(group, features)  # the unguided cell comes first
         if (sweep, cell, group) not in done:
-            found = measure(["mauve"], Cell(texts, features=features, reference=reference[group]))["mauve"]
+            found = measure(["mauve"], ScoredTexts(texts, features=features, reference=reference[group]))["mauve"]
             row = {"sweep": sweep, "cell": cell, "group": group, "value": found.value}
             with Path("mauve.jsonl").open("a") as stream:
                 stream.write(json.dumps(row | {"low": found.low, "high": found.high}) + "\n")

@@ -47,7 +47,7 @@ def plain(text: str) -> str:
 
 
 def _describe_sweep(name: str, sweep: Sweep) -> str:
-    betas = "; ".join(f"{guide}: {', '.join(f'{s:g}' for s in one.strengths)}" for guide, one in sweep.guides.items())
+    betas = "; ".join(f"{guide}: {', '.join(f'{s:g}' for s in one.values)}" for guide, one in sweep.guides.items())
     judges = ", ".join(
         f"{judge} ({', '.join(use.metrics)}; reads the {use.reads})" for judge, use in sweep.judges.items()
     )

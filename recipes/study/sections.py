@@ -35,10 +35,9 @@ from protocol import NOT_RUN, markdown_table
 from study import Difference, MeasuredSweep, Study
 from verdicts import MARGIN, MISSING, SLIGHT, combine
 
-from radq.evaluation.metrics import Estimate
-from radq.report.curves import ATTRIBUTES, Curve, find_curves, unique
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, Estimate
 from radq.report.plots import Plot
-from radq.report.results import NAN, Result, metric_and_judge
+from radq.report.results import NAN, Curve, Result, find_curves, metric_and_judge, unique
 from radq.report.tables import Entry, Table, interval, number, to_markdown
 
 RATIOS = {
@@ -182,7 +181,7 @@ def _all_points(sweep: MeasuredSweep) -> str:
 def _points(sweep: MeasuredSweep, group: str) -> str:
     results = [result for result in sweep.results if result.group == group]
     keys = list(dict.fromkeys(key for result in results for key in result.metrics))
-    attributes = [key for key in keys if metric_and_judge(key)[0] in ATTRIBUTES]
+    attributes = [key for key in keys if metric_and_judge(key)[0] in ATTRIBUTE_METRICS]
     plain = [key for key in PLAIN if key in keys]
     header = ["guide", "k", "β", *attributes, *plain, "perplexity ratio"]
     rows = [

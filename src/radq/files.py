@@ -135,17 +135,32 @@ def drop_partial_last_line(file: Path) -> None:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a jsonl file, without a partial last line, as a killed process leaves it."""
+    """Read the rows of a jsonl file; a partial last line, as a killed process leaves it, is left out."""
+    return (row for _, row in read_numbered_lines(file))
+
+
+def read_numbered_lines(file: Path, notes: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read the rows of a jsonl file with the numbers of their lines; blank lines are skipped.
+
+    A partial last line is left out, and `notes` then gets a sentence about it.
+    """
     with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
                 if not line.endswith(b"\n"):
+                    if notes is not None:
+                        notes.append(f"{file}, line {number}: the last line is cut off, and left out.")
                     return
+                shown = repr(line.decode(errors="replace").strip())
+                shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
                 raise DataError(
-                    f"{str(file)!r}, line {number} is not JSON.", "remove the line, or make the file again."
+                    f"{file}, line {number} is not JSON: {shown}.", "remove the line, or make the file again."
                 ) from error
+            yield number, row
 
 
 # --- fingerprints ---

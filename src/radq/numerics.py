@@ -1,4 +1,4 @@
-"""Upcasting, log-probabilities of tokens, padding of token ids, memory of the machine, area under the ROC curve."""
+"""Upcasting, log-probabilities of tokens, padding of token ids, memory of the machine."""
 
 import resource
 import sys
@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int, Num
-from scipy.stats import rankdata
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -156,16 +154,3 @@ def peak_memory(device: str = "cpu") -> int:
         return torch.mps.driver_allocated_memory()  # the current value: Apple's GPUs record no peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-# --- statistics ---
-
-
-def area_under_curve(scores: Num[np.ndarray, " n"], labels: Num[np.ndarray, " n"]) -> float:
-    """Area under the ROC curve: the probability that a positive scores above a negative, where ties count half.
-
-    Labels above 0.5 are positive.
-    """
-    positive = labels > 0.5
-    n, m = int(positive.sum()), int((~positive).sum())
-    return float((rankdata(scores)[positive].sum() - n * (n + 1) / 2) / (n * m))

@@ -81,6 +81,7 @@ def check_values(settings: Any) -> None:
 
 
 def _build(value: Any, kind: type[T], place: str) -> T:
+    """Make a dataclass from names with values; `place` says in errors where these stand."""
     if isinstance(value, kind):
         return value
     hints = get_type_hints(kind, include_extras=True)

@@ -9,7 +9,7 @@ from classifiers import WORDS, make_classifier
 from command_runs import fails
 
 from radq.cli import main
-from radq.evaluation.judges.base import load_judge
+from radq.evaluation.judges.models import load_judge
 
 
 @pytest.fixture
@@ -70,15 +70,15 @@ def test_train_and_score(labelled: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_mistakes(labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ambiguous = make_classifier(tmp_path / "ambiguous", ["LABEL_0", "LABEL_1"])
     score = ["judge", "score", "--text", "a"]
-    assert "classifier, onnx, linear, reward, perspective, not" in fails(capsys, *score, "--judge", "oracle")
+    assert "classifier, onnx, linear, reward, not" in fails(capsys, *score, "--judge", "oracle")
     assert "LABEL_0, LABEL_1" in fails(capsys, *score, "--judge", f"classifier:{ambiguous}")
     assert "no text" in fails(capsys, "judge", "score", "--judge", f"classifier:{ambiguous}#LABEL_1")
     lost = ["judge", "score", "--judge", f"classifier:{ambiguous}#LABEL_1", "--data", str(labelled)]
     assert "no column 'text'" in fails(capsys, *lost)
     train = ["judge", "train", "--data", str(labelled), "--text", "body", "--out", str(tmp_path / "out")]
     assert "no column 'fun'" in fails(capsys, *train, "--labels", "fun")
-    assert "held_out is 0.9" in fails(capsys, *train, "--labels", "praise", "--held-out", "0.9")
-    assert "limit is 0" in fails(capsys, *train, "--labels", "praise", "--limit", "0")
+    assert "at most 0.4, got 0.9" in fails(capsys, *train, "--labels", "praise", "--held-out", "0.9")
+    assert "limit must be at least 1, got 0" in fails(capsys, *train, "--labels", "praise", "--limit", "0")
     assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit) as exit_:
         main(["judge"])

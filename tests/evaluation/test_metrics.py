@@ -14,7 +14,7 @@ from radq.errors import ModelError, OptionError
 from radq.evaluation.metrics import (
     METRICS,
     Bootstrap,
-    Cell,
+    ScoredTexts,
     Sums,
     average_maximum,
     check_metric,
@@ -25,10 +25,10 @@ from radq.evaluation.metrics import (
     estimate_mauve,
     mauve,
     mean_difference,
+    mean_perplexity,
     mean_score,
     measure,
     perplexities,
-    perplexity,
     positive_rate,
     toxic_rate,
 )
@@ -89,7 +89,7 @@ def test_perplexity_worked_by_hand() -> None:
     """Perplexities 2, 8 and 4 over 1, 1 and 4 tokens; a blank and an impossible continuation."""
     nll = np.array([[math.log(2), math.log(8)], [4 * math.log(4), 0.0], [INF, 0.0]])
     tokens = np.array([[1, 1], [4, 0], [2, 0]])
-    items = perplexity(nll, tokens)
+    items = mean_perplexity(nll, tokens)
     assert items.value == pytest.approx((2 + 8 + 4) / 3)
     corpus = corpus_perplexity(nll, tokens)
     assert corpus.value == pytest.approx(2 ** ((1 + 3 + 4 * 2) / 6))
@@ -99,9 +99,11 @@ def test_perplexity_worked_by_hand() -> None:
 
 def test_a_perplexity_beyond_all_numbers_is_infinite_and_large_ones_stay() -> None:
     nll, tokens = np.array([[2000.0, 1.0, 20.0]]), np.array([[2, 1, 1]])
-    assert perplexity(nll, tokens).infinite == 1
-    assert perplexity(nll, tokens).value == pytest.approx((math.e + math.exp(20)) / 2)  # above 1e5, and still there
-    estimated = measure(["perplexity", "corpus_perplexity"], Cell([["a"] * 3], nll=nll, tokens=tokens))
+    assert mean_perplexity(nll, tokens).infinite == 1
+    assert mean_perplexity(nll, tokens).value == pytest.approx(
+        (math.e + math.exp(20)) / 2
+    )  # above 1e5, and still there
+    estimated = measure(["perplexity", "corpus_perplexity"], ScoredTexts([["a"] * 3], nll=nll, tokens=tokens))
     assert estimated["perplexity"].infinite == 1
     assert estimated["corpus_perplexity"].value == pytest.approx(math.exp(2021 / 4))
 
@@ -169,12 +171,13 @@ def test_mauve_has_an_interval_and_leaves_blanks_out() -> None:
     flat = ours.reshape(-1, 8)
     assert found.value == mauve(flat[~np.isnan(flat).any(1)], np.delete(theirs.reshape(-1, 8), 7, axis=0))
     assert (
-        measure(["mauve"], Cell(texts(40), features=ours, reference=theirs), Bootstrap(resamples=5))["mauve"] == found
+        measure(["mauve"], ScoredTexts(texts(40), features=ours, reference=theirs), Bootstrap(resamples=5))["mauve"]
+        == found
     )
 
 
 def test_mauve_needs_samples_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="19 samples.*20"):
+    with pytest.raises(OptionError, match="at least 20 samples, got 19"):
         mauve(cloud(19), cloud(100))
     monkeypatch.setitem(__import__("sys").modules, "mauve", None)
     with pytest.raises(ModelError, match=r"mauve.*pip install 'radq\[eval\]'"):
@@ -201,7 +204,7 @@ def test_intervals_are_percentiles_of_the_resampled_metric() -> None:
     bootstrap = Bootstrap(resamples=300, seed=1, confidence=0.8)
     rng = np.random.default_rng(0)
     scores, nll, tokens = rng.random((12, 4)), rng.random((12, 4)) * 20, rng.integers(0, 9, (12, 4))
-    cell = Cell(texts(12, 4), scores, nll, tokens)
+    cell = ScoredTexts(texts(12, 4), scores, nll, tokens)
     draws = [np.repeat(np.arange(12), row) for part in bootstrap.choices(12) for row in part]
     for name in ("avg_max", "toxic_rate", "positive_rate", "perplexity", "corpus_perplexity"):
         values = [METRICS[name].sums(cell.take(rows)).value for rows in draws]
@@ -265,7 +268,7 @@ def test_the_difference_equals_a_fine_sum(first: list, second: list) -> None:
     assert mean_difference(u, v, x, y)[0] == pytest.approx(-value)
 
 
-def sweep(p: int, gain: float, seed: int, logs: tuple[float, ...] = (2.0, 2.5, 3.0)) -> list[Cell]:
+def sweep(p: int, gain: float, seed: int, logs: tuple[float, ...] = (2.0, 2.5, 3.0)) -> list[ScoredTexts]:
     """Cells whose log perplexity is about `logs`, and whose score falls by `gain` for each unit of it."""
     rng = np.random.default_rng(seed)
     cells = []
@@ -273,7 +276,7 @@ def sweep(p: int, gain: float, seed: int, logs: tuple[float, ...] = (2.0, 2.5, 3
         tokens = np.full((p, 2), 10)
         nll = 10 * np.log(np.exp(log) * (1 + rng.uniform(-0.1, 0.1, (p, 2))))
         scores = 0.8 - gain * (log - 2) + rng.uniform(-0.05, 0.05, (p, 2))
-        cells.append(Cell(texts(p, 2), scores, nll, tokens))
+        cells.append(ScoredTexts(texts(p, 2), scores, nll, tokens))
     return cells
 
 
@@ -305,13 +308,13 @@ def test_an_interval_of_a_comparison_is_that_of_its_resamples() -> None:
 
 def test_guides_that_cannot_be_compared() -> None:
     cells = sweep(5, 0.4, 0)
-    with pytest.raises(OptionError, match="7.* for one guide and .* for the other.*overlap"):
+    with pytest.raises(OptionError, match="no common perplexity: 7.* for one and .* for the other.*overlap"):
         compare_at_equal_perplexity(cells, sweep(5, 0.4, 0, (4.0, 5.0)), "mean_score")
-    with pytest.raises(OptionError, match="5 to 6 prompts"):
+    with pytest.raises(OptionError, match="same prompts, got 5 to 6"):
         compare_at_equal_perplexity(cells, sweep(6, 0.4, 0), "mean_score")
-    with pytest.raises(OptionError, match="1 cells.*two"):
+    with pytest.raises(OptionError, match="at least 2 values of β, got 1"):
         compare_at_equal_perplexity(cells[:1], cells, "mean_score")
-    with pytest.raises(OptionError, match="mauve has no curve"):
+    with pytest.raises(OptionError, match="mauve is no mean over prompts"):
         compare_at_equal_perplexity(cells, cells, "mauve")
 
 
@@ -319,7 +322,7 @@ def test_guides_that_cannot_be_compared() -> None:
 
 
 def test_cells_are_measured_by_name() -> None:
-    cell = Cell(texts(), SCORES)
+    cell = ScoredTexts(texts(), SCORES)
     found = measure(["avg_max", "dist_1"], cell, QUICK)
     assert found["avg_max"] == estimate(average_maximum(SCORES), QUICK)
     assert found["dist_1"].value == pytest.approx(2 / 6)
@@ -329,18 +332,18 @@ def test_cells_are_measured_by_name() -> None:
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(OptionError, match="no metric 'bleu'.*avg_max, toxic_rate.*mauve"):
-        measure(["avg_max", "bleu"], Cell(texts(), SCORES))
+        measure(["avg_max", "bleu"], ScoredTexts(texts(), SCORES))
     with pytest.raises(OptionError, match="'rouge'"):
         check_metric("rouge")
     with pytest.raises(OptionError, match="perplexity needs nll"):
-        measure(["perplexity"], Cell(texts()))
+        measure(["perplexity"], ScoredTexts(texts()))
     for nothing in ([], [[]], [["a"], []]):
         with pytest.raises(OptionError, match="no samples"):
-            Cell(nothing)
-    with pytest.raises(OptionError, match="1 to 2 samples"):
-        Cell([["a", "b"], ["a"]])
+            ScoredTexts(nothing)
+    with pytest.raises(OptionError, match="same number of samples, got 1 to 2"):
+        ScoredTexts([["a", "b"], ["a"]])
     with pytest.raises(OptionError, match="scores are for 4 prompts × 3 samples, the texts for 5 × 3"):
-        Cell(texts(5), SCORES)
+        ScoredTexts(texts(5), SCORES)
     for wrong in ({"resamples": 0}, {"confidence": 1.0}, {"confidence": NAN}):
-        with pytest.raises(OptionError, match="resamples is"):
+        with pytest.raises(OptionError, match="resamples must be"):
             Bootstrap(**wrong)

@@ -20,7 +20,7 @@ from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.errors import DataError, OptionError
 from radq.evaluation.sweep import engines
-from radq.evaluation.sweep.config import Cell, GuideSweep, PromptFile, Sweep, find_changes, load_sweep
+from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCell, find_changes, load_sweep
 from radq.evaluation.sweep.costs import read_costs
 from radq.files import drop_partial_last_line, read_lines
 from radq.models.reward import RadQ, RadV
@@ -30,8 +30,8 @@ PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the 
 
 SMALL_BATCHES = {  # so that the texts of a cell fill several
     "radq.evaluation.judges.readers:BATCH_SIZE": 3,
-    "radq.evaluation.judges.base:BATCH_SIZE": 3,
-    "radq.evaluation.judges.readers:TransformersReader.together": 7,
+    "radq.evaluation.judges.models:BATCH_SIZE": 3,
+    "radq.evaluation.judges.readers:TransformersReader.group_size": 7,
 }
 
 
@@ -101,7 +101,7 @@ def run(world: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_cells_are_all_settings_once_and_unguided_first() -> None:
     guide = GuideSweep("q", {"praise": -2.0}, beta=[1.0, 2.5, 10.0])
-    assert guide.numbers(2.5) == {"praise": -5.0}
+    assert guide.numbers_at(2.5) == {"praise": -5.0}
     sweep = Sweep(
         "base", [PromptFile("p")], {"rad-q": guide}, top_k=[20, 40], kl_budget=[None, 0.5], seeds=[0, 1], metrics=[]
     )
@@ -123,7 +123,7 @@ def test_the_papers_sweeps_are_whole() -> None:
 def test_yaml_numbers_and_single_items(write: Any) -> None:
     sweep = load_sweep(write(temperature="1e-1", top_k=None, seeds=3))
     assert (sweep.temperature, sweep.top_k, sweep.seeds) == (0.1, [None], [3])
-    assert sweep.guides["rad-q"].strengths == [5.0, 20.0]
+    assert sweep.guides["rad-q"].values == [5.0, 20.0]
     assert len(sweep.read_prompts()) == 6
 
 
@@ -132,22 +132,28 @@ def test_yaml_numbers_and_single_items(write: Any) -> None:
     [
         ({"gides": {}}, "sets 'gides', which is no option"),
         ({"metrics": ["perplexty"]}, "no metric 'perplexty'"),
-        ({"metrics": ["avg_max"]}, "'avg_max' stands under 'metrics'"),
+        ({"metrics": ["avg_max"]}, "'avg_max' under 'metrics' needs a judge"),
         ({"metrics": ["perplexity"], "perplexity": None}, "no model to measure it"),
-        ({"judges": {"j": {"judge": "x", "metrics": ["dist_2"]}}}, "'dist_2' stands under 'j'"),
-        ({"judges": {"j": {"judge": "x", "metrics": ["avg_max"], "reads": "all"}}}, "choose one of continuation, text"),
-        ({"guides": {"none": {"folder": "q", "weights": {"a": 1}, "beta": 1}}}, "a guide is called 'none'"),
-        ({"guides": {"../x": {"folder": "q", "weights": {"a": 1}, "beta": 1}}}, "a guide is called '../x'"),
+        ({"judges": {"j": {"judge": "x", "metrics": ["dist_2"]}}}, "'dist_2' under the judge 'j' needs no judge"),
+        (
+            {"judges": {"j": {"judge": "x", "metrics": ["avg_max"], "reads": "all"}}},
+            "reads must be one of continuation, text",
+        ),
+        ({"guides": {"none": {"folder": "q", "weights": {"a": 1}, "beta": 1}}}, "must not be called 'none'"),
+        ({"guides": {"../x": {"folder": "q", "weights": {"a": 1}, "beta": 1}}}, "must not be called '../x'"),
         ({"guides": {"g": {"folder": "q", "weights": {"a": 1}}}}, "either beta or best_of"),
-        ({"guides": {"g": {"folder": "q", "weights": {"a": "much"}, "beta": 1}}}, "give a number"),
+        (
+            {"guides": {"g": {"folder": "q", "weights": {"a": "much"}, "beta": 1}}},
+            "weights: a must be a finite number, got 'much'",
+        ),
         ({"guides": {"g": {"weights": {"a": 1}, "beta": 1}}}, "has no 'folder'"),
-        ({"samples": 0}, "samples is 0"),
-        ({"seeds": []}, "seeds is empty"),
-        ({"samples": True}, "give a whole number"),
-        ({"samples": 2.5}, "give a whole number"),
-        ({"max_new_tokens": float("inf")}, "give a whole number"),
-        ({"kl_budget": float("inf")}, "kl_budget is inf"),
-        ({"resamples": 10**12}, "give 1 to 1000000"),
+        ({"samples": 0}, "samples must be at least 1.*got 0"),
+        ({"seeds": []}, "seeds must have at least one item"),
+        ({"samples": True}, "must be a whole number"),
+        ({"samples": 2.5}, "must be a whole number"),
+        ({"max_new_tokens": float("inf")}, "must be a whole number"),
+        ({"kl_budget": float("inf")}, "kl_budget must be a finite number, got inf"),
+        ({"resamples": 10**12}, "resamples must be at least 1 and at most 1,000,000"),
     ],
 )
 def test_mistakes_in_the_file(write: Any, changes: dict[str, Any], problem: str) -> None:
@@ -306,7 +312,7 @@ def test_generations_of_others_are_measured(
     ):
         assert problem in fails(capsys, "measure", *options, str(tmp_path / "theirs.jsonl"))
     (tmp_path / "other.jsonl").write_text('{"question": "why"}\n')
-    assert "line 1 has question" in fails(capsys, "measure", str(tmp_path / "other.jsonl"))
+    assert "line 1 has no generations, but question" in fails(capsys, "measure", str(tmp_path / "other.jsonl"))
 
 
 # --- kills ---
@@ -336,7 +342,7 @@ def test_what_is_whole_can_be_measured_before_the_rest_is_there(
 ) -> None:
     whole, folder = outcome(run), tmp_path / "stopped"
     argv = ["eval", "--json", "--config", write(), "--out", str(folder), "--cache", str(tmp_path / "c")]
-    assert "no whole cell" in fails(capsys, *argv, "--only-measure")
+    assert "no complete cell" in fails(capsys, *argv, "--only-measure")
     for other in ("--only-generate", "--overwrite"):
         assert "nothing to measure" in fails(capsys, *argv, "--only-measure", other)
     lines = whole["generations.jsonl"].splitlines(keepends=True)
@@ -453,7 +459,7 @@ def test_one_process_at_a_time(run: Path, write: Any, capsys: pytest.CaptureFixt
 
 def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\nnonsense\n{"a": 2}\n')
-    with pytest.raises(DataError, match="line 2"):
+    with pytest.raises(DataError, match="line 2 is not JSON"):
         list(read_lines(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": ')
     assert list(read_lines(tmp_path / "rows.jsonl")) == [{"a": 1}]
@@ -462,4 +468,4 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
 
 
 def test_names_of_cells() -> None:
-    assert Cell("rad-q", 0.5, None, 0.9, None, 3).name == "rad-q β=0.5 p=0.9 seed=3"
+    assert SweepCell("rad-q", 0.5, None, 0.9, None, 3).name == "rad-q β=0.5 p=0.9 seed=3"

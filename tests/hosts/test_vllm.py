@@ -327,7 +327,7 @@ def test_a_sweep_runs_in_it_and_resumes(
     """With the engine that is running: a second one would not fit beside it."""
     import radq.hosts.vllm
     from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep
-    from radq.evaluation.sweep.generate import generate_all, open_run
+    from radq.evaluation.sweep.generate import generate_all, open_sweep
     from radq.files import read_lines
 
     monkeypatch.setattr(radq.hosts.vllm, "VllmEngine", lambda base, guides, **options: engine)
@@ -348,7 +348,7 @@ def test_a_sweep_runs_in_it_and_resumes(
     prompts = sweep.read_prompts()
 
     def run() -> bytes:
-        with open_run(tmp_path / "run", sweep, prompts):
+        with open_sweep(tmp_path / "run", sweep, prompts):
             generate_all(tmp_path / "run", sweep, prompts, "cpu")
         return (tmp_path / "run/generations.jsonl").read_bytes()
 

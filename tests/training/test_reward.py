@@ -18,7 +18,6 @@ from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.guides import RewardGuide
 from radq.models.reward import RadQ, RadV, RewardModel
-from radq.numerics import area_under_curve
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
 from radq.training.checkpoints import find_checkpoints
@@ -397,7 +396,6 @@ def test_labels_outside_the_unit_interval_set_the_range(settings: RewardTraining
 
 
 def test_metrics_by_hand() -> None:
-    assert area_under_curve(np.array([0.1, 0.9, 0.4, 0.4]), np.array([0, 1, 0, 1])) == pytest.approx(3.5 / 4)
     stats = np.array([[0.2, 0.9, 0.1, 0.3], [0.8, 0.1, 0.3, 0.1]])  # last rewards of two attributes, weighted errors
     labels = np.array([[0.0, 0.5], [1.0, 0.5]])
     metrics = compute_metrics(stats, labels, ["a", "b"])

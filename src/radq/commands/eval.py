@@ -6,29 +6,29 @@ from pathlib import Path
 
 @dataclass
 class Arguments:
-    """Run a sweep: continue prompts under guides of many strengths, judge the texts, compute metrics.
+    """Run a sweep: continue prompts under guides at many β, judge the texts, and compute metrics.
 
-    The same command goes on with a sweep that was killed. `radq report OUT` makes pictures and tables of it.
+    The same command goes on with a sweep that was killed. `radq report OUT` makes plots and tables of the results.
     """
 
     config: Path
-    """YAML file with the sweep."""
+    """YAML file that describes the sweep; docs/evaluation.md shows one."""
     out: Path
-    """Run folder: config.yaml, generations.jsonl, costs.jsonl, measures, metrics.jsonl, differences.jsonl."""
+    """Folder to write: config.yaml, generations.jsonl, costs.jsonl, measures, metrics.jsonl, differences.jsonl."""
     base: str | None = None
-    """Language model to steer, in place of the file's."""
+    """Language model to steer, in place of the one that the file names."""
     overwrite: bool = False
-    """Start anew in a folder that holds a sweep."""
+    """Delete the sweep that the folder holds, and start again."""
     only_generate: bool = False
-    """Write the generations, and leave judging for a later call."""
+    """Write the generations, and leave the judging to a later call."""
     only_measure: bool = False
-    """Generate nothing more: judge and compare what is whole in a sweep that was stopped."""
+    """Generate nothing: judge and compare the complete cells of a sweep that was stopped."""
     cache: Path | None = None
-    """Folder for judges' scores; by default in the user's cache."""
+    """Folder in which the scores of judges are kept; by default in the user's cache."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     json: bool = False
-    """Print the metrics as JSON, and no progress."""
+    """Print the metrics as JSON, without progress bars."""
 
 
 def run(arguments: Arguments) -> None:
@@ -36,21 +36,21 @@ def run(arguments: Arguments) -> None:
     from radq.errors import OptionError
     from radq.evaluation.sweep.config import load_sweep
     from radq.evaluation.sweep.costs import read_costs
-    from radq.evaluation.sweep.generate import generate_all, open_run
+    from radq.evaluation.sweep.generate import generate_all, open_sweep
     from radq.evaluation.sweep.measure import check_models, measure_all
     from radq.files import read_lines
     from radq.models.loading import find_device
 
     if arguments.only_measure and (arguments.only_generate or arguments.overwrite):
         other = "--only-generate" if arguments.only_generate else "--overwrite"
-        raise OptionError(f"{other} and --only-measure leave nothing to measure.", "give one of them, or neither.")
+        raise OptionError(f"with {other}, there is nothing to measure for --only-measure.", "give one of the two.")
     sweep = load_sweep(arguments.config)
     if arguments.base is not None:
         sweep = replace(sweep, base=arguments.base)
     device = find_device(arguments.device)
     prompts = sweep.read_prompts()
     progress = not arguments.json
-    with open_run(arguments.out, sweep, prompts, arguments.overwrite):
+    with open_sweep(arguments.out, sweep, prompts, arguments.overwrite):
         if not arguments.only_generate:
             check_models(sweep, device)
         if not arguments.only_measure:
@@ -63,4 +63,4 @@ def run(arguments: Arguments) -> None:
         print_json({"metrics": rows, "costs": read_costs(arguments.out)})
     else:
         print_metrics(rows)
-        print(f"→ {arguments.out}; `radq report {arguments.out}` makes pictures of it")
+        print(f"→ {arguments.out}; `radq report {arguments.out}` makes plots and tables of it")

@@ -1,4 +1,4 @@
-"""radq judge score --judge SPEC --text "…" ; radq judge train --data FILE --labels y --out FOLDER"""
+"""radq judge score --judge JUDGE --text "…" and radq judge train --data FILE --labels COLUMN --out FOLDER"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,51 +14,51 @@ if TYPE_CHECKING:
 
 @dataclass
 class Score:
-    """Score texts with a judge. Scores are kept on disk: the same texts are not judged again."""
+    """Score texts with a judge. Scores are kept on disk, so that the same texts are not judged again."""
 
     judge: str
-    """classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER, linear:embedded:sentiment or toxicity,
-    reward:FOLDER[#attribute], perspective[:ATTRIBUTE]; not:JUDGE is one minus its score."""
+    """The judge, as KIND:SOURCE: classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER,
+    linear:embedded:sentiment, linear:embedded:toxicity or reward:FOLDER[#attribute]. not:JUDGE is 1 − its score."""
     text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
-    """Text to score; repeat for more."""
+    """Text to score; repeat the option for more texts."""
     data: list[str] = field(default_factory=list)
-    """Files with texts: csv, tsv, jsonl, parquet, each also .gz .xz .zst, or hub data sets."""
+    """Files with texts (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
     column: str = "text"
-    """Column of the files with the texts."""
+    """Column with the texts in these files."""
     cache: Path | None = None
     """Folder in which scores are kept; by default in the user's cache."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass
 class Train:
-    """Fit a linear judge: a logistic regression on sentence embeddings of labelled texts."""
+    """Train a linear judge: a logistic regression on sentence embeddings of labelled texts."""
 
     data: list[str]
     """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
     labels: str
-    """Column with the labels, from 0 to 1."""
+    """Column with the labels, which are numbers from 0 to 1."""
     out: Path
-    """Folder to write."""
+    """Folder to write the judge into."""
     encoder: str = "minilm"
-    """Sentence encoder: hub name, folder (safetensors or ONNX), or minilm or embedded, which come with packages."""
+    """Sentence encoder: a hub name, a folder (safetensors or ONNX), or minilm or embedded, which pip installs."""
     text: str = "text"
     """Column with the texts."""
     held_out: float = 0.1
-    """Share of the rows that chooses the penalty; as many more measure the result."""
+    """Share of the rows on which the penalty is chosen; the result is measured on as many more rows."""
     limit: int | None = None
-    """Take so many rows at random; by default all."""
+    """Number of rows to use, drawn at random; by default all."""
     seed: int = 0
-    """Of that choice, and of what is held out."""
+    """Random seed of that draw, and of the rows that are held out."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     overwrite: bool = False
-    """Replace the judge in a folder that holds one."""
+    """Replace the judge that the folder holds."""
     json: bool = False
-    """Print the judge's card as JSON, and no progress."""
+    """Print the judge's card as JSON, without progress bars."""
 
 
 Arguments = (
@@ -79,10 +79,11 @@ def run(arguments: Score | Train) -> None:
 
 def _score(arguments: Score) -> None:
     from radq.commands.console import print_json
-    from radq.evaluation.judges.base import CachedJudge, load_judge
+    from radq.evaluation.judges.base import CachedJudge
+    from radq.evaluation.judges.models import load_judge
     from radq.models.loading import find_device
 
-    texts = _read_texts(arguments)
+    texts = _collect_texts(arguments)
     judge = CachedJudge(load_judge(arguments.judge, find_device(arguments.device)), arguments.cache)
     scores = judge.score(texts, progress=not arguments.json and bool(arguments.data))
     if arguments.json:
@@ -92,7 +93,7 @@ def _score(arguments: Score) -> None:
         _print_scores(judge, texts, scores)
 
 
-def _read_texts(arguments: Score) -> list[str]:
+def _collect_texts(arguments: Score) -> list[str]:
     from radq.data.tables import read_text_column
     from radq.errors import OptionError
 
@@ -100,7 +101,7 @@ def _read_texts(arguments: Score) -> list[str]:
     for source in arguments.data:
         texts += read_text_column(source, arguments.column)
     if not texts:
-        raise OptionError("there is no text.", "give --text TEXT or --data FILE.")
+        raise OptionError("there is no text to score.", "give --text TEXT or --data FILE.")
     return texts
 
 
@@ -118,7 +119,7 @@ def _print_scores(judge: "Judge", texts: list[str], scores: "np.ndarray") -> Non
     print(judge.name)
     console().print(table)
     if judge.truncated:
-        print(f"note: {judge.truncated} texts were too long, and judged by their beginnings.")
+        print(f"note: {judge.truncated} texts were too long, and were judged by their beginnings.")
 
 
 # --- train ---
@@ -136,8 +137,8 @@ def _train(arguments: Train) -> None:
 
     require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
     if arguments.out.exists() and not arguments.overwrite:
-        raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or pass --overwrite.")
-    texts, labels, blank = _read_labelled(arguments)
+        raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or replace it with --overwrite.")
+    texts, labels, blank = _read_labelled_texts(arguments)
     split = split_rows(labels, arguments.held_out, arguments.seed)
     source = arguments.encoder if not Path(arguments.encoder).is_dir() else str(Path(arguments.encoder).resolve())
     encoder = load_encoder(source, find_device(arguments.device))
@@ -150,26 +151,24 @@ def _train(arguments: Train) -> None:
     rows = model.card.rows
     print(f"judge of {arguments.labels} → {arguments.out}   (linear:{arguments.out})")
     print(f"  fitted on {rows['fitted']} rows, penalty {model.card.penalty:g} chosen on {rows['chosen_on']}")
-    print(f"  on {rows['measured_on']} rows it has not seen:")
+    print(f"  metrics on {rows['measured_on']} other rows:")
     for name, value in model.card.metrics.items():
         print(f"    {name:<15} {value:.4f}")
     if encoder.truncated or blank:
-        print(
-            f"  {encoder.truncated} texts were too long, and read by their beginnings; {blank} blank ones are left out"
-        )
+        print(f"  {encoder.truncated} texts were too long, and were cut; {blank} blank ones are left out")
 
 
-def _read_labelled(arguments: Train) -> "tuple[list[str], np.ndarray, int]":
-    """Texts, their labels, and how many rows are left out since they are blank."""
+def _read_labelled_texts(arguments: Train) -> "tuple[list[str], np.ndarray, int]":
+    """Read texts and their labels, and count the rows that are left out because their text is blank."""
     import numpy as np
 
     from radq.data.dataset import DataColumns, read_examples
     from radq.errors import OptionError
 
     if arguments.limit is not None and arguments.limit < 1:
-        raise OptionError(f"limit is {arguments.limit}.", "give 1 or more.")
+        raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all rows.")
     if arguments.seed < 0:
-        raise OptionError(f"seed is {arguments.seed}.", "give 0 or more.")
+        raise OptionError(f"seed must be at least 0, got {arguments.seed}.", "give another seed.")
     columns = DataColumns(arguments.text, [arguments.labels], skip_empty=True)
     pieces = [piece for source in arguments.data for piece in read_examples(source, columns)]
     texts = [text for piece in pieces for text in piece.texts]

@@ -9,23 +9,23 @@ import tyro
 
 @dataclass
 class Arguments:
-    """Plots, tables and one page to open in a browser, from what radq eval has measured."""
+    """Write plots, tables and one page for the browser from the results of radq eval."""
 
     runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(metavar="RUN [RUN …]")]
-    """Folders that radq eval has written; the guides of several come into one report."""
+    """Folders that radq eval has written; a report of several folders shows all their guides."""
     published: bool = False
-    """Draw the paper's published numbers beside the run's own."""
+    """Draw the paper's published numbers beside those of the run."""
     out: Path | None = None
-    """Folder to write report.html, plots and tables into; by default the run's own."""
+    """Folder to write report.html, plots and tables into; by default the run folder."""
     json: bool = False
-    """Print JSON."""
+    """Print the names of the written files as JSON."""
 
 
 def run(arguments: Arguments) -> None:
     from dataclasses import asdict
 
     from radq.commands.console import print_json
-    from radq.report.report import write_report
+    from radq.report.write import write_report
 
     report = write_report(arguments.runs, arguments.out, arguments.published)
     if arguments.json:

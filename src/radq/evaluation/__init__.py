@@ -1,1 +1,1 @@
-"""Evaluation: prompts, judges and metrics, each a room that knows nothing of the others."""
+"""Run sweeps over prompts and guides, judge texts, and compute metrics."""

@@ -17,8 +17,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.generate import Generation, encode_prompts, generate
-from radq.evaluation.judges.base import Judge, LinearJudge
+from radq.evaluation.judges.base import Judge
 from radq.evaluation.judges.encoders import load_encoder
+from radq.evaluation.judges.models import LinearJudge
 from radq.guides import RewardGuide
 from radq.models.embedded import EMBEDDED, judge_folder
 from radq.models.loading import load_causal_lm, load_tokenizer

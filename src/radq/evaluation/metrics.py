@@ -1,12 +1,15 @@
-"""Metrics: what the paper measures, as functions of arrays, each with a confidence interval.
+"""The paper's metrics as functions of arrays, each with a confidence interval.
 
-    measure(["avg_max", "toxic_rate", "perplexity", "dist_2"], Cell(texts, scores=scores, nll=nll, tokens=tokens))
+    measure(["avg_max", "perplexity", "dist_2"], ScoredTexts(texts, scores=scores, nll=nll, tokens=tokens))
 
-Axes: p prompts, n samples of each, d features, c cells of a guide's sweep over β, r resamples.
+A new metric is a function that returns `Sums`, and a line in the table `METRICS` at the end: sweeps, tables, plots and
+reports read that table.
+
+Axes: p prompts, n samples of each, d features, c points of a guide's curve over β, r resamples.
 
 Every metric but MAUVE is a ratio of two sums over prompts (`Sums`), so that resampling the prompts is a matrix product.
-A blank sample has neither score, perplexity, n-grams nor features: it is left out and counted. Of a prompt whose
-samples are all blank nothing is known, and it is left out as well.
+A blank sample has neither score, perplexity, n-grams nor features: it is left out and counted. A prompt whose samples
+are all blank is left out as well.
 """
 
 import os
@@ -25,22 +28,22 @@ from radq.errors import OptionError, require_package
 THRESHOLD = 0.5  # a score above it counts as toxic, or positive
 MAUVE_SCALING = 5  # c of the MAUVE paper
 MAUVE_ITERATIONS = 500  # of k-means
-MAUVE_MIN_SAMPLES = 20  # n/10 clusters, and two at least
-MAUVE_RESAMPLES = 20  # clustering anew takes long; their spread is what is used
-MAX_RESAMPLES = 1_000_000  # more would change no digit that is shown
+MAUVE_MIN_SAMPLES = 20  # there are n/10 clusters, and at least two
+MAUVE_RESAMPLES = 20  # each clusters anew, which takes long; only their standard deviation is used
+MAX_RESAMPLES = 1_000_000  # more change no digit that is shown
 RESAMPLES_AT_ONCE = 100
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What one setting of a sweep produced for p prompts with n samples each, and what is known about it.
+class ScoredTexts:
+    """The continuations of p prompts with n samples each, and the numbers that metrics are computed from.
 
     Args:
         texts: the continuations.
-        scores: of a judge; NaN for blank texts.
-        nll, tokens: minus the log-likelihood of each continuation given its prompt, and the number of its tokens.
+        scores: the scores of a judge; NaN for blank texts.
+        nll, tokens: the negative log-likelihood of each continuation given its prompt, and its number of tokens.
         features: sentence embeddings; NaN for blank texts.
-        reference: those of the unguided samples of the same prompts.
+        reference: sentence embeddings of the unguided samples of the same prompts.
     """
 
     texts: Sequence[Sequence[str]]
@@ -53,20 +56,23 @@ class Cell:
     def __post_init__(self) -> None:
         sizes = sorted({len(samples) for samples in self.texts})
         if not sizes or sizes[0] == 0:
-            raise OptionError("there are no samples to measure.", "generate some, one or more for every prompt.")
+            raise OptionError("there are no samples to measure.", "generate at least one for every prompt.")
         if len(sizes) > 1:
-            raise OptionError(f"prompts have {sizes[0]} to {sizes[-1]} samples.", "give each the same number.")
+            raise OptionError(
+                f"all prompts must have the same number of samples, got {sizes[0]} to {sizes[-1]}.",
+                "generate the missing samples.",
+            )
         for name in ("scores", "nll", "tokens", "features"):
             values = getattr(self, name)
             if values is not None and values.shape[:2] != (len(self.texts), sizes[0]):
                 raise OptionError(
                     f"{name} are for {values.shape[0]} prompts × {values.shape[1]} samples, "
                     f"the texts for {len(self.texts)} × {sizes[0]}.",
-                    "one value per sample is wanted.",
+                    "give one value per sample.",
                 )
 
-    def take(self, rows: Sequence[int] | Int[np.ndarray, " q"]) -> "Cell":
-        """Some of the prompts, such as those of one class."""
+    def take(self, rows: Sequence[int] | Int[np.ndarray, " q"]) -> "ScoredTexts":
+        """Keep some of the prompts, such as those of one class."""
         known = {name: getattr(self, name) for name in ("scores", "nll", "tokens", "features", "reference")}
         values = {name: array[list(rows)] for name, array in known.items() if array is not None}
         return replace(self, texts=[self.texts[row] for row in rows], **values)
@@ -74,16 +80,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sums:
-    """A metric before the division: Σ totals / Σ weights over the prompts, or exp of that."""
+    """The two sums that a metric is the ratio of: Σ totals / Σ weights over the prompts, or exp of that."""
 
     totals: Float[np.ndarray, " p"]
     weights: Float[np.ndarray, " p"]
-    skipped: int = 0  # samples left out since they are blank
-    infinite: int = 0  # and since they are infinite
+    skipped: int = 0  # samples that are left out because they are blank
+    infinite: int = 0  # samples that are left out because their value is infinite
     exponential: bool = False
 
     def divide(self, totals: Float[np.ndarray, "*r"], weights: Float[np.ndarray, "*r"]) -> Float[np.ndarray, "*r"]:
-        """The metric from sums over some choice of prompts; NaN where it has none."""
+        """Compute the metric from sums over some of the prompts; NaN where the weights sum to 0."""
         ratio = np.divide(totals, weights, out=np.full(np.shape(totals), np.nan), where=np.asarray(weights) > 0)
         with np.errstate(over="ignore"):
             return np.exp(ratio) if self.exponential else ratio
@@ -95,7 +101,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How intervals are made: percentiles of the metric over so many resamples of the prompts."""
+    """Makes confidence intervals: percentiles of a metric over resamples of the prompts."""
 
     resamples: int = 1000
     seed: int = 0
@@ -104,12 +110,13 @@ class Bootstrap:
     def __post_init__(self) -> None:
         if not 1 <= self.resamples <= MAX_RESAMPLES or not 0 < self.confidence < 1:
             raise OptionError(
-                f"resamples is {self.resamples}, confidence {self.confidence}.",
-                f"give 1 to {MAX_RESAMPLES} resamples, and a confidence between 0 and 1.",
+                f"resamples must be from 1 to {MAX_RESAMPLES}, got {self.resamples}, "
+                f"and confidence between 0 and 1, got {self.confidence}.",
+                "1000 resamples are enough for most uses.",
             )
 
     def choices(self, p: int) -> Iterator[Int[np.ndarray, "r p"]]:
-        """How often each prompt occurs in each resample, some resamples at a time."""
+        """Yield how often each prompt occurs in each resample, some resamples at a time."""
         rng = np.random.default_rng(self.seed)
         for first in range(0, self.resamples, RESAMPLES_AT_ONCE):
             r = min(RESAMPLES_AT_ONCE, self.resamples - first)
@@ -117,10 +124,11 @@ class Bootstrap:
             yield np.bincount(drawn.ravel(), minlength=r * p).reshape(r, p)
 
     def sums(self, columns: Float[np.ndarray, "p m"]) -> Float[np.ndarray, "r m"]:
-        """Sums of columns over resampled prompts; the same resamples for every metric of the same prompts."""
+        """Sum columns over resampled prompts. Every metric of the same prompts gets the same resamples."""
         return np.concatenate([counts @ columns for counts in self.choices(len(columns))])
 
     def interval(self, values: Float[np.ndarray, " r"]) -> tuple[float, float]:
+        """The percentiles of the resampled values; NaN where all of these are NaN."""
         if np.isnan(values).all():
             return float("nan"), float("nan")
         tail = (1 - self.confidence) / 2
@@ -133,7 +141,7 @@ DEFAULT_BOOTSTRAP = Bootstrap()
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric with its interval, and how many samples it says nothing about. NaN where there is nothing to say."""
+    """The value of a metric, its interval, and the numbers of samples left out. NaN stands for an unknown number."""
 
     value: float
     low: float
@@ -142,23 +150,24 @@ class Estimate:
     infinite: int = 0
 
 
-def measure(names: Sequence[str], cell: Cell, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> dict[str, Estimate]:
-    """Metrics of a cell by name; all names are checked before the first is computed."""
+def measure(names: Sequence[str], texts: ScoredTexts, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> dict[str, Estimate]:
+    """Compute metrics by name; all names are checked before the first metric is computed."""
     for name in names:
         check_metric(name)
-        missing = [needed for needed in METRICS[name].needs if getattr(cell, needed) is None]
+        missing = [needed for needed in METRICS[name].needs if getattr(texts, needed) is None]
         if missing:
-            raise OptionError(f"{name} needs {missing[0]}.", f"it is {METRICS[name].description}.")
-    return {name: METRICS[name].estimate(cell, bootstrap) for name in names}
+            raise OptionError(f"{name} needs {missing[0]}, and there are none.", f"it is {METRICS[name].description}.")
+    return {name: METRICS[name].estimate(texts, bootstrap) for name in names}
 
 
 def check_metric(name: str) -> None:
+    """Raise an error where no metric has this name."""
     if name not in METRICS:
         raise OptionError(f"there is no metric {name!r}.", f"choose from {', '.join(METRICS)}.")
 
 
 def estimate(sums: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
-    """The metric with its bootstrap interval over prompts; of a single prompt there is none."""
+    """Compute a metric with its bootstrap interval over prompts; the interval of a single prompt is NaN."""
     low = high = float("nan")
     if len(sums.totals) > 1:
         totals, weights = bootstrap.sums(np.stack([sums.totals, sums.weights], axis=1)).T
@@ -199,7 +208,7 @@ def mean_score(scores: Float[np.ndarray, "p n"]) -> Sums:
 # --- fluency ---
 
 
-def perplexity(nll: Float[np.ndarray, "p n"], tokens: Int[np.ndarray, "p n"]) -> Sums:
+def mean_perplexity(nll: Float[np.ndarray, "p n"], tokens: Int[np.ndarray, "p n"]) -> Sums:
     """exp of the mean negative log-likelihood of a continuation's tokens, averaged over all continuations."""
     items = perplexities(nll, tokens)
     finite = np.isfinite(items)
@@ -217,7 +226,7 @@ def corpus_perplexity(nll: Float[np.ndarray, "p n"], tokens: Int[np.ndarray, "p 
 
 
 def perplexities(nll: Float[np.ndarray, "*s"], tokens: Int[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
-    """Of each continuation; NaN for one without tokens, infinite where the model thinks it impossible."""
+    """The perplexity of each continuation; NaN without tokens, infinite where the model excludes one of its tokens."""
     with np.errstate(over="ignore"):
         return np.exp(np.divide(nll, tokens, out=np.full(nll.shape, np.nan), where=tokens > 0))
 
@@ -228,8 +237,8 @@ def perplexities(nll: Float[np.ndarray, "*s"], tokens: Int[np.ndarray, "*s"]) ->
 def distinct(texts: Sequence[Sequence[str]], order: int) -> Sums:
     """Distinct n-grams among a prompt's samples, divided by the number of their words, averaged over prompts.
 
-    Words are what lies between single spaces, as in the code of DExperts and of the paper: a continuation that begins
-    with a space begins with an empty word, which counts. Blank samples do not.
+    Words are separated by single spaces, as in the code of DExperts and of the paper: a continuation that begins with a
+    space begins with an empty word, which counts. Blank samples do not count.
     """
     values, known, skipped = [], [], 0
     for samples in texts:
@@ -249,11 +258,12 @@ def mauve(features: Float[np.ndarray, "n d"], reference: Float[np.ndarray, "m d"
     fewest = min(len(features), len(reference))
     if fewest < MAUVE_MIN_SAMPLES:
         raise OptionError(
-            f"MAUVE is asked for {fewest} samples.", f"it needs {MAUVE_MIN_SAMPLES}, and is steady from about 1000 on."
+            f"MAUVE needs at least {MAUVE_MIN_SAMPLES} samples, got {fewest}.",
+            "give more prompts or samples; MAUVE is steady from about 1000 on.",
         )
     package = require_package("mauve", "eval")
     with warnings.catch_warnings(), _silent_stderr():
-        warnings.simplefilter("ignore")  # scikit-learn's, where vectors are all the same
+        warnings.simplefilter("ignore")  # scikit-learn warns where all vectors are the same
         result = package.compute_mauve(
             p_features=features,
             q_features=reference,
@@ -263,7 +273,7 @@ def mauve(features: Float[np.ndarray, "n d"], reference: Float[np.ndarray, "m d"
             seed=seed,
         )
     same = np.array_equal(result.p_hist, result.q_hist)
-    return 1.0 if same else float(result.mauve)  # of equal histograms the package sorts ties at random: 0.5 to 1
+    return 1.0 if same else float(result.mauve)  # for equal histograms the package returns 0.5 to 1, at random
 
 
 def estimate_mauve(
@@ -271,10 +281,10 @@ def estimate_mauve(
     reference: Float[np.ndarray, "p m d"],
     bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
 ) -> Estimate:
-    """MAUVE with a normal interval: the standard deviation over resampled prompts, around the value.
+    """Compute MAUVE with a normal interval: the value ± a multiple of the standard deviation over resampled prompts.
 
     Percentiles would miss the value: resamples repeat prompts, and two such sets lie further apart than the originals.
-    For the same reason the interval is rather too wide than too narrow.
+    For the same reason the interval is too wide rather than too narrow.
     """
     (ours, skipped), (theirs, skipped_theirs) = _without_blank(features), _without_blank(reference)
     value = mauve(ours, theirs)
@@ -295,7 +305,7 @@ def _without_blank(features: Float[np.ndarray, "p n d"]) -> tuple[Float[np.ndarr
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Without what faiss prints from C: that n/10 clusters are many, which is how MAUVE is defined."""
+    """Hide the warning that faiss prints from C about many clusters: MAUVE is defined with n/10 of them."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 2)
@@ -311,32 +321,37 @@ def _silent_stderr() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much more of the attribute the first guide has than the second at the same perplexity, on average."""
+    """The mean difference of a metric between two guides at the same perplexity, first minus second."""
 
     value: float
     low: float
     high: float
-    perplexity_range: tuple[float, float]  # common to both
-    without_overlap: int  # resamples that have no common range, and are not in the interval
+    perplexity_range: tuple[float, float]  # reached by both guides
+    without_overlap: int  # resamples without a common range, which are left out of the interval
 
 
 def compare_at_equal_perplexity(
-    first: Sequence[Cell], second: Sequence[Cell], metric: str, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP
+    first: Sequence[ScoredTexts], second: Sequence[ScoredTexts], metric: str, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP
 ) -> Difference:
-    """The difference of two guides' curves of a metric over log perplexity, averaged over their common range.
+    """Average the difference of two guides' curves of a metric over log perplexity, over their common range.
 
-    A curve joins the cells of one guide, in the order of their perplexity, by straight lines. Both guides continued the
-    same prompts, in the same order, and each resample takes the same prompts of both.
+    Each item of `first` and `second` holds the texts of a guide at one β. A curve joins the points of one guide, in the
+    order of their perplexity, by straight lines. Both guides continued the same prompts, in the same order, and each
+    resample takes the same prompts of both.
     """
-    curves = [_Curve(cells, metric) for cells in (first, second)]
+    curves = [_Curve(points, metric) for points in (first, second)]
     sizes = sorted({len(sums.totals) for curve in curves for sums in curve.sums})
     if len(sizes) > 1:
-        raise OptionError(f"the cells have {sizes[0]} to {sizes[-1]} prompts.", "compare guides on the same prompts.")
+        raise OptionError(
+            f"both guides must have the same prompts, got {sizes[0]} to {sizes[-1]} of them.",
+            "compare guides on the same prompts.",
+        )
     value, (low, high) = mean_difference(*curves[0].points(), *curves[1].points())
     if low >= high:
         spans = ["{:.4g} to {:.4g}".format(*np.exp(curve.points()[0][[0, -1]])) for curve in curves]
         raise OptionError(
-            f"perplexities are {spans[0]} for one guide and {spans[1]} for the other.", "sweep β until they overlap."
+            f"the guides have no common perplexity: {spans[0]} for one and {spans[1]} for the other.",
+            "sweep more values of β until the ranges overlap.",
         )
     drawn = [curve.resampled_points(bootstrap) for curve in curves]
     differences = np.array([mean_difference(x, y, u, v)[0] for x, y, u, v in zip(*drawn[0], *drawn[1], strict=True)])
@@ -345,18 +360,18 @@ def compare_at_equal_perplexity(
 
 
 class _Curve:
-    """Points (log perplexity, metric) of a guide's cells, in the order of their perplexity."""
+    """The points (log perplexity, metric) of a guide at several β, in the order of their perplexity."""
 
-    def __init__(self, cells: Sequence[Cell], metric: str):
+    def __init__(self, texts: Sequence[ScoredTexts], metric: str):
         check_metric(metric)
         attribute = METRICS[metric].sums
         if attribute is None:
-            raise OptionError(f"{metric} has no curve.", "choose a metric that is a mean over prompts.")
-        if len(cells) < 2:
-            raise OptionError(f"a guide has {len(cells)} cells.", "a curve needs two values of β at least.")
+            raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
+        if len(texts) < 2:
+            raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
         fluency = METRICS["perplexity"].sums
         assert fluency is not None
-        self.sums = [sums(cell) for cell in cells for sums in (fluency, attribute)]
+        self.sums = [sums(one) for one in texts for sums in (fluency, attribute)]
 
     def points(self) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, " c"]]:
         values = np.array([[sums.value for sums in self.sums]])
@@ -378,7 +393,7 @@ class _Curve:
 def mean_difference(
     x: Float[np.ndarray, " c"], y: Float[np.ndarray, " c"], u: Float[np.ndarray, " e"], v: Float[np.ndarray, " e"]
 ) -> tuple[float, tuple[float, float]]:
-    """The mean of y(x) − v(u) over the range that both have, and that range. NaN where they have none.
+    """Average y(x) − v(u) over the range that both curves have; return the mean (NaN without such a range) and it.
 
     Both are linear between their points, so the trapezoid rule over all points of both is exact.
     """
@@ -395,46 +410,90 @@ def _count(which: Any) -> int:
     return int(np.sum(which))
 
 
-# --- by name ---
+# --- all metrics ---
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What it is, which fields of a cell it needs, and the sums it is a ratio of; None for MAUVE, which is none."""
+    """A metric of `ScoredTexts`.
+
+    Attributes:
+        description: the definition, as reports print it.
+        needs: the fields of `ScoredTexts` that it is computed from.
+        sums: computes the two sums that it is a ratio of; None for MAUVE, which is no ratio.
+        axis: the label of its axis in trade-off plots; None for a metric that is not plotted.
+        wide_range: whether the axis becomes logarithmic where the values span a wide range.
+    """
 
     description: str
     needs: tuple[str, ...]
     sums: Callable[[Any], Sums] | None = None
+    axis: str | None = None
+    wide_range: bool = False
 
-    def estimate(self, cell: Cell, bootstrap: Bootstrap) -> Estimate:
+    @property
+    def needs_judge(self) -> bool:
+        return "scores" in self.needs
+
+    @property
+    def needs_language_model(self) -> bool:
+        return "nll" in self.needs
+
+    @property
+    def needs_encoder(self) -> bool:
+        return "features" in self.needs
+
+    def estimate(self, texts: ScoredTexts, bootstrap: Bootstrap) -> Estimate:
+        """Compute the metric with its interval."""
         if self.sums is not None:
-            return estimate(self.sums(cell), bootstrap)
-        assert cell.features is not None
-        assert cell.reference is not None
-        return estimate_mauve(cell.features, cell.reference, bootstrap)
+            return estimate(self.sums(texts), bootstrap)
+        assert texts.features is not None
+        assert texts.reference is not None
+        return estimate_mauve(texts.features, texts.reference, bootstrap)
 
 
-_SCORES, _LIKELIHOODS = ("scores",), ("nll", "tokens")
+_SCORES, _LIKELIHOODS, _FEATURES = ("scores",), ("nll", "tokens"), ("features", "reference")
 
 METRICS: dict[str, Metric] = {
     "avg_max": Metric(
-        "the highest score of a prompt's samples, averaged over prompts", _SCORES, lambda c: average_maximum(c.scores)
+        "the highest score of a prompt's samples, averaged over prompts",
+        _SCORES,
+        lambda t: average_maximum(t.scores),
+        axis="average maximal score",
     ),
     "toxic_rate": Metric(
-        "the share of prompts with a sample that scores above 0.5", _SCORES, lambda c: toxic_rate(c.scores)
+        "the share of prompts with a sample that scores above 0.5",
+        _SCORES,
+        lambda t: toxic_rate(t.scores),
+        axis="share of prompts above 0.5",
     ),
-    "positive_rate": Metric("the share of samples that score above 0.5", _SCORES, lambda c: positive_rate(c.scores)),
-    "mean_score": Metric("the mean score of the samples", _SCORES, lambda c: mean_score(c.scores)),
+    "positive_rate": Metric(
+        "the share of samples that score above 0.5",
+        _SCORES,
+        lambda t: positive_rate(t.scores),
+        axis="share of samples above 0.5",
+    ),
+    "mean_score": Metric("the mean score of the samples", _SCORES, lambda t: mean_score(t.scores), axis="mean score"),
     "perplexity": Metric(
         "the perplexity of a continuation given its prompt, averaged over continuations",
         _LIKELIHOODS,
-        lambda c: perplexity(c.nll, c.tokens),
+        lambda t: mean_perplexity(t.nll, t.tokens),
+        axis="perplexity (← more fluent)",
+        wide_range=True,
     ),
     "corpus_perplexity": Metric(
-        "the perplexity of all continuations as one text", _LIKELIHOODS, lambda c: corpus_perplexity(c.nll, c.tokens)
+        "the perplexity of all continuations as one text", _LIKELIHOODS, lambda t: corpus_perplexity(t.nll, t.tokens)
     ),
-    "dist_1": Metric("distinct words per word of a prompt's samples", ("texts",), lambda c: distinct(c.texts, 1)),
-    "dist_2": Metric("distinct bigrams per word of a prompt's samples", ("texts",), lambda c: distinct(c.texts, 2)),
-    "dist_3": Metric("distinct trigrams per word of a prompt's samples", ("texts",), lambda c: distinct(c.texts, 3)),
-    "mauve": Metric("how close samples are to the unguided ones, by their features", ("features", "reference")),
+    "dist_1": Metric("distinct words per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 1)),
+    "dist_2": Metric("distinct bigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 2)),
+    "dist_3": Metric("distinct trigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 3)),
+    "mauve": Metric(
+        "how close samples are to the unguided ones, by their features",
+        _FEATURES,
+        axis="MAUVE (→ closer to unguided)",
+    ),
 }
+
+# The metrics of trade-off plots: attributes (up) against fluency (across).
+ATTRIBUTE_METRICS = tuple(name for name, metric in METRICS.items() if metric.axis and metric.needs_judge)
+FLUENCY_METRICS = tuple(name for name, metric in METRICS.items() if metric.axis and not metric.needs_judge)

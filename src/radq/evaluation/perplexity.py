@@ -1,11 +1,11 @@
-"""How likely continuations are after their prompts, under a causal language model.
+"""The likelihoods of continuations given their prompts, under a causal language model.
 
     found = measure_likelihoods(lm, tokenizer, prompts, continuations)
-    np.exp(found.nll / found.tokens)  # perplexity of each
+    np.exp(found.nll / found.tokens)  # the perplexity of each continuation
 
-Prompt and continuation are tokenised as one text, with the special tokens the model expects, as DExperts does it. The
-continuation's tokens are those after the longest common beginning with the tokens of the prompt alone, so a token that
-reaches over the boundary belongs to the continuation. Axes: b batch, t time, c tokens of the longest continuation.
+Prompt and continuation are tokenised as one text, with the special tokens that the model expects, as DExperts does it.
+The continuation's tokens are those after the longest common beginning with the tokens of the prompt alone, so a token
+that reaches over the boundary belongs to the continuation. Axes: b batch, t time, c tokens of the longest continuation.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,29 @@ from radq.errors import ContextLengthError, OptionError
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, max_positions
 from radq.models.vocabulary import find_bos, tokenise
-from radq.numerics import in_smaller_batches, log_probabilities, same_kernels
+from radq.numerics import in_smaller_batches, log_probabilities, pad_left, same_kernels
 
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Of n continuations. One that is blank has no tokens, and a negative log-likelihood of 0."""
+    """The negative log-likelihoods of n continuations.
 
-    nll: Float[
-        np.ndarray, " n"
-    ]  # minus the sum of its tokens' log-probabilities; infinite where the model excludes one
+    Attributes:
+        nll: minus the sum of a continuation's log-probabilities; infinite where the model excludes one of its tokens,
+            0 for a blank continuation.
+        tokens: the number of a continuation's tokens; 0 for a blank continuation.
+        truncated: how many prompts lost their beginnings because the text was too long for the model.
+    """
+
+    nll: Float[np.ndarray, " n"]
     tokens: Int[np.ndarray, " n"]
-    truncated: int  # pairs too long for the model, whose prompts lost their beginnings
+    truncated: int
 
 
 @dataclass(frozen=True)
 class _Pair:
+    """The token ids of a prompt and of its continuation."""
+
     prompt: list[int]
     continuation: list[int]
 
@@ -55,10 +62,11 @@ def measure_likelihoods(
     batch_size: int = 32,
     progress: bool = False,
 ) -> Likelihoods:
-    """Prompts and continuations side by side: one likelihood per pair, in order, whatever the batches."""
+    """Measure one likelihood per pair of prompt and continuation, in order; batches do not change the result."""
     if len(prompts) != len(continuations):
         raise OptionError(
-            f"there are {len(prompts)} prompts and {len(continuations)} continuations.", "give them in pairs."
+            f"prompts and continuations must come in pairs, got {len(prompts)} and {len(continuations)}.",
+            "repeat the prompt of each continuation.",
         )
     whole = encode_pairs(lm, tokenizer, prompts, continuations)
     pairs = [_fit(pair, max_positions(lm.config)) for pair in whole]
@@ -67,7 +75,7 @@ def measure_likelihoods(
     with tqdm(total=len(by_length), unit="text", desc="perplexity", disable=not progress) as bar:
         while by_length:
             some, batch_size = in_smaller_batches(
-                lambda size: _read(lm, [pairs[n] for n in by_length[:size]]).cpu().numpy(), batch_size
+                lambda size: _measure_batch(lm, [pairs[n] for n in by_length[:size]]).cpu().numpy(), batch_size
             )
             nll[by_length[: len(some)]] = some
             del by_length[: len(some)]
@@ -78,7 +86,7 @@ def measure_likelihoods(
 def encode_pairs(
     lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], continuations: Sequence[str]
 ) -> list[_Pair]:
-    """Token ids; where nothing precedes the continuation, a BOS does."""
+    """Tokenise prompts and continuations. A continuation that nothing precedes gets a BOS before it."""
     texts = [prompt + continuation for prompt, continuation in zip(prompts, continuations, strict=True)]
     distinct = list(dict.fromkeys(prompts))  # many samples have one prompt
     bos = find_bos(lm.config, tokenizer)
@@ -93,34 +101,35 @@ def encode_pairs(
 
 
 def _fit(pair: _Pair, positions: int | None) -> _Pair:
-    """What is too long loses the beginning of its prompt, all but a token at most."""
+    """Cut the beginning of the prompt where the pair is too long; at least one token of the prompt stays."""
     if positions is None or len(pair) <= positions:
         return pair
     room = positions - len(pair.continuation)
     if room < 1:
         raise ContextLengthError(
-            f"a continuation has {len(pair.continuation)} tokens, the model that measures perplexity {positions} "
-            "positions.",
-            "shorten the continuations, or take another model.",
+            f"a continuation must have less than {positions} tokens for the model that measures perplexity, "
+            f"got {len(pair.continuation)}.",
+            "shorten the continuations, or use another model.",
         )
     return _Pair(pair.prompt[-room:], pair.continuation)
 
 
 @torch.no_grad()
-def _read(lm: Wrappable, pairs: list[_Pair]) -> Float[Tensor, " b"]:
-    """Negative log-likelihoods of a batch, padded on the left, so that all continuations end together."""
-    longest, c = max(map(len, pairs)), max(len(pair.continuation) for pair in pairs)
-    padding = [[0] * (longest - len(pair)) for pair in pairs]
-    tokens = torch.tensor([pad + p.prompt + p.continuation for pad, p in zip(padding, pairs, strict=True)])
-    mask = torch.tensor([pad + [1] * len(pair) for pad, pair in zip(padding, pairs, strict=True)])
+def _measure_batch(lm: Wrappable, pairs: list[_Pair]) -> Float[Tensor, " b"]:
+    """Compute the negative log-likelihoods of a batch, padded on the left, so that all continuations end together."""
+    input_ids, attention_mask = pad_left([pair.prompt + pair.continuation for pair in pairs], device=lm.device)
+    c = max(len(pair.continuation) for pair in pairs)
     scored = torch.arange(-c, 0) >= -torch.tensor([[len(pair.continuation)] for pair in pairs])  # (b, c)
-    return _sum_nll(lm, tokens.to(lm.device), mask.to(lm.device), scored.to(lm.device))
+    return _sum_nll(lm, input_ids, attention_mask, scored.to(lm.device))
 
 
 def _sum_nll(
-    lm: Wrappable, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], scored: Bool[Tensor, "b c"]
+    lm: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], scored: Bool[Tensor, "b c"]
 ) -> Float[Tensor, " b"]:
+    """Sum the negative log-probabilities of the last c tokens where `scored`."""
     c = scored.shape[1]
     last: dict[str, Any] = {"logits_to_keep": c + 1} if kv_cache.accepts(lm, "logits_to_keep") else {}
-    logits = kv_cache.start(lm, tokens, mask, **last)[0].logits[:, -c - 1 : -1]  # (b, c, v): each scores the next token
-    return -torch.where(scored, log_probabilities(logits, tokens[:, -c:]).double(), 0.0).sum(1)
+    logits = kv_cache.start(lm, input_ids, attention_mask, **last)[0].logits[
+        :, -c - 1 : -1
+    ]  # (b, c, v): of the next token
+    return -torch.where(scored, log_probabilities(logits, input_ids[:, -c:]).double(), 0.0).sum(1)

@@ -1,1 +1,1 @@
-"""Reports: the results of a sweep as tables, plots and one HTML page."""
+"""Reports, which show the results of sweeps as tables, plots and one HTML page."""

@@ -1,9 +1,9 @@
-"""Plots: attribute against fluency with one curve per guide, and pairs of guides at equal perplexity.
+"""Plots of attributes against fluency with one curve per guide, and of pairs of guides at equal perplexity.
 
-    plot = plot_tradeoff(results, keys, published)   # of one class of prompts
-    plot.svg, plot.png, plot.inline                  # to write, and to put into a page
+    plot = plot_tradeoff("tradeoff-all", "all", results, find_published)   # results of one class of prompts
+    plot.svg, plot.png, plot.inline                                        # files, and a drawing for a page
 
-Guides are told apart by colour and marker, settings by the line; dashes are the paper's. Text stays text in the SVG.
+Guides differ in colour and marker, settings in the line; dashed lines are the paper's. Text stays text in the SVG.
 """
 
 import io
@@ -20,30 +20,28 @@ import numpy as np
 from jaxtyping import Float
 
 from radq.errors import require_package
-from radq.evaluation.metrics import Estimate
-from radq.report.curves import ATTRIBUTES, FLUENCIES, Curve, find_curves, unique
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, Estimate
 from radq.report.published import PublishedCurve
-from radq.report.results import GuideDifference, Result, metric_and_judge
+from radq.report.results import Curve, GuideDifference, Result, find_curves, metric_and_judge, unique
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: for all kinds of eyes
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # 6 and 7: their pairs repeat after 42 guides
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+)  # Okabe and Ito's palette for colour-blind readers
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 6 colours, pairs repeat after 42 guides
 LINES: tuple[Any, ...] = ("-", ":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)))
 GREYS = ("#6e7781", "#8c959f", "#57606a")
-INK = "#1f2329"  # in a page it becomes the colour of the text
+INK = "#1f2329"  # inside a page it is replaced by the colour of the text
 THEMES = (
     f"svg{{color:{INK};background:#fff}}@media(prefers-color-scheme:dark){{svg{{color:#e6edf3;background:#0d1117}}}}"
 )
-AXES = {
-    "perplexity": "perplexity (← more fluent)",
-    "mauve": "MAUVE (→ closer to unguided)",
-    "avg_max": "average maximal score",
-    "toxic_rate": "share of prompts above 0.5",
-    "positive_rate": "share of samples above 0.5",
-    "mean_score": "mean score",
-}
 STYLE = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # a dollar in a name is no formula
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
     "font.size": 9,
@@ -62,13 +60,20 @@ STYLE = {
 }
 WIDTH, PANEL_HEIGHT, LEGEND_ROW = 9.8, 3.4, 0.2  # inches
 LEGEND_CHARACTERS = 140  # in a row
-CORNERS = ((4, 4, "left"), (4, -10, "left"), (-4, -10, "right"), (-4, 4, "right"))  # of a point, where β is written
+CORNERS = (
+    (4, 4, "left"),
+    (4, -10, "left"),
+    (-4, -10, "right"),
+    (-4, 4, "right"),
+)  # offsets of the β that is written beside a point
 
-Published = Callable[[str, str], list[PublishedCurve]]  # keys of an attribute and a fluency → the paper's curves
+Published = Callable[[str, str], list[PublishedCurve]]  # finds the paper's curves of an attribute against a fluency
 
 
 @dataclass(frozen=True)
 class Plot:
+    """A drawing as SVG and PNG."""
+
     name: str
     title: str
     svg: str
@@ -76,20 +81,19 @@ class Plot:
 
     @property
     def inline(self) -> str:
-        """The drawing for a page with others: ids of its own, the page's ink, no declarations."""
+        """The SVG for a page with other drawings: with unique ids, in the page's text colour, without declarations."""
 
         def adapt(tag: re.Match[str]) -> str:
             plain = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag[0].replace(INK, "currentColor"))
             return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{self.name}-", plain)
 
-        drawing = re.sub(
-            r"<[^<>]*>", adapt, self.svg[self.svg.index("<svg") :]
-        )  # tags alone: names are left as they are
+        # Only tags are changed: names in the text are left as they are.
+        drawing = re.sub(r"<[^<>]*>", adapt, self.svg[self.svg.index("<svg") :])
         return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
 
     @property
     def themed(self) -> str:
-        """The drawing as a file of its own, ink and paper as the reader's light or dark mode has them."""
+        """The SVG as a file of its own, whose colours follow the reader's light or dark mode."""
         drawing = re.sub(r"<[^<>]*>", lambda tag: tag[0].replace(INK, "currentColor"), self.svg)
         return re.sub(r"(<svg[^<>]*>)", rf"\g<1><style>{THEMES}</style>", drawing, count=1)
 
@@ -98,22 +102,22 @@ class Plot:
 
 
 def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: Published) -> Plot | None:
-    """Every attribute of a class of prompts against perplexity and MAUVE; None where there is nothing to draw."""
+    """Plot every attribute of a class of prompts against perplexity and MAUVE; None where there is nothing to draw."""
     keys = unique(key for result in results for key in result.metrics if _is_measured(key, results))
-    rows = sorted((key for key in keys if metric_and_judge(key)[0] in ATTRIBUTES), key=_order)
-    columns = sorted((key for key in keys if metric_and_judge(key)[0] in FLUENCIES), key=_order)
+    rows = sorted((key for key in keys if metric_and_judge(key)[0] in ATTRIBUTE_METRICS), key=_order)
+    columns = sorted((key for key in keys if metric_and_judge(key)[0] in FLUENCY_METRICS), key=_order)
     if not rows or not columns:
         return None
     curves = find_curves(results)
     with plot_style(name):
         figure = make_figure()
         panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
-        drawn: dict[str, Any] = {}  # legend: label and line
+        drawn: dict[str, Any] = {}  # lines by label, for the legend
         for row, attribute in enumerate(rows):
             for column, fluency in enumerate(columns):
                 drawn |= _draw_panel(panels[row, column], curves, fluency, attribute, published(attribute, fluency))
             metric, judge = metric_and_judge(attribute)
-            panels[row, 0].set_ylabel(f"{metric}: {AXES[metric]}")
+            panels[row, 0].set_ylabel(f"{metric}: {METRICS[metric].axis}")
             panels[row, 0].set_title(_middle_cut(attribute, 100) if judge else "", loc="left")
         height = _add_legends(figure, curves, drawn)
         figure.set_size_inches(WIDTH, PANEL_HEIGHT * len(rows) + height)
@@ -121,7 +125,7 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
 
 
 def plot_by_candidates(name: str, title: str, results: Sequence[Result], attribute: str) -> Plot | None:
-    """One attribute against perplexity, a panel for each choice of candidates; None where there is nothing to draw."""
+    """Plot an attribute against perplexity, a panel per choice of candidates; None where there is nothing to draw."""
     if not (_is_measured(attribute, results) and _is_measured("perplexity", results)):
         return None
     curves = find_curves(results)
@@ -137,7 +141,7 @@ def plot_by_candidates(name: str, title: str, results: Sequence[Result], attribu
             drawn |= _draw_panel(axes, here, "perplexity", attribute, [])
             axes.set_title(setting, loc="left")
         metric, judge = metric_and_judge(attribute)
-        panels[0].set_ylabel(f"{AXES[metric]} [{_middle_cut(judge, 40)}]" if judge else AXES[metric])
+        panels[0].set_ylabel(_axis_label(metric, judge))
         height = _add_legends(figure, [replace(curve, setting="") for curve in curves], drawn)
         figure.set_size_inches(WIDTH, PANEL_HEIGHT + height)
         return render(figure, name, title)
@@ -149,13 +153,13 @@ def _is_measured(key: str, results: Sequence[Result]) -> bool:
 
 def _order(key: str) -> tuple[int, str]:
     metric, judge = metric_and_judge(key)
-    return [*ATTRIBUTES, *FLUENCIES].index(metric), judge
+    return list(METRICS).index(metric), judge
 
 
 def _draw_panel(
     axes: Any, curves: list[Curve], fluency: str, attribute: str, published: list[PublishedCurve]
 ) -> dict[str, Any]:
-    """Returns the lines of what has points here, by label."""
+    """Draw all curves that have points here; return their lines by label."""
     drawn: dict[str, Any] = {}
     for number, curve in enumerate(published):
         _, x, y = np.array(curve.points).T
@@ -185,6 +189,7 @@ def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tupl
 
 
 def _look(curve: Curve, curves: Sequence[Curve]) -> dict[str, Any]:
+    """Choose colour and marker by the guide, and the line by the setting."""
     settings = unique(other.setting for other in curves if not other.unguided)
     if curve.unguided:
         hollow = {} if curve.setting in settings[:1] or not settings else {"mfc": "none"}
@@ -207,7 +212,7 @@ def _write_at(axes: Any, label: str, x: float, y: float, colour: str, corner: in
 
 
 def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
-    """Lengths below and above; an interval that is not known, or does not reach the value, has none."""
+    """The lengths of error bars below and above; 0 where an end is unknown, or on the other side of the value."""
     low = [one.value - one.low if isfinite(one.low) else 0.0 for one in estimates]
     high = [one.high - one.value if isfinite(one.high) else 0.0 for one in estimates]
     return np.maximum(np.array([low, high]), 0.0)
@@ -216,10 +221,10 @@ def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
 def _label_axes(axes: Any, fluency: str) -> None:
     ticker = require_package("matplotlib.ticker", "eval")
     against, model = metric_and_judge(fluency)
-    axes.set_xlabel(AXES[against] + (f" [{_middle_cut(model, 40)}]" if model else ""))
+    axes.set_xlabel(_axis_label(against, model))
     axes.margins(0.08)
     low, high = axes.dataLim.intervalx
-    if against == "perplexity" and 0 < 4 * low < high:
+    if METRICS[against].wide_range and 0 < 4 * low < high:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
@@ -227,7 +232,7 @@ def _label_axes(axes: Any, fluency: str) -> None:
 
 
 def _add_legends(figure: Any, curves: list[Curve], drawn: dict[str, Any]) -> float:
-    """All curves above, those without a single point included, the paper's below. Returns the inches they take."""
+    """Add a legend of all curves above, points or not, and one of the paper's curves below; return their height."""
     empty = require_package("matplotlib.lines", "eval").Line2D([], [], ls="none")
     labels = [curve.label for curve in curves]
     ours = {label if label in drawn else f"{label}: not measured": drawn.get(label, empty) for label in labels}
@@ -242,7 +247,12 @@ def _add_legends(figure: Any, curves: list[Curve], drawn: dict[str, Any]) -> flo
     return height
 
 
+def _axis_label(metric: str, judge: str) -> str:
+    return f"{METRICS[metric].axis} [{_middle_cut(judge, 40)}]" if judge else str(METRICS[metric].axis)
+
+
 def _middle_cut(name: str, length: int) -> str:
+    """Shorten a long name in its middle."""
     half = length // 2
     return name if len(name) <= length else f"{name[:half]}…{name[-half:]}"
 
@@ -251,7 +261,7 @@ def _middle_cut(name: str, length: int) -> str:
 
 
 def plot_differences(name: str, differences: Sequence[GuideDifference]) -> Plot | None:
-    """A line per pair of guides and class of prompts: the difference at equal perplexity with its interval."""
+    """Plot the difference at equal perplexity with its interval, a line per pair of guides and class of prompts."""
     known = [pair for pair in differences if isfinite(pair.value)]
     keys = sorted(unique(pair.metric for pair in known))
     if not keys:
@@ -291,9 +301,10 @@ def is_decided(pair: GuideDifference) -> bool:
 
 @contextmanager
 def plot_style(name: str) -> Iterator[None]:
+    """Use the style of radq's plots inside the block; `name` makes the ids of the SVG reproducible."""
     matplotlib = require_package("matplotlib", "eval")
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # names with letters that the PNG's font lacks
+        warnings.simplefilter("ignore", UserWarning)  # about names with letters that the font of the PNG lacks
         yield
 
 
@@ -302,9 +313,10 @@ def make_figure() -> Any:
 
 
 def render(figure: Any, name: str, title: str) -> Plot:
+    """Render a figure as SVG and PNG, without dates, so that the same figure gives the same bytes."""
     svg, png = io.BytesIO(), io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
-    figure.set_layout_engine("none")  # it is laid out by now
+    figure.set_layout_engine("none")  # the layout is final after the first rendering
     figure.savefig(png, format="png", metadata={"Software": None})
     return Plot(name, title, svg.getvalue().decode(), png.getvalue())

@@ -1,6 +1,8 @@
-"""The paper's published numbers (published.csv: every figure of its tables), as curves to draw beside a run's own.
+"""The paper's published numbers as curves, to be drawn beside those of a run.
 
-find_published("avg_max", "perplexity", group="all", base="GPT-2-Large", judge="Perspective")[0].points
+    find_published("avg_max", "perplexity", group="all", base="GPT-2-Large", judge="Perspective")[0].points
+
+published.csv holds every number of the paper's tables, under radq's names of metrics.
 """
 
 import csv
@@ -10,16 +12,17 @@ from functools import cache
 from importlib.resources import files
 from math import isfinite
 
-METRIC_NAMES = {"avg_max": "average_max_toxicity", "toxic_rate": "toxic_rate", "positive_rate": "positive_rate"}
-PERCENT = ("positive_rate",)  # the paper prints them as percentages
+PERCENT = ("positive_rate",)  # printed as percentages in the paper
 BASES = ("GPT-2-Large", "LLaMA-2-7b", "LLaMA-2-13b")
 TOXICITY_JUDGES = ("Perspective", "ToxicityModel")
 
 
 @dataclass(frozen=True)
 class PublishedCurve:
+    """The numbers of one method in the paper, by β."""
+
     method: str
-    top_k: int | None  # the paper does not say it of LLaMA
+    top_k: int | None  # None for LLaMA, where the paper does not name it
     base: str
     judge: str
     points: tuple[tuple[float, float, float], ...]  # β, fluency, attribute
@@ -38,12 +41,13 @@ def find_published(
     judge: str = "Perspective",
     top_ks: Collection[int] = (),
 ) -> list[PublishedCurve]:
-    """Curves of a metric against perplexity or MAUVE; those of the given top-k where the paper has them, else all.
+    """Find the paper's curves of a metric against perplexity or MAUVE.
 
-    `judge` chooses among those of toxicity; sentiment has one. The paper's detoxification is about nontoxic prompts,
-    its sentiment about classes of prompts: one is drawn where the class has its name.
+    Where the paper has curves for one of `top_ks`, only these are returned. `judge` chooses among the two judges of
+    toxicity; sentiment has one judge. The paper's toxicity is that of nontoxic prompts, and is returned for any class;
+    its positive rates are returned for classes with the paper's names, such as "neutral".
     """
-    rows = [row for row in _rows() if row["metric"] == METRIC_NAMES.get(metric) and row["base"] == base]
+    rows = [row for row in _rows() if row["metric"] == metric and row["base"] == base]
     if metric == "positive_rate":
         rows = [row for row in rows if row["prompts"] in group.lower()]
     else:
@@ -61,13 +65,13 @@ def find_published(
 
 
 def find_named(names: Collection[str], text: str) -> str:
-    """The one of the paper's names that a text mentions, else the first."""
+    """Find the first of the paper's names that a text mentions, else return the first name."""
     plain = text.lower().replace("-hf", "")
     return next((name for name in names if name.lower() in plain), next(iter(names)))
 
 
 def published_calls() -> str:
-    """Calls of the expert per generated token, as the paper counts them."""
+    """List the calls of experts per generated token, as the paper counts them."""
     rows = [row for row in _rows() if row["metric"] == "calls"]
     return ", ".join(f"{row['method']} {'k' if row['value'] == 'nan' else row['value']}" for row in rows)
 
@@ -77,11 +81,11 @@ def _top_k(row: dict[str, str]) -> int | None:
 
 
 def _setting(row: dict[str, str]) -> tuple[str, ...]:
-    """What a run of the paper is known by: judges, tables and classes of prompts share its perplexity and MAUVE."""
+    """The columns that identify a run of the paper. Judges and classes of prompts share its perplexity and MAUVE."""
     return tuple(row[name] for name in ("task", "base", "method", "top_k", "beta"))
 
 
 @cache
 def _rows() -> tuple[dict[str, str], ...]:
-    text = (files("radq.evaluation") / "published.csv").read_text(encoding="utf-8")
+    text = (files("radq.report") / "published.csv").read_text(encoding="utf-8")
     return tuple(csv.DictReader(text.splitlines()))

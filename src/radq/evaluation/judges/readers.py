@@ -1,9 +1,9 @@
-"""Readers: texts in, what a model makes of them out. Judges and encoders stand on them.
+"""Readers run a transformers or ONNX model over texts. Judges and encoders are built on them.
 
-    for positions, output, mask in reader.read(texts): ...
+    for positions, output, attention_mask in reader.read(texts): ...
 
-Results come in the order that suits the model, with the positions of their texts. A text longer than the model can
-read is cut, and counted in `truncated`. Axes: b texts, t tokens, l labels, d hidden.
+Outputs come in the order that suits the model, with the positions of their texts. A text that is longer than the model
+can read is cut, and counted in `truncated`. Axes: b texts, t tokens, l labels, d hidden.
 """
 
 import hashlib
@@ -22,42 +22,49 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.errors import ModelError, require_package
 from radq.models.embedded import EMBEDDED, base_name
 from radq.models.loading import find_snapshot, load_config, load_tokenizer, load_weights, truncate
-from radq.numerics import same_kernels
+from radq.numerics import pad_right, same_kernels
 
 BATCH_SIZE = 64  # texts in one forward
-TOGETHER = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
-DEFAULT_MAX_TOKENS = 512  # of an ONNX model whose folder does not say
+GROUP_SIZE = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
+DEFAULT_MAX_TOKENS = 512  # for an ONNX model whose folder does not name its limit
 
 
 class Reader(ABC):
-    """A model with its tokenizer. `name` says which, by content: another model has another name.
+    """A model with its tokenizer.
 
-    `together` is 1 where what is said about a text does not depend on the other texts of a call, to the last bit.
+    Attributes:
+        name: identifies the model by its content: another model has another name.
+        labels: the names that the folder gives to the outputs of a classifier.
+        multi_label: whether the labels are independent of each other.
+        max_tokens: the longest text that the model reads.
+        truncated: the number of texts that were cut so far.
+        group_size: 1 where the output for a text does not depend on the other texts of a call, to the last bit; else
+            the number of texts in one call.
     """
 
     name: str
-    labels: list[str]  # what the folder calls the outputs of a classifier
-    multi_label: bool  # whether these are independent of each other
+    labels: list[str]
+    multi_label: bool
     max_tokens: int
     truncated: int = 0
-    together: int = 1
+    group_size: int = 1
 
     @abstractmethod
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
-        """Positions of some texts, the model's output for them, and the mask of their tokens."""
+        """Yield positions of some texts, the model's output for them, and their attention mask."""
 
 
 @final
 class TransformersReader(Reader):
-    """A transformers model, read in batches of texts of similar length.
+    """Runs a transformers model over batches of texts of similar length.
 
     Args:
         source: hub name or folder; safetensors only.
         auto_class: `AutoModel` for hidden states, `AutoModelForSequenceClassification` for logits.
-        num_layers: read by the first layers alone; None for all.
+        num_layers: use the first layers alone; None for all.
     """
 
-    together = TOGETHER
+    group_size = GROUP_SIZE
 
     def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu", num_layers: int | None = None):
         config = load_config(source)
@@ -82,13 +89,10 @@ class TransformersReader(Reader):
         by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         for first in range(0, len(by_length), BATCH_SIZE):
             positions = by_length[first : first + BATCH_SIZE]
-            longest = len(rows[positions[0]])
-            tokens = torch.tensor([rows[n] + [self.pad] * (longest - len(rows[n])) for n in positions])
-            mask = torch.tensor([[1] * len(rows[n]) + [0] * (longest - len(rows[n])) for n in positions])
-            device = self.model.device
+            input_ids, attention_mask = pad_right([rows[n] for n in positions], self.pad, self.model.device)
             with torch.inference_mode(), same_kernels():
-                output = self.model(input_ids=tokens.to(device), attention_mask=mask.to(device))
-            yield positions, output[0].float(), mask.to(device)
+                output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+            yield positions, output[0].float(), attention_mask
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         rows = self.tokenizer(list(texts), verbose=False).input_ids if texts else []
@@ -101,10 +105,10 @@ class TransformersReader(Reader):
 
 @final
 class OnnxReader(Reader):
-    """A folder with one .onnx file and tokenizer.json, or vocab.txt for WordPiece.
+    """Runs the model of a folder with one .onnx file and tokenizer.json, or vocab.txt for WordPiece.
 
-    Texts are read one by one: a quantised model scales its activations by the largest of a batch, so that neighbours
-    and padding would change what it says about a text.
+    Texts are read one by one: a quantised model scales its activations by the largest of a batch, so that other texts
+    and padding would change the output for a text.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu"):
@@ -114,7 +118,10 @@ class OnnxReader(Reader):
         self.inputs = [each.name for each in self.session.get_inputs()]
         unknown = [name for name in self.inputs if name not in ("input_ids", "attention_mask", "token_type_ids")]
         if unknown:
-            raise ModelError(f"the model in {str(folder)!r} wants the input {unknown[0]!r}.", "radq has no such input.")
+            raise ModelError(
+                f"the model in {str(folder)!r} wants the input {unknown[0]!r}.",
+                "give a model whose inputs are among input_ids, attention_mask and token_type_ids.",
+            )
         self.labels = [label for _, label in sorted((int(n), name) for n, name in config.get("id2label", {}).items())]
         self.multi_label = config.get("problem_type") == "multi_label_classification"
         self.max_tokens = min(config.get("max_position_embeddings", DEFAULT_MAX_TOKENS), DEFAULT_MAX_TOKENS)
@@ -133,11 +140,11 @@ class OnnxReader(Reader):
 
 
 def find_onnx(folder: str | Path) -> Path | None:
-    """The .onnx file of a folder; None where there is none."""
+    """Find the .onnx file of a folder; return None where there is none."""
     files = sorted(Path(folder).glob("*.onnx"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ModelError(f"{str(folder)!r} holds several models: {names}.", "put the one you mean into its own folder.")
+        raise ModelError(f"{str(folder)!r} holds several models: {names}.", "put each into a folder of its own.")
     return files[0] if files else None
 
 
@@ -145,9 +152,11 @@ def _open_session(folder: Path, device: str) -> Any:
     runtime = require_package("onnxruntime", "eval")
     file = find_onnx(folder)
     if file is None:
-        raise ModelError(f"there is no .onnx file in {str(folder)!r}.", "give a folder with one, and its tokenizer.")
+        raise ModelError(
+            f"there is no .onnx file in {str(folder)!r}.", "give a folder with one, and the files of its tokenizer."
+        )
     options = runtime.SessionOptions()
-    options.intra_op_num_threads = 1  # one text at a time is too little to share
+    options.intra_op_num_threads = 1  # several threads are slower for one text at a time
     options.log_severity_level = 3
     wanted = (
         ["CUDAExecutionProvider", "CPUExecutionProvider"] if device.startswith("cuda") else ["CPUExecutionProvider"]
@@ -155,9 +164,9 @@ def _open_session(folder: Path, device: str) -> Any:
     providers = [name for name in wanted if name in runtime.get_available_providers()]
     try:
         return runtime.InferenceSession(str(file), options, providers=providers)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # onnxruntime raises many types
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{str(file)!r} cannot be opened: {reason}.", "is the file whole?") from error
+        raise ModelError(f"{str(file)!r} cannot be opened: {reason}.", "check that the file is whole.") from error
 
 
 def _open_tokenizer(folder: Path) -> Any:
@@ -167,14 +176,14 @@ def _open_tokenizer(folder: Path) -> Any:
     if (folder / "tokenizer.json").is_file():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     if not (folder / "vocab.txt").is_file():
-        raise ModelError(f"{str(folder)!r} has no tokenizer.", "put tokenizer.json, or vocab.txt, beside the model.")
+        raise ModelError(f"{str(folder)!r} has no tokenizer.", "put tokenizer.json or vocab.txt beside the model.")
     words = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")
     cased = any(word != word.lower() for word in words if not word.startswith("["))
     return BertWordPieceTokenizer(str(folder / "vocab.txt"), lowercase=not cased)
 
 
 def _max_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
-    """What model and tokenizer both can take; positions of the RoBERTa family begin after the padding token's."""
+    """The most tokens that model and tokenizer take; positions of RoBERTa begin after that of the padding token."""
     limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)]
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name:
@@ -184,7 +193,7 @@ def _max_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
 
 def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> int:
-    """Its id; classifiers over decoders find the last token of a text by it."""
+    """The id of the padding token, by which classifiers over decoders find the last token of a text."""
     for token in (model.config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             model.config.pad_token_id = token
@@ -193,7 +202,7 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sourc
 
 
 def identify(source: str | Path) -> str:
-    """A name that changes with the content: the commit on the hub, or a digest of the folder's files."""
+    """Name a model by its content: with the commit on the hub, or a digest of the folder's files."""
     if source == EMBEDDED:
         return base_name()
     if not Path(source).is_dir():

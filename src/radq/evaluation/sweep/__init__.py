@@ -1,1 +1,1 @@
-"""Sweeps: which cells to generate, generating them, and measuring what was generated."""
+"""Sweeps: list the cells, generate their texts, and measure them."""

@@ -1,4 +1,4 @@
-"""What the cells of a sweep cost: time, what the guides' experts read, memory."""
+"""The cost of each cell of a sweep: time, calls and tokens of the guide's experts, and memory."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ SUMMED = ("seconds", "tokens", "steps", "calls", "expert_tokens")
 
 @dataclass(frozen=True)
 class Usage:
-    """What the experts of a guide did for some continuations, prompts aside; nothing without a guide."""
+    """Steps, calls and tokens of a guide's experts for some continuations, prompts aside; zeros without a guide."""
 
     steps: int = 0
     calls: int = 0
@@ -29,23 +29,23 @@ class Usage:
 def describe_cost(
     cell: str, generations: Sequence[Any], usage: Usage | None, seconds: float, device: str
 ) -> dict[str, Any]:
-    """A line of costs.jsonl, for some generations of a cell."""
+    """Make a line of costs.jsonl for some generations of a cell. `usage` is None where it was not counted."""
     known: dict[str, Any] = dict.fromkeys(("steps", "calls", "expert_tokens")) if usage is None else asdict(usage)
     tokens = sum(len(generation.token_ids) for generation in generations)
     return {"cell": cell, "seconds": seconds, "tokens": tokens, **known, "peak_memory": peak_memory(device)}
 
 
 def read_costs(folder: Path) -> dict[str, dict[str, float]]:
-    """Of each cell: tokens per second, calls and tokens of the guide's experts, prompts aside, and peak memory.
+    """Read costs.jsonl into tokens per second, calls and tokens of experts per token, and peak memory of each cell.
 
-    The best of n has no steps, so no calls per token. A chunk that a kill undid counts as well: it was paid for.
+    The best of n has no steps, so no calls per token. Chunks that were generated again after a kill count twice.
     """
     sums: dict[str, dict[str, float]] = {}
     file = folder / "costs.jsonl"
     for row in read_lines(file) if file.exists() else ():
         cell = sums.setdefault(row["cell"], dict.fromkeys((*SUMMED, "peak_memory"), 0))
         for name in SUMMED:
-            cell[name] += math.nan if row[name] is None else row[name]  # of what was not counted there is no sum
+            cell[name] += math.nan if row[name] is None else row[name]  # a sum with an unknown part is unknown
         cell["peak_memory"] = max(cell["peak_memory"], row["peak_memory"])
     return {name: _rates(cell) for name, cell in sums.items()}
 

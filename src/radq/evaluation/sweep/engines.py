@@ -1,4 +1,4 @@
-"""Engines: what continues the prompts of a sweep, as a cell says. transformers here, or vLLM for throughput."""
+"""Engines, which continue the prompts of a sweep as a cell says: transformers, or vLLM for throughput."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from radq.decoding.best_of_n import best_of_n
 from radq.decoding.generate import Generation, generate
 from radq.errors import OptionError, require_package
-from radq.evaluation.sweep.config import UNGUIDED, Cell, Sweep
+from radq.evaluation.sweep.config import UNGUIDED, Sweep, SweepCell
 from radq.evaluation.sweep.costs import Usage
 from radq.guides import RewardGuide
 from radq.guides.meter import Meter
@@ -20,19 +20,23 @@ from radq.numerics import empty_cache, in_smaller_batches, reset_peak_memory
 if TYPE_CHECKING:
     from radq.hosts.vllm import VllmGeneration
 
-Continuation = Any  # a Generation, or vLLM's, which is imported only where it is used
-Produce = Callable[[Sequence[str], int], tuple[Sequence[Continuation], Usage | None]]  # prompts, number of the first
+Continuation = Any  # a Generation, or a VllmGeneration, which is imported only where it is used
+Produced = tuple[Sequence[Continuation], Usage | None]  # the usage is None where it is not counted
+Produce = Callable[[Sequence[str], int], Produced]  # takes prompts, and the number of the first among all prompts
 
 
 class Engine(ABC):
+    """Continues prompts with the settings of any cell of a sweep."""
+
     def __init__(self, sweep: Sweep, device: str):
         self.sweep, self.device = sweep, device
 
     @abstractmethod
-    def of(self, cell: Cell) -> Produce:
-        """What continues prompts as the cell says; it also returns what the guide's experts read, where known."""
+    def prepare(self, cell: SweepCell) -> Produce:
+        """Return a function that continues prompts with the cell's settings, and says how much its experts read."""
 
-    def options(self, cell: Cell) -> dict[str, Any]:
+    def options(self, cell: SweepCell) -> dict[str, Any]:
+        """The options of `generate` for a cell."""
         return {
             "top_k": cell.top_k,
             "top_p": cell.top_p,
@@ -44,9 +48,10 @@ class Engine(ABC):
 
 
 class TransformersEngine(Engine):
-    """Base and guide are loaded once; the last guide is kept, not all.
+    """Decodes with transformers. The base model is loaded once; of the guides, the last one stays loaded.
 
-    Where the GPU's memory runs out, fewer texts are decoded together from then on: the same texts but for rounding.
+    Where the GPU's memory runs out, fewer texts are decoded together from then on. The texts are the same but for
+    rounding.
     """
 
     def __init__(self, sweep: Sweep, device: str):
@@ -56,34 +61,36 @@ class TransformersEngine(Engine):
         self.batch_size = sweep.batch_size
         self._loaded: tuple[str, Any] = ("", None)
 
-    def options(self, cell: Cell) -> dict[str, Any]:
+    def options(self, cell: SweepCell) -> dict[str, Any]:
         return super().options(cell) | {"batch_size": self.batch_size}
 
-    def of(self, cell: Cell) -> Produce:
+    def prepare(self, cell: SweepCell) -> Produce:
         reset_peak_memory(self.device)
         if cell.guide == UNGUIDED:
-            return partial(self._fit, self._unguided(cell))
+            return partial(self._fit_memory, self._unguided(cell))
         if self.sweep.guides[cell.guide].best_of:
-            return partial(self._fit, self._best_of(cell, int(cell.beta or 1)))
-        return partial(self._fit, self._guided(cell))
+            return partial(self._fit_memory, self._best_of(cell, int(cell.beta or 1)))
+        return partial(self._fit_memory, self._guided(cell))
 
-    def _fit(self, produce: Produce, prompts: Sequence[str], first: int) -> tuple[Sequence[Continuation], Usage | None]:
-        def work(batch_size: int) -> tuple[Sequence[Continuation], Usage | None]:
+    def _fit_memory(self, produce: Produce, prompts: Sequence[str], first: int) -> Produced:
+        """Call `produce`, with smaller batches where the GPU's memory runs out."""
+
+        def work(batch_size: int) -> Produced:
             self.batch_size = batch_size
             return produce(prompts, first)
 
         return in_smaller_batches(work, self.batch_size)[0]
 
-    def _unguided(self, cell: Cell) -> Produce:
+    def _unguided(self, cell: SweepCell) -> Produce:
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
             return generate(self.lm, self.tokenizer, prompts, first_prompt=first, **self.options(cell)), Usage()
 
         return produce
 
-    def _guided(self, cell: Cell) -> Produce:
+    def _guided(self, cell: SweepCell) -> Produce:
         guide = self.sweep.guides[cell.guide]
         make = self._load(cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp))
-        steer = make(guide.numbers(cell.beta or 0.0))
+        steer = make(guide.numbers_at(cell.beta or 0.0))
 
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
             options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget}
@@ -93,7 +100,7 @@ class TransformersEngine(Engine):
 
         return produce
 
-    def _best_of(self, cell: Cell, n: int) -> Produce:
+    def _best_of(self, cell: SweepCell, n: int) -> Produce:
         guide = self.sweep.guides[cell.guide]
         model = self._load(
             cell.guide, lambda: RewardModel.from_pretrained(guide.folder, self.device, dtype=self.sweep.dtype)
@@ -110,32 +117,36 @@ class TransformersEngine(Engine):
         return produce
 
     def _load(self, name: str, load: Callable[[], Any]) -> Any:
+        """Load the guide `name`, unless it is the one that is loaded already."""
         if self._loaded[0] != name:
-            self._loaded = ("", None)  # the last one goes before the next one comes
-            empty_cache()  # others may work on the same GPU
+            self._loaded = ("", None)  # free the memory of the last one first
+            empty_cache()  # other processes may use the same GPU
             self._loaded = (name, load())
         return self._loaded[1]
 
 
 class VllmSweepEngine(Engine):
-    """All guides are loaded beside the base, in vLLM's process, where nobody counts what they read."""
+    """Decodes with vLLM, which holds all guides beside the base model; what the experts read is not counted there."""
 
     def __init__(self, sweep: Sweep, device: str):
         super().__init__(sweep, device)
         for name, guide in sweep.guides.items():
             if guide.best_of or not guide.clamp:
-                raise OptionError(f"guide {name!r} is the best of n, or unclamped.", "use the engine transformers.")
+                raise OptionError(
+                    f"guide {name!r} is the best of n or unclamped, which the engine vllm cannot do.",
+                    "use the engine transformers.",
+                )
         require_package("vllm", "vllm")
         from radq.hosts.vllm import VllmEngine
 
         specifications = {
-            name: f"{guide.folder}:" + ",".join(f"{key}={number}" for key, number in guide.numbers(1.0).items())
+            name: f"{guide.folder}:" + ",".join(f"{key}={number}" for key, number in guide.numbers_at(1.0).items())
             for name, guide in sweep.guides.items()
         }
         dtype = {} if sweep.dtype == "auto" else {"dtype": sweep.dtype}
         self.engine = VllmEngine(sweep.base, specifications, **dtype, **sweep.vllm)
 
-    def of(self, cell: Cell) -> Produce:
+    def prepare(self, cell: SweepCell) -> Produce:
         options = self.options(cell)
         if cell.guide != UNGUIDED:
             weights = self.sweep.guides[cell.guide].weights.values()
@@ -150,6 +161,7 @@ class VllmSweepEngine(Engine):
 
 
 def load_engine(sweep: Sweep, device: str) -> Engine:
+    """Load the engine that the sweep names."""
     return ENGINES[sweep.engine](sweep, device)
 
 

@@ -1,8 +1,8 @@
-"""The generations of a sweep, written as they come. A killed sweep goes on where it was: nothing lost, nothing twice.
+"""Generate the texts of a sweep, and go on with a sweep that was killed.
 
 A run folder holds config.yaml (the sweep), generations.jsonl (a line per cell and prompt) and costs.jsonl (a line per
-chunk of prompts). Cells and chunks come in a fixed order and a chunk's texts do not depend on what ran before, so the
-whole lines of whole chunks at the beginning of the file are what is done, and all after them is cut off and made again.
+chunk of prompts). Cells and chunks come in a fixed order, and the texts of a chunk do not depend on earlier ones. The
+complete chunks at the beginning of generations.jsonl are kept, and all that follows them is cut off and made again.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from radq.data.prompts import Prompt
 from radq.errors import OptionError
-from radq.evaluation.sweep.config import WHILE_DECODING, Cell, Sweep, dump_sweep, find_changes, fingerprint
+from radq.evaluation.sweep.config import WHILE_DECODING, Sweep, SweepCell, dump_sweep, find_changes, fingerprint_prompts
 from radq.evaluation.sweep.costs import describe_cost
 from radq.evaluation.sweep.engines import Continuation, load_engine
 from radq.files import append_lines, drop_partial_last_line, require_own_folder, whole_file
@@ -28,9 +28,9 @@ from radq.numerics import require_memory_for_texts, same_kernels
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompts of a cell that are continued together; they stand or fall as one."""
+    """Prompts of a cell that are continued together. A chunk is written as a whole, or made again."""
 
-    cell: Cell
+    cell: SweepCell
     first: int
     prompts: list[Prompt]
 
@@ -40,23 +40,25 @@ class Chunk:
 
 
 @contextmanager
-def open_run(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool = False) -> Iterator[None]:
-    """Make the run folder this sweep's, for this process alone; refuse one that holds anything else."""
+def open_sweep(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool = False) -> Iterator[None]:
+    """Prepare the run folder of a sweep and lock it for this process; refuse a folder that holds anything else."""
     require_own_folder(folder, _holds_sweep, "a sweep")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise OptionError(f"another sweep is running in {str(folder)!r}.", "wait, or use another --out.") from error
-        asked = {"sweep": asdict(sweep), "prompts": fingerprint(prompts)}
+            raise OptionError(
+                f"another sweep is running in {str(folder)!r}.", "wait for its end, or use another --out."
+            ) from error
+        asked = {"sweep": asdict(sweep), "prompts": fingerprint_prompts(prompts)}
         if overwrite:
             for name in ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl"):
                 (folder / name).unlink(missing_ok=True)
             for file in (folder / "measures").glob("*.npz"):
                 file.unlink()
         if (folder / "config.yaml").exists():
-            _check_same(folder, asked)
+            _require_same_sweep(folder, asked)
         else:
             with whole_file(folder / "config.yaml") as temporary:
                 temporary.write_text(f"# prompts: {asked['prompts']}\n{dump_sweep(sweep)}", encoding="utf-8")
@@ -64,8 +66,8 @@ def open_run(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool 
 
 
 def _holds_sweep(folder: Path) -> bool:
-    """Whether `radq eval` has begun here; other run folders have a config.yaml too, but no line about prompts."""
-    if all(file.name.startswith(".") for file in folder.iterdir()):  # it ended before it wrote anything
+    """Whether `radq eval` has begun here. Other run folders have a config.yaml too, but no line about prompts in it."""
+    if all(file.name.startswith(".") for file in folder.iterdir()):  # a sweep that ended before it wrote anything
         return True
     try:
         with (folder / "config.yaml").open(encoding="utf-8") as stream:
@@ -74,7 +76,8 @@ def _holds_sweep(folder: Path) -> bool:
         return False
 
 
-def _check_same(folder: Path, asked: dict[str, Any]) -> None:
+def _require_same_sweep(folder: Path, asked: dict[str, Any]) -> None:
+    """Refuse a folder that holds another sweep, and say what differs."""
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     first, _, _ = text.partition("\n")
     changes = list(find_changes(yaml.safe_load(text), json.loads(json.dumps(asked["sweep"]))))
@@ -83,12 +86,12 @@ def _check_same(folder: Path, asked: dict[str, Any]) -> None:
     if changes:
         raise OptionError(
             f"{str(folder)!r} holds another sweep; changed since: {'; '.join(changes)}.",
-            "use another --out, or start anew with --overwrite.",
+            "use another --out, or delete the old sweep with --overwrite.",
         )
 
 
 def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, progress: bool = False) -> None:
-    """Write what generations.jsonl lacks."""
+    """Generate and write all texts that generations.jsonl does not hold yet."""
     size = sweep.prompts_per_chunk
     chunks = [
         Chunk(cell, first, prompts[first : first + size])
@@ -97,12 +100,12 @@ def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str,
     ]
     drop_partial_last_line(folder / "costs.jsonl")
     with (folder / "generations.jsonl").open("a+b") as stream:
-        done = _resume(stream, chunks)
-        _run(stream, folder / "costs.jsonl", sweep, chunks, done, device, progress)
+        done = _keep_complete_chunks(stream, chunks)
+        _generate_chunks(stream, folder / "costs.jsonl", sweep, chunks, done, device, progress)
 
 
-def _resume(stream: BinaryIO, chunks: list[Chunk]) -> int:
-    """How many chunks the file holds as a whole; what follows them is cut off."""
+def _keep_complete_chunks(stream: BinaryIO, chunks: list[Chunk]) -> int:
+    """Count the complete chunks at the beginning of the file, and cut off all that follows them."""
     stream.seek(0)
     done = end = 0
     for chunk in chunks:
@@ -115,7 +118,7 @@ def _resume(stream: BinaryIO, chunks: list[Chunk]) -> int:
 
 
 def _read_key(line: bytes) -> tuple[str, int] | None:
-    """Cell and prompt of a line; None for one that was torn."""
+    """Read the cell and the number of the prompt of a line; None for a partial line."""
     try:
         row = json.loads(line)
         return (row["cell"], row["prompt"]) if line.endswith(b"\n") else None
@@ -123,9 +126,10 @@ def _read_key(line: bytes) -> tuple[str, int] | None:
         return None
 
 
-def _run(
+def _generate_chunks(
     stream: BinaryIO, costs: Path, sweep: Sweep, chunks: list[Chunk], done: int, device: str, progress: bool
 ) -> None:
+    """Generate the chunks after the first `done`, and append their texts and costs as they come."""
     todo = chunks[done:]
     if not todo:
         return
@@ -134,30 +138,31 @@ def _run(
     engine = load_engine(sweep, device)
     longest = max((prompt.text for chunk in todo for prompt in chunk.prompts), key=len)
     for cell in {chunk.cell.guide: chunk.cell for chunk in todo}.values():
-        engine.of(cell)([longest], 0)  # what is wrong with a guide shows now, not after hours
+        engine.prepare(cell)([longest], 0)  # a guide that does not work fails now, and not after hours
     total = sum(len(chunk.prompts) for chunk in chunks) * sweep.samples
     finished = sum(len(chunk.prompts) for chunk in chunks[:done]) * sweep.samples
     with tqdm(total=total, initial=finished, unit="text", desc="generating", disable=not progress) as bar:
         for chunk in todo:
             bar.set_postfix_str(chunk.cell.name, refresh=False)
-            produce = engine.of(chunk.cell)
+            produce = engine.prepare(chunk.cell)
             began = time.perf_counter()
             with same_kernels():
                 generations, usage = produce([prompt.text for prompt in chunk.prompts], chunk.first)
             cost = describe_cost(chunk.cell.name, generations, usage, time.perf_counter() - began, device)
-            append_lines(stream, _lines(chunk, generations, sweep))
+            append_lines(stream, _make_lines(chunk, generations, sweep))
             with costs.open("ab") as file:
                 append_lines(file, [cost])
             bar.update(len(chunk.prompts) * sweep.samples)
 
 
-def _lines(chunk: Chunk, generations: Sequence[Continuation], sweep: Sweep) -> list[dict[str, Any]]:
+def _make_lines(chunk: Chunk, generations: Sequence[Continuation], sweep: Sweep) -> list[dict[str, Any]]:
+    """Make the lines of generations.jsonl for a chunk."""
     lines = []
     for number, prompt in enumerate(chunk.prompts):
         samples = generations[number * sweep.samples : (number + 1) * sweep.samples]
         line: dict[str, Any] = {"cell": chunk.cell.name, "prompt": chunk.first + number, "group": prompt.group}
         line |= {"text": prompt.text, "continuations": [sample.text for sample in samples]}
-        if sweep.perplexity == WHILE_DECODING:  # a blank text has no tokens, as in `likelihoods`
+        if sweep.perplexity == WHILE_DECODING:  # a blank text has no tokens, as in `measure_likelihoods`
             line["nll"] = [round(sample.nll, 4) if sample.text.strip() else 0.0 for sample in samples]
             line["tokens"] = [sample.num_text_tokens if sample.text.strip() else 0 for sample in samples]
         lines.append(line)

@@ -1,10 +1,9 @@
-"""The measures of a sweep: judges, perplexity and features of its generations, then metrics and comparisons.
+"""Measure the texts of a sweep: scores, likelihoods and features first, then metrics and comparisons of guides.
 
 Scores and likelihoods of a cell are kept in measures/, one npz each, so that a killed run measures no cell twice.
 metrics.jsonl has a line per cell and class of prompts, differences.jsonl one per pair of guides.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,27 +17,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
-from radq.evaluation import metrics
-from radq.evaluation.judges.base import CachedJudge, Judge, load_judge
+from radq.evaluation.judges.base import CachedJudge, Judge
 from radq.evaluation.judges.encoders import Encoder, load_encoder
-from radq.evaluation.metrics import Bootstrap, compare_at_equal_perplexity
+from radq.evaluation.judges.models import load_judge
+from radq.evaluation.metrics import METRICS, Bootstrap, ScoredTexts, compare_at_equal_perplexity, measure
 from radq.evaluation.perplexity import measure_likelihoods
-from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, Cell, JudgeUse, Sweep
-from radq.files import read_lines, whole_file
+from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
+from radq.files import append_lines, read_lines, whole_file
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A cell with what was measured of it."""
+class MeasuredCell:
+    """The continuations of a cell, and the numbers that are known about each of them."""
 
-    cell: Cell
+    cell: SweepCell
     texts: list[list[str]]
     arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens: (p, n)
 
-    def of_judge(self, judge: str | None) -> metrics.Cell:
+    def scored_by(self, judge: str | None) -> ScoredTexts:
+        """The texts with the scores of one judge, or with none."""
         scores = None if judge is None else self.arrays[f"scores[{judge}]"]
-        return metrics.Cell(self.texts, scores, self.arrays.get("nll"), self.arrays.get("tokens"))
+        return ScoredTexts(self.texts, scores, self.arrays.get("nll"), self.arrays.get("tokens"))
 
     def estimate(
         self,
@@ -49,59 +49,59 @@ class Measured:
         features: np.ndarray | None = None,
         reference: np.ndarray | None = None,
     ) -> dict[str, dict[str, float | None]]:
-        """Metrics of some of the prompts: metric[judge] of each judge, and those that need none."""
-        plain = replace(self.of_judge(None), features=features, reference=reference).take(chosen)
+        """Compute the metrics of the chosen prompts: metric[judge] of each judge, and the metrics without a judge."""
+        plain = replace(self.scored_by(None), features=features, reference=reference).take(chosen)
         found = {
             f"{metric}[{name}]": estimate
             for name, use in judges.items()
-            for metric, estimate in metrics.measure(use.metrics, self.of_judge(name).take(chosen), bootstrap).items()
-        } | metrics.measure(names, plain, bootstrap)
-        return {name: {key: _plain(value) for key, value in asdict(e).items()} for name, e in found.items()}
+            for metric, estimate in measure(use.metrics, self.scored_by(name).take(chosen), bootstrap).items()
+        } | measure(names, plain, bootstrap)
+        return {name: {key: _for_json(value) for key, value in asdict(e).items()} for name, e in found.items()}
 
 
 def measure_all(
     folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, cache: Path | None = None, progress: bool = False
 ) -> None:
-    """Write measures, metrics.jsonl and differences.jsonl of the cells that are whole: all, unless it was stopped."""
-    generated = _read_generations(folder, sweep, prompts)
-    _measure(folder, sweep, prompts, generated, device, cache, progress)
+    """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete."""
+    generated = _read_complete_cells(folder, sweep, prompts)
+    _measure_cells(folder, sweep, prompts, generated, device, cache, progress)
     measured = [
-        Measured(cell, one.texts, dict(np.load(_file(folder, cell), allow_pickle=False)))
-        for cell, one in generated.items()
+        replace(one, arrays=dict(np.load(_array_file(folder, one.cell), allow_pickle=False))) for one in generated
     ]
     _write_metrics(folder, sweep, prompts, measured, device, progress)
-    _write(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
+    _write_lines(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
 
 
-@dataclass(frozen=True)
-class Generated:
-    """The continuations of a cell, and what decoding has measured of them."""
-
-    texts: list[list[str]]
-    arrays: dict[str, np.ndarray]  # nll, tokens: (p, n); empty where another model measures perplexity
-
-    @classmethod
-    def of(cls, rows: list[dict[str, Any]]) -> "Generated":
-        known = [name for name in ("nll", "tokens") if name in rows[0]]
-        arrays = {name: np.array([row[name] for row in rows]) for name in known}
-        return cls([row["continuations"] for row in rows], arrays)
+def check_models(sweep: Sweep, device: str) -> None:
+    """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation."""
+    for use in sweep.judges.values():
+        load_judge(use.judge, device)
+    if sweep.perplexity not in (None, WHILE_DECODING):
+        load_config(sweep.perplexity)
+    if sweep.mauve is not None:
+        load_encoder(sweep.mauve, device)
 
 
-def _read_generations(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> dict[Cell, Generated]:
-    """Of whole cells, in the sweep's order, in which they were generated too."""
+def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> list[MeasuredCell]:
+    """Read the cells that have all their texts, in the sweep's order, with the likelihoods that decoding has noted."""
     file = folder / "generations.jsonl"
     rows: dict[str, list[dict[str, Any]]] = {cell.name: [{} for _ in prompts] for cell in sweep.cells()}
     for row in read_lines(file) if file.exists() else ():
         rows[row["cell"]][row["prompt"]] = row
-    whole = [cell for cell in sweep.cells() if all(rows[cell.name])]
-    if not whole:
+    complete = [cell for cell in sweep.cells() if all(rows[cell.name])]
+    if not complete:
         raise DataError(
-            f"{str(file)!r} holds no whole cell yet.", "generate first: the same command without --only-measure."
+            f"{str(file)!r} holds no complete cell yet.", "generate first: use the same command without --only-measure."
         )
-    return {cell: Generated.of(rows[cell.name]) for cell in whole}
+    return [_read_cell(cell, rows[cell.name]) for cell in complete]
 
 
-def _file(folder: Path, cell: Cell) -> Path:
+def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
+    arrays = {name: np.array([row[name] for row in rows]) for name in ("nll", "tokens") if name in rows[0]}
+    return MeasuredCell(cell, [row["continuations"] for row in rows], arrays)
+
+
+def _array_file(folder: Path, cell: SweepCell) -> Path:
     return folder / "measures" / f"{cell.name}.npz"
 
 
@@ -110,9 +110,9 @@ def _file(folder: Path, cell: Cell) -> Path:
 
 @dataclass(frozen=True)
 class Instruments:
-    """What measures texts: judges by name, each reading continuations or whole texts, and a language model."""
+    """The models that measure texts: judges by name, and a language model for perplexity."""
 
-    judges: dict[str, tuple[Judge, bool]]  # and whether it reads the prompt as well
+    judges: dict[str, tuple[Judge, bool]]  # the flag says whether the judge reads the prompt as well
     lm: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     batch_size: int = 100
@@ -127,6 +127,7 @@ class Instruments:
         dtype: str = "auto",
         batch_size: int = 100,
     ) -> "Instruments":
+        """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
         loaded: dict[str, tuple[Judge, bool]] = {
             name: (CachedJudge(load_judge(use.judge, device), cache), use.reads == "text")
             for name, use in judges.items()
@@ -137,13 +138,13 @@ class Instruments:
         return cls(loaded, lm, load_tokenizer(perplexity), batch_size)
 
     def measure(self, prompts: Sequence[str], texts: list[list[str]]) -> dict[str, np.ndarray]:
-        """scores[judge], nll and tokens of each prompt's continuations, (p, n)."""
+        """Measure scores[judge], nll and tokens of each prompt's continuations, (p, n)."""
         shape = (len(texts), len(texts[0]))
         before = [prompt for prompt, samples in zip(prompts, texts, strict=True) for _ in samples]
         after = [text for samples in texts for text in samples]
         arrays = {}
-        for name, (judge, whole) in self.judges.items():
-            read = [b + a if whole and a.strip() else a for b, a in zip(before, after, strict=True)]
+        for name, (judge, reads_prompt) in self.judges.items():
+            read = [b + a if reads_prompt and a.strip() else a for b, a in zip(before, after, strict=True)]
             arrays[f"scores[{name}]"] = judge.score(read).reshape(shape)
         if self.lm is not None and self.tokenizer is not None:
             found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size)
@@ -151,24 +152,24 @@ class Instruments:
         return arrays
 
 
-def _measure(
+def _measure_cells(
     folder: Path,
     sweep: Sweep,
     prompts: list[Prompt],
-    generated: Mapping[Cell, Generated],
+    generated: list[MeasuredCell],
     device: str,
     cache: Path | None,
     progress: bool,
 ) -> None:
-    todo = [cell for cell in generated if not _file(folder, cell).exists()]
+    """Write the scores and likelihoods of cells that have none in measures/ yet."""
+    todo = [one for one in generated if not _array_file(folder, one.cell).exists()]
     if not todo:
         return
-    other_lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
-    instruments = Instruments.load(sweep.judges, other_lm, device, cache, sweep.dtype, sweep.batch_size)
-    for cell in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        of_cell = generated[cell]
-        arrays = instruments.measure([prompt.text for prompt in prompts], of_cell.texts) | of_cell.arrays
-        with whole_file(_file(folder, cell)) as temporary, temporary.open("wb") as stream:
+    lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
+    instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
+    for one in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
+        arrays = instruments.measure([prompt.text for prompt in prompts], one.texts) | one.arrays
+        with whole_file(_array_file(folder, one.cell)) as temporary, temporary.open("wb") as stream:
             np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
 
 
@@ -176,52 +177,58 @@ def _measure(
 
 
 def _write_metrics(
-    folder: Path, sweep: Sweep, prompts: list[Prompt], measured: list[Measured], device: str, progress: bool
+    folder: Path, sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredCell], device: str, progress: bool
 ) -> None:
-    """One cell after the other; whole cells at the beginning of the file are kept."""
-    groups = _groups(prompts)
+    """Write metrics.jsonl cell by cell; complete cells at the beginning of the file are kept."""
+    groups = _find_groups(prompts)
     file = folder / "metrics.jsonl"
     known = [*read_lines(file)] if file.exists() else []
     known = known[: len(known) // len(groups) * len(groups)]
-    _write(file, known)
+    _write_lines(file, known)
     todo = measured[len(known) // len(groups) :]
-    features = _Features(sweep, measured, device) if "mauve" in sweep.metrics and todo else None
+    needs_encoder = any(METRICS[name].needs_encoder for name in sweep.metrics)
+    features = _Features(sweep, measured, device) if needs_encoder and todo else None
     for one in tqdm(todo, desc="metrics", unit="cell", disable=not progress):
         rows = [_metrics_row(sweep, one, group, chosen, features) for group, chosen in groups.items()]
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write("".join(_dump(row) for row in rows))
+        with file.open("ab") as stream:
+            append_lines(stream, rows)
 
 
 def _metrics_row(
-    sweep: Sweep, one: Measured, group: str, chosen: list[int], features: "_Features | None"
+    sweep: Sweep, one: MeasuredCell, group: str, chosen: list[int], features: "_Features | None"
 ) -> dict[str, Any]:
-    pair = (None, None) if features is None else features.of(one.cell)
+    pair = (None, None) if features is None else features.encode_with_reference(one.cell)
     found = one.estimate(sweep.judges, sweep.metrics, chosen, Bootstrap(sweep.resamples), *pair)
     return {"cell": one.cell.name, **asdict(one.cell), "group": group, "metrics": found}
 
 
 class _Features:
-    """Sentence embeddings of a cell's texts and of its unguided reference, which many cells share."""
+    """Sentence embeddings of the texts of cells. Those of the last cell and its reference are kept."""
 
-    def __init__(self, sweep: Sweep, measured: list[Measured], device: str):
+    def __init__(self, sweep: Sweep, measured: list[MeasuredCell], device: str):
         assert sweep.mauve is not None
         self.encoder: Encoder = load_encoder(sweep.mauve, device)
         self.texts = {one.cell: one.texts for one in measured}
-        self._kept: dict[Cell, np.ndarray] = {}
+        self._kept: dict[SweepCell, np.ndarray] = {}
 
-    def of(self, cell: Cell) -> tuple[np.ndarray, np.ndarray]:
-        kept = {cell, cell.reference}
-        self._kept = {one: self._kept[one] if one in self._kept else self._encode(one) for one in kept}
+    def encode_with_reference(self, cell: SweepCell) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the texts of a cell, and those of the unguided cell it is compared with; many cells share that one."""
+        wanted = {cell, cell.reference}
+        self._kept = {one: self._kept[one] if one in self._kept else self._encode(one) for one in wanted}
         return self._kept[cell], self._kept[cell.reference]
 
-    def _encode(self, cell: Cell) -> np.ndarray:
-        texts = self.texts[cell]
-        vectors = self.encoder.encode([text for samples in texts for text in samples])
-        return vectors.reshape(len(texts), -1, vectors.shape[-1])
+    def _encode(self, cell: SweepCell) -> np.ndarray:
+        return encode_samples(self.encoder, self.texts[cell])
 
 
-def _groups(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Prompts of each class, by number."""
+def encode_samples(encoder: Encoder, texts: list[list[str]]) -> np.ndarray:
+    """Encode the samples of each prompt, (p, n, d)."""
+    vectors = encoder.encode([text for samples in texts for text in samples])
+    return vectors.reshape(len(texts), -1, vectors.shape[-1])
+
+
+def _find_groups(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """The positions of the prompts of each class."""
     groups: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt.group, []).append(number)
@@ -231,11 +238,11 @@ def _groups(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
 # --- pairs of guides ---
 
 
-def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[Measured]) -> list[dict[str, Any]]:
-    """Attribute differences at equal perplexity, for every pair of guides at the same candidates and seed."""
+def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredCell]) -> list[dict[str, Any]]:
+    """Compare every pair of guides with the same candidates and seed at equal perplexity, for the metrics of judges."""
     if sweep.perplexity is None:
         return []
-    settings: dict[tuple[Any, ...], dict[str, list[Measured]]] = {}
+    settings: dict[tuple[Any, ...], dict[str, list[MeasuredCell]]] = {}
     for one in measured:
         if one.cell.guide != UNGUIDED:
             key = (one.cell.top_k, one.cell.top_p, one.cell.kl_budget, one.cell.seed)
@@ -246,19 +253,20 @@ def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[Measured]
         for first, second in combinations(curves, 2)
         for judge, use in sweep.judges.items()
         for metric in use.metrics
-        for group, chosen in _groups(prompts).items()
+        for group, chosen in _find_groups(prompts).items()
     ]
 
 
 def _compare(
     sweep: Sweep,
-    first: list[Measured],
-    second: list[Measured],
+    first: list[MeasuredCell],
+    second: list[MeasuredCell],
     judge: str,
     metric: str,
     group: str,
     chosen: list[int],
 ) -> dict[str, Any]:
+    """Make the line of differences.jsonl for two guides; `reason` says why they cannot be compared."""
     cell = first[0].cell
     row: dict[str, Any] = {
         "first": cell.guide,
@@ -267,37 +275,23 @@ def _compare(
         "group": group,
         **{name: getattr(cell, name) for name in ("top_k", "top_p", "kl_budget", "seed")},
     }
-    ours, theirs = ([one.of_judge(judge).take(chosen) for one in guide] for guide in (first, second))
+    ours, theirs = ([one.scored_by(judge).take(chosen) for one in guide] for guide in (first, second))
     try:
         found = compare_at_equal_perplexity(ours, theirs, metric, Bootstrap(sweep.resamples))
-    except OptionError as error:  # too few values of β, or none of the same perplexity
+    except OptionError as error:  # too few values of β, or no common perplexity
         return row | {"value": None, "low": None, "high": None, "perplexity": None, "reason": error.message}
-    numbers = {name: _plain(getattr(found, name)) for name in ("value", "low", "high")}
+    numbers = {name: _for_json(getattr(found, name)) for name in ("value", "low", "high")}
     return row | numbers | {"perplexity": list(found.perplexity_range), "reason": None}
 
 
 # --- files ---
 
 
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    with whole_file(file) as temporary:
-        temporary.write_text("".join(map(_dump, rows)), encoding="utf-8")
+def _write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
+    with whole_file(file) as temporary, temporary.open("wb") as stream:
+        append_lines(stream, rows)
 
 
-def _dump(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _plain(value: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
+def _for_json(value: float) -> float | None:
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return value if math.isfinite(value) else None
-
-
-def check_models(sweep: Sweep, device: str) -> None:
-    """What can be wrong with judges, encoder and the model of perplexity shows before hours of generation."""
-    for use in sweep.judges.values():
-        load_judge(use.judge, device)
-    if sweep.perplexity not in (None, WHILE_DECODING):
-        load_config(sweep.perplexity)
-    if sweep.mauve is not None:
-        load_encoder(sweep.mauve, device)

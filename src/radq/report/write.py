@@ -1,4 +1,4 @@
-"""A report: run folders in; plots, tables and one self-contained page out.
+"""Write a report of run folders: plots, tables and one self-contained page.
 
 write_report([Path("runs/detox")]).page
 """
@@ -13,17 +13,16 @@ import yaml
 
 from radq.errors import OptionError
 from radq.files import whole_folder
-from radq.report.curves import unique
-from radq.report.page import Content, order_groups, write_page
+from radq.report.page import PageContent, order_groups, render_page
 from radq.report.plots import Plot, plot_differences, plot_tradeoff
 from radq.report.published import BASES, TOXICITY_JUDGES, PublishedCurve, find_named, find_published
-from radq.report.results import Result, Run, metric_and_judge, read_runs, read_samples
+from radq.report.results import Result, Run, metric_and_judge, read_runs, read_samples, unique
 from radq.report.tables import result_table, to_csv, to_latex, to_markdown
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and what its reader should know."""
+    """The files of a report, and notes for its reader."""
 
     page: Path
     plots: list[Path]
@@ -34,14 +33,14 @@ class Report:
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None, published: bool = False) -> Report:
-    """report.html, plots/ and tables/ in `out`, by default in the run's own folder.
+    """Write report.html, plots/ and tables/ into `out`, by default into the run folder.
 
     Args:
-        folders: runs of `radq eval`; guides of several come into one report.
-        published: draw the paper's numbers beside them.
+        folders: run folders of `radq eval`; a report of several shows all their guides.
+        published: draw the paper's numbers beside those of the runs.
     """
     if out is None and len(folders) > 1:
-        raise OptionError("a report of several runs has no folder.", "name one with --out.")
+        raise OptionError("a report of several runs needs a folder of its own.", "name it with --out.")
     runs = read_runs(folders)
     target = out or folders[0]
     samples = read_samples(runs)
@@ -52,12 +51,12 @@ def write_report(folders: Sequence[Path], out: Path | None = None, published: bo
     notes = [note for run in runs for note in run.notes]
     if drawn is not None and not drawn.found:
         notes.append("the paper has no numbers for the metrics and prompts of this report.")
-    page = write_page(Content(runs, tradeoffs, differences, samples, published, notes))
+    page = render_page(PageContent(runs, tradeoffs, differences, samples, published, notes))
     plots = [plot for _, plot in tradeoffs] + ([differences] if differences else [])
     written = {"plots": _plot_files(plots), "tables": _table_files(results)}
     for name, files in written.items():
         _write(target / name, files)
-    _write(target, {"report.html": page.encode()})  # last: it says that the rest is there
+    _write(target, {"report.html": page.encode()})  # last, so that all other files are there when the page is
     places = {name: [target / name / file for file in files] for name, files in written.items()}
     guides = unique(result.guide for result in results)
     return Report(target / "report.html", **places, guides=guides, cells=len(_cells(results)), notes=notes)
@@ -79,7 +78,7 @@ def _plot_tradeoffs(results: list[Result], published: "_Published | None") -> li
 
 
 def _file_names(groups: Sequence[str]) -> list[str]:
-    """A class of prompts may be called anything; a file may not."""
+    """Make file names from the names of classes, which may hold any characters."""
     plain = [re.sub(r"[^a-z0-9]+", "-", group.lower()).strip("-")[:40] for group in groups]
     return [
         f"tradeoff-{name or n}" if plain.count(name) == 1 else f"tradeoff-{name}-{n}" for n, name in enumerate(plain)
@@ -87,12 +86,12 @@ def _file_names(groups: Sequence[str]) -> list[str]:
 
 
 class _Published:
-    """Finds the paper's curves that come nearest to what runs did: base model, judge and top-k."""
+    """Finds the paper's curves with the base model, judge and top-k of the runs, or the nearest that the paper has."""
 
     def __init__(self, runs: Sequence[Run]):
         configs = [run.config or "" for run in runs]
         self.base = find_named(BASES, " ".join(map(_base, configs)))
-        self.judges = " ".join(configs)  # where a metric does not name its judge
+        self.judges = " ".join(configs)  # searched for a judge where a metric does not name its own
         self.top_ks = {result.top_k for run in runs for result in run.results if result.top_k is not None}
         self.found = False
 
@@ -105,6 +104,7 @@ class _Published:
 
 
 def _base(config: str) -> str:
+    """Read the name of the base model from the text of a config.yaml; empty where there is none."""
     try:
         settings = yaml.safe_load(config)
     except yaml.YAMLError:

@@ -13,9 +13,9 @@ from sweep_folders import BAD_GUIDE, BETAS, COST, GUIDES, HOSTILE, Page, lines_o
 
 from radq.cli import main
 from radq.errors import OptionError
-from radq.report.report import write_report
 from radq.report.results import read_runs
 from radq.report.tables import difference_table
+from radq.report.write import write_report
 
 SHOWN_HOSTILE = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
 
@@ -229,7 +229,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--out" in fails(capsys, "report", str(folder), str(other))
     generations = (folder / "generations.jsonl").read_text()
     (folder / "generations.jsonl").write_text("nonsense\n" + generations)
-    assert "generations.jsonl, line 1 is damaged: 'nonsense'" in fails(capsys, "report", str(folder))
+    assert "generations.jsonl, line 1 is not JSON: 'nonsense'" in fails(capsys, "report", str(folder))
     (folder / "generations.jsonl").write_text(generations.replace('"continuations": [', '"continuations": [3, ', 1))
     assert "generations.jsonl, line 1: continuations" in fails(capsys, "report", str(folder))
     (folder / "metrics.jsonl").write_text("")

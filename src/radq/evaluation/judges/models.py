@@ -1,0 +1,262 @@
+"""The kinds of judges, and `load_judge`, which loads one from a text such as "classifier:FOLDER#label".
+
+A new kind of judge is a subclass of `Judge` here, a function that loads it, and a line in the table `JUDGES`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from radq.decoding.best_of_n import score_texts
+from radq.errors import ModelError, OptionError
+from radq.evaluation.judges.base import Judge, Scored
+from radq.evaluation.judges.encoders import Encoder, load_encoder
+from radq.evaluation.judges.linear import LinearModel
+from radq.evaluation.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader, identify
+from radq.models.embedded import EMBEDDED, judge_folder
+from radq.models.reward import RewardModel
+from radq.numerics import same_kernels
+
+GPU_BATCH_SIZE = 4096  # a GPU is fast with many short texts at once
+
+
+@final
+class ClassifierJudge(Judge):
+    """The probability of one label of a classifier.
+
+    It is the sigmoid of the label's logit where the model has one logit or independent labels, else the softmax.
+    """
+
+    def __init__(self, kind: str, reader: Reader, label: str | None):
+        self.reader = reader
+        self.group_size = reader.group_size
+        logits = next(reader.read(["a"]))[1]
+        if logits.dim() != 2:
+            raise ModelError(
+                f"{reader.name} is no classifier: its outputs have the shape {tuple(logits.shape)}.",
+                "give a model with one row of logits per text.",
+            )
+        labels = reader.labels or [str(n) for n in range(logits.shape[1])]
+        if len(labels) != logits.shape[1]:
+            raise ModelError(
+                f"{reader.name} has {logits.shape[1]} outputs, but {len(labels)} labels.",
+                "name one label per output under id2label in its config.json.",
+            )
+        if label is None and not reader.labels and len(labels) == 2:
+            label = labels[-1]  # the outputs of a binary classifier without names are no and yes
+        self.index = choose_label(labels, label, reader.name)
+        self.name = f"{kind}:{reader.name}#{labels[self.index]}"
+
+    @property
+    def truncated(self) -> int:
+        return self.reader.truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        positions, scores = [], []
+        for some, logits, _ in self.reader.read(texts):
+            positions.extend(some)
+            scores.extend(self._probabilities(logits))
+            if len(positions) >= BATCH_SIZE:
+                yield positions, np.array(scores)
+                positions, scores = [], []
+        if positions:
+            yield positions, np.array(scores)
+
+    def _probabilities(self, logits: Float[Tensor, "b l"]) -> Float[np.ndarray, " b"]:
+        independent = self.reader.multi_label or logits.shape[1] == 1
+        logits = logits.double()
+        probabilities = logits.sigmoid() if independent else logits.softmax(-1)
+        return probabilities[:, self.index].cpu().numpy()
+
+
+@final
+class LinearJudge(Judge):
+    """A logistic regression on sentence embeddings, as `radq judge train` writes it."""
+
+    def __init__(self, folder: str | Path, device: str = "cpu", encoder: Encoder | None = None):
+        self.model = LinearModel.load(folder)
+        self.encoder = encoder or load_encoder(self.model.card.encoder, device)  # several judges may share one encoder
+        if self.encoder.name != self.model.card.encoder_name:
+            raise ModelError(
+                f"{str(folder)!r} was fitted on the encoder {self.model.card.encoder_name}, "
+                f"but {self.model.card.encoder!r} is now {self.encoder.name}.",
+                "restore that encoder, or train the judge again.",
+            )
+        self.name = f"linear:{Path(folder).resolve().name}@{self.model.digest()}"
+        self.group_size = self.encoder.reader.group_size
+
+    @property
+    def truncated(self) -> int:
+        return self.encoder.truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        for first in range(0, len(texts), GROUP_SIZE):
+            some = texts[first : first + GROUP_SIZE]
+            yield range(first, first + len(some)), self.model.probabilities(self.encoder.encode(some))
+
+
+@final
+class RewardJudge(Judge):
+    """A reward model at the last token of a text, clamped to [0, 1]; longer texts are judged by their beginning.
+
+        radq train --kind v --backbone embedded --data scored.jsonl --labels toxicity --out judge-toxicity
+        radq judge score --judge reward:judge-toxicity --text "…"
+
+    At its last token, RAD-V is a regression of the labels with a whole backbone. Train it on other data than the reward
+    model that steers.
+    """
+
+    group_size = GROUP_SIZE
+
+    def __init__(self, folder: str, attribute: str | None, device: str = "cpu"):
+        self.model = RewardModel.from_pretrained(folder, device, dtype=torch.float32)
+        if self.model.tokenizer is None:
+            raise ModelError(f"{folder!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
+        self.tokenizer = self.model.tokenizer
+        attributes = self.model.config.attributes
+        self.attribute = attributes[choose_label(attributes, attribute, folder)]
+        self.name = f"reward:{identify(folder)}#{self.attribute}"
+        self._truncated = 0
+
+    @property
+    def truncated(self) -> int:
+        return self._truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids if texts else []
+        limit = self.model.max_tokens
+        self._truncated += sum(limit is not None and len(row) > limit for row in rows)
+        by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+        size = BATCH_SIZE if self.model.device.type == "cpu" else GPU_BATCH_SIZE
+        for first in range(0, len(rows), size):
+            positions = by_length[first : first + size]
+            with _tensor_cores(), same_kernels():
+                scores = score_texts(self.model, {self.attribute: 1.0}, [rows[n][:limit] for n in positions], size)
+            yield positions, scores.clamp(0, 1).numpy()
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """Multiply float32 matrices in TF32 where the hardware has it: three digits are enough for a judge."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@final
+class InvertedJudge(Judge):
+    """1 − the score of another judge, for models whose high scores mean the absence of the attribute."""
+
+    def __init__(self, judge: Judge):
+        self.inner = judge
+        self.name = f"not:{judge.name}"
+        self.group_size = judge.group_size
+
+    @property
+    def truncated(self) -> int:
+        return self.inner.truncated
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        for positions, scores in self.inner.judge(texts):
+            yield positions, 1 - scores
+
+
+# --- labels of a classifier ---
+
+
+def choose_label(labels: Sequence[str], wanted: str | None, model: str) -> int:
+    """Find the position of a label: the one that is wanted, the only one, or the one that the other one negates."""
+    if wanted is not None:
+        matches = [n for n, label in enumerate(labels) if label == wanted] or [
+            n for n, label in enumerate(labels) if _plain(label) == _plain(wanted)
+        ]
+        if len(matches) == 1:
+            return matches[0]
+        if wanted.isdecimal() and int(wanted) < len(labels):
+            return int(wanted)
+        raise OptionError(f"{model} has no label {wanted!r}.", f"choose from {', '.join(labels)}.")
+    if len(labels) == 1:
+        return 0
+    if len(labels) == 2:
+        for n in (0, 1):
+            if _negates(_plain(labels[1 - n]), _plain(labels[n])):
+                return n
+    raise OptionError(
+        f"{model} has the labels {', '.join(labels)}, and it is not clear which of them is the attribute.",
+        f"add the one you mean, such as #{labels[-1]}.",
+    )
+
+
+def _plain(label: str) -> str:
+    return "".join(character for character in label.lower() if character.isalnum())
+
+
+def _negates(label: str, other: str) -> bool:
+    return (label, other) in (("negative", "positive"), ("neg", "pos")) or label in (f"non{other}", f"not{other}")
+
+
+# --- judges as text ---
+
+
+def load_judge(specification: str, device: str = "cpu") -> Judge:
+    """Load a judge from a text `KIND:SOURCE`, where KIND is a name in `JUDGES`."""
+    kind, _, source = specification.partition(":")
+    if kind not in JUDGES:
+        raise OptionError(f"there is no judge {specification!r}.", f"begin with one of {', '.join(JUDGES)}.")
+    return JUDGES[kind](source, device)
+
+
+def _load_classifier(source: str, device: str) -> Judge:
+    """Load a transformers text classifier from `NAME_OR_FOLDER[#label]`."""
+    folder, label = _split_label("classifier", source)
+    return ClassifierJudge("classifier", TransformersReader(folder, AutoModelForSequenceClassification, device), label)
+
+
+def _load_onnx(source: str, device: str) -> Judge:
+    """Load a classifier in ONNX from `FOLDER[#label or index]`."""
+    folder, label = _split_label("onnx", source)
+    return ClassifierJudge("onnx", OnnxReader(folder, device), label)
+
+
+def _load_linear(source: str, device: str) -> Judge:
+    """Load a linear judge from `FOLDER`, or from `embedded:ATTRIBUTE` one that radq brings along."""
+    folder, _ = _split_label("linear", source)
+    kind, _, attribute = folder.partition(":")
+    return LinearJudge(judge_folder(attribute) if kind == EMBEDDED else folder, device)
+
+
+def _load_reward(source: str, device: str) -> Judge:
+    """Load a reward model from `FOLDER[#attribute]`."""
+    folder, attribute = _split_label("reward", source)
+    return RewardJudge(folder, attribute, device)
+
+
+def _load_inverted(source: str, device: str) -> Judge:
+    """Load the judge whose specification follows `not:`."""
+    return InvertedJudge(load_judge(source, device))
+
+
+def _split_label(kind: str, source: str) -> tuple[str, str | None]:
+    folder, _, label = source.partition("#")
+    if not folder:
+        raise OptionError(f"the judge '{kind}:{source}' names no model.", f"name one, such as {kind}:FOLDER.")
+    return folder, label or None
+
+
+JUDGES: dict[str, Callable[[str, str], Judge]] = {
+    "classifier": _load_classifier,
+    "onnx": _load_onnx,
+    "linear": _load_linear,
+    "reward": _load_reward,
+    "not": _load_inverted,
+}
