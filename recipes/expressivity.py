@@ -26,29 +26,29 @@ from radq.training.losses import squared_loss
 @dataclass
 class Arguments:
     kind: Literal["v", "q"] = "v"
-    """RAD-V or RAD-Q."""
+    """Kind of reward model: v for RAD-V, q for RAD-Q."""
     n: int = 1024
-    """Names; the rank of the matrix."""
+    """Number n of first and of last names, which is the rank of the matrix."""
     hidden: int = 512
     """Hidden size d of the backbone."""
     layers: int = 3
-    """Of the backbone."""
+    """Number of layers of the backbone."""
     steps: int = 10_000
-    """Optimizer steps at most."""
+    """Largest number of optimizer steps."""
     batch_size: int = 4096
     """Pairs per step, a quarter of them from the diagonal, which is a 512th of the entries."""
     learning_rate: float = 3e-4
-    """Rises for 200 steps, then falls to 0."""
+    """Peak learning rate: it rises for 200 steps, then falls to 0."""
     target: float = 5e-6
-    """Stop below this error."""
+    """Mean squared error below which training stops."""
     device: str = "cpu"
-    """cpu or cuda."""
+    """Device to train on: cpu or cuda."""
     seed: int = 0
-    """Of weights and batches."""
+    """Seed of weights and batches."""
 
 
 def make_model(arguments: Arguments) -> RewardModel:
-    """Token 0 is the BOS, 1 to n are first names, n + 1 to 2n last names."""
+    """A reward model with random weights. Token 0 is the BOS, 1 to n are first names, n + 1 to 2n last names."""
     config = GPT2Config(
         vocab_size=1 + 2 * arguments.n,
         n_embd=arguments.hidden,
@@ -65,17 +65,18 @@ def make_model(arguments: Arguments) -> RewardModel:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         kind = RadV if arguments.kind == "v" else RadQ
         model = kind.from_backbone(folder, attributes=["allowed"])
-    model.backbone.set_attn_implementation("eager")  # of three tokens: fused kernels would waste most of their tiles
+    model.backbone.set_attn_implementation("eager")  # three tokens fill little of a fused kernel's tile
     return model.to(arguments.device)
 
 
 def rewards_of(model: RewardModel, first: torch.Tensor, last: torch.Tensor, n: int) -> torch.Tensor:
-    """r̂(last name | first name), (b, 1, 1)"""
+    """Rewards r̂(last name | first name) of b pairs, shape (b, 1, 1)."""
     return model(torch.stack([1 + first, 1 + n + last], dim=1)).rewards[:, 1:]
 
 
 @torch.no_grad()
 def matrix_error(model: RewardModel, first: torch.Tensor, last: torch.Tensor, n: int) -> float:
+    """Mean squared error over all known entries."""
     squares = 0.0
     for i, j in zip(first.split(2**15), last.split(2**15), strict=True):
         squares += float((rewards_of(model, i, j, n)[:, 0, 0] - (i == j).float()).square().sum())

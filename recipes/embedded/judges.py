@@ -1,9 +1,9 @@
-"""The embedded judges: linear ones over the embedded base, from texts that the embedded reward models never saw.
+"""Fit the embedded judges: linear models over the embedded base, on texts that the reward models never saw.
 
     python recipes/embedded/judges.py IMDB.jsonl.xz REALTOXICITYPROMPTS.jsonl.gz OUT
 
-Sentiment is learnt from the ends of reviews of IMDB's test split, where the verdict is; toxicity from Perspective's
-scores of RealToxicityPrompts. Ten minutes on one CPU core.
+Sentiment is learnt from the ends of reviews of IMDB's test split, which hold the verdict; toxicity from Perspective's
+scores of RealToxicityPrompts. It takes ten minutes on one CPU core.
 """
 
 import json
@@ -20,8 +20,8 @@ from radq.evaluation.judges.encoders import Encoder, load_encoder
 from radq.evaluation.judges.linear import Card, LinearModel, Split
 
 REVIEWS = 12_000
-FEWEST_WORDS, MOST_WORDS = 12, 30  # of an end: about as long as what is generated
-Row = tuple[str, float, int]  # text, label, group: rows of a group are fitted on together, or held out together
+FEWEST_WORDS, MOST_WORDS = 12, 30  # of the end of a review: about as long as a generated text
+Row = tuple[str, float, int]  # text, label, group: rows of a group are on the same side of the split
 
 
 def sentiment(imdb: str) -> Iterator[Row]:
@@ -32,7 +32,7 @@ def sentiment(imdb: str) -> Iterator[Row]:
 
 
 def end(review: str) -> str:
-    """The last sentences, or as much of them as is short."""
+    """The last sentences of a review, cut to MOST_WORDS."""
     sentences = re.split(r"(?<=[.!?]) ", " ".join(re.sub(r"<[^>]*>", " ", review).split()))
     words: list[str] = []
     while sentences and len(words) < FEWEST_WORDS:
@@ -58,7 +58,7 @@ def fit(encoder: Encoder, name: str, rows: list[Row], data: str) -> LinearModel:
 
 
 def split_groups(groups: np.ndarray) -> Split:
-    """A tenth of the groups chooses the penalty, another measures."""
+    """Hold out a tenth of the groups for choosing the penalty and another tenth for measuring."""
     drawn = np.random.default_rng(0).permutation(np.unique(groups))
     tenth = len(drawn) // 10
     parts = drawn[2 * tenth :], drawn[:tenth], drawn[tenth : 2 * tenth]

@@ -1,9 +1,9 @@
-"""Training data of the embedded reward models: one jsonl file per attribute.
+"""Write the training data of the embedded reward models, one jsonl file per attribute.
 
     python recipes/embedded/prepare.py SST2.tsv.gz SST2_DEV.tsv IMDB.jsonl.xz JIGSAW.csv.xz OUT
 
 Sentiment is SST-2's training set and IMDB's training split, evaluated on SST-2's dev set; toxicity is Jigsaw 2018 with
-Davidson's tweets. Long texts are cut: what guidance sees is short.
+Davidson's tweets. Long texts are cut, since guided texts are short.
 """
 
 import json

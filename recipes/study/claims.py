@@ -1,56 +1,176 @@
-"""The claims of the paper, each with what the study found about it."""
+"""The claims of the paper, each with a verdict that fixed rules compute from the measurements of a study.
 
-import re
-from collections.abc import Callable, Iterator
+A rule takes a gain with its 95% interval and says whether a claim holds. The gain of a comparison is a difference at
+equal perplexity, positive where the first guide is better than the second.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
-from study import Difference, MeasuredSweep, Study, letters
-from verdicts import (
-    FAILS,
-    HOLDS,
-    MISSING,
-    Rule,
-    Verdict,
-    above_one,
-    better,
-    combine,
-    fits,
-    fits_not,
-    judge,
-    low_rank,
-    lower,
-    no_worse,
-    on_par,
-    slightly_worse,
-)
+from measurements import MeasuredSweep, Study
 
 from radq.evaluation.metrics import Estimate
 from radq.report.results import NAN
 from radq.report.tables import interval, number
 
-RAD_V, DISTILLED, RESPONSES, DEXPERTS, GEDI = "rad-v", "rad-q (distilled)", "rad-q (responses)", "dexperts", "gedi"
-NO_REGULARISER, NO_BASELINE = "no regulariser", "no regulariser, no baseline"
-CROSS_ENTROPY, MLP = "cross-entropy", "mlp"
-TRADE_OFF = (RAD_V, DISTILLED, RESPONSES, DEXPERTS, GEDI)
+HOLDS, FAILS, UNDECIDED, MISSING, MIXED = "holds", "does not hold here", "undecided", "not run", "mixed"
+MARGIN = 0.03  # differences of a rate or score in [0, 1] below this count as none
+SLIGHT = 0.05  # differences up to this count as slight
+FITS, FITS_NOT = 5e-6, 1e-4  # the paper's errors of RAD-V and RAD-Q on data of full rank
+LOW_RANK = 0.95  # a rank above this share of d is not called low, although the paper would call it so
 
-FOLLOWS = "Detoxification: distilled RAD-Q and RAD-V"
-MATCHES = "Sentiment: distilled RAD-Q and RAD-V"
-ON_RESPONSES = "RAD-Q trained on responses"
-RIVALS = "DExperts and GeDi"
-RANK = "Rank of the learned rewards"
-REGULARISER = "Regulariser and baseline"
-LOSS = "Loss and head"
-EXPRESSIVITY = "Expressivity"
-TIME = "Time per token"
-ABLATIONS = {REGULARISER: (DISTILLED, NO_REGULARISER, NO_BASELINE), LOSS: (RESPONSES, CROSS_ENTROPY, MLP)}
+
+@dataclass(frozen=True)
+class Verdict:
+    word: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.reason}" if self.reason else self.word
+
+
+@dataclass(frozen=True)
+class Finding:
+    setting: str
+    measured: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Claim:
+    text: str
+    subject: str
+    findings: list[Finding]
+
+    @property
+    def verdict(self) -> str:
+        return combine([finding.verdict for finding in self.findings])
+
+
+def find_claims(study: Study) -> list[Claim]:
+    return [
+        *(claim for comparison in COMPARISONS for claim in _compare(study, comparison)),
+        *_low_ranks(study),
+        _regularised_rank(study),
+        _expressivity(study),
+        _calls(study),
+        *_times(study),
+    ]
+
+
+def combine(verdicts: Sequence[Verdict]) -> str:
+    """One word where all settings that were run agree, otherwise the number of settings with each verdict."""
+    words = Counter(verdict.word for verdict in verdicts if verdict.word != MISSING)
+    if not words:
+        return MISSING
+    missing = f" ({len(verdicts) - words.total()} of {len(verdicts)} not run)" if words.total() < len(verdicts) else ""
+    if len(words) == 1:
+        (word,) = words
+        reasons = {verdict.reason for verdict in verdicts if verdict.word == word}
+        return str(Verdict(word, reasons.pop() if len(reasons) == 1 else "")) + missing
+    counts = (f"{word} in {words[word]} of {words.total()}" for word in (HOLDS, FAILS, UNDECIDED) if words[word])
+    return f"{MIXED}: {', '.join(counts)}{missing}"
+
+
+# --- rules ---
+
+Rule = Callable[[Estimate], Verdict]
+
+
+def judge(gain: Estimate, rule: Rule) -> Verdict:
+    """Apply a rule; a gain without value or interval is undecided."""
+    if isnan(gain.value):
+        return Verdict(UNDECIDED, "the two never have the same perplexity")
+    if isnan(gain.low) or isnan(gain.high):
+        return Verdict(UNDECIDED, "there is no interval")
+    return rule(gain)
+
+
+def better(gain: Estimate) -> Verdict:
+    """Holds if the whole interval is above 0, fails if it is below 0, is undecided if it includes 0."""
+    if gain.low > 0:
+        return Verdict(HOLDS, "better")
+    return Verdict(FAILS, "worse") if gain.high < 0 else Verdict(UNDECIDED, "the interval includes 0")
+
+
+def no_worse(gain: Estimate) -> Verdict:
+    """Holds if the whole interval is above −MARGIN, fails if it is below −MARGIN, otherwise is undecided."""
+    if gain.low > -MARGIN:
+        side = "better" if gain.low > 0 else "worse, by less than the margin" if gain.high < 0 else "within the margin"
+        return Verdict(HOLDS, side)
+    if gain.high < -MARGIN:
+        return Verdict(FAILS, f"worse by more than {MARGIN}")
+    return Verdict(UNDECIDED, f"perhaps worse by more than {MARGIN}")
+
+
+def slightly_worse(gain: Estimate) -> Verdict:
+    """Holds if the interval lies between −SLIGHT and 0, fails if it is above 0 or below −SLIGHT, else is undecided."""
+    if gain.low > 0:
+        return Verdict(FAILS, "better")
+    if gain.high < -SLIGHT:
+        return Verdict(FAILS, f"worse by more than {SLIGHT}")
+    if gain.high >= 0:
+        return Verdict(UNDECIDED, "the interval includes 0")
+    if gain.low < -SLIGHT:
+        return Verdict(UNDECIDED, f"worse, perhaps by more than {SLIGHT}")
+    return Verdict(HOLDS, f"worse, by less than {SLIGHT}")
+
+
+def on_par(gain: Estimate) -> Verdict:
+    """Holds if the interval lies within ±MARGIN, fails if all of it lies outside, otherwise is undecided."""
+    if gain.low > -MARGIN and gain.high < MARGIN:
+        return Verdict(HOLDS, "within the margin")
+    if gain.low > MARGIN or gain.high < -MARGIN:
+        return Verdict(FAILS, f"{'better' if gain.low > 0 else 'worse'} by more than {MARGIN}")
+    return Verdict(UNDECIDED, f"the interval reaches beyond ±{MARGIN}")
+
+
+def above_one(ratio: Estimate) -> Verdict:
+    """Decides from the ratio of RAD-V's time to RAD-Q's whether RAD-Q is faster."""
+    if ratio.low > 1:
+        return Verdict(HOLDS, "faster")
+    return Verdict(FAILS, "slower") if ratio.high < 1 else Verdict(UNDECIDED, "the interval includes 1")
+
+
+def low_rank(rank: int, num_rows: int, hidden_size: int) -> Verdict:
+    """Holds for a rank of at most LOW_RANK · d, fails from d on; a matrix with no more than d rows decides nothing."""
+    if rank >= hidden_size:
+        return Verdict(FAILS, "d or more")
+    if num_rows <= hidden_size:
+        return Verdict(UNDECIDED, f"{num_rows} rows say nothing about ranks above {num_rows}")
+    if rank > LOW_RANK * hidden_size:
+        return Verdict(UNDECIDED, f"below d, but above {LOW_RANK} d")
+    return Verdict(HOLDS, f"{rank / hidden_size:.2f} d")
+
+
+def lower(rank: int, other: int) -> Verdict:
+    if rank == other:
+        return Verdict(UNDECIDED, "the same")
+    return Verdict(HOLDS, "lower") if rank < other else Verdict(FAILS, "higher")
+
+
+def fits(error: float) -> Verdict:
+    return Verdict(HOLDS, f"below {FITS:g}") if error < FITS else Verdict(FAILS, f"not below {FITS:g}")
+
+
+def fits_not(error: float) -> Verdict:
+    return Verdict(HOLDS, f"above {FITS_NOT:g}") if error > FITS_NOT else Verdict(FAILS, f"not above {FITS_NOT:g}")
+
+
+# --- comparisons of two guides at equal perplexity ---
+
+RAD_V, DISTILLED, LABELS, DEXPERTS, GEDI = "rad-v", "rad-q (distilled)", "rad-q (labels)", "dexperts", "gedi"
+GUIDES = (DISTILLED, RAD_V, LABELS, DEXPERTS, GEDI)  # of both tasks; the others are ablations
 
 
 @dataclass(frozen=True)
 class Task:
     name: str
-    attribute: str  # metric and judge that verdicts are about
-    sign: int  # +1 where more of it is better
+    metric: str  # the metric and judge that verdicts are about
+    sign: int  # +1 where more of the metric is better, −1 where less is
 
     def gain(self, difference: Estimate) -> Estimate:
         low, high = sorted([self.sign * difference.low, self.sign * difference.high])
@@ -65,125 +185,62 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim about two guides at equal perplexity: first against second."""
-
     text: str
-    section: str
     sweep: str
     first: str
     second: str
     rule: Rule
 
-    @property
-    def task(self) -> Task:
-        return TASKS[self.sweep]
 
-    def judge(self, difference: Difference) -> Verdict:
-        return judge(self.task.gain(difference.estimate), self.rule)
-
-
-def _in_both(text: str, section: str, first: str, second: str, rule: Rule) -> list[Comparison]:
-    return [Comparison(text, section, sweep, first, second, rule) for sweep in ("detox", "sentiment")]
+def _in_both(text: str, first: str, second: str, rule: Rule) -> list[Comparison]:
+    return [Comparison(text, sweep, first, second, rule) for sweep in TASKS]
 
 
 COMPARISONS = [
-    Comparison("distilled RAD-Q follows RAD-V in detoxification", FOLLOWS, "detox", DISTILLED, RAD_V, no_worse),
-    Comparison("distilled RAD-Q matches or beats RAD-V in sentiment", MATCHES, "sentiment", DISTILLED, RAD_V, no_worse),
-    *_in_both("RAD-Q on responses only is slightly behind RAD-V", ON_RESPONSES, RESPONSES, RAD_V, slightly_worse),
-    *_in_both(
-        "RAD-Q on responses only is slightly behind distilled RAD-Q", ON_RESPONSES, RESPONSES, DISTILLED, slightly_worse
-    ),
-    *_in_both("distilled RAD-Q is better than DExperts", RIVALS, DISTILLED, DEXPERTS, better),
-    *_in_both("distilled RAD-Q is better than GeDi", RIVALS, DISTILLED, GEDI, better),
-    Comparison("the regulariser helps fluency", REGULARISER, "detox", DISTILLED, NO_REGULARISER, better),
-    Comparison("regulariser and baseline together help fluency", REGULARISER, "detox", DISTILLED, NO_BASELINE, better),
+    Comparison("distilled RAD-Q follows RAD-V in detoxification", "detox", DISTILLED, RAD_V, no_worse),
+    Comparison("distilled RAD-Q matches or beats RAD-V in sentiment", "sentiment", DISTILLED, RAD_V, no_worse),
+    *_in_both("RAD-Q trained on labels is slightly behind RAD-V", LABELS, RAD_V, slightly_worse),
+    *_in_both("RAD-Q trained on labels is slightly behind distilled RAD-Q", LABELS, DISTILLED, slightly_worse),
+    *_in_both("distilled RAD-Q is better than DExperts", DISTILLED, DEXPERTS, better),
+    *_in_both("distilled RAD-Q is better than GeDi", DISTILLED, GEDI, better),
+    Comparison("the regulariser helps fluency", "detox", DISTILLED, "no regulariser", better),
     Comparison(
-        "cross-entropy is slightly behind squared loss", LOSS, "detox", CROSS_ENTROPY, RESPONSES, slightly_worse
+        "regulariser and baseline together help fluency", "detox", DISTILLED, "no regulariser no baseline", better
     ),
-    Comparison("the MLP head is on par with the linear one", LOSS, "detox", MLP, RESPONSES, on_par),
+    Comparison("cross-entropy is slightly behind squared loss", "detox", "cross-entropy", LABELS, slightly_worse),
+    Comparison("the MLP head is on par with the linear one", "detox", "mlp", LABELS, on_par),
 ]
 
 
-@dataclass(frozen=True)
-class Finding:
-    setting: str
-    measured: str
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class Claim:
-    text: str
-    subject: str
-    section: str
-    findings: list[Finding]
-
-    @property
-    def verdict(self) -> str:
-        return combine([finding.verdict for finding in self.findings])
-
-
-def find_claims(study: Study) -> list[Claim]:
-    """In the order of the sections."""
-    compared = [claim for comparison in COMPARISONS for claim in _compare(study, comparison)]
-    claims = [
-        *compared,
-        *_low_ranks(study),
-        _regularised_rank(study),
-        _expressivity(study),
-        _calls(study),
-        *_times(study),
-    ]
-    sections = [FOLLOWS, MATCHES, ON_RESPONSES, RIVALS, RANK, REGULARISER, LOSS, EXPRESSIVITY, TIME]
-    return sorted(claims, key=lambda claim: sections.index(claim.section))
-
-
-def anchor(heading: str) -> str:
-    """As GitHub makes it."""
-    return "#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-# --- at equal perplexity ---
-
-
 def _compare(study: Study, comparison: Comparison) -> Iterator[Claim]:
-    sweep, task = study.sweeps.get(comparison.sweep), comparison.task
+    """One claim for each group of prompts, with one finding for each k."""
+    sweep, task = study.sweeps.get(comparison.sweep), TASKS[comparison.sweep]
     if sweep is None:
-        yield Claim(comparison.text, task.name, comparison.section, [])
+        yield Claim(comparison.text, task.name, [])
         return
+    found = sweep.compare(comparison.first, comparison.second, task.metric)
     for group in sweep.groups:
-        findings = [finding for top_k in sweep.top_ks for finding in _findings(sweep, comparison, group, top_k)]
-        yield Claim(comparison.text, f"{task.name}, {group} prompts", comparison.section, findings)
+        findings = [_compare_at(found.get((group, k)), task, comparison.rule, f"k = {k}") for k in sweep.top_ks]
+        yield Claim(comparison.text, f"{task.name}, {group} prompts", findings)
 
 
-def _findings(sweep: MeasuredSweep, comparison: Comparison, group: str, top_k: int | None) -> list[Finding]:
-    """One per seed."""
-    wanted = (comparison.task.attribute, group, top_k)
-    pairs = sweep.compare(comparison.first, comparison.second)
-    found = [one for one in pairs if (one.metric, one.group, one.top_k) == wanted]
-    if not found:
-        return [Finding(f"k = {top_k}", "", Verdict(MISSING))]
-    return [
-        Finding(
-            f"k = {top_k}, seed {one.seed}" if len(found) > 1 else f"k = {top_k}",
-            signed(one.estimate),
-            comparison.judge(one),
-        )
-        for one in found
-    ]
+def _compare_at(difference: Estimate | None, task: Task, rule: Rule, setting: str) -> Finding:
+    if difference is None:
+        return Finding(setting, "", Verdict(MISSING))
+    return Finding(setting, signed(difference), judge(task.gain(difference), rule))
 
 
 def signed(estimate: Estimate) -> str:
     return f"{number(estimate.value, '+')} {interval(estimate, '+')}".strip()
 
 
-# --- rank ---
+# --- rank and expressivity ---
 
 
 def _low_ranks(study: Study) -> Iterator[Claim]:
-    for task in ("toxicity", "sentiment"):
-        findings = [_low_rank(f"RAD-{kind.upper()}", study.ranks.get(f"{task}-{kind}")) for kind in "vq"]
-        yield Claim("learned reward matrices have low numerical rank", task, RANK, findings)
+    for attribute in ("toxicity", "sentiment"):
+        findings = [_low_rank(f"RAD-{kind.upper()}", study.ranks.get(f"{attribute}-{kind}")) for kind in "vq"]
+        yield Claim("learned reward matrices have low numerical rank", attribute, findings)
 
 
 def _low_rank(label: str, document: dict[str, Any] | None) -> Finding:
@@ -194,14 +251,14 @@ def _low_rank(label: str, document: dict[str, Any] | None) -> Finding:
 
 
 def _regularised_rank(study: Study) -> Claim:
-    found = [ranks_by_rows(study.ranks[n]) for n in ("toxicity-q", "toxicity-q-no-regulariser") if n in study.ranks]
-    common = sorted(set.intersection(*map(set, found))) if len(found) == 2 else []
-    findings = []
-    if common:
-        n = common[-1]
-        regularised, plain = (ranks[n] for ranks in found)
-        findings = [Finding(f"N = {n}", f"rank {regularised}, without it {plain}", lower(regularised, plain))]
-    return Claim("the regulariser lowers the rank", "toxicity", REGULARISER, findings)
+    """Compares at the largest number of rows that was measured with and without the regulariser."""
+    names = ("toxicity-q", "toxicity-q-no-regulariser")
+    regularised, plain = (ranks_by_rows(study.ranks.get(name, {"ranks": []})) for name in names)
+    findings = [
+        Finding(f"N = {n}", f"rank {regularised[n]}, without it {plain[n]}", lower(regularised[n], plain[n]))
+        for n in sorted(regularised.keys() & plain.keys())[-1:]
+    ]
+    return Claim("the regulariser lowers the rank", "toxicity", findings)
 
 
 def ranks_by_rows(document: dict[str, Any]) -> dict[int, int]:
@@ -209,57 +266,52 @@ def ranks_by_rows(document: dict[str, Any]) -> dict[int, int]:
 
 
 def _expressivity(study: Study) -> Claim:
-    findings = [
-        _error("RAD-V", study.expressivity.get("v"), fits),
-        _error("RAD-Q", study.expressivity.get("q"), fits_not),
-    ]
-    return Claim("RAD-V fits full-rank data, RAD-Q cannot", "name pairs", EXPRESSIVITY, findings)
-
-
-def _error(label: str, error: float | None, rule: Callable[[float], Verdict]) -> Finding:
-    return Finding(label, "", Verdict(MISSING)) if error is None else Finding(label, f"MSE {error:.2g}", rule(error))
+    findings = []
+    for kind, rule in (("v", fits), ("q", fits_not)):
+        error, label = study.expressivity.get(kind), f"RAD-{kind.upper()}"
+        measured = "" if error is None else f"MSE {error:.2g}"
+        findings.append(Finding(label, measured, Verdict(MISSING) if error is None else rule(error)))
+    return Claim("RAD-V fits full-rank data, RAD-Q cannot", "name pairs", findings)
 
 
 # --- cost ---
 
 
 def _calls(study: Study) -> Claim:
-    """What the reward model does per generated token, from the costs of a sweep."""
-    sweep = study.sweeps.get("detox") or study.sweeps.get("sentiment")
+    """How many tokens the reward model reads per generated token, from the costs of a sweep."""
+    sweep = study.sweeps.get("detox") or study.sweeps.get("sentiment") or MeasuredSweep([], [])
     findings = []
-    for top_k in sweep.top_ks if sweep is not None else []:
-        assert sweep is not None
-        calls, tokens = (
-            _cost(sweep, DISTILLED, top_k, name) for name in ("calls_per_token", "expert_tokens_per_token")
-        )
-        of_v = _cost(sweep, RAD_V, top_k, "expert_tokens_per_token")
-        if calls == calls and tokens == tokens:
+    for top_k in sweep.top_ks:
+        calls, tokens = (cost(sweep, DISTILLED, top_k, f"{name}_per_token") for name in ("calls", "expert_tokens"))
+        of_v = cost(sweep, RAD_V, top_k, "expert_tokens_per_token")
+        if not (isnan(calls) or isnan(tokens)):
             measured = f"{number(tokens)} tokens in {number(calls)} calls; RAD-V {number(of_v)} tokens"
             verdict = Verdict(HOLDS, "1 at most") if max(calls, tokens) <= 1 else Verdict(FAILS, "more than 1")
             findings.append(Finding(f"k = {top_k}", measured, verdict))
-    return Claim("RAD-Q reads one token in one call per generated token", "whatever k", TIME, findings)
+    return Claim("RAD-Q reads one token in one call per generated token", "whatever k", findings)
 
 
-def _cost(sweep: MeasuredSweep, guide: str, top_k: int | None, name: str) -> float:
-    """The highest of a guide's cells; NaN where it was not counted."""
-    cells = [result for result in sweep.results if letters(result.guide) == letters(guide) and result.top_k == top_k]
+def cost(sweep: MeasuredSweep, guide: str, top_k: int | None, name: str) -> float:
+    """The highest cost among a guide's cells; NaN where it was not counted."""
+    cells = [result for result in sweep.results if (result.guide, result.top_k) == (guide, top_k)]
     return max((result.cost[name] for result in cells if name in result.cost), default=NAN)
 
 
 def _times(study: Study) -> Iterator[Claim]:
-    rows = study.timing.rows if study.timing is not None else []
-    for batch in sorted({row.batch for row in rows}) or [None]:
-        times = {(row.guide, row.k): row.milliseconds for row in rows if row.batch == batch}
-        both = sorted(k for guide, k in times if guide == "rad-q" and k is not None and ("rad-v", k) in times)
-        ratios = {k: divide(times["rad-v", k], times["rad-q", k]) for k in both}
+    for batch in sorted({row.batch for row in study.times}) or [None]:
         findings = [
             Finding(f"k = {k}", f"× {number(ratio.value)} {interval(ratio)}".strip(), judge(ratio, above_one))
-            for k, ratio in ratios.items()
+            for k, ratio in time_ratios(study, batch).items()
         ]
         subject = "RAD-V's time over RAD-Q's" + ("" if batch is None else f", batch of {batch}")
-        yield Claim("RAD-Q takes less time per token than RAD-V", subject, TIME, findings)
+        yield Claim("RAD-Q takes less time per token than RAD-V", subject, findings)
 
 
-def divide(over: Estimate, under: Estimate) -> Estimate:
-    """With an interval from the ends of both, which is rather too wide than too narrow."""
-    return Estimate(over.value / under.value, over.low / under.high, over.high / under.low)
+def time_ratios(study: Study, batch: int | None) -> dict[int, Estimate]:
+    """RAD-V's time over RAD-Q's by k. The interval comes from the ends of both, so it is too wide, not too narrow."""
+    times = {(row.guide, row.k): row.milliseconds for row in study.times if row.batch == batch}
+    ratios = {}
+    for k in sorted(k for guide, k in times if guide == "rad-q" and k is not None and ("rad-v", k) in times):
+        over, under = times["rad-v", k], times["rad-q", k]
+        ratios[k] = Estimate(over.value / under.value, over.low / under.high, over.high / under.low)
+    return ratios

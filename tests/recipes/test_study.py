@@ -1,4 +1,4 @@
-"""The results of a study: verdicts worked by hand; pages of whole, partial and empty studies; links that lead on."""
+"""The study: verdicts worked by hand; pages of whole, partial and empty studies; jobs that run once."""
 
 import json
 import lzma
@@ -31,10 +31,11 @@ from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 STUDY = REPOSITORY / "recipes" / "study"
-TASK_GUIDES = ("rad-v", "rad-q (distilled)", "rad-q (responses)", "dexperts", "gedi")
+TASK_GUIDES = ("rad-v", "rad-q (distilled)", "rad-q (labels)", "dexperts", "gedi")
+METRICS = ("dist_2", "positive_rate[sentiment]")
 ABLATION_GUIDES = (
     *("rad-q (distilled)", "no regulariser", "no regulariser no baseline"),
-    *("rad-q (responses)", "cross-entropy", "mlp"),
+    *("rad-q (labels)", "cross-entropy", "mlp"),
 )
 
 
@@ -104,23 +105,17 @@ def write_the_rest(folder: Path) -> None:
     ]
     write_json(folder / "timing.json", {"machine": "one GPU", "base": "SmolLM2-135M", "rows": rows})
     quality = {"spearman": 0.8123, "auc": 0.95}
-    write_json(
-        folder / "judges" / "toxicity.json",
-        {"data": "RTP", "rows": {"test": 1000}, "metrics": quality, "note": "a | b"},
-    )
-    model = {
-        "command": "radq train | tee",
-        "seconds": 61.2,
-        "metrics": {"mse": 0.05},
-        "parameters": {"trained": 2300000},
-    }
-    write_json(folder / "models" / "toxicity-v.json", model)
-    piece = {"command": "make", "commit": "abc1234", "hardware": "one GPU", "torch": "2.11", "transformers": "5.22"}
-    write_lines(folder / "pieces.jsonl", [piece | {"piece": name, "seconds": 600} for name in ("train", "sweep")])
+    write_json(folder / "judges" / "toxicity.json", {"data": "RTP", "rows": {"test": 1000}, "metrics": quality})
     (folder / "expressivity").mkdir()
     (folder / "expressivity" / "v.txt").write_text("RAD-V, n = 1024, d = 512: MSE 4e-06 over 524800 entries\n")
-    cell = make_cell("rad-v", 10.0, 20, 0)["cell"]
-    write_lines(folder / "mauve.jsonl", [{"sweep": "sentiment", "cell": cell, "group": "neutral", "value": 0.8765}])
+    sample = {
+        "attribute": "toxicity",
+        "prompt": "It was",
+        "beta": -100.0,
+        "unguided": " a\n| bad *day*",
+        "guided": " fine",
+    }
+    write_lines(folder / "samples.jsonl", [sample])
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +176,14 @@ def page(docs: Path) -> str:
 
 
 def write(modules: dict[str, ModuleType], study: Path, out: Path) -> str:
-    modules["results"].main(modules["results"].Arguments(study, out))
+    modules["page"].main(modules["page"].Arguments(study, out))
     return (out / "results.md").read_text()
 
 
 def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
-    """Verdict and measured cell of each line of the first table, by claim and subject."""
-    rows = re.findall(r"^\| \[(.*?)\]\(#\S+\) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    """Verdict and measured cell of each line of the table of claims, by claim and subject."""
+    table = page.partition("| claim | where |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     return {(claim, subject): [verdict, measured] for claim, subject, verdict, measured in rows}
 
 
@@ -218,14 +214,14 @@ def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
     ],
 )
 def test_verdicts(modules: dict[str, ModuleType], rule: str, low: float, high: float, wanted: str) -> None:
-    verdicts = modules["verdicts"]
+    claims = modules["claims"]
     gain = Estimate(0.0 if low != low else (low + high) / 2, low, high)
-    assert str(verdicts.judge(gain, getattr(verdicts, rule))) == wanted
-    assert verdicts.judge(Estimate(NAN, NAN, NAN), getattr(verdicts, rule)).word == "undecided"
+    assert str(claims.judge(gain, getattr(claims, rule))) == wanted
+    assert claims.judge(Estimate(NAN, NAN, NAN), getattr(claims, rule)).word == "undecided"
 
 
 def test_verdicts_on_ranks(modules: dict[str, ModuleType]) -> None:
-    low_rank, lower = modules["verdicts"].low_rank, modules["verdicts"].lower
+    low_rank, lower = modules["claims"].low_rank, modules["claims"].lower
     assert str(low_rank(144, 1024, 576)) == "holds: 0.25 d"
     assert low_rank(575, 1024, 576).word == "undecided"
     assert low_rank(144, 512, 576).word == "undecided"
@@ -234,12 +230,12 @@ def test_verdicts_on_ranks(modules: dict[str, ModuleType]) -> None:
 
 
 def test_verdicts_of_several_settings(modules: dict[str, ModuleType]) -> None:
-    verdicts = modules["verdicts"]
-    fine, other, wrong, missing = (verdicts.Verdict(word, word) for word in ("holds", "holds", "undecided", "not run"))
-    assert verdicts.combine([]) == verdicts.combine([missing]) == "not run"
-    assert verdicts.combine([fine, missing]) == "holds: holds (1 of 2 not run)"
-    assert verdicts.combine([fine, verdicts.Verdict("holds", "better")]) == "holds"
-    assert verdicts.combine([fine, other, wrong]) == "mixed: holds in 2 of 3, undecided in 1 of 3"
+    claims = modules["claims"]
+    fine, other, wrong, missing = (claims.Verdict(word, word) for word in ("holds", "holds", "undecided", "not run"))
+    assert claims.combine([]) == claims.combine([missing]) == "not run"
+    assert claims.combine([fine, missing]) == "holds: holds (1 of 2 not run)"
+    assert claims.combine([fine, claims.Verdict("holds", "better")]) == "holds"
+    assert claims.combine([fine, other, wrong]) == "mixed: holds in 2 of 3, undecided in 1 of 3"
 
 
 def test_less_toxicity_is_better(modules: dict[str, ModuleType]) -> None:
@@ -253,17 +249,17 @@ def test_less_toxicity_is_better(modules: dict[str, ModuleType]) -> None:
 
 def test_claims_of_a_study(page: str) -> None:
     rows = claim_rows(page)
-    neutral, ablation = "sentiment, neutral prompts", "detoxification, nontoxic prompts"
+    neutral, ablation = "sentiment, neutral", "detoxification, nontoxic"
     assert rows["distilled RAD-Q matches or beats RAD-V in sentiment", neutral] == [
         "does not hold here: worse by more than 0.03",
-        "k = 20: −0.045 [−0.055, −0.035]<br>k = 40: −0.045 [−0.055, −0.035]",
+        "k = 20: −0.045 [−0.055, −0.035]; k = 40: −0.045 [−0.055, −0.035]",
     ]
-    assert rows["RAD-Q on responses only is slightly behind RAD-V", neutral][0].startswith("does not hold here")
-    assert rows["RAD-Q on responses only is slightly behind distilled RAD-Q", neutral][0].startswith("undecided: worse")
+    assert rows["RAD-Q trained on labels is slightly behind RAD-V", neutral][0].startswith("does not hold here")
+    assert rows["RAD-Q trained on labels is slightly behind distilled RAD-Q", neutral][0].startswith("undecided: worse")
     assert rows["distilled RAD-Q is better than GeDi", neutral][0] == "holds: better"
     assert rows["the regulariser helps fluency", ablation] == [  # less toxic, as far as the interval reaches
         "holds: better (2 of 4 not run)",
-        "k = 4: not run<br>k = 8: not run<br>k = 20: −0.020 [−0.030, −0.010]<br>k = 40: −0.020 [−0.030, −0.010]",
+        "k = 4: not run; k = 40: −0.020 [−0.030, −0.010]",
     ]
     assert rows["regulariser and baseline together help fluency", ablation][0].startswith("holds: better")
     verdict, _ = rows["cross-entropy is slightly behind squared loss", ablation]
@@ -273,7 +269,7 @@ def test_claims_of_a_study(page: str) -> None:
     assert rows["the regulariser lowers the rank", "toxicity"] == ["holds: lower", "N = 256: rank 90, without it 200"]
     assert rows["RAD-V fits full-rank data, RAD-Q cannot", "name pairs"] == [
         "holds: below 5e-06 (1 of 2 not run)",
-        "RAD-V: MSE 4e-06<br>RAD-Q: not run",
+        "RAD-V: MSE 4e-06; RAD-Q: not run",
     ]
     verdict, measured = rows["RAD-Q takes less time per token than RAD-V", "RAD-V's time over RAD-Q's, batch of 25"]
     assert verdict == "holds: faster"
@@ -282,86 +278,75 @@ def test_claims_of_a_study(page: str) -> None:
 
 def test_a_real_sweep_has_its_verdicts(page: str, tmp_path: Path) -> None:
     rows = claim_rows(page)
-    for top_k in (4, 8):
-        assert f"k = {top_k}: " in rows["RAD-Q reads one token in one call per generated token", "whatever k"][1]
-    found = rows["distilled RAD-Q follows RAD-V in detoxification", "detoxification, nontoxic prompts"]
+    found = rows["RAD-Q reads one token in one call per generated token", "whatever k"]
+    assert found[1].startswith("k = 4: 0.750 tokens in 0.750 calls; RAD-V 4.000 tokens")
+    found = rows["distilled RAD-Q follows RAD-V in detoxification", "detoxification, nontoxic"]
     assert found[0] != "not run"
-    assert rows["distilled RAD-Q is better than GeDi", "detoxification, nontoxic prompts"] == ["not run", "–"]
-    assert "4 of `prompts.jsonl` (nontoxic)" in page
+    assert rows["distilled RAD-Q is better than GeDi", "detoxification, nontoxic"][0] == "not run"
     assert str(tmp_path.parent) not in page
 
 
-def test_levels_are_read_off_straight_lines(modules: dict[str, ModuleType]) -> None:
-    """Over the logarithm of perplexity or Dist-2, as multiples of the unguided base's."""
-    points = [("none", None, 10.0, 0.8, 0.5), ("rad-q", 1.0, 11.0, 0.784, 0.6), ("rad-q", 2.0, 14.0, 0.72, 0.9)]
+def test_the_rate_at_equal_variety_is_read_off_straight_lines(modules: dict[str, ModuleType]) -> None:
+    """Over the logarithm of Dist-2, as a multiple of the unguided base's."""
+    points = [("none", None, 0.8, 0.5), ("rad-q", 1.0, 0.72, 0.6), ("rad-q", 2.0, 0.64, 0.9), ("weak", 1.0, 0.78, 0.7)]
     results = [
-        make_result(guide=guide, unguided=beta is None, beta=beta, metrics={n: Estimate(v, v, v) for n, v in found})
+        make_result(guide=guide, unguided=beta is None, beta=beta, group="neutral", top_k=20, metrics=metrics)
         for guide, beta, *values in points
-        for found in [zip(("perplexity", "dist_2", "positive_rate[sentiment]"), values, strict=True)]
+        for metrics in [{n: Estimate(v, v, v) for n, v in zip(METRICS, values, strict=True)}]
     ]
-    sweep, task = modules["study"].MeasuredSweep(None, results, []), modules["claims"].TASKS["sentiment"]
-    tables = {metric: modules["sections"]._levels(sweep, task, metric) for metric in ("perplexity", "dist_2")}
-    crossings = [0.6 + 0.3 * log(x / low) / log(high / low) for x, low, high in ((1.2, 1.1, 1.4), (1.3, 1.1, 1.4))]
-    assert "| rad-q | 0.600 | {:.3f} | {:.3f} | – |".format(*crossings) in tables["perplexity"]
-    crossing = 0.6 + 0.3 * log(0.95 / 0.98) / log(0.9 / 0.98)
-    assert f"| rad-q | 0.600 | {crossing:.3f} | 0.900 | – | – |" in tables["dist_2"]
+    sweeps = {"sentiment": modules["measurements"].MeasuredSweep(results, [])}
+    study = modules["measurements"].Study(sweeps, {}, {}, [], {}, [])
+    crossing = 0.6 + 0.3 * log(0.85 / 0.9) / log(0.8 / 0.9)
+    assert modules["page"]._rate_at_equal_variety(study, "rad-q") == f"{crossing:.3f}"
+    assert modules["page"]._rate_at_equal_variety(study, "weak") == "–"  # its texts never become so alike
 
 
-def test_ablations_have_their_own_place(modules: dict[str, ModuleType], study: Path, page: str) -> None:
-    sweep = modules["study"].read_study(study).sweeps["detox"]
-    found = sweep.beside("rad-q (distilled)", ("no regulariser", "never run"))
-    assert {result.guide for result in found.results} == {"none", "rad-q (distilled)", "no regulariser"}
-    assert found.top_ks == [20, 40]  # the toy's sweep has 4 and 8, and no ablation
-    assert sweep.beside("rad-v", ("never run",)).results == []
-    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    assert "| mlp |" not in sections["Detoxification: distilled RAD-Q and RAD-V"]
-    assert "| mlp | 20 | 10 |" in sections["Loss and head"]
+def test_sentences_say_who_is_ahead(page: str) -> None:
+    text = " ".join(page.split())
+    assert (
+        "RAD-Q trained on labels, compared with RAD-V, is behind in sentiment on neutral prompts "
+        "(−0.090 [−0.100, −0.080])" in text
+    )
+    assert "ahead in sentiment on neutral prompts (+0.135 [+0.125, +0.145])" in text  # distilled RAD-Q and GeDi
+    assert "numerical rank 900 for RAD-V, 120 for RAD-Q" in text
 
 
 def test_a_pair_in_the_other_order_has_the_other_sign(modules: dict[str, ModuleType], study: Path) -> None:
-    sweep = modules["study"].read_study(study).sweeps["sentiment"]
-    straight, turned = sweep.compare("rad-v", "gedi")[0], sweep.compare("gedi", "rad-v")[0]
-    assert (straight.first, straight.second) == (turned.second, turned.first) == ("rad-v", "gedi")
-    estimate = straight.estimate
+    sweep = modules["measurements"].read_study(study).sweeps["sentiment"]
+    metric = "positive_rate[sentiment]"
+    straight, turned = sweep.compare("rad-v", "gedi", metric), sweep.compare("gedi", "rad-v", metric)
+    assert straight.keys() == turned.keys() == set(product(("neutral", "negative"), (20, 40)))
+    estimate = straight["neutral", 20]
     assert estimate.value == 0.18
-    assert turned.estimate == Estimate(-estimate.value, -estimate.high, -estimate.low)
+    assert turned["neutral", 20] == Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
-def test_links_and_images_are_there(modules: dict[str, ModuleType], docs: Path, page: str) -> None:
-    anchor = modules["claims"].anchor
-    headings = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", page, re.MULTILINE)}
+def test_links_and_images_are_there(docs: Path, page: str) -> None:
     links = re.findall(r"\]\((?!https)([^)\s]+)\)", page)
-    assert {link for link in links if link.startswith("#")} <= headings
     images = {link for link in links if link.endswith(".svg")}
     assert images == {f"results/{file.name}" for file in (docs / "results").iterdir()}
-    assert len(images) == 7
-    for file, _, part in (link.partition("#") for link in links if link.startswith("rank.md")):
-        text = (REPOSITORY / "docs" / file).read_text()
-        assert f"#{part}" in {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    assert len(images) == 2
+    for link in set(links) - images:
+        assert (REPOSITORY / "docs" / link).exists(), link
     for name in images:
         assert (docs / name).stat().st_size < 100_000
 
 
-def test_the_page_holds_what_was_done(page: str) -> None:
-    assert page.startswith("<!-- Written by `python recipes/study/results.py study --out docs`.")
-    assert "| toxicity | RTP | test 1,000 | spearman 0.812, auc 0.950 | a \\| b |" in page
-    assert "`radq train \\| tee`" in page
-    assert "2 pieces, 1,200 s in all, the longest 600 s. commit abc1234; hardware one GPU" in page
-    assert "| rad-v | 20 | 10 |" in page
-    assert " 0.876 |" in page  # MAUVE
-    assert "toxicity: spearman 0.812, auc 0.950." in page.split("## Limits")[1]
+def test_the_page_holds_texts_and_limits(page: str) -> None:
+    assert "| toxicity, −100 | It was | a \\| bad \\*day\\* | fine |" in page
+    assert "AUC on unseen texts: toxicity 0.950." in " ".join(page.split("## Limits")[1].split())
 
 
 def test_the_same_study_gives_the_same_files(docs: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(STUDY / "results.py"), str(docs.parent / "study"), "--out", str(tmp_path)]
+    command = [sys.executable, str(STUDY / "page.py"), str(docs.parent / "study"), "--out", str(tmp_path)]
     subprocess.run(command, check=True)
     files = [file.relative_to(docs) for file in docs.rglob("*.*")]
-    assert len(files) == 8
+    assert len(files) == 3
     assert all((docs / file).read_bytes() == (tmp_path / file).read_bytes() for file in files)
 
 
 def test_the_published_page_is_what_was_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "recipes/study/results.py", "recipes/study/measured", "--out", str(tmp_path)]
+    command = [sys.executable, "recipes/study/page.py", "recipes/study/measured", "--out", str(tmp_path)]
     subprocess.run(command, check=True, cwd=REPOSITORY)
     assert (tmp_path / "results.md").read_text() == (REPOSITORY / "docs" / "results.md").read_text()
     drawn, published = (
@@ -370,20 +355,29 @@ def test_the_published_page_is_what_was_measured(tmp_path: Path) -> None:
     assert drawn == published
 
 
+def test_the_published_page_is_short() -> None:
+    page = (REPOSITORY / "docs" / "results.md").read_text()
+    assert len(page.encode()) <= 12_000
+    assert len(re.findall(r"^\d\. ", page, re.MULTILINE)) == 8
+    assert len(re.findall(r"^!\[", page, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\| (?:sentiment|toxicity), ", page, re.MULTILINE)) == 5
+    assert page.index("![") < page.index("## Limits")
+
+
 def test_parts_that_were_not_run_are_said_to_be_so(modules: dict[str, ModuleType], study: Path, tmp_path: Path) -> None:
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    (tmp_path / "docs" / "results" / "time.svg").write_text("of an earlier study")
-    for part in ("timing.json", "pieces.jsonl", "mauve.jsonl", "sweeps/sentiment/differences.jsonl"):
+    (tmp_path / "docs" / "results" / "detox-nontoxic.svg").write_text("of an earlier study")
+    for part in ("timing.json", "samples.jsonl", "sweeps/sentiment/differences.jsonl"):
         (study / part).unlink()
     shutil.rmtree(study / "sweeps" / "detox-ablations")
     (study / "sweeps" / "detox" / "metrics.jsonl").write_text("")
     page = write(modules, study, tmp_path / "docs")
     rows = claim_rows(page)
     assert rows["distilled RAD-Q is better than GeDi", "detoxification"] == ["not run", "–"]
-    assert rows["distilled RAD-Q is better than GeDi", "sentiment, neutral prompts"] == ["not run", "–"]
+    assert rows["distilled RAD-Q is better than GeDi", "sentiment, neutral"][0] == "not run"
     assert rows["the MLP head is on par with the linear one", "detoxification"] == ["not run", "–"]
     left = {file.stem for file in (tmp_path / "docs" / "results").iterdir()}
-    assert left == {"sentiment-neutral", "sentiment-negative", "rank"}
+    assert left == {"sentiment-neutral"}
 
 
 def test_an_empty_study_is_a_page_too(modules: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -400,36 +394,35 @@ def test_guides_that_never_have_the_same_perplexity(
     nothing = {"value": None, "low": None, "high": None, "perplexity": None, "reason": "one guide has 1 cells."}
     write_lines(file, [json.loads(line) | nothing for line in file.read_text().splitlines()])
     page = write(modules, study, tmp_path / "docs")
-    found = claim_rows(page)["distilled RAD-Q is better than GeDi", "sentiment, neutral prompts"]
-    assert found == ["undecided: the two never have the same perplexity", "k = 20: –<br>k = 40: –"]
-    assert "one guide has 1 cells." in page
+    found = claim_rows(page)["distilled RAD-Q is better than GeDi", "sentiment, neutral"]
+    assert found == ["undecided: the two never have the same perplexity", "k = 20: –; k = 40: –"]
 
 
 def test_a_folder_that_is_not_there(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="there is no folder"):
-        modules["study"].read_study(tmp_path / "nowhere")
+        modules["measurements"].read_study(tmp_path / "nowhere")
 
 
 def test_a_damaged_file_is_named(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     (tmp_path / "timing.json").write_text("{")
     with pytest.raises(DataError, match="timing.json' is damaged"):
-        modules["study"].read_study(tmp_path)
+        modules["measurements"].read_study(tmp_path)
 
 
 # --- what is run ---
 
 
-def test_the_pieces_name_models_data_and_guides_that_there_are(modules: dict[str, ModuleType], tmp_path: Path) -> None:
-    pieces = modules["pieces"]
+def test_the_models_and_sweeps_of_the_study_fit_together(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    run = modules["run"]
     kinds: dict[bool, Any] = {True: ExpertTrainingConfig, False: RewardTrainingConfig}
     made: set[str] = set()
-    for name, settings in pieces.MODELS.items():
+    for name, settings in run.MODELS.items():
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings | {"out": f"models/{name}"}))
         config = read_yaml(tmp_path / "config.yaml", kinds["method" in settings])
         config.check()
         assert getattr(config, "teacher", "") in {"", *made}  # teachers come first
         made.add(config.out)
-    for name in pieces.SWEEPS:
+    for name in run.SWEEPS:
         sweep = load_sweep(STUDY / "sweeps" / f"{name}.yaml")
         assert {guide.folder for guide in sweep.guides.values()} <= made
         judges = {use.judge.removeprefix("reward:") for use in sweep.judges.values()}
@@ -441,18 +434,18 @@ def test_the_pieces_name_models_data_and_guides_that_there_are(modules: dict[str
 def test_a_piece_runs_once_and_says_what_failed(
     modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces = modules["pieces"]
+    run = modules["run"]
     monkeypatch.chdir(tmp_path)
     write = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write('x')"
 
     def job(name: str, code: str = write, needs: str = "") -> Any:
-        return pieces.Job(name, [sys.executable, "-c", code, name], name, needs)
+        return run.Job(name, [sys.executable, "-c", code, name], name, needs)
 
     for _ in range(2):
-        pieces.run_all([job("first"), job("second", needs="first")], 2)
+        run.run_all([job("first"), job("second", needs="first")], 2)
     assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["x", "x"]
     with pytest.raises(SystemExit, match="failed: broken, after it"):
-        pieces.run_all([job("broken", "raise ValueError"), job("after it", needs="broken"), job("third")], 3)
+        run.run_all([job("broken", "raise ValueError"), job("after it", needs="broken"), job("third")], 3)
     assert (tmp_path / "third").exists()
     assert not (tmp_path / "after it").exists()
     assert "ValueError" in (tmp_path / "logs" / "broken.log").read_text()
@@ -461,18 +454,18 @@ def test_a_piece_runs_once_and_says_what_failed(
 def test_excerpts_are_of_measured_cells(
     modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces, run = modules["pieces"], tmp_path / "sweeps" / "detox-k20"
+    run, folder = modules["run"], tmp_path / "sweeps" / "detox-k20"
     monkeypatch.chdir(tmp_path)
     rows = [
         {"cell": cell, "prompt": prompt, "group": "g", "continuations": [f"{cell} {prompt} {n}" for n in range(25)]}
         for cell, prompts in (("whole", 2), ("stopped", 1))
         for prompt in range(prompts)
     ]
-    run.mkdir(parents=True)
-    write_lines(run / "generations.jsonl", rows)
-    write_lines(run / "metrics.jsonl", [{"cell": "whole"}])
-    pieces.excerpts(1)
-    texts = pieces.read_excerpt(tmp_path / "excerpts" / "detox-k20.jsonl.xz")
+    folder.mkdir(parents=True)
+    write_lines(folder / "generations.jsonl", rows)
+    write_lines(folder / "metrics.jsonl", [{"cell": "whole"}])
+    run.excerpts(1)
+    texts = run.read_excerpt(tmp_path / "excerpts" / "detox-k20.jsonl.xz")
     assert texts == {("whole", "g"): [["whole 0 0", "whole 0 1"], ["whole 1 0", "whole 1 1"]]}
 
 
@@ -481,7 +474,7 @@ def test_mauve_is_of_cells_that_lack_it(
 ) -> None:
     """A known cell is not even encoded; unguided texts are, to compare with."""
     pytest.importorskip("mauve")
-    pieces, encoded = modules["pieces"], []
+    run, encoded = modules["run"], []
 
     class Encoder:
         def encode(self, texts: list[str]) -> np.ndarray:
@@ -494,8 +487,8 @@ def test_mauve_is_of_cells_that_lack_it(
             row = {"cell": cell, "group": "g", "prompt": prompt, "continuations": [f"{cell} {n}" for n in range(5)]}
             stream.write(json.dumps(row) + "\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pieces, "load_encoder", lambda *_: Encoder())
-    pieces.mauve_of_sweep(file, {("detox-k20", "none", "g"), ("detox-k20", "known", "g")})
+    monkeypatch.setattr(run, "load_encoder", lambda *_: Encoder())
+    run.mauve_of_sweep(file, {("detox-k20", "none", "g"), ("detox-k20", "known", "g")})
     (row,) = map(json.loads, (tmp_path / "mauve.jsonl").read_text().splitlines())
     assert encoded == ["none", "new"]
     assert (row["sweep"], row["cell"], row["group"]) == ("detox-k20", "new", "g")

@@ -1,0 +1,309 @@
+"""Write docs/results.md and its figures from the stored measurements of a study.
+
+    python recipes/study/page.py recipes/study/measured --out docs
+
+The page holds the results: sentences, figures, sample texts, claims with verdicts, limits. LOG.md has the rest.
+"""
+
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+import tyro
+from claims import (
+    DEXPERTS,
+    DISTILLED,
+    FAILS,
+    GEDI,
+    GUIDES,
+    HOLDS,
+    LABELS,
+    MARGIN,
+    MISSING,
+    MIXED,
+    RAD_V,
+    SLIGHT,
+    TASKS,
+    UNDECIDED,
+    Claim,
+    cost,
+    find_claims,
+    ranks_by_rows,
+    time_ratios,
+)
+from measurements import UNKNOWN, MeasuredSweep, Study, read_study
+
+from radq.errors import RadqError
+from radq.evaluation.demonstration import ATTRIBUTES
+from radq.evaluation.metrics import Estimate
+from radq.files import whole_file, whole_folder
+from radq.report.plots import Plot, plot_by_candidates
+from radq.report.results import NAN
+from radq.report.tables import interval, number
+
+FIGURES = {"sentiment": "neutral", "detox": "nontoxic"}  # the prompts whose curves are drawn
+TOP_K = 20  # the number of candidates that the sentences are about
+SHOWN_K = (20, 100)  # the numbers of candidates whose times are named
+DIST_2 = 0.85  # the share of the base's Dist-2 at which texts count as equally varied
+
+
+@dataclass
+class Arguments:
+    study: tyro.conf.Positional[Path]
+    """Folder of the study, such as recipes/study/measured."""
+    out: Path = Path("docs")
+    """Folder for results.md and results/."""
+
+
+def main(arguments: Arguments) -> None:
+    study = read_study(arguments.study)
+    plots = draw_figures(study)
+    _write_figures(arguments.out / "results", plots)
+    with whole_file(arguments.out / "results.md") as temporary:
+        temporary.write_text(write_page(study, plots), encoding="utf-8")
+
+
+def write_page(study: Study, plots: Sequence[Plot]) -> str:
+    claims = find_claims(study)
+    parts = [
+        "<!-- Written by recipes/study/page.py from recipes/study/measured: change those, not this file. -->\n",
+        "# Results\n",
+        _introduction(),
+        "".join(_item(f"{place}.", sentence) for place, sentence in enumerate(_sentences(study), 1)),
+        *(f"![{plot.title}](results/{plot.name}.svg)\n" for plot in plots),
+        f"## Five texts\n\n{_texts(study)}",
+        f"## The paper's claims\n\n{_claims(claims)}",
+        f"## Limits\n\n{_limits(study)}",
+    ]
+    return "\n".join(parts)
+
+
+def _introduction() -> str:
+    text = (
+        "The claims of [the paper](https://openreview.net/forum?id=cjRsEGLT8B), measured with small models: "
+        "SmolLM2-135M-Instruct steered by reward models over its first 12 layers, 1,000 prompts of each kind, 25 "
+        "samples of 20 tokens each, judged by models that saw none of the reward models' training data. Toxicity is "
+        "the average over prompts of the most toxic of 25 samples, sentiment the share of positive samples. "
+        f"Guides are compared at equal perplexity, in the sentences at k = {TOP_K} with positive numbers where the "
+        "first guide is better; brackets hold 95% intervals. "
+        "[recipes/study](../recipes/study/README.md) has the code and the measurements, "
+        "[LOG.md](../recipes/study/LOG.md) the settings, more tables and how the runs went."
+    )
+    return _wrapped(text)
+
+
+# --- figures ---
+
+
+def draw_figures(study: Study) -> list[Plot]:
+    """One trade-off plot for each task, with a panel for each k."""
+    plots = []
+    for name, group in FIGURES.items():
+        sweep = study.sweeps.get(name) or MeasuredSweep([], [])
+        results = [r for r in sweep.results if r.group == group and (r.unguided or r.guide in GUIDES)]
+        title = f"{TASKS[name].name}, {group} prompts: attribute against perplexity"
+        plots.append(plot_by_candidates(f"{name}-{group}", title, results, TASKS[name].metric))
+    return [plot for plot in plots if plot is not None]
+
+
+def _write_figures(folder: Path, plots: Sequence[Plot]) -> None:
+    """Write the figures and delete those of an earlier study."""
+    with whole_folder(folder) as temporary:
+        for plot in plots:
+            (temporary / f"{plot.name}.svg").write_text(plot.themed, encoding="utf-8")
+    for file in folder.glob("*.svg"):
+        if file.stem not in {plot.name for plot in plots}:
+            file.unlink()
+
+
+# --- sentences ---
+
+
+def _sentences(study: Study) -> list[str]:
+    return [
+        f"**Sentiment.** {_defaults(study, 'sentiment')}",
+        f"**Toxicity.** {_defaults(study, 'detox')}",
+        f"**RAD-Q and RAD-V.** {_compare(study, 'Distilled RAD-Q', DISTILLED, 'RAD-V', RAD_V)}.",
+        f"**Without a teacher.** {_compare(study, 'RAD-Q trained on labels', LABELS, 'RAD-V', RAD_V)}.",
+        f"**DExperts.** {_compare(study, 'Distilled RAD-Q', DISTILLED, 'DExperts', DEXPERTS)}.",
+        f"**GeDi.** {_compare(study, 'Distilled RAD-Q', DISTILLED, 'GeDi', GEDI)}; GeDi's texts are less varied: "
+        f"where Dist-2 is {DIST_2:g} of the base's (neutral prompts), {_rate_at_equal_variety(study, DISTILLED)} of "
+        f"RAD-Q's samples are positive and {_rate_at_equal_variety(study, GEDI)} of GeDi's.",
+        f"**Rank.** {_ranks(study)}",
+        f"**Cost.** {_costs(study)}",
+    ]
+
+
+def _defaults(study: Study, name: str) -> str:
+    """The effect of distilled RAD-Q, which radq ships, at its default β."""
+    sweep, group, metric = study.sweeps.get(name, MeasuredSweep([], [])), FIGURES[name], TASKS[name].metric
+    beta = ATTRIBUTES["sentiment" if name == "sentiment" else "toxicity"].default_beta
+    (before, fluency), (after, cost_of_it) = (
+        [_metric(sweep, guide, group, one, strength) for one in (metric, "perplexity")]
+        for guide, strength in (("none", None), (DISTILLED, abs(beta)))
+    )
+    if not isfinite(after.value):
+        return "Not run."
+    what = "share of positive samples" if name == "sentiment" else "average maximal toxicity"
+    return (
+        f"At its default β = {_beta(beta)} the shipped reward model changes the {what} on {group} prompts from "
+        f"{_value(before)} to {_value(after)}, at {cost_of_it.value / fluency.value:.2f} times the base's perplexity."
+    )
+
+
+def _metric(sweep: MeasuredSweep, guide: str, group: str, metric: str, beta: float | None) -> Estimate:
+    return next((r.metrics[metric] for r in sweep.select(guide, group, TOP_K, beta) if metric in r.metrics), UNKNOWN)
+
+
+def _compare(study: Study, first_name: str, first: str, second_name: str, second: str) -> str:
+    """First guide against second in every task; gains are positive where the first is better."""
+    parts = []
+    for name, sweep in study.sweeps.items():
+        found = sweep.compare(first, second, TASKS[name].metric)
+        for group in (group for group in sweep.groups if (group, TOP_K) in found):
+            gain = TASKS[name].gain(found[group, TOP_K])
+            place = TASKS[name].name + (f" on {group} prompts" if len(sweep.groups) > 1 else "")
+            parts.append(f"{_standing(gain)} in {place} ({number(gain.value, '+')} {interval(gain, '+')})")
+    return f"{first_name}, compared with {second_name}, is {', '.join(parts) or 'not run'}"
+
+
+def _standing(gain: Estimate) -> str:
+    if not isfinite(gain.value):
+        return "never as fluent"
+    return "ahead" if gain.low > 0 else "behind" if gain.high < 0 else "level"
+
+
+def _rate_at_equal_variety(study: Study, guide: str) -> str:
+    """The share of positive samples where a guide's Dist-2 crosses DIST_2 of the base's, by straight lines."""
+    sweep, group, metric = study.sweeps.get("sentiment", MeasuredSweep([], [])), FIGURES["sentiment"], "dist_2"
+    base = _metric(sweep, "none", group, metric, None).value
+    results = sweep.select(guide, group, TOP_K)
+    points = sorted((r.metrics[metric].value / base, r.metrics[TASKS["sentiment"].metric].value) for r in results)
+    if not points:
+        return number(NAN)
+    ratios, rates = np.array(points).T
+    return number(float(np.interp(np.log(DIST_2), np.log(ratios), rates, left=NAN, right=NAN)))
+
+
+def _ranks(study: Study) -> str:
+    names = {"RAD-V": "toxicity-v", "RAD-Q": "toxicity-q", "RAD-Q without the regulariser": "toxicity-q-no-regulariser"}
+    ranks = [
+        f"{max(ranks_by_rows(study.ranks[name]).items())[1]} for {label}"
+        for label, name in names.items()
+        if name in study.ranks
+    ]
+    errors = " and ".join(f"{study.expressivity[k]:.2g} for RAD-{k.upper()}" for k in "vq" if k in study.expressivity)
+    return (
+        f"The learned toxicity rewards of 1,024 prefixes have numerical rank {', '.join(ranks) or 'not run'}, where "
+        f"576 is possible for RAD-Q; on constructed data of full rank the error is {errors or 'not run'}."
+    )
+
+
+def _costs(study: Study) -> str:
+    sweep, batch = study.sweeps.get("detox", MeasuredSweep([], [])), max((row.batch for row in study.times), default=0)
+    ratios = [
+        f"{number(ratio.value)} times RAD-Q's time at k = {k}"
+        for k, ratio in time_ratios(study, batch).items()
+        if k in SHOWN_K
+    ]
+    tokens = " and ".join(number(cost(sweep, guide, TOP_K, "expert_tokens_per_token")) for guide in (DISTILLED, RAD_V))
+    return (
+        f"Per generated token RAD-Q and RAD-V read {tokens} tokens (k = {TOP_K}); on two CPU cores with a batch of "
+        f"{batch}, RAD-V takes {' and '.join(ratios) or 'not run'}."
+    )
+
+
+def _value(estimate: Estimate) -> str:
+    return f"{number(estimate.value)} {interval(estimate)}"
+
+
+def _beta(beta: float) -> str:
+    return f"{beta:g}".replace("-", "−")
+
+
+# --- texts, claims, limits ---
+
+
+def _texts(study: Study) -> str:
+    """Prompts with the unguided and the guided continuation side by side."""
+    introduction = (
+        "The first sample of the first prompts, not selected: seed 0, k = 20, distilled RAD-Q at its default β.\n\n"
+    )
+    rows = [
+        [
+            f"{row['attribute']}, {_beta(row['beta'])}",
+            *(_plain(row[n]) for n in ("prompt", "unguided", "guided")),
+        ]
+        for row in study.samples
+    ]
+    return introduction + _markdown_table(["attribute, β", "prompt", "unguided", "guided"], rows)
+
+
+def _claims(claims: Sequence[Claim]) -> str:
+    words = Counter(claim.verdict.partition(":")[0].partition(" (")[0] for claim in claims)
+    counts = ", ".join(f"{words[word]} × {word}" for word in (HOLDS, FAILS, MIXED, UNDECIDED, MISSING) if words[word])
+    text = (
+        f"Of {len(claims)} lines: {counts}. Verdicts are computed by the rules of "
+        "[claims.py](../recipes/study/claims.py). Unless said otherwise, the numbers are differences at equal "
+        "perplexity, first guide minus second: less toxicity and more sentiment are better."
+    )
+    rows = [[claim.text, claim.subject.removesuffix(" prompts"), claim.verdict, _measured(claim)] for claim in claims]
+    return f"{_wrapped(text)}\n{_markdown_table(['claim', 'where', 'verdict', 'measured'], rows)}"
+
+
+def _measured(claim: Claim) -> str:
+    """The findings in one cell: of many settings the first and the last."""
+    found = claim.findings if len(claim.findings) <= 2 else [claim.findings[0], claim.findings[-1]]
+    return "; ".join(f"{finding.setting}: {finding.measured or MISSING}" for finding in found) or "–"
+
+
+def _limits(study: Study) -> str:
+    judges = [
+        f"{name} {number(one['metrics']['auc'])}"
+        for name, one in study.judges.items()
+        if "auc" in one.get("metrics", {})
+    ]
+    points = [
+        "Base, reward models and data are smaller than the paper's, and the judges differ: a claim that fails here may "
+        "hold there.",
+        "Intervals are over prompts. Each model was trained once, so they do not include the effect of another seed.",
+        "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
+        f"The margins ({MARGIN} for no difference, {SLIGHT} for a slight one) are chosen here; the paper has none.",
+        f"Judges are models that err, and guidance may exploit their errors. AUC on unseen texts: {', '.join(judges)}.",
+        "Perplexity does not see that texts become alike. GeDi's filter leaves the base few tokens to choose from; at "
+        "equal Dist-2 or MAUVE its lead is smaller or gone ([LOG.md](../recipes/study/LOG.md)).",
+    ]
+    return "".join(_item("-", point) for point in points)
+
+
+# --- markdown ---
+
+
+def _item(mark: str, text: str) -> str:
+    return _wrapped(f"{mark} {text}", indent=" " * (len(mark) + 1))
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *rows))
+
+
+def _plain(text: str) -> str:
+    """Text on one line that markdown leaves as it is."""
+    return re.sub(r"([\\`*_|<])", r"\\\1", " ".join(text.split()))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Arguments))
+    except RadqError as error:
+        sys.exit(f"error: {error}")

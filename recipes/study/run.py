@@ -1,0 +1,478 @@
+"""The study: the paper's claims on SmolLM2-135M, in pieces that take a GPU minutes each. See README.md.
+
+    python recipes/study/run.py prepare RTP.jsonl.gz NEUTRAL.jsonl.gz NEGATIVE.jsonl.gz IMDB.jsonl.xz --folder STUDY
+    python recipes/study/run.py train --folder STUDY      (then judges, sweeps, rank, time, expressivity, …)
+
+Pieces run radq's own commands in the study's folder, several at once. Finished work is not repeated.
+"""
+
+import argparse
+import json
+import lzma
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from itertools import islice, repeat
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from sklearn.metrics import roc_auc_score
+
+from radq import RewardGuide, RewardModel, generate
+from radq.data.tables import read_table
+from radq.evaluation.demonstration import ATTRIBUTES
+from radq.evaluation.judges.encoders import load_encoder
+from radq.evaluation.judges.models import load_judge
+from radq.evaluation.metrics import ScoredTexts, measure
+from radq.files import read_lines
+from radq.models.loading import find_device, load_causal_lm, load_tokenizer
+
+HERE = Path(__file__).resolve().parent
+RECIPES, REPOSITORY = HERE.parent, HERE.parent.parent
+RADQ = [sys.executable, "-m", "radq"]
+SWEEPS = ("sentiment", "detox")  # the longest first
+DATA = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
+EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
+SHOWN = (
+    ("sentiment", "neutral", 2),
+    ("sentiment", "negative", 2),
+    ("toxicity", "rtp", 1),
+)  # attribute, prompts, how many
+
+
+# --- data: prompts, and texts for judges that share none with the reward models ---
+
+NUM_PROMPTS = 1000  # of each kind
+UNSEEN_RECORDS = 1400  # records of RealToxicityPrompts that the toxicity judge does not see
+UNSEEN_REVIEWS = 2500  # reviews of IMDB's test split that the sentiment judge does not see
+FEWEST_WORDS, MOST_WORDS = (6, 30), 40  # of the end of a review: about as long as a prompt with its continuation
+MAX_TOXICITY = 0.5
+
+
+def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
+    """Write prompts and the judges' data into data/.
+
+    One part of RealToxicityPrompts' records trains the toxicity judge; the other gives the prompts to continue and the
+    texts that measure the judge. The sentiment judge learns from the ends of reviews of IMDB's test split.
+    """
+    Path("data").mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+
+    records = _shuffled(_read_rows(rtp), rng)
+    unseen, seen = records[:UNSEEN_RECORDS], records[UNSEEN_RECORDS:]
+    _write_rows("judge-toxicity", _perspective_scores(seen))
+    _write_rows("judge-toxicity-unseen", _perspective_scores(unseen))
+    prompts = [record["prompt"] for record in unseen if record["prompt"]["toxicity"] is not None]
+    nontoxic = (prompt for prompt in prompts if prompt["toxicity"] < MAX_TOXICITY)
+    _write_rows("rtp", ({"prompt": prompt["text"]} for prompt in islice(nontoxic, NUM_PROMPTS)))
+
+    for name, file in (("neutral", neutral), ("negative", negative)):
+        rows = _read_rows(file)
+        chosen = np.sort(rng.choice(len(rows), size=NUM_PROMPTS, replace=False))
+        _write_rows(name, ({"prompt": rows[n]["prompt"]["text"]} for n in chosen))
+
+    reviews = _shuffled([row for row in _read_rows(imdb) if row["split"] == "test"], rng)
+    _write_rows("judge-sentiment", _ends_of_reviews(reviews[UNSEEN_REVIEWS:], rng))
+    _write_rows("judge-sentiment-unseen", _ends_of_reviews(reviews[:UNSEEN_REVIEWS], rng))
+
+
+def _perspective_scores(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Prompts and continuations with Perspective's toxicity, where there is a score."""
+    for record in records:
+        for part in (record["prompt"], record["continuation"]):
+            if part["toxicity"] is not None and part["text"].strip():
+                yield {"text": part["text"].strip(), "toxicity": part["toxicity"]}
+
+
+def _ends_of_reviews(reviews: Iterable[dict[str, Any]], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """The last sentences of each review, which hold its verdict, in various lengths."""
+    for review in reviews:
+        sentences = re.split(r"(?<=[.!?])\s+", review["text"].replace("<br /><br />", " ").strip())
+        words, fewest = [], rng.integers(*FEWEST_WORDS)
+        while sentences and len(words) < fewest:
+            words = sentences.pop().split() + words
+        yield {"text": " ".join(words[-MOST_WORDS:]), "sentiment": int(review["label"])}
+
+
+def _shuffled(rows: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    return [rows[n] for n in rng.permutation(len(rows))]
+
+
+def _read_rows(file: str) -> list[dict[str, Any]]:
+    return [row for table in read_table(file) for row in table.to_dict("records")]
+
+
+def _write_rows(name: str, rows: Iterable[dict[str, Any]]) -> None:
+    with Path(f"data/{name}.jsonl").open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+# --- jobs ---
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that makes one file; it does not run again once the file is there."""
+
+    name: str
+    command: list[str]
+    makes: str
+    needs: str = ""  # a file that an earlier job makes
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of the study
+
+
+Finish = Callable[[Job, str, float], None]  # takes the job, its standard output and its seconds
+
+
+def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None) -> None:
+    """Run the jobs that are not done yet. A failure skips the jobs that need its file and then ends the study."""
+    todo = [job for job in jobs if not Path(job.makes).exists()]
+    Path("logs").mkdir(exist_ok=True)
+    outcomes: dict[str, Future[bool]] = {}
+    with ThreadPoolExecutor(at_once) as pool:
+        for job in todo:
+            outcomes[job.makes] = pool.submit(run_one, job, outcomes.get(job.needs), finish)
+    failed = [job.name for job in todo if not outcomes[job.makes].result()]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; see logs/.")
+
+
+def run_one(job: Job, needed: Future[bool] | None, finish: Finish | None) -> bool:
+    """Run a job after the one it needs; return whether both succeeded."""
+    if needed is not None and not needed.result():
+        return False
+    began = time.time()
+    with (Path("logs") / f"{job.name}.log").open("a") as log:
+        environment = {**os.environ, **job.environment}
+        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    seconds = time.time() - began
+    print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
+    if done.returncode == 0 and finish is not None:
+        finish(job, done.stdout, seconds)
+    return done.returncode == 0
+
+
+def keep_json(job: Job, output: str, seconds: float) -> None:
+    write_json(job.makes, json.loads(output[output.index("{") :]))
+
+
+def write_json(file: str, content: Any) -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(f"{file}.tmp")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(file)
+
+
+# --- models ---
+
+
+def recipe(name: str, **changes: Any) -> dict[str, Any]:
+    """A recipe of an embedded model, with changes; its data lies in the study's folder under the same name."""
+    return yaml.safe_load((RECIPES / "embedded" / f"{name}.yaml").read_text()) | changes
+
+
+def student(attribute: str, teacher: str = "v", **changes: Any) -> dict[str, Any]:
+    return recipe(f"{attribute}-q", teacher=f"models/{attribute}-{teacher}", **changes)
+
+
+def from_labels(attribute: str, **changes: Any) -> dict[str, Any]:
+    return recipe(f"{attribute}-q", teacher="", **changes)
+
+
+def judge(attribute: str, **settings: Any) -> dict[str, Any]:
+    """RAD-V with the full backbone."""
+    data = {"data": [f"data/judge-{attribute}.jsonl"], "eval_data": [f"data/judge-{attribute}-unseen.jsonl"]}
+    model = {"labels": attribute, "backbone": "embedded", "kind": "v", "warmup_steps": 50, "max_length": 96}
+    return data | model | settings
+
+
+def experts(attribute: str, method: str) -> dict[str, Any]:
+    """The language models of a baseline, with the full backbone, so that baselines are no smaller than they can be."""
+    return {
+        "data": [DATA[attribute]],
+        "labels": attribute,
+        "method": method,
+        "backbone": "embedded",
+        "max_length": 96,
+        "batch_size": 64,
+        "max_steps": 500,
+        "learning_rate": 2e-5,
+        "warmup_steps": 50,
+    }
+
+
+MODELS = {  # teachers stand before their students
+    "toxicity-v": recipe("toxicity-v"),
+    "sentiment-v": recipe("sentiment-v"),
+    "judge-toxicity": judge("toxicity", batch_size=32, learning_rate=5e-5, epochs=4),
+    "judge-sentiment": judge("sentiment", batch_size=128, learning_rate=5e-5, epochs=2),
+    "toxicity-q-labels": from_labels("toxicity"),
+    "sentiment-q-labels": from_labels("sentiment"),
+    "toxicity-q-cross-entropy": from_labels("toxicity", loss="ce"),
+    "toxicity-q-mlp": from_labels("toxicity", head="mlp"),
+    "toxicity-dexperts": experts("toxicity", "dexperts"),
+    "sentiment-dexperts": experts("sentiment", "dexperts"),
+    "toxicity-v-again": recipe("toxicity-v", seed=1),  # shows how far apart two trainings are
+    "sentiment-v-again": recipe("sentiment-v", seed=1),
+    "toxicity-q": student("toxicity"),
+    "sentiment-q": student("sentiment"),
+    "toxicity-q-no-regulariser": student("toxicity", reg_weight=0.0),
+    "toxicity-q-no-baseline": student("toxicity", reg_weight=0.0, head="linear-nobaseline"),
+    "toxicity-gedi": experts("toxicity", "gedi"),
+    "sentiment-gedi": experts("sentiment", "gedi"),
+    "toxicity-q-again": student("toxicity", "v-again", seed=1),
+    "sentiment-q-again": student("sentiment", "v-again", seed=1),
+}
+
+
+def train(jobs: int) -> None:
+    Path("models").mkdir(exist_ok=True)
+    run_all([training_job(name, settings) for name, settings in MODELS.items()], jobs, describe_model)
+
+
+def training_job(name: str, settings: dict[str, Any]) -> Job:
+    """A training that was stopped resumes from its last checkpoint."""
+    config, text = Path(f"models/{name}.yaml"), yaml.safe_dump(settings | {"out": f"models/{name}"}, sort_keys=False)
+    began = config.exists() and config.read_text() == text and Path(f"models/{name}/config.yaml").exists()
+    config.write_text(text)
+    command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
+    options = ["--config", str(config), "--resume" if began else "--overwrite", "--json"]
+    needs = f"{settings['teacher']}.json" if settings.get("teacher") else ""
+    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needs)
+
+
+def describe_model(job: Job, output: str, seconds: float) -> None:
+    """Write models/NAME.json: command, seconds, metrics on held-out data."""
+    printed = json.loads(output[output.index("{") :])
+    metrics = {name.replace("eval_", ""): printed[name] for name in printed if "eval_" in name}
+    metrics = {name: metrics[name] for name in metrics if not name.endswith(("loss", "runtime", "per_second"))}
+    command = " ".join(["radq", *job.command[len(RADQ) :]])
+    write_json(job.makes, {"command": command, "seconds": round(seconds, 1), "metrics": metrics})
+
+
+def judges(jobs: int) -> None:
+    """Rank correlation, AUC and accuracy of each judge on texts that it has not seen."""
+    from scipy.stats import spearmanr
+
+    kinds = {"toxicity": "reward:models/judge-toxicity", "sentiment": "reward:models/judge-sentiment"}
+    kinds["bert-tiny"] = "onnx:toxicity-bert-tiny"
+    for name, specification in kinds.items():
+        if Path(f"judges/{name}.json").exists():
+            continue
+        attribute = "sentiment" if name == "sentiment" else "toxicity"
+        rows = list(read_lines(Path(f"data/judge-{attribute}-unseen.jsonl")))
+        scores = load_judge(specification, find_device("auto")).score([row["text"] for row in rows])
+        labels = np.array([row[attribute] for row in rows])
+        metrics = {
+            "spearman": float(spearmanr(scores, labels).statistic),
+            "auc": float(roc_auc_score(labels > 0.5, scores)),
+            "accuracy": float(((scores > 0.5) == (labels > 0.5)).mean()),
+        }
+        write_json(f"judges/{name}.json", {"judge": specification, "rows": {"unseen": len(rows)}, "metrics": metrics})
+
+
+# --- sweeps, ranks, times ---
+
+
+def sweeps(jobs: int) -> None:
+    run_all(sweep_jobs(), jobs, keep_json)
+
+
+def measure_stopped(jobs: int) -> None:
+    """Measure the finished cells of sweeps that were stopped; `sweeps` can still continue them."""
+    began = [job for job in sweep_jobs() if Path(f"sweeps/{job.name}/generations.jsonl").exists()]
+    stopped = [job for job in began if not Path(job.makes).exists()]
+    parts = [replace(job, command=[*job.command, "--only-measure"], makes=f"{job.makes}.part") for job in stopped]
+    for part in parts:
+        Path(part.makes).unlink(missing_ok=True)
+    run_all(parts, jobs, keep_json)
+
+
+def sweep_jobs() -> list[Job]:
+    """One run for each number of candidates: guides are compared at the same number, and runs stay short."""
+    Path("sweeps").mkdir(exist_ok=True)
+    settings = {name: yaml.safe_load((HERE / "sweeps" / f"{name}.yaml").read_text()) for name in SWEEPS}
+    ks = sorted({k for sweep in settings.values() for k in sweep["top_k"]})
+    return [sweep_job(name, settings[name], k) for k in ks for name in SWEEPS if k in settings[name]["top_k"]]
+
+
+def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
+    run = f"sweeps/{name}-k{k}"
+    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"top_k": k}, sort_keys=False))
+    command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
+    return Job(Path(run).name, command, f"{run}.json")
+
+
+def rank(jobs: int) -> None:
+    """In float32 by TF32 tensor cores: their noise is far below the cutoff, and RAD-V reads 50 million tokens."""
+    models = [name for name in MODELS if ("-v" in name or "-q" in name) and not name.endswith("-again")]
+    run_all([rank_job(name) for name in models], jobs, keep_json)
+
+
+def rank_job(name: str) -> Job:
+    command = [*RADQ, "rank", "model", f"models/{name}", "--data", DATA[name.split("-")[0]], "--batch-size", "256"]
+    command += ["--rows", "64,128,256,512,1024", "--json"]
+    return Job(f"rank-{name}", command, f"rank/{name}.json", environment={"NVIDIA_TF32_OVERRIDE": "1"})
+
+
+def time_tokens(jobs: int) -> None:
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "candidates.py"), "--base", "embedded"]
+    command += ["--rad-q", "models/toxicity-q", "--rad-v", "models/toxicity-v", "--batches", "25", "1000", "--json"]
+    run_all([Job("time", command, "timing.json")], 1, keep_json)
+
+
+def expressivity(jobs: int) -> None:
+    def keep(job: Job, output: str, seconds: float) -> None:
+        Path("expressivity").mkdir(exist_ok=True)
+        Path(job.makes).write_text(output)
+
+    script = [sys.executable, str(RECIPES / "expressivity.py"), "--device", "cuda", "--kind"]
+    run_all([Job(f"expressivity-{kind}", [*script, kind], f"expressivity/{kind}.txt") for kind in "vq"], jobs, keep)
+
+
+# --- texts ---
+
+
+def samples(jobs: int) -> None:
+    """The first sample of the first prompts, unguided and guided by the shipped reward models at their default β."""
+    lm, tokenizer = load_causal_lm("embedded"), load_tokenizer("embedded")
+    rows = []
+    for name, kind, count in SHOWN:
+        beta = ATTRIBUTES[name].default_beta
+        guide = RewardGuide(RewardModel.from_pretrained(f"embedded:{name}"), {name: beta})
+        prompts = [row["prompt"] for row in islice(read_lines(Path(f"data/{kind}.jsonl")), count)]
+        pairs = zip(*(generate(lm, tokenizer, prompts, one) for one in (None, guide)), strict=True)
+        rows += [
+            {"attribute": name, "prompt": plain.prompt, "beta": beta, "unguided": plain.text, "guided": guided.text}
+            for plain, guided in pairs
+        ]
+    Path("samples.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def excerpts(jobs: int) -> None:
+    """The first samples of every prompt in measured cells: small files to look at, and to take to another machine."""
+    for metrics in sorted(Path("sweeps").glob("*-k*/metrics.jsonl")):
+        file = Path("excerpts") / f"{metrics.parent.name}.jsonl.xz"
+        if file.exists() and file.stat().st_mtime > metrics.stat().st_mtime:
+            continue
+        measured = {row["cell"] for row in read_lines(metrics)}
+        file.parent.mkdir(exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        with lzma.open(temporary, "wt", preset=1) as stream:
+            for row in read_lines(metrics.with_name("generations.jsonl")):
+                if row["cell"] not in measured:
+                    break
+                kept = {name: row[name] for name in ("cell", "prompt", "group")}
+                stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
+        temporary.replace(file)
+
+
+def mauve(jobs: int) -> None:
+    """MAUVE of each cell against the unguided texts of the same prompts; a process for each sweep and k."""
+    Path("mauve.jsonl").touch()
+    done = {(row["sweep"], row["cell"], row["group"]) for row in read_lines(Path("mauve.jsonl"))}
+    files = sorted(Path("excerpts").glob("*.jsonl.xz"))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        list(pool.map(mauve_of_sweep, files, repeat(done)))
+
+
+def mauve_of_sweep(file: Path, done: set[tuple[str, str, str]]) -> None:
+    encoder = load_encoder("minilm", find_device("auto"))
+    sweep, reference = file.name.removesuffix(".jsonl.xz"), {}
+    for (cell, group), texts in read_excerpt(file).items():
+        if group in reference and (sweep, cell, group) in done:
+            continue
+        features = encoder.encode([text for samples in texts for text in samples])
+        features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
+        reference.setdefault(group, features)  # the unguided cell comes first
+        if (sweep, cell, group) not in done:
+            found = measure(["mauve"], ScoredTexts(texts, features=features, reference=reference[group]))["mauve"]
+            row = {"sweep": sweep, "cell": cell, "group": group, "value": found.value}
+            with Path("mauve.jsonl").open("a") as stream:
+                stream.write(json.dumps(row | {"low": found.low, "high": found.high}) + "\n")
+
+
+def read_excerpt(file: Path) -> dict[tuple[str, str], list[list[str]]]:
+    texts: dict[tuple[str, str], list[list[str]]] = {}
+    with lzma.open(file, "rt") as stream:
+        for row in map(json.loads, stream):
+            texts.setdefault((row["cell"], row["group"]), []).append(row["continuations"][:MAUVE_SAMPLES])
+    return texts
+
+
+# --- the command line ---
+
+PIECES: dict[str, Callable[[int], None]] = {
+    "train": train,
+    "judges": judges,
+    "sweeps": sweeps,
+    "measure": measure_stopped,
+    "rank": rank,
+    "time": time_tokens,
+    "expressivity": expressivity,
+    "samples": samples,
+    "excerpts": excerpts,
+    "mauve": mauve,
+}
+
+
+def record_piece(piece: str, seconds: float, commit: str) -> None:
+    """Append the piece with its hardware, versions and seconds to pieces.jsonl."""
+    line = {
+        "piece": piece,
+        "command": f"python recipes/study/run.py {piece}",
+        "commit": commit,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "seconds": round(seconds),
+    }
+    with Path("pieces.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def find_commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RECIPES, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="piece", required=True)
+    for piece in ("prepare", *PIECES):
+        command = commands.add_parser(piece, help=((PIECES.get(piece) or prepare).__doc__ or "").split("\n")[0])
+        command.add_argument("--folder", type=Path, required=True, help="the folder of the study; data/ lies in it")
+        if piece == "prepare":
+            for source in ("rtp", "neutral", "negative", "imdb"):
+                command.add_argument(source, type=os.path.abspath)
+        else:
+            command.add_argument("--jobs", type=int, default=4, help="number of commands that run at the same time")
+            command.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(arguments.folder)
+    if arguments.piece == "prepare":
+        prepare(arguments.rtp, arguments.neutral, arguments.negative, arguments.imdb)
+        return
+    began = time.time()
+    PIECES[arguments.piece](arguments.jobs)
+    record_piece(arguments.piece, time.time() - began, arguments.commit)
+
+
+if __name__ == "__main__":
+    main()
