@@ -138,7 +138,7 @@ class GeDiGuide(Guide):
         return GeDiState(reading, scores * (columns <= lengths[:, None]), lengths[: len(input_ids)])
 
     def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
-        """log P(c | x, v) of both classes; of a token v that the model does not know log P(c | x)."""
+        """log P(c | x, v) of both classes c. If the model does not know the token v, it is log P(c | x)."""
         candidates = candidates.to(state.scores.device)
         both = state.log_probabilities(candidates.repeat(2, 1)) + state.scores.sum(1, keepdim=True)  # (2b, k)
         sums = both.view(2, *candidates.shape)

@@ -48,7 +48,7 @@ def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
 
 
 def base_folder() -> Path:
-    """The converted model; the first call takes half a minute."""
+    """The folder of the converted model. The first call converts it, which takes half a minute."""
     source = _find_source()
     folder = default_cache_folder() / f"smollm2-135m-instruct-{source.stat().st_size}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
@@ -59,7 +59,7 @@ def base_folder() -> Path:
 
 
 def base_name() -> str:
-    """Identifies the base by the file it comes from: what conversions write may differ between machines."""
+    """A name that identifies the base by its GGUF file, since converted files may differ between machines."""
     with _find_source().open("rb") as stream:
         return f"{EMBEDDED}@{hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
 

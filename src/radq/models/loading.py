@@ -47,7 +47,7 @@ def resolve(name: str | Path) -> str | Path:
 
 
 def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
-    """Other arguments are among `HUB_OPTIONS`."""
+    """Read the configuration of a language model; other arguments are among `HUB_OPTIONS`."""
     name = resolve(name)
     with explained(name, "a model configuration"):
         config = AutoConfig.from_pretrained(name, **hub)
@@ -112,7 +112,7 @@ def load_causal_lm(
 
 
 def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
-    """The rows e(v) that a linear head of RAD-Q scores tokens with; of the layers only one is loaded."""
+    """Load the output embedding, whose row e(v) stands for token v in a linear head; only one layer is loaded with it."""
     lm = load_causal_lm(name, num_layers=1)
     head: Any = lm.get_output_embeddings()
     hidden_size = getattr(lm.config.get_text_config(), "hidden_size", None)
@@ -127,7 +127,7 @@ def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
 def load_weights(
     from_pretrained: Callable[..., Any], name: str | Path, unused: tuple[str, ...] = (), **kwargs: Any
 ) -> Any:
-    """Call `from_pretrained`, but refuse the weights it would make up where the folder lacks them.
+    """Call `from_pretrained`, but raise an error where it would draw random weights because the folder lacks them.
 
     Tensors whose names begin with one of `unused` are not needed and may be missing.
     """
@@ -161,7 +161,7 @@ def truncate(config: PreTrainedConfig, num_layers: int) -> None:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """How many positions a model has in which a text's numbers do not depend on its neighbours; None without a limit.
+    """The number of positions in which a text's results do not depend on other texts of the batch; None without a limit.
 
     Longrope takes other frequencies for the whole batch as soon as one text is longer than the original context, also
     for keys that lie in a cache already. So it is read up to there.
@@ -188,7 +188,7 @@ def hidden_size(config: PreTrainedConfig) -> int:
 
 
 def find_backbone(lm: PreTrainedModel, name: str | Path) -> PreTrainedModel:
-    """The transformer below a language model's head: what `AutoModel` makes from the same configuration."""
+    """The transformer below a language model's head: the class that `AutoModel` would make."""
     wanted = MODEL_MAPPING.get(type(lm.config), None)
     found: Any = next((module for module in lm.modules() if type(module) is wanted), None)
     embedding: Any = lm.get_output_embeddings()
@@ -201,13 +201,13 @@ def find_backbone(lm: PreTrainedModel, name: str | Path) -> PreTrainedModel:
 
 
 def num_logits(lm: Wrappable) -> int:
-    """Tokens that a language model scores: may be more than its tokenizer has."""
+    """The number of tokens that a language model scores, which may be more than its tokenizer has."""
     head: Any = lm.get_output_embeddings()
     return head.weight.shape[0]
 
 
 def find_device(name: str) -> str:
-    """The device by that name; "auto" is the accelerator where there is one, else the CPU."""
+    """Check the name of a device. "auto" becomes the accelerator if there is one, else the CPU."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None and accelerator.type in ACCELERATORS else "cpu"
