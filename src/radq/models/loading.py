@@ -112,7 +112,7 @@ def load_causal_lm(
 
 
 def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
-    """Load the output embedding, whose row e(v) stands for token v in a linear head; only one layer is loaded with it."""
+    """Load the output embedding, whose row e(v) stands for token v in a linear head, and only one layer with it."""
     lm = load_causal_lm(name, num_layers=1)
     head: Any = lm.get_output_embeddings()
     hidden_size = getattr(lm.config.get_text_config(), "hidden_size", None)
@@ -161,7 +161,7 @@ def truncate(config: PreTrainedConfig, num_layers: int) -> None:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """The number of positions in which a text's results do not depend on other texts of the batch; None without a limit.
+    """The number of positions in which a text's results do not depend on other texts; None without a limit.
 
     Longrope takes other frequencies for the whole batch as soon as one text is longer than the original context, also
     for keys that lie in a cache already. So it is read up to there.

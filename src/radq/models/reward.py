@@ -211,7 +211,7 @@ class RewardModel(PreTrainedModel):
         loading: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> Any:
-        """Make an untrained model; `loading` goes to transformers' from_pretrained, `options` to `RewardModelConfig`."""
+        """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
         if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
             raise OptionError(f"attributes are {attributes!r}.", "give a list of one or more different names.")
         lm = load_causal_lm(name, num_layers, dtype, **loading)
@@ -601,7 +601,7 @@ def _load_beside_backbone(
     torch_dtype: Any = None,
     **loading: Any,
 ) -> RewardModel:
-    """Load a LoRA model: adapters and head from its folder, the backbone from the place that the configuration names."""
+    """Load a LoRA model: adapters and head from its folder, the backbone from where the configuration says."""
     assert config.backbone is not None
     origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
     source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None)
