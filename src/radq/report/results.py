@@ -49,6 +49,7 @@ class Result:
     group: str
     metrics: dict[str, Estimate]  # by metric, or by metric[judge]
     cost: dict[str, float]
+    best_of: int | None = None  # the n of the best of n
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,7 @@ def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dic
         group=_name(place, row, "group"),
         metrics={_metric(place, key): _read_estimate(place, key, value) for key, value in metrics.items()},
         cost=costs.get(_text(place, row, "cell"), {}),
+        best_of=None if row.get("best_of") is None else _integer(place, row, "best_of"),
     )
 
 
@@ -368,12 +370,14 @@ def _curve_setting(result: Result, over_budget: bool) -> str:
 
 def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
     def position(result: Result) -> tuple[float, float]:
-        number = (result.kl_budget if over_budget else result.beta) or 0.0
+        number = (result.kl_budget if over_budget else result.beta or result.best_of) or 0.0
         return abs(number), number
 
     def label(result: Result) -> str:
         if over_budget:
             return f"KL {result.kl_budget:g}"
+        if result.best_of is not None:
+            return f"n={result.best_of}"
         return "" if result.beta is None else f"{result.beta:g}"
 
     found: dict[str, list[Result]] = {}

@@ -15,8 +15,8 @@ from math import isfinite, isinf, isnan
 from radq.evaluation.metrics import METRICS, Estimate
 from radq.report.results import GuideDifference, Result, metric_and_judge, unique
 
-SETTINGS = ("beta", "top_k", "top_p", "kl_budget")
-SETTING_TITLES = {"beta": "β", "top_k": "k", "top_p": "p", "kl_budget": "KL budget"}
+SETTINGS = ("beta", "best_of", "top_k", "top_p", "kl_budget")
+SETTING_TITLES = {"beta": "β", "best_of": "n", "top_k": "k", "top_p": "p", "kl_budget": "KL budget"}
 COST_TITLES = {
     "tokens_per_second": "tokens/s",
     "calls_per_token": "calls/token",
@@ -171,7 +171,7 @@ def to_csv(results: Sequence[Result]) -> str:
     """Write every cell with every digit; unknown numbers are empty."""
     keys, costs = metric_keys(results), unique(name for result in results for name in result.cost)
     parts = {"value": "", "low": "_low", "high": "_high", "skipped": "_skipped", "infinite": "_infinite"}
-    known = ("run", "cell", "guide", "beta", "top_k", "top_p", "kl_budget", "seed", "group")
+    known = ("run", "cell", "guide", *SETTINGS, "seed", "group")
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([*known, *(key + ending for key in keys for ending in parts.values()), *costs])

@@ -65,11 +65,6 @@ class GuideSweep:
     clamp: bool = True
     best_of: list[Annotated[int, COUNT]] = field(default_factory=list)
 
-    @property
-    def values(self) -> list[float]:
-        """The values of β, or those of n for the best of n."""
-        return [float(value) for value in self.beta or self.best_of]
-
     def numbers_at(self, beta: float) -> dict[str, float]:
         """The guide's numbers at β: the weights times β, and the options."""
         return {name: weight * beta for name, weight in self.weights.items()} | self.options
@@ -122,9 +117,9 @@ class Sweep:
         settings = list(product(self.top_k, self.top_p, self.kl_budget, self.seeds))
         unguided = dict.fromkeys(SweepCell(UNGUIDED, None, k, p, None, seed) for k, p, _, seed in settings)
         guided = (
-            SweepCell(name, beta, k, p, kl, seed)
+            SweepCell(name, beta, k, p, kl, seed, best_of)
             for name, guide in self.guides.items()
-            for (k, p, kl, seed), beta in product(settings, guide.values)
+            for (k, p, kl, seed), beta, best_of in product(settings, guide.beta or [None], guide.best_of or [None])
         )
         return [*unguided, *guided]
 
@@ -142,15 +137,23 @@ class SweepCell:
     """One setting of the sweep. Its name is its key in all files of the run."""
 
     guide: str
-    beta: float | None  # n for the best of n
+    beta: float | None  # None for the unguided base and for the best of n
     top_k: int | None
     top_p: float | None
     kl_budget: float | None
     seed: int
+    best_of: int | None = None  # the n of the best of n
 
     @property
     def name(self) -> str:
-        numbers = {"β": self.beta, "k": self.top_k, "p": self.top_p, "kl": self.kl_budget, "seed": self.seed}
+        numbers = {
+            "β": self.beta,
+            "n": self.best_of,
+            "k": self.top_k,
+            "p": self.top_p,
+            "kl": self.kl_budget,
+            "seed": self.seed,
+        }
         return " ".join([self.guide, *(f"{name}={value:g}" for name, value in numbers.items() if value is not None)])
 
     @property
@@ -223,7 +226,7 @@ def _check_guide(name: str, guide: GuideSweep) -> None:
         )
     if bool(guide.beta) == bool(guide.best_of):
         raise OptionError(
-            f"guide {name!r} must have values of either beta or best_of, got {guide.values or 'neither'}.",
+            f"guide {name!r} must have values of either beta or best_of, got {'both' if guide.beta else 'neither'}.",
             "give one of them.",
         )
     if guide.best_of and guide.options:

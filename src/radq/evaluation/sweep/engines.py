@@ -68,8 +68,8 @@ class TransformersEngine(Engine):
         reset_peak_memory(self.device)
         if cell.guide == UNGUIDED:
             return partial(self._fit_memory, self._unguided(cell))
-        if self.sweep.guides[cell.guide].best_of:
-            return partial(self._fit_memory, self._best_of(cell, int(cell.beta or 1)))
+        if cell.best_of is not None:
+            return partial(self._fit_memory, self._best_of(cell, cell.best_of))
         return partial(self._fit_memory, self._guided(cell))
 
     def _fit_memory(self, produce: Produce, prompts: Sequence[str], first: int) -> Produced:
