@@ -123,7 +123,7 @@ def test_the_papers_sweeps_are_whole() -> None:
 def test_yaml_numbers_and_single_items(write: Any) -> None:
     sweep = load_sweep(write(temperature="1e-1", top_k=None, seeds=3))
     assert (sweep.temperature, sweep.top_k, sweep.seeds) == (0.1, [None], [3])
-    assert sweep.guides["rad-q"].values == [5.0, 20.0]
+    assert sweep.guides["rad-q"].beta == [5.0, 20.0]
     assert len(sweep.read_prompts()) == 6
 
 
@@ -208,7 +208,7 @@ def test_generations_are_those_of_generate(
         "rad-q β=20 k=8 seed=0": generate(
             toy_lm, toy_tokenizer, PROMPTS, RewardGuide(model, {"praise": 20.0}), **options
         ),
-        "best β=3 k=8 seed=0": best_of_n(toy_lm, toy_tokenizer, PROMPTS, model, {"praise": 1.0}, 3, **options),
+        "best n=3 k=8 seed=0": best_of_n(toy_lm, toy_tokenizer, PROMPTS, model, {"praise": 1.0}, 3, **options),
     }
     for cell, generations in expected.items():
         found = [text for row in rows if row["cell"] == cell for text in row["continuations"]]

@@ -135,6 +135,8 @@ def choose_candidates(
         return torch.arange(v, device=logits.device).expand_as(logits), at_least_float32(logits)  # no need to sort
     values, candidates = logits.topk(widest or v)  # of logits in half precision in half the time
     values = at_least_float32(values)
+    if not limited and all(steering.top_k == widest for steering in strengths.steerings):
+        return candidates, values
     outside = torch.arange(values.shape[1], device=values.device) >= strengths.top_k[:, None]
     if limited:
         probabilities = values.masked_fill(outside, -torch.inf).softmax(-1)
@@ -157,7 +159,7 @@ def check_width(top_k: int | None, vocab_size: int) -> None:
 def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, strengths: Strengths) -> Proposal:
     """Compute the guided logits of the candidates for the next token from the base's logits."""
     candidates, values = choose_candidates(logits, strengths)
-    base = divide(values, strengths.temperature)
+    base = divide(values, strengths)
     none = torch.zeros_like(base[:, 0])
     if guide is None:
         return Proposal(candidates, base, torch.zeros_like(base), none)
@@ -176,12 +178,14 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, stren
     return Proposal(candidates, base, shift, share, advice.state)
 
 
-def divide(values: Float[Tensor, "b k"], temperature: Float[Tensor, " b"]) -> Float[Tensor, "b k"]:
+def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, "b k"]:
     """z_LM / T; z_LM itself for greedy decoding.
 
     Below `COLDEST`, where that might overflow, each row is first lowered by its best: the probabilities are the same.
     """
-    t = torch.where(temperature == 0, 1.0, temperature).to(values.dtype)[:, None]
+    if all(steering.temperature in (0, 1) for steering in strengths.steerings):
+        return values
+    t = torch.where(strengths.temperature == 0, 1.0, strengths.temperature).to(values.dtype)[:, None]
     t = t.clamp(min=torch.finfo(values.dtype).tiny)
     lowered = torch.where(t < COLDEST, values - values.amax(-1, keepdim=True), values)
     return lowered / t
@@ -234,11 +238,10 @@ def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> F
 def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
     """The chosen candidate of each row: the best one in greedy rows, else the one that a number in [0, 1) draws."""
     greedy = [steering.temperature == 0 for steering in strengths.steerings]
+    if not any(greedy):
+        return sample(proposal.logits, uniforms)
     best = proposal.logits.argmax(-1)
-    if all(greedy):
-        return best
-    drawn = sample(proposal.logits, uniforms)
-    return torch.where(strengths.temperature == 0, best, drawn) if any(greedy) else drawn
+    return best if all(greedy) else torch.where(strengths.temperature == 0, best, sample(proposal.logits, uniforms))
 
 
 def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:

@@ -6,6 +6,7 @@ so that an old one stays usable for samples, beams, rollback and requests that c
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,7 @@ class Reader:
     tokenizer: PreTrainedTokenizerBase | None = None
     overhead: int = 0
 
-    @property
+    @cached_property
     def num_known(self) -> int:
         """Tokens with smaller ids are known to the model."""
         return self.vocabulary.num_tokens or self.vocabulary.size
@@ -59,8 +60,11 @@ class Reader:
 
     def fits(self, columns: int) -> bool:
         """Whether the model has positions for so many tokens, with those that the reader puts before a text."""
-        positions = max_positions(self.model.config)
-        return positions is None or columns <= positions
+        return self._max_positions is None or columns <= self._max_positions
+
+    @cached_property
+    def _max_positions(self) -> int | None:
+        return max_positions(self.model.config)  # too slow to be asked for at every token
 
     def check_length(self, num_tokens: int, hint: str = "shorten the prompt or lower max_new_tokens.") -> None:
         """Raise if the model has not enough positions for a text of so many tokens."""
@@ -87,7 +91,7 @@ class Reader:
         outputs = output[self.output]
         return Reading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
 
-    @property
+    @cached_property
     def last_only(self) -> dict[str, Any]:
         """The argument that spares the logits of all tokens but the last."""
         keeps_last = self.output == "logits" and kv_cache.accepts(self.model, "logits_to_keep")

@@ -384,7 +384,7 @@ class RewardModel(PreTrainedModel):
 
         A base model may have more tokens. The reward model does not read them, and gives them the reward of the prefix.
         """
-        return self.reader.num_known
+        return self.vocabulary.num_tokens or self.vocabulary.size
 
     @torch.no_grad()
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
@@ -574,7 +574,7 @@ class RadV(RewardModel):
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
         reading = state.reading
-        self.reader.check_length(reading.length + 1 - self.reader.overhead, "shorten the text.")
+        reading.reader.check_columns(reading.length + 1)
         if candidates is None:
             b = len(reading.last)
             candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
