@@ -194,19 +194,19 @@ def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(OptionError, match="there is no guide 'toxicity'. hint: there are q, v, nice"):
+    with pytest.raises(OptionError, match="there is no guide 'toxicity'. hint: the registered guides are q, v, nice"):
         engine.generate(PROMPTS, "toxicity")
     with pytest.raises(OptionError, match="radq_beta"):
         engine.generate(PROMPTS, "q", 3.0)  # has two
     with pytest.raises(OptionError, match="temperature must be in"):
         engine.generate(PROMPTS, temperature=5.0)
-    with pytest.raises(OptionError, match="num_samples is 0"):
+    with pytest.raises(OptionError, match="num_samples must be at least 1"):
         engine.generate(PROMPTS, num_samples=0)
     with pytest.raises(ContextLengthError, match="prompt 0 has 5 tokens"):
         engine.generate(PROMPTS, "q", max_new_tokens=60)
     for name in ("toxicity", "/etc:nice=1"):
         params = SamplingParams(extra_args={"radq_guide": name})  # past the engine, as over HTTP
-        with pytest.raises(VLLMValidationError, match="there are q, v, nice"):
+        with pytest.raises(VLLMValidationError, match="guides are q, v, nice"):
             engine.llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
     assert greedy(engine, None)  # and it still runs
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from radq.errors import DataError
+from radq.errors import DataError, install_hint
 
 Table = Any  # a pandas.DataFrame, which is imported only where a table is read
 ROWS_PER_PIECE = 5_000
@@ -213,7 +213,7 @@ def _read_hub(source: str) -> Iterator[Table]:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(
-            f"there is no file {source!r}.", "check the path; for a hub data set, pip install 'radq[data]'."
+            f"there is no file {source!r}.", f"check the path; for a hub data set, {install_hint('data')}"
         ) from error
     name, split = split_hub_name(source)
     try:
