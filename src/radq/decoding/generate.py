@@ -175,9 +175,7 @@ def stream(
     uniforms = _uniforms(seed, first_prompt, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
 
     def steps() -> Iterator[Step]:
-        by_length = sorted(
-            range(len(encoded)), key=lambda p: len(encoded[p])
-        )  # prompts of similar length need little padding
+        by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # for little padding
         order = [p * num_samples + s for p in by_length for s in range(num_samples)]
         for batch in (order[first : first + batch_size] for first in range(0, len(order), batch_size)):
             place = {p: n for n, p in enumerate(dict.fromkeys(row // num_samples for row in batch))}

@@ -236,10 +236,7 @@ def kl_scale(
 
 def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
     """KL(softmax(guided) ‖ softmax(base)) of each row, in nats."""
-    log_guided, log_base = (
-        guided.double().log_softmax(-1),
-        base.double().log_softmax(-1),
-    )  # float64, since terms nearly cancel
+    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # the terms nearly cancel
     terms = log_guided.exp() * (log_guided - log_base)
     return torch.where(base.isneginf() | guided.isneginf(), 0.0, terms).sum(-1).clamp(min=0).to(base.dtype)
 

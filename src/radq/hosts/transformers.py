@@ -83,9 +83,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
                     "pass the attention_mask that goes to generate.",
                 )
             self._prompts = input_ids[:, : mask.shape[1]].clone()
-        mask = mask.repeat_interleave(
-            len(self._prompts) // len(mask), dim=0
-        )  # beams and samples of a prompt are neighbours
+        mask = mask.repeat_interleave(len(self._prompts) // len(mask), dim=0)  # samples of a prompt are neighbours
         padding = torch.zeros_like(input_ids, dtype=torch.bool)
         if torch.equal(input_ids[:, : mask.shape[1]], self._prompts):
             padding[:, : mask.shape[1]] = ~mask
@@ -109,7 +107,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
         twice = begins & (texts[:, 1:2] == first)
         if bool(twice.any()) or bool(begins.any() & (first != first[0]).any()):
             raise OptionError(
-                "some texts begin with special tokens as if they were padded, and there is no attention_mask.",
+                "some texts begin with special tokens as if they were padded, and there is no attention_mask for them.",
                 "pass attention_mask=inputs.attention_mask to GuidedLogitsProcessor; ones if nothing is padded.",
             )
 
