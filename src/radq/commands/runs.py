@@ -13,7 +13,7 @@ from radq.training.config import TrainingConfig
 
 @dataclass
 class RunOptions:
-    """Options of a training command that are no settings of the training."""
+    """Options of a training command that are not settings of the training itself."""
 
     config: Path | None = None
     """YAML file with any of these options; options on the command line replace its values."""

@@ -81,7 +81,7 @@ class Text:
 
     generation: Generation
     rewards: list[float]  # the reward of each token, also where the text is unguided
-    score: float | None  # of the judge, from 0 to 1; None for a blank text
+    score: float | None  # the judge's, from 0 to 1; None for a blank text
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Comparison:
 
     attribute: Attribute
     judge: str  # its name
-    num_samples: int  # of each prompt
+    num_samples: int  # continuations of each prompt
     cells: list[Cell]  # unguided first
 
 
