@@ -379,7 +379,7 @@ def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
     ("options", "message"),
     [
         ({"top_k": 0}, "top_k must be.*got 0"),
-        ({"top_k": VOCAB + 1}, f"top_k is {VOCAB + 1}.*{VOCAB} tokens"),
+        ({"top_k": VOCAB + 1}, f"top_k must be at most {VOCAB}.*got {VOCAB + 1}"),
         ({"top_p": 0.0}, "top_p must be.*got 0.0"),
         ({"top_p": 1.5}, "top_p must be.*got 1.5"),
         ({"top_p": float("nan")}, "top_p must be.*got nan"),

@@ -21,10 +21,11 @@ class Arguments:
     guide: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR:ATTR=BETA,…")] = field(
         default_factory=list
     )
-    """Folder of a reward model, and a strength β for one or more of its attributes; a negative β steers away from the
-    attribute. embedded:sentiment=35 and embedded:toxicity=-100 come with radq. Folders of `radq train-experts` are
-    written DIR:alpha=2 (DExperts) or DIR:omega=30 (GeDi, which also takes filter_p, target_p and prior). Repeat the
-    option to add guides; without it, the language model is not steered."""
+    """Folder of a reward model, with a strength β for one or more of its attributes; a negative β steers away.
+    embedded:sentiment=35 and embedded:toxicity=-100 come with radq.
+    Folders of `radq train-experts` are written DIR:alpha=2 (DExperts) or DIR:omega=30 (GeDi, which also takes filter_p,
+    target_p and prior).
+    Repeat the option to add guides; without it, the language model is not steered."""
     prompt: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to continue; repeat the option for more texts. With an empty text the model starts from its BOS token."""
     prompts: Path | None = None
