@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import RadQ, RadV, RewardGuide
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 from radq.models.reward import RewardState
 
 BATCH, PREFIX, K = 8, 64, 20

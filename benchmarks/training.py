@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import RadQ
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 from radq.training.losses import baseline_loss, squared_loss
 
 Batch = dict[str, Tensor]

@@ -20,7 +20,7 @@ import torch
 from families import FAMILIES, make_lm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 from radq.toy import make_toy
 
 torch.set_num_threads(1)

@@ -57,7 +57,7 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from radq.models.loading import quiet
+    from radq.models.hub import quiet
     from radq.numerics import pad_right
 
     tokenizer = make_tokenizer()

@@ -17,7 +17,7 @@ from radq.decoding.steering import Steering
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.hosts.batching import Batch, Guidance, Request
 from radq.hosts.transformers import GuidedLogitsProcessor
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 from radq.models.reward import RewardModel
 
 START, END = VOCAB, VOCAB + 1  # ids of the added tokens

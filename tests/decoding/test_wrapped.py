@@ -15,7 +15,8 @@ from radq.decoding.generate import generate
 from radq.errors import ContextLengthError, ModelError
 from radq.guides import RewardGuide
 from radq.models import kv_cache
-from radq.models.loading import max_positions, quiet
+from radq.models.hub import quiet
+from radq.models.loading import max_positions
 from radq.models.reward import RadQ, RewardModel
 
 TOKENIZER = make_number_tokenizer()

@@ -22,7 +22,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"a good bad film plot very the was dull fine".split()]
 SHARED = Path(__file__).parents[3] / "shared"

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from radq.decoding.generate import generate
 from radq.errors import ContextLengthError, OptionError
 from radq.guides.spec import load_guide
-from radq.models.loading import load_causal_lm, quiet
+from radq.models.hub import quiet
+from radq.models.loading import load_causal_lm
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),

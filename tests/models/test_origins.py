@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError
-from radq.models.loading import load_causal_lm, quiet
+from radq.models.hub import quiet
+from radq.models.loading import load_causal_lm
 from radq.models.origins import fingerprint_weights, identify_backbone
 from radq.models.reward import RadQ, RewardModel
 

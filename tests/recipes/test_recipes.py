@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from radq import RadQ
 from radq.data.dataset import DataColumns, read_examples
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 from radq.settings import read_yaml
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig

@@ -1,4 +1,4 @@
-"""Guides: what a host adds to the base model's logits, token by token. One file each; `base` says what a guide is."""
+"""Guides compute what is added to the base model's logits, token by token. `base` has their protocol."""
 
 from radq.guides.base import Guide, SumGuide
 from radq.guides.dexperts import DExpertsGuide

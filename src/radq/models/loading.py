@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -26,20 +25,30 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import cached_file
 
 from radq.errors import ModelError, OptionError
-from radq.models.embedded import located
+from radq.models.embedded import EMBEDDED, base_folder, reward_folder
+from radq.models.hub import HUB_OPTIONS, explained
 
 ACCELERATORS = ("cuda", "mps", "xpu")
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Wrappable = Any  # a model of transformers, maybe inside a wrapper such as PEFT's or torch.compile's
 
 
+def resolve(name: str | Path) -> str | Path:
+    """Turn a model's name into what transformers loads.
+
+    `embedded` and `embedded:ATTRIBUTE` become the folders of the base and of the reward model that radq brings along.
+    Folders and hub names stay as they are.
+    """
+    kind, _, attribute = str(name).partition(":")
+    if kind != EMBEDDED:
+        return name
+    return reward_folder(attribute) if attribute else base_folder()
+
+
 def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
-    """Other arguments are among `HUB_OPTIONS`."""
-    name = located(name)
+    """Read the configuration of a language model; other arguments are among `HUB_OPTIONS`."""
+    name = resolve(name)
     with explained(name, "a model configuration"):
         config = AutoConfig.from_pretrained(name, **hub)
     if config.model_type == "radq":
@@ -49,20 +58,12 @@ def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
     return config
 
 
-def find_snapshot(name: str) -> Path:
-    """The folder in which the files of a hub name lie; its own name is the commit."""
-    with explained(name, "a model configuration"):
-        file = cached_file(name, "config.json")
-    assert file is not None  # or it had raised
-    return Path(file).parent
-
-
 def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer by hub name or folder, from a tokenizer.json, or from GPT-2's encoder.json and vocab.bpe.
 
     Other arguments are among `HUB_OPTIONS`.
     """
-    name = located(name)
+    name = resolve(name)
     path = Path(name)
     try:
         if path.suffix == ".json" and path.is_file():
@@ -86,7 +87,7 @@ def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def find_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where the folder has none."""
-    name = located(name)
+    name = resolve(name)
     if Path(name).is_dir() and not list(Path(name).glob("*tokenizer*")) + list(Path(name).glob("vocab.*")):
         return None
     return load_tokenizer(name, **hub)
@@ -111,7 +112,7 @@ def load_causal_lm(
 
 
 def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
-    """The rows e(v) that a linear head of RAD-Q scores tokens with; of the layers only one is loaded."""
+    """Load the output embedding, whose row e(v) stands for token v in a linear head, and only one layer with it."""
     lm = load_causal_lm(name, num_layers=1)
     head: Any = lm.get_output_embeddings()
     hidden_size = getattr(lm.config.get_text_config(), "hidden_size", None)
@@ -126,11 +127,11 @@ def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
 def load_weights(
     from_pretrained: Callable[..., Any], name: str | Path, unused: tuple[str, ...] = (), **kwargs: Any
 ) -> Any:
-    """Call `from_pretrained`, but refuse the weights it would make up where the folder lacks them.
+    """Call `from_pretrained`, but raise an error where it would draw random weights because the folder lacks them.
 
     Tensors whose names begin with one of `unused` are not needed and may be missing.
     """
-    name = located(name)
+    name = resolve(name)
     for option, needed in {"use_safetensors": True, "output_loading_info": False}.items():
         if kwargs.pop(option, needed) != needed:
             raise OptionError(
@@ -160,7 +161,7 @@ def truncate(config: PreTrainedConfig, num_layers: int) -> None:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """How many positions a model has in which a text's numbers do not depend on its neighbours; None without a limit.
+    """The number of positions in which a text's results do not depend on other texts; None without a limit.
 
     Longrope takes other frequencies for the whole batch as soon as one text is longer than the original context, also
     for keys that lie in a cache already. So it is read up to there.
@@ -187,7 +188,7 @@ def hidden_size(config: PreTrainedConfig) -> int:
 
 
 def find_backbone(lm: PreTrainedModel, name: str | Path) -> PreTrainedModel:
-    """The transformer below a language model's head: what `AutoModel` makes from the same configuration."""
+    """The transformer below a language model's head: the class that `AutoModel` would make."""
     wanted = MODEL_MAPPING.get(type(lm.config), None)
     found: Any = next((module for module in lm.modules() if type(module) is wanted), None)
     embedding: Any = lm.get_output_embeddings()
@@ -200,13 +201,13 @@ def find_backbone(lm: PreTrainedModel, name: str | Path) -> PreTrainedModel:
 
 
 def num_logits(lm: Wrappable) -> int:
-    """Tokens that a language model scores: may be more than its tokenizer has."""
+    """The number of tokens that a language model scores, which may be more than its tokenizer has."""
     head: Any = lm.get_output_embeddings()
     return head.weight.shape[0]
 
 
 def find_device(name: str) -> str:
-    """The device by that name; "auto" is the accelerator where there is one, else the CPU."""
+    """Check the name of a device. "auto" becomes the accelerator if there is one, else the CPU."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None and accelerator.type in ACCELERATORS else "cpu"
@@ -228,35 +229,3 @@ def evaluating(model: Wrappable) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide transformers' load reports and progress bars inside the block; radq raises what matters in them."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def explained(name: str | Path, what: str) -> Iterator[None]:
-    """Turn what transformers raises while loading into one line that names the folder and a way out."""
-    hint = "give a folder with config.json and *.safetensors, or a hub name that is cached or reachable."
-    if str(name).startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise ModelError(f"there is no folder {str(name)!r}.", hint)
-    try:
-        with quiet():
-            yield
-    except SafetensorError as error:
-        raise ModelError(
-            f"a weight file in {str(name)!r} is damaged: {error}.", "it may be truncated; copy or download it again."
-        ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".:") if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot load {what} from {str(name)!r}: {reason}.", hint) from error

@@ -17,7 +17,7 @@ from torch import Tensor
 from radq.errors import ModelError
 from radq.files import fingerprint_tensors
 from radq.models.embedded import EMBEDDED, base_name
-from radq.models.loading import explained, find_snapshot
+from radq.models.hub import explained, find_snapshot
 
 
 @dataclass(frozen=True)

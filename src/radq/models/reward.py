@@ -29,19 +29,17 @@ from transformers.utils.generic import ModelOutput
 from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
 from radq.models import kv_cache
-from radq.models.embedded import located
 from radq.models.heads import ValueHead, build_head, score_candidates, score_tokens
+from radq.models.hub import HUB_OPTIONS, explained, quiet
 from radq.models.kv_cache import LeftPacked, Siblings
 from radq.models.loading import (
-    HUB_OPTIONS,
-    explained,
     find_backbone,
     find_tokenizer,
     hidden_size,
     load_causal_lm,
     load_weights,
     max_positions,
-    quiet,
+    resolve,
 )
 from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
 from radq.models.origins import Origin, find_backbone_source, identify_backbone
@@ -54,23 +52,23 @@ SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several f
 
 
 class RewardModelConfig(PreTrainedConfig):
-    """What config.json of a reward model says.
+    """The configuration of a reward model, stored in config.json.
 
     Args:
         kind: "q" scores all next tokens from the prefix alone, "v" reads each next token as an input.
-        attributes: what the rewards measure, in the order of their last axis.
-        head: of kind "q": linear, linear-nobaseline or mlp.
+        attributes: names of what the rewards measure, in the order of their last axis.
+        head: name of the head in `radq.models.heads.HEADS`, for kind "q".
         backbone: configuration of the transformer below the head.
-        loss: of the training; with "ce" the reward is σ of the head's output.
-        response_range: range of the training responses, to which guides clamp rewards: (low, high) for all attributes,
+        loss: name of the training loss; with "ce" the reward is σ of the head's output.
+        response_range: range of the training labels, to which guides clamp rewards: (low, high) for all attributes,
             or one pair for each. `attribute_ranges` has one for each in either case.
         prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
         vocabulary: size, number of tokens and fingerprint, see `radq.models.vocabulary`.
-        lora_rank: of the adapters that were trained beside a frozen backbone; 0 without.
+        lora_rank: rank of the adapters that were trained beside a frozen backbone; 0 without adapters.
         backbone_name: where that backbone is found, since the folder then holds adapters and head only: `embedded`, a
             hub name, or a folder, in config.json relative to the folder of the reward model.
-        backbone_revision: commit of a hub name.
-        backbone_fingerprint: of its weights, see `radq.models.origins`.
+        backbone_revision: commit of a backbone on the hub.
+        backbone_fingerprint: fingerprint of its weights, see `radq.models.origins`.
     """
 
     model_type = "radq"
@@ -118,14 +116,14 @@ class RewardModelConfig(PreTrainedConfig):
 
     @property
     def attribute_ranges(self) -> list[tuple[float, float]]:
-        """The range of the training responses of each attribute."""
+        """The range of the training labels of each attribute."""
         stored: Any = self.response_range
         pairs = stored if isinstance(stored[0], Sequence) else [stored] * len(self.attributes)
         return [(float(low), float(high)) for low, high in pairs]
 
 
 def simplify_ranges(given: Sequence[float] | Sequence[Sequence[float]], num_attributes: int) -> list[Any]:
-    """[low, high] where all attributes have one range, as a model of one attribute has; else a list of such pairs."""
+    """Return [low, high] if all attributes have one range, else a list with such a pair for each attribute."""
     try:
         if isinstance(given[0], Sequence):
             pairs = [[float(low), float(high)] for low, high in given]  # pyright: ignore[reportGeneralTypeIssues]
@@ -141,7 +139,7 @@ def simplify_ranges(given: Sequence[float] | Sequence[Sequence[float]], num_attr
 
 @dataclass
 class RewardOutput(ModelOutput):
-    """Head outputs, before the σ of a model trained with cross-entropy: what the training losses take."""
+    """Head outputs for the training losses: rewards, but without the σ of a model trained with cross-entropy."""
 
     rewards: Any = None  # a tensor (b, t, a); under autocast outputs are made again from a dict of their fields
     marginals: Tensor | None = None  # (b, t, a): Δr of the random tokens, where some were given
@@ -181,7 +179,7 @@ class RewardState:
 
 
 class RewardModel(PreTrainedModel):
-    """Base of RadQ and RadV, and the door to both: `RewardModel.from_pretrained` finds the kind."""
+    """Base class of RadQ and RadV. `RewardModel.from_pretrained` loads either."""
 
     config_class = RewardModelConfig
     base_model_prefix = "backbone"
@@ -213,7 +211,7 @@ class RewardModel(PreTrainedModel):
         loading: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> Any:
-        """`loading` goes to transformers' from_pretrained, `options` into `RewardModelConfig`."""
+        """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
         if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
             raise OptionError(f"attributes are {attributes!r}.", "give a list of one or more different names.")
         lm = load_causal_lm(name, num_layers, dtype, **loading)
@@ -249,7 +247,7 @@ class RewardModel(PreTrainedModel):
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory: str | Path, **kwargs: Any
     ) -> None:
-        """config.json, safetensors and the tokenizer: all of them or, if anything fails, none."""
+        """Write config.json, safetensors and the tokenizer; if anything fails, none of them."""
         with whole_folder(save_directory, replaces=MODEL_FILES) as folder, quiet():
             if self.config.lora_rank:
                 self._save_adapters(folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict())
@@ -284,7 +282,7 @@ class RewardModel(PreTrainedModel):
         """
         if device is not None and kwargs.get("device_map") is not None:
             raise OptionError(f"both device ({device}) and device_map are given.", "give one of them.")
-        name = located(pretrained_model_name_or_path)
+        name = resolve(pretrained_model_name_or_path)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         stored = _read_stored_config(name, **hub)
         kind = KINDS[stored["kind"]]
@@ -311,7 +309,7 @@ class RewardModel(PreTrainedModel):
         return super(RewardModel, KINDS[config.kind])._from_config(config, **kwargs)
 
     def load_trained(self, folder: str | Path) -> None:
-        """Take the trained weights of a folder that a model of this shape has saved, such as a checkpoint."""
+        """Load the trained weights from a folder that a model of this shape has saved, such as a checkpoint."""
         if self.config.lora_rank:
             with explained(folder, "adapters"):
                 load_adapters(self, find_adapters(folder))
@@ -320,7 +318,7 @@ class RewardModel(PreTrainedModel):
             self.load_state_dict(saved.state_dict())
 
     def add_lora(self, rank: int, backbone_name: str) -> None:
-        """Freeze the backbone and train adapters beside it, and the head; saved are then these alone."""
+        """Freeze the backbone and add adapters to it. Only adapters and head are then trained and saved."""
         add_adapters(self.backbone, rank)
         self.config.lora_rank = rank
         self.config.set_origin(identify_backbone(backbone_name))
@@ -340,13 +338,13 @@ class RewardModel(PreTrainedModel):
         return rewards if attention_mask is None else rewards * attention_mask[..., None]
 
     def link(self, outputs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """From head outputs to rewards, in float32 or better."""
+        """Turn head outputs into rewards, in float32 or better."""
         return at_least_float32(outputs).sigmoid() if self.config.loss == "ce" else at_least_float32(outputs)
 
     def _read_texts(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
     ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
-        """Hidden states of whole texts; n is t, and one more where a BOS was prepended."""
+        """Hidden states of whole texts; n is t, or t + 1 if a BOS was prepended."""
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
         packed = kv_cache.pack_left(tokens, mask)
@@ -355,7 +353,7 @@ class RewardModel(PreTrainedModel):
     def _with_bos(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
     ) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
-        """A BOS column in front, masked out for texts that begin with a BOS already (some tokenizers add one)."""
+        """Put a BOS before texts, masked out for those that begin with one already, since some tokenizers add it."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         if not self.config.prepend_bos:
             return input_ids, mask
@@ -382,8 +380,9 @@ class RewardModel(PreTrainedModel):
 
     @property
     def num_known(self) -> int:
-        """Tokens with smaller ids are known from training. A base model may have more: they say nothing to a reward
-        model, which leaves them out of what it reads and gives them the reward of the prefix itself.
+        """Tokens with smaller ids are known from training.
+
+        A base model may have more tokens. The reward model does not read them, and gives them the reward of the prefix.
         """
         return self.reader.num_known
 
@@ -440,7 +439,10 @@ class RewardModel(PreTrainedModel):
 
 @final
 class RadQ(RewardModel):
-    """r̂(v | x) from the hidden state of the prefix x and the output embedding of v: one forward for all candidates."""
+    """RAD-Q computes r̂(v | x) from the hidden state of the prefix x and the output embedding of the token v.
+
+    One forward over the prefix gives the rewards of all candidates.
+    """
 
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
@@ -462,12 +464,12 @@ class RadQ(RewardModel):
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> "RadQ":
-        """An untrained model over a language model, or its first `num_layers`; options go into `RewardModelConfig`."""
+        """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
         return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
 
     @classmethod
     def from_teacher(cls, teacher: "RadV", head: str = "linear") -> "RadQ":
-        """A student over a copy of the teacher's backbone; its baseline begins as the teacher's value of the prefix."""
+        """Make a student from a copy of the teacher's backbone; its baseline begins as the teacher's head."""
         backbone = teacher.config.backbone
         if backbone is None or not backbone.tie_word_embeddings or teacher.config.lora_rank:
             raise OptionError(
@@ -508,7 +510,7 @@ class RadQ(RewardModel):
         attention_mask: Int[Tensor, "b t"] | None = None,
         random_tokens: Int[Tensor, "b t"] | None = None,
     ) -> RewardOutput:
-        """Outputs for every token of a text and, for the regulariser, marginals of one random token in its place."""
+        """Head outputs for every token of a text and, for the regulariser, marginals of a random token in its place."""
         hidden, packed = self._read_texts(input_ids, attention_mask)
         features = self.head.features(hidden[:, :-1], self.embedding)  # (b, t, a, d): each position scores the next
         table = self.head.table(self.embedding)
@@ -537,7 +539,10 @@ class RadQ(RewardModel):
 
 @final
 class RadV(RewardModel):
-    """r̂(v | x) from the hidden state of v, read after x: more flexible, and a forward over every candidate."""
+    """RAD-V computes r̂(v | x) from the hidden state of the token v, read after the prefix x.
+
+    It is more flexible than RAD-Q, and needs a forward over every candidate.
+    """
 
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
@@ -554,7 +559,7 @@ class RadV(RewardModel):
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> "RadV":
-        """An untrained model over a language model, or its first `num_layers`; options go into `RewardModelConfig`."""
+        """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
         return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="v", **options)
 
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
@@ -596,7 +601,7 @@ def _load_beside_backbone(
     torch_dtype: Any = None,
     **loading: Any,
 ) -> RewardModel:
-    """A model of which the folder holds adapters and head; the backbone comes from where the configuration says."""
+    """Load a LoRA model: adapters and head from its folder, the backbone from where the configuration says."""
     assert config.backbone is not None
     origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
     source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None)

@@ -1,4 +1,4 @@
-"""What token ids mean: a fingerprint that tells whether two models speak of the same tokens, and which one is first."""
+"""Vocabularies: a fingerprint that tells whether two models have the same tokens, and the special tokens."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from radq.errors import ModelError, VocabularyError
 
 
 class Vocabulary(NamedTuple):
-    """`fingerprint` covers the tokens with ids below `num_tokens`; None where no tokenizer was at hand."""
+    """The tokens of a model. `fingerprint` covers those with ids below `num_tokens`; None if there was no tokenizer."""
 
     size: int  # rows of the embedding: may exceed num_tokens, since many models pad it
     num_tokens: int | None = None
@@ -53,7 +53,7 @@ _FINGERPRINTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, int], 
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
-    """Remembered: it takes longer than a short text, and every call of `generate` asks for it."""
+    """Compute the fingerprint of a tokenizer once: it takes longer than to decode a short text."""
     known, key = _FINGERPRINTS.setdefault(tokenizer, {}), (len(tokenizer), num_tokens)
     if key not in known:
         tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < num_tokens)
@@ -93,7 +93,7 @@ def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 
 
 def find_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Those that mark beginnings, ends and padding, as far as tokenizer and configuration say."""
+    """The ids of tokens that mark beginnings, ends and padding, by tokenizer and configuration."""
     found = [] if tokenizer is None else list(tokenizer.all_special_ids)
     for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         found += token if isinstance(token, list) else [token]

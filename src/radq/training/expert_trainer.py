@@ -15,7 +15,7 @@ from transformers import EvalPrediction, PreTrainedModel
 
 from radq.data.dataset import RewardData
 from radq.guides.expert import class_log_posterior
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 from radq.numerics import log_probabilities
 from radq.training.config import ExpertTrainingConfig
 from radq.training.losses import gedi_loss, text_loss

@@ -23,7 +23,8 @@ from radq.data.dataset import RewardData
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, explained_writing, whole_file, whole_folder
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
-from radq.models.loading import load_causal_lm, load_config, load_tokenizer, quiet
+from radq.models.hub import quiet
+from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.vocabulary import find_bos
 from radq.training.arguments import make_arguments
 from radq.training.config import ExpertTrainingConfig

@@ -31,7 +31,7 @@ from transformers import (
 from radq.data.dataset import GlobalBatches, RewardData
 from radq.errors import DataError, OptionError, RadqError, TrainingError
 from radq.files import append_lines, explained_writing, read_lines, whole_file
-from radq.models.loading import quiet
+from radq.models.hub import quiet
 from radq.numerics import without_emulation_notice
 from radq.training.arguments import make_arguments
 from radq.training.checkpoints import STATE, find_checkpoints, write_checksums

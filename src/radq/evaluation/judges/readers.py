@@ -21,7 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, require_package
 from radq.models.embedded import EMBEDDED, base_name
-from radq.models.loading import find_snapshot, load_config, load_tokenizer, load_weights, truncate
+from radq.models.hub import find_snapshot
+from radq.models.loading import load_config, load_tokenizer, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
 
 BATCH_SIZE = 64  # texts in one forward
