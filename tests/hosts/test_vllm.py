@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from families import BOS, EOS, VOCAB, make_number_tokenizer, make_reward
+from proposals import propose_all
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from radq.decoding.generate import generate
@@ -173,13 +174,13 @@ def test_samples_depend_on_seed_prompt_and_number_alone(engine: Any) -> None:
 @pytest.mark.parametrize("world", ["llama"], indirect=True)
 def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
     """The first token of many samples, against the distribution of the formula."""
-    from radq.decoding.steering import Steering, propose
+    from radq.decoding.steering import Steering
 
     guide, steering = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2"), Steering(6, temperature=2.0)
     ids = torch.tensor([TOKENIZER(PROMPTS[0]).input_ids])
     with torch.no_grad():
         logits = world.lm(input_ids=ids).logits[:, -1]
-    proposal = propose(logits, guide, guide.start(ids), steering)
+    proposal = propose_all(logits, guide, guide.start(ids), steering)
     expected = torch.zeros(VOCAB, dtype=torch.float64).scatter(
         0, proposal.candidates[0], proposal.logits[0].double().softmax(0)
     )
