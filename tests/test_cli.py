@@ -139,11 +139,11 @@ def test_generate_names_mistakes(toy: Path, reward: Path, tmp_path: Path, capsys
     prompt = ["--prompt", "the film"]
     guide = ["--guide", f"{reward}:praise=5"]
     assert "no prompt" in fails(capsys, *base)
-    assert "top_p is 1.5" in fails(capsys, *base, *prompt, "--top-p", "1.5")
-    assert "top_k is 999" in fails(capsys, *base, *prompt, "--top-k", "999")
+    assert "got 1.5" in fails(capsys, *base, *prompt, "--top-p", "1.5")
+    assert "got 999" in fails(capsys, *base, *prompt, "--top-k", "999")
     assert "'toxicity'" in fails(capsys, *base, *prompt, "--guide", f"{reward}:toxicity=-5")
     assert "praise, length" in fails(capsys, *base, *prompt, "--guide", f"{reward}:toxicity=-5")
-    assert "DIR:attribute=weight" in fails(capsys, *base, *prompt, "--guide", str(reward))
+    assert "DIR:attribute=beta" in fails(capsys, *base, *prompt, "--guide", str(reward))
     assert "nowhere" in fails(capsys, *base, *prompt, "--guide", f"{tmp_path}/nowhere:praise=5")
     assert "nowhere" in fails(capsys, "generate", "--base", f"{tmp_path}/nowhere", *prompt)
     assert "exceed" in fails(capsys, *base, *guide, "--prompt", "the film " * 40)
@@ -210,7 +210,7 @@ def test_score_prints_a_table(reward: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_score_names_mistakes(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "at least one text" in fails(capsys, "score", "--reward", str(reward))
+    assert "there is no text" in fails(capsys, "score", "--reward", str(reward))
     assert "empty" in fails(capsys, "score", "--reward", str(reward), "--text", "  ")
     assert "not a reward model" in fails(capsys, "score", "--reward", str(toy), "--text", "a")
     assert "positions" in fails(capsys, "score", "--reward", str(reward), "--text", "film " * 70)

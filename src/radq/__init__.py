@@ -1,6 +1,6 @@
 """radq: a small reward model steers a large frozen language model, token by token.
 
-The names below load on first use, so that `import radq` stays instant and imports no torch.
+The names in `__all__` are imported on first use, so that `import radq` is instant and does not import torch.
 """
 
 import importlib

@@ -60,16 +60,14 @@ def _dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         return _fail(f"there is no command {name!r}. hint: choose one of {', '.join(COMMANDS)}.")
     for argument in rest:
-        if any(
-            "\ud800" <= character <= "\udfff" for character in argument
-        ):  # Python's stand-ins for bytes that are not UTF-8
+        # These characters stand for bytes that are not UTF-8.
+        if any("\ud800" <= character <= "\udfff" for character in argument):
             return _fail(f"arguments must be UTF-8, got {argument!r}. hint: write it in UTF-8, or rename the file.")
     # By default, threads of torch that wait for a busy core spin, and small steps then take ten times as long. OpenMP
     # reads this variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    warnings.formatwarning = lambda message, *_, **__: (
-        f"warning: {message}\n"
-    )  # without the line of code that raised it
+    # Warnings are one line, without the line of code that raised them.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     # torch warns with a C++ stack trace that a CPU without bfloat16 is slower; the results are right.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     _run_command(name, rest)

@@ -62,7 +62,7 @@ def explained_writing(target: str | Path) -> Iterator[None]:
             raise
         raise WriteError(
             f"cannot write {str(target)!r}: {reason}.",
-            "is the disk full, and may you write there? files that were there before are unchanged.",
+            "check that the disk has room and that you may write there; existing files are unchanged.",
         ) from error
 
 
@@ -169,7 +169,7 @@ FINGERPRINT_LENGTH = 24  # hexadecimal digits
 
 
 def fingerprint_values(*values: object) -> str:
-    """Fingerprint of values that JSON can hold; others count as their text."""
+    """Fingerprint of values that JSON can hold; other values are first turned into text."""
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:FINGERPRINT_LENGTH]
 
 

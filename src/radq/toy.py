@@ -2,7 +2,7 @@
 
     python -m radq.toy FOLDER
 
-It is a small transformers model with a tokenizer, on which everything that radq does can be tried.
+The folder then holds a small transformers model and its tokenizer, on which every command of radq can be tried.
 """
 
 import random
@@ -78,7 +78,7 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     for step in range(steps):
         texts = [text for text, _ in make_reviews(32, seed=step)]
         input_ids, attention_mask = pad_right([[bos, *ids, bos] for ids in tokenizer(texts).input_ids])
-        targets = input_ids.masked_fill(attention_mask == 0, -100)  # which cross_entropy leaves out
+        targets = input_ids.masked_fill(attention_mask == 0, -100)  # cross_entropy leaves out -100
         logits = lm(input_ids=input_ids).logits[:, :-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten()).backward()
         optimizer.step()

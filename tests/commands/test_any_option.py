@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from word_judge import GoodWords
 
 from radq.evaluation import demonstration
-from radq.evaluation.demonstration import ATTRIBUTES, Cast
+from radq.evaluation.demonstration import ATTRIBUTES, DemoModels
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RadQ
 
@@ -122,14 +122,14 @@ def world(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_demo(toy: Path) -> Iterator[None]:
     """`radq demo` with the toy in place of a model that need not be installed."""
 
-    def load_cast(device: str = "cpu") -> Cast:
+    def load_demo_models(device: str = "cpu") -> DemoModels:
         torch.manual_seed(0)
         rewards = {name: RadQ.from_backbone(toy, attributes=[name]).eval() for name in ATTRIBUTES}
         judges = {name: GoodWords() for name in ATTRIBUTES}
-        return Cast(load_causal_lm(toy, device=device), load_tokenizer(toy), dict(rewards), dict(judges))
+        return DemoModels(load_causal_lm(toy, device=device), load_tokenizer(toy), dict(rewards), dict(judges))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demonstration, "load_cast", load_cast)
+        patch.setattr(demonstration, "load_demo_models", load_demo_models)
         yield
 
 

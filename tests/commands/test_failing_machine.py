@@ -116,7 +116,7 @@ def test_bytes_that_are_no_text(world: Path, tmp_path: Path, capsys: pytest.Capt
     assert "must be UTF-8" in fails(capsys, "score", "--reward", str(world / "q"), "--text", os.fsdecode(b"\xff"))
     (tmp_path / "prompts.txt").write_bytes(b"caf\xe9\n")
     argv = ["generate", "--base", str(world / "toy"), "--prompts", str(tmp_path / "prompts.txt")]
-    assert "is no text" in fails(capsys, *argv)
+    assert "is not a text file" in fails(capsys, *argv)
 
 
 @pytest.mark.parametrize("device", ["cuda:9", "meta", "abacus", ""])

@@ -167,10 +167,10 @@ def test_an_empty_batch_weighs_nothing(toy_tokenizer: PreTrainedTokenizerBase, t
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text,praise\nfilm,\n", "row 1: 'praise' is ''"),
-        ("text,praise\nfilm,1\nplot,much\n", "row 2: 'praise' is 'much'"),
-        ("text,praise\nfilm,1\nplot,1\ncast,inf\n", "row 3: 'praise' is 'inf'"),
-        ("text,praise\nfilm,nan\n", "row 1: 'praise' is 'nan'"),
+        ("text,praise\nfilm,\n", "row 1: 'praise' must be a finite number, got ''"),
+        ("text,praise\nfilm,1\nplot,much\n", "row 2: 'praise' must be a finite number, got 'much'"),
+        ("text,praise\nfilm,1\nplot,1\ncast,inf\n", "row 3: 'praise' must be a finite number, got 'inf'"),
+        ("text,praise\nfilm,nan\n", "row 1: 'praise' must be a finite number, got 'nan'"),
         ("text,praise\nfilm,1\n  ,1\n", "row 2: 'text' is empty"),
         ("text,praise\n", "no rows"),
         ("", "cannot be read"),
@@ -259,12 +259,28 @@ MESSAGES = [{"role": "user", "content": "film"}]
         ({"text": ["film", MESSAGES], "praise": [1, 0]}, {}, "row 2: 'text' is a list, not a text.*chat template"),
         ({"text": ["film", {"a": 1}], "praise": [1, 0]}, {}, "row 2: 'text' is a dict"),
         ({"text": ["film"], "context": [MESSAGES], "praise": [1]}, {"prompt": "context"}, "row 1: 'context' is a list"),
-        ({"text": ["film", "plot"], "praise": [1, [1]]}, {}, "row 2: 'praise' is \\[1\\]"),
-        ({"text": ["film", "plot"], "praise": [1, 1e39]}, {}, "row 2: 'praise' is 1e\\+39.*3.4e38"),
-        ({"text": ["film", "plot"], "praise": [0, 1.5]}, {"label_range": (0, 1)}, "row 2: 'praise' is 1.5.*0 to 1"),
-        ({"text": ["film", "plot"], "praise": [0, -1]}, {"label_range": (0, 1)}, "row 2: 'praise' is -1"),
-        ({"text": ["film", "plot"], "praise": [0, 1], "w": [1, -1]}, {"weight": "w"}, "row 2: 'w' is -1.*at least 0"),
-        ({"text": ["film", "plot"], "praise": [0, 1], "w": [1, 1e39]}, {"weight": "w"}, "row 2: 'w' is 1e\\+39"),
+        ({"text": ["film", "plot"], "praise": [1, [1]]}, {}, "row 2: 'praise' must be a finite number, got \\[1\\]"),
+        ({"text": ["film", "plot"], "praise": [1, 1e39]}, {}, "row 2: 'praise' must be .*3.4e38, got 1e\\+39"),
+        (
+            {"text": ["film", "plot"], "praise": [0, 1.5]},
+            {"label_range": (0, 1)},
+            "row 2: 'praise' must be from 0 to 1, got 1.5",
+        ),
+        (
+            {"text": ["film", "plot"], "praise": [0, -1]},
+            {"label_range": (0, 1)},
+            "row 2: 'praise' must be from 0 to 1, got -1",
+        ),
+        (
+            {"text": ["film", "plot"], "praise": [0, 1], "w": [1, -1]},
+            {"weight": "w"},
+            "row 2: 'w' must be at least 0, got -1",
+        ),
+        (
+            {"text": ["film", "plot"], "praise": [0, 1], "w": [1, 1e39]},
+            {"weight": "w"},
+            "row 2: 'w' must be .*, got 1e\\+39",
+        ),
     ],
 )
 def test_cells_that_cannot_be_trained_on_are_named(
@@ -284,7 +300,7 @@ def test_lists_in_parquet_and_columns_twice_are_named(toy_tokenizer: PreTrainedT
     for name, message in [
         ("lists.parquet", "row 1: 'text' is a list"),
         ("twice.csv", "2 columns 'text'"),
-        ("digits.jsonl", "cannot be read|row 1: 'praise' is"),
+        ("digits.jsonl", "cannot be read|row 1: 'praise' must be"),
     ]:
         with pytest.raises(DataError, match=message):
             load_data([tmp_path / name], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")

@@ -83,7 +83,7 @@ def test_some_of_the_prompts(tmp_path: Path) -> None:
         ([{"prompt": "a"}, {"prompt": {"body": "b", "id": 1}}], 'row 2: the prompt has the fields body, id.*"text"'),
         ([{"prompt": "a"}, {"prompt": ["b"]}], "row 2: the prompt is \\['b'\\]"),
         ([{"prompt": "a"}, {"text": "b"}], "row 2: the prompt is nan"),
-        ([{"prompt": {"text": "a", "toxicity": "much"}}], "row 1: toxicity is 'much'"),
+        ([{"prompt": {"text": "a", "toxicity": "much"}}], "row 1: toxicity must be a number or empty, got 'much'"),
         ([], "rows.jsonl.*no prompts"),
     ],
 )

@@ -379,7 +379,7 @@ def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
     ("options", "message"),
     [
         ({"top_k": 0}, "top_k must be.*got 0"),
-        ({"top_k": VOCAB + 1}, f"top_k is {VOCAB + 1}.*{VOCAB} tokens"),
+        ({"top_k": VOCAB + 1}, f"top_k must be at most {VOCAB}.*got {VOCAB + 1}"),
         ({"top_p": 0.0}, "top_p must be.*got 0.0"),
         ({"top_p": 1.5}, "top_p must be.*got 1.5"),
         ({"top_p": float("nan")}, "top_p must be.*got nan"),
@@ -389,8 +389,8 @@ def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be.*got 0"),
         ({"num_samples": 0}, "num_samples must be.*got 0"),
         ({"batch_size": 0}, "batch_size must be.*got 0"),
-        ({"prompts": []}, "prompts are"),
-        ({"prompts": "5 6"}, "prompts are '5 6'"),
+        ({"prompts": []}, "one or more texts, got"),
+        ({"prompts": "5 6"}, "got '5 6'"),
     ],
 )
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], message: str) -> None:

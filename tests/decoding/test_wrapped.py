@@ -174,7 +174,7 @@ def test_longrope_ends_where_its_frequencies_would_change(tmp_path: Path) -> Non
     with pytest.raises(ContextLengthError, match=r"16 positions \(beyond them, longrope"):
         model.token_rewards(torch.full((1, 16), 5))
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ContextLengthError, match=r"exceed the base model's 16 positions \(beyond them, longrope"):
+    with pytest.raises(ContextLengthError, match=r"exceeds the base model's 16 positions \(beyond them, longrope"):
         generate(lm, TOKENIZER, ["5 6"], max_new_tokens=15)
 
 

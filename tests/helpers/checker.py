@@ -1,4 +1,4 @@
-"""The runtime type checker of the tests: beartype, for which an int is a fine float."""
+"""The runtime type checker of the tests: beartype, which accepts an int where a float is declared."""
 
 from beartype import BeartypeConf, beartype
 

@@ -1,4 +1,4 @@
-"""A small call of every command that works, for tests that then put something wrong into it.
+"""A small call that works for every command. Tests then change one of its options.
 
 `CALLS` maps the words of a command to its arguments, by their names in Python. In their values, {world} is a folder
 with toy models and data, made once, and {here} an empty folder, made anew for each call.
@@ -104,7 +104,7 @@ class Option:
 
 
 def find_commands() -> dict[tuple[str, ...], list[Option]]:
-    """The words of every command and subcommand that the program has, and their options."""
+    """All commands and subcommands of the program, as words, with their options."""
     found = {}
     for name in COMMANDS:
         arguments = importlib.import_module(f"radq.commands.{name.replace('-', '_')}").Arguments
@@ -127,7 +127,7 @@ def _options(kind: Any) -> Iterator[Option]:
 
 
 def _unwrap(hint: Any) -> tuple[Any, list[Any]]:
-    """The type without `Annotated`, and tyro's marks."""
+    """Split a type into the type inside `Annotated` and tyro's marks."""
     if not hasattr(hint, "__metadata__"):
         return hint, []
     inner, marks = _unwrap(hint.__origin__)
@@ -139,7 +139,7 @@ def _unwrap(hint: Any) -> tuple[Any, list[Any]]:
 
 
 def write_call(command: tuple[str, ...], options: list[Option], call: Call, **places: Path) -> list[str]:
-    """What a user types; {world} and {here} become the folders that `places` says."""
+    """The words of a command line with these options; {world} and {here} become the folders in `places`."""
     words: list[str] = []
     for option in sorted(options, key=lambda option: not option.positional):
         values = call.get(option.name)
@@ -159,7 +159,7 @@ def kinds_of(hint: Any) -> set[Any]:
 
 
 def make_world(folder: Path, toy: Path) -> Path:
-    """Toy models and data that `CALLS` names."""
+    """Make the toy models and data that `CALLS` names."""
     (folder / "toy").symlink_to(toy)
     torch.manual_seed(0)
     for name, kind in (("q", RadQ), ("v", RadV)):
@@ -184,7 +184,7 @@ def make_world(folder: Path, toy: Path) -> Path:
 
 
 def make_sweep(world: Path) -> dict[str, Any]:
-    """A sweep of all parts that YAML can name, as small as they can be."""
+    """A small sweep that uses every setting that YAML can name."""
     return {
         "base": str(world / "toy"),
         "prompts": [{"file": str(world / "prompts.txt"), "group": "all", "limit": 2}],

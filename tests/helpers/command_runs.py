@@ -1,4 +1,4 @@
-"""Runs of the command line inside the test process, and files that are none of radq's."""
+"""Run the command line inside the test process, in a folder with files that radq did not write."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from radq.cli import main
 
 
 def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line on standard error of a command that fails as a user's mistake should."""
+    """Run a command that must fail with exit code 2, and return its one line on standard error."""
     assert main(list(argv)) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
@@ -26,7 +26,7 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 @contextlib.contextmanager
 def odd_files() -> Iterator[Path]:
-    """A folder to work in, with files of all kinds that are none of radq's."""
+    """Work in a temporary folder with files of many kinds that radq did not write."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
@@ -52,7 +52,7 @@ def odd_files() -> Iterator[Path]:
 
 
 def run_quietly(argv: list[str]) -> tuple[int, str]:
-    """Exit code and standard error; warnings are shown to users, and are none of these tests' business."""
+    """Run a command; return its exit code and standard error. Warnings are ignored."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,5 +66,5 @@ def run_quietly(argv: list[str]) -> tuple[int, str]:
 
 
 def find_errors(text: str) -> list[str]:
-    """The lines that say what was wrong; the remains of a progress bar may stand before one."""
+    """Find the error messages in the output. A progress bar may stand before one, in the same line."""
     return re.findall(r"(?:^|[\r\n\]])error: (.{6,})", text)

@@ -66,7 +66,7 @@ def make_lm(family: str) -> PreTrainedModel:
 
 
 def make_number_tokenizer() -> PreTrainedTokenizerFast:
-    """Reads "5 9 3" as the tokens 5, 9 and 3, so that tests can write prompts for models that have no tokenizer."""
+    """Make a tokenizer that reads "5 9 3" as the tokens 5, 9 and 3, for models that have none."""
     special = ["<pad>", "<s>", "</s>"]
     names = special + [str(number) for number in range(len(special), VOCAB)]
     numbers = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<pad>"))
@@ -77,7 +77,7 @@ def make_number_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_reward(kind: str, folder: Path, attributes: tuple[str, ...] = ("nice", "rude"), **options: Any) -> RewardModel:
-    """An untrained reward model in float64."""
+    """Make an untrained reward model in float64."""
     torch.manual_seed(1)
     model_class = RadQ if kind == "q" else RadV
     model = model_class.from_backbone(folder, attributes=attributes, dtype=torch.float64, **options)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def full_disk(free_bytes: int) -> Iterator[None]:
-    """No file can grow beyond so many bytes: every library then meets the error that its write fails with."""
+    """Let every write beyond this size of a file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, hard))
     try:

@@ -20,14 +20,14 @@ from radq.cli import main
 
 
 def find(place: str) -> tuple[Any, str]:
-    """What holds `module:name` or `module:Class.name`, and the name in it."""
+    """Find the module or class that holds `module:name` or `module:Class.name`, and the last name."""
     module, _, path = place.partition(":")
     *parents, name = path.split(".")
     return functools.reduce(getattr, parents, importlib.import_module(module)), name
 
 
 def kill_after(function: str, calls: int) -> None:
-    """Replace a function by itself with a kill at the end of its n-th call."""
+    """Wrap a function so that the process is killed at the end of its n-th call."""
     owner, name = find(function)
     original, count = getattr(owner, name), 0
 

@@ -19,7 +19,7 @@ _HIDDEN: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, ...], Tensor]] = Wea
 def hidden(model: RewardModel, prefix: Sequence[int], *token: int) -> Tensor:
     """Hidden state at the end of a prefix, or at a token after it, (d,).
 
-    Remembered: tests ask for many tokens after one prefix, and none of them changes a backbone.
+    Results are cached: tests ask for many tokens after one prefix, and none of them changes a backbone.
     """
     bos = model.config.bos_token_id
     if model.config.prepend_bos and list(prefix[:1]) != [bos]:
@@ -86,11 +86,11 @@ def guided_logits(
     return guided
 
 
-# --- rivals ---
+# --- baselines ---
 
 
 def _run(lm: PreTrainedModel, code: Sequence[int], text: Sequence[int]) -> tuple[list[int], Tensor]:
-    """BOS, control code and text, which does not bring a second BOS; and the logits at each of these tokens."""
+    """The tokens of BOS, control code and text, with one BOS only, and the logits at each of them."""
     bos = lm.config.bos_token_id
     tokens = [bos, *code, *(text[1:] if list(text[:1]) == [bos] else text)]
     with torch.no_grad():
@@ -125,7 +125,7 @@ def gedi_posterior(
 
 
 def gedi_kept(posteriors: Sequence[float], logits: Sequence[float], filter_p: float, target_p: float) -> list[bool]:
-    """Candidate by candidate: the worst go while what has gone holds less than filter_p."""
+    """GeDi's filter: remove the worst candidates one by one while the removed ones hold less than filter_p."""
     probabilities = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
     kept, gone = [True] * len(posteriors), 0.0
     for index in sorted(range(len(posteriors)), key=lambda i: posteriors[i]):

@@ -14,7 +14,7 @@ from radq.models.reading import Reader
 
 
 def propose_all(logits: Tensor, guide: Guide | None, state: Any, steering: Steering) -> Proposal:
-    """Propose with the same numbers for every row."""
+    """Propose with the same steering for every row."""
     return propose(logits, guide, state, Strengths.repeat(steering, guide, logits))
 
 

@@ -1,4 +1,4 @@
-"""A run folder as `radq eval` writes it, made of formulas, and a reader of html: for tests of what reports."""
+"""A run folder as `radq eval` writes it, with numbers from formulas, and a reader of html, for tests of reports."""
 
 import json
 from html.parser import HTMLParser

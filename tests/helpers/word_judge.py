@@ -9,7 +9,7 @@ from radq.toy import GOOD
 
 
 class GoodWords(Judge):
-    """The share of good words; remembers what it has read."""
+    """Scores a text by its share of good words, and records the texts it has read."""
 
     name = "good words"
 

@@ -242,11 +242,14 @@ def test_arguments_become_a_guidance() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"radq_guide": "models/tox"}, "there is no guide 'models/tox'. hint: there are toxicity, both, gedi"),
+        (
+            {"radq_guide": "models/tox"},
+            "there is no guide 'models/tox'. hint: the registered guides are toxicity, both, gedi",
+        ),
         ({"radq_guide": "models/tox:toxicity=-50"}, "there is no guide"),
         ({"radq_guide": ["toxicity"]}, "there is no guide"),
         ({"radq_beta": 3}, "there is no guide None"),
-        ({"radq_guide": "toxicity", "radq_gide": 1}, "no argument 'radq_gide'. hint: there are radq_guide"),
+        ({"radq_guide": "toxicity", "radq_gide": 1}, "no argument 'radq_gide'. hint: choose from radq_guide"),
         (
             {"radq_guide": "toxicity", "radq_beta": "high"},
             "one number for each of toxicity, got 'high'",

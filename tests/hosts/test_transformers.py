@@ -241,7 +241,7 @@ def test_a_budget_and_a_temperature_of_its_own(lm_folders: dict[str, Path]) -> N
     torch.testing.assert_close(cold(ids, scores), 2 * scores, atol=1e-5, rtol=1e-5)
     tied = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), top_k=None, kl_budget=0.0)
     torch.testing.assert_close(tied(ids, scores), scores, atol=1e-5, rtol=1e-5)
-    with pytest.raises(OptionError, match="temperature is 0"):
+    with pytest.raises(OptionError, match="temperature must be above 0"):
         GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), temperature=0.0)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from families import BOS, EOS, VOCAB, make_number_tokenizer, make_reward
+from proposals import propose_all
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from radq.decoding.generate import generate
@@ -173,13 +174,13 @@ def test_samples_depend_on_seed_prompt_and_number_alone(engine: Any) -> None:
 @pytest.mark.parametrize("world", ["llama"], indirect=True)
 def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
     """The first token of many samples, against the distribution of the formula."""
-    from radq.decoding.steering import Steering, propose
+    from radq.decoding.steering import Steering
 
     guide, steering = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2"), Steering(6, temperature=2.0)
     ids = torch.tensor([TOKENIZER(PROMPTS[0]).input_ids])
     with torch.no_grad():
         logits = world.lm(input_ids=ids).logits[:, -1]
-    proposal = propose(logits, guide, guide.start(ids), steering)
+    proposal = propose_all(logits, guide, guide.start(ids), steering)
     expected = torch.zeros(VOCAB, dtype=torch.float64).scatter(
         0, proposal.candidates[0], proposal.logits[0].double().softmax(0)
     )
@@ -195,19 +196,19 @@ def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(OptionError, match="there is no guide 'toxicity'. hint: there are q, v, nice"):
+    with pytest.raises(OptionError, match="there is no guide 'toxicity'. hint: the registered guides are q, v, nice"):
         engine.generate(PROMPTS, "toxicity")
     with pytest.raises(OptionError, match="radq_beta"):
         engine.generate(PROMPTS, "q", 3.0)  # has two
     with pytest.raises(OptionError, match="temperature must be in"):
         engine.generate(PROMPTS, temperature=5.0)
-    with pytest.raises(OptionError, match="num_samples is 0"):
+    with pytest.raises(OptionError, match="num_samples must be at least 1"):
         engine.generate(PROMPTS, num_samples=0)
     with pytest.raises(ContextLengthError, match="prompt 0 has 5 tokens"):
         engine.generate(PROMPTS, "q", max_new_tokens=60)
     for name in ("toxicity", "/etc:nice=1"):
         params = SamplingParams(extra_args={"radq_guide": name})  # past the engine, as over HTTP
-        with pytest.raises(VLLMValidationError, match="there are q, v, nice"):
+        with pytest.raises(VLLMValidationError, match="guides are q, v, nice"):
             engine.llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
     assert greedy(engine, None)  # and it still runs
 

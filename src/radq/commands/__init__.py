@@ -1,4 +1,5 @@
-"""The commands of the command line: each module has `Arguments`, whose docstrings are the help, and `run`.
+"""The commands of the command line, one module each, with `Arguments`, whose docstrings are the help, and `run`.
 
-A module may also have `defaults`, which finds the arguments that flags override. Heavy imports live inside `run`.
+A module may also have `defaults`, which reads the defaults of the options, for example from a YAML file. Heavy imports
+stand inside `run`, so that help is shown at once.
 """

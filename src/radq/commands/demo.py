@@ -1,4 +1,4 @@
-"""radq demo"""
+"""radq demo: show texts of a small language model with and without steering."""
 
 import shutil
 import sys
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class Arguments:
-    """Steer a real language model: SmolLM2-135M-Instruct, unguided and guided at several β towards positive sentiment
-    and away from toxicity."""
+    """Show a small language model, SmolLM2-135M-Instruct, with and without steering: towards positive sentiment, and
+    away from toxicity, at several strengths β."""
 
     prompt: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
-    """Text to continue, instead of the demo's own prompts; repeat for more."""
+    """Text to continue, in place of the demo's own prompts; repeat the option for more texts."""
     sentiment_betas: list[float] = field(default_factory=list)
-    """β of the sentiment; by default several."""
+    """Strengths β that steer towards positive sentiment; the defaults are 15, 35 and 60."""
     toxicity_betas: list[float] = field(default_factory=list)
-    """β of the toxicity; by default several, all negative."""
+    """Strengths β of toxicity, negative to steer away from it; the defaults are -50, -100 and -200."""
     num_samples: int = 8
-    """Continuations per prompt, of which the first is shown; the means are over all."""
+    """Number of continuations of each prompt. The first one is shown; means are over all of them."""
     seed: int = 0
-    """Same seed, same texts."""
+    """Seed of the random numbers: the same seed gives the same texts."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     json: bool = False
-    """Print JSON."""
+    """Print all texts, rewards and means as JSON."""
 
 
 def run(arguments: Arguments) -> None:
     from rich.console import Console
 
     from radq.commands.console import print_json
-    from radq.evaluation.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_cast
+    from radq.evaluation.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_demo_models
     from radq.models.loading import find_device
     from radq.numerics import require_memory_for_texts
 
@@ -52,15 +52,17 @@ def run(arguments: Arguments) -> None:
     betas = {"sentiment": arguments.sentiment_betas, "toxicity": arguments.toxicity_betas}
     status = Console(stderr=True).status
     with status("loading SmolLM2-135M-Instruct; the first time it is converted, in half a minute"):
-        cast = load_cast(device=find_device(arguments.device))
+        models = load_demo_models(device=find_device(arguments.device))
     documents = []
     for name, attribute in ATTRIBUTES.items():
         with status(f"continuing prompts at several β of the {name}"):
-            comparison = compare(cast, attribute, arguments.prompt, betas[name], arguments.num_samples, arguments.seed)
+            comparison = compare(
+                models, attribute, arguments.prompt, betas[name], arguments.num_samples, arguments.seed
+            )
         if arguments.json:
-            documents.append(_document(comparison, cast.tokenizer))
+            documents.append(_document(comparison, models.tokenizer))
         else:
-            _print_comparison(comparison, cast.tokenizer)
+            _print_comparison(comparison, models.tokenizer)
     if arguments.json:
         print_json({"base": "embedded", "seed": arguments.seed, "attributes": documents, "next": _next_command()})
     else:
@@ -68,7 +70,7 @@ def run(arguments: Arguments) -> None:
 
 
 def _next_command() -> str:
-    """What to type, with the program as it was called where no PATH leads to it."""
+    """A command to try next. It names the program by its path, as it was called, if PATH does not find radq."""
     from radq.evaluation.demonstration import ATTRIBUTES
 
     called = sys.argv[0]
@@ -77,7 +79,7 @@ def _next_command() -> str:
     return f'{program} generate --prompt "My neighbour" --guide embedded:sentiment={beta:g}'
 
 
-# --- for people ---
+# --- tables for people ---
 
 
 def _print_comparison(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -92,7 +94,7 @@ def _print_comparison(comparison: "Comparison", tokenizer: "PreTrainedTokenizerB
 
 
 def _text_tables(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> "Iterator[Table]":
-    """For each prompt its first sample, at each strength."""
+    """Make a table for each prompt, with its first sample unguided and at each β."""
     from rich.table import Table
     from rich.text import Text
 
@@ -105,14 +107,16 @@ def _text_tables(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase")
         table.add_column("continuation", overflow="fold")
         for cell in comparison.cells:
             text = cell.texts[row]
-            table.add_row(_strength(comparison, cell.beta), _score(text.score), _coloured(comparison, text, tokenizer))
+            table.add_row(
+                _describe_beta(comparison, cell.beta), _format_score(text.score), _coloured(comparison, text, tokenizer)
+            )
         yield table
 
 
 def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedTokenizerBase") -> "Coloured":
-    """Green where the reward says what is wanted, red where it says the contrary.
+    """Colour each token by its reward: for sentiment from red (low) to green (high), for toxicity red where it is high.
 
-    Of what is not wanted there is little: its absence has no colour.
+    Most text is not toxic, so a low reward of toxicity has no colour.
     """
     from radq.commands.console import coloured, split_tokens
 
@@ -133,29 +137,29 @@ def _mean_table(comparison: "Comparison") -> "Table":
         table.add_column(column, justify="right", no_wrap=True)
     for cell in comparison.cells:
         table.add_row(
-            _strength(comparison, cell.beta),
-            _score(cell.score),
-            _against(cell.perplexity, unguided.perplexity),
-            _against(cell.milliseconds, unguided.milliseconds),
+            _describe_beta(comparison, cell.beta),
+            _format_score(cell.score),
+            _with_ratio(cell.perplexity, unguided.perplexity),
+            _with_ratio(cell.milliseconds, unguided.milliseconds),
         )
     return table
 
 
-def _strength(comparison: "Comparison", beta: float | None) -> str:
+def _describe_beta(comparison: "Comparison", beta: float | None) -> str:
     if beta is None:
         return "unguided"
     return f"β = {beta:g}" + (" (default)" if beta == comparison.attribute.default_beta else "")
 
 
-def _score(score: float | None) -> str:
+def _format_score(score: float | None) -> str:
     return "blank" if score is None else f"{score:.2f}"
 
 
-def _against(value: float, unguided: float) -> str:
+def _with_ratio(value: float, unguided: float) -> str:
     return f"{value:.1f} (×{value / unguided:.2f})"
 
 
-# --- for machines ---
+# --- JSON for programs ---
 
 
 def _document(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""radq generate --base gpt2 --guide DIR:toxicity=-50 --prompt "…" """
+"""radq generate --base gpt2 --guide DIR:toxicity=-50 --prompt TEXT: continue prompts, steered or not."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,43 +14,46 @@ if TYPE_CHECKING:
 
 @dataclass
 class Arguments:
-    """Continue prompts with a language model, steered by reward models, or by experts of DExperts or GeDi."""
+    """Continue prompts with a language model, steered by reward models or by the experts of DExperts or GeDi."""
 
     base: str = "embedded"
-    """Language model: hub name, folder, or embedded: SmolLM2-135M-Instruct, which pip installs."""
+    """Language model to steer: a hub name, a folder, or embedded, which is SmolLM2-135M-Instruct from a pip package."""
     guide: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR:ATTR=BETA,…")] = field(
         default_factory=list
     )
-    """Reward model folder, attributes and weights; a negative weight steers away. Of `radq train-experts`: DIR:alpha=2
-    (DExperts) or DIR:omega=30 (GeDi; maybe also filter_p, target_p, prior). Repeat for more; none: unguided."""
+    """Folder of a reward model, with a strength β for one or more of its attributes; a negative β steers away.
+    embedded:sentiment=35 and embedded:toxicity=-100 come with radq.
+    Folders of `radq train-experts` are written DIR:alpha=2 (DExperts) or DIR:omega=30 (GeDi, which also takes filter_p,
+    target_p and prior).
+    Repeat the option to add guides; without it, the language model is not steered."""
     prompt: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
-    """Text to continue; repeat for more. An empty text starts from nothing."""
+    """Text to continue; repeat the option for more texts. With an empty text the model starts from its BOS token."""
     prompts: Path | None = None
-    """File with one prompt per line."""
+    """Text file with one prompt per line."""
     top_k: int = 20
-    """Candidates per step: the k most likely tokens of the base; 0 for the whole vocabulary."""
+    """Choose each token among the k that are most likely without steering; 0 takes the whole vocabulary."""
     top_p: float | None = None
-    """And within them the smallest set that holds this probability."""
+    """Choose each token among the most likely ones that together hold this probability, also within the top k."""
     temperature: float = 1.0
-    """Divides the base logits only; 0 is greedy."""
+    """Divide the logits of the language model by this number, but not the rewards; 0 always takes the best token."""
     kl_budget: float | None = None
-    """Scale the guidance of each token down until KL(guided ‖ base) fits this many nats."""
+    """Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it."""
     clamp: bool = True
-    """Clamp rewards to the range of the training responses."""
+    """Clamp rewards to the range of the labels that the reward model was trained on."""
     num_samples: int = 1
-    """Continuations per prompt."""
+    """Number of continuations of each prompt."""
     max_new_tokens: int = 20
-    """Length of a continuation at most."""
+    """Largest number of tokens of a continuation."""
     batch_size: int = 64
-    """Rows (prompts × samples) decoded together."""
+    """Number of continuations that are decoded together; more are faster and need more memory."""
     seed: int = 0
-    """Same seed, same texts."""
+    """Seed of the random numbers: the same seed gives the same texts."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of all models; auto keeps what their files hold."""
+    """Data type of all models; auto uses the one in which their files are stored."""
     json: bool = False
-    """Print JSON."""
+    """Print the texts and their numbers as JSON."""
 
 
 def run(arguments: Arguments) -> None:
@@ -97,7 +100,8 @@ def _read_prompts(arguments: Arguments) -> list[str]:
             prompts += arguments.prompts.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{str(arguments.prompts)!r} is no text: {error}.", "give a UTF-8 file with one prompt per line."
+                f"{str(arguments.prompts)!r} is not a text file in UTF-8: {error}.",
+                "give a text file with one prompt per line.",
             ) from error
     if not prompts:
         raise OptionError("there is no prompt.", "give --prompt TEXT, or --prompts FILE with one per line.")
@@ -126,5 +130,5 @@ def _print_table(generations: "list[Generation]", tokenizer: "PreTrainedTokenize
             coloured([(" low ", low)], low, high)
             + " to "
             + coloured([(" high ", high)], low, high)
-            + f": what the guide added to a token's logit, {low:.3g} to {high:.3g}"
+            + f": the guide added {low:.3g} to {high:.3g} to the logits of these tokens"
         )

@@ -30,7 +30,7 @@ class Score:
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     json: bool = False
-    """Print JSON."""
+    """Print the scores as JSON."""
 
 
 @dataclass

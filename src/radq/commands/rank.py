@@ -28,7 +28,7 @@ class DataArguments(DataRankConfig):
     """
 
     json: bool = False
-    """Print JSON, and no progress."""
+    """Print the result as JSON, without progress bars."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ModelArguments(ModelRankConfig):
     """Measure the numerical rank of the rewards that a trained model gives."""
 
     json: bool = False
-    """Print JSON, and no progress."""
+    """Print the result as JSON, without progress bars."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class VerifyArguments:
     certificate: tyro.conf.Positional[Path]
     """File that `radq rank data --certificates` has written."""
     json: bool = False
-    """Print JSON."""
+    """Print the result as JSON."""
 
 
 Arguments = (

@@ -13,7 +13,7 @@ from radq.training.config import TrainingConfig
 
 @dataclass
 class RunOptions:
-    """Options of a training command that are no settings of the training."""
+    """Options of a training command that are not settings of the training itself."""
 
     config: Path | None = None
     """YAML file with any of these options; options on the command line replace its values."""
@@ -45,12 +45,12 @@ def settings_of(arguments: Any, settings: type[Settings]) -> Settings:
 @contextmanager
 def needs_training() -> Iterator[None]:
     """Explain an import that fails inside the block: training needs packages that radq can be installed without."""
-    from radq.errors import ModelError
+    from radq.errors import ModelError, install_hint
 
     try:
         yield
     except ImportError as error:
-        raise ModelError(f"training needs the package {error.name}.", "pip install 'radq[train]'.") from error
+        raise ModelError(f"training needs the package {error.name}.", install_hint("train")) from error
 
 
 def show_metrics(title: str, metrics: dict[str, float], as_json: bool) -> None:

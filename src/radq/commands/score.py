@@ -11,13 +11,13 @@ class Arguments:
     """Show the reward of every token of a text, given the tokens before it."""
 
     reward: str
-    """Reward model folder."""
+    """Folder of the reward model."""
     text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
-    """Text to score; repeat for more."""
+    """Text to score; repeat the option for more texts."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     json: bool = False
-    """Print JSON."""
+    """Print the tokens and their rewards as JSON."""
 
 
 def run(arguments: Arguments) -> None:
@@ -43,7 +43,7 @@ def _strip_texts(texts: list[str]) -> list[str]:
 
     texts = [text.rstrip() for text in texts]
     if not texts or not all(texts):
-        raise OptionError("text must not be empty." if texts else "at least one text is needed.", "give --text TEXT.")
+        raise OptionError("text must not be empty." if texts else "there is no text to score.", "give --text TEXT.")
     return texts
 
 

@@ -182,7 +182,7 @@ class GlobalBatches(torch.utils.data.Sampler[list[int]]):
     at most, and may be empty at the end of an epoch.
     """
 
-    POOL = 50  # so many batches are sorted by length together, which saves padding and stays random
+    POOL = 50  # the batches that are sorted by length together, for less padding; their order stays random
 
     def __init__(
         self,
@@ -371,9 +371,8 @@ def _labels(source: str | Path, table: Table, columns: DataColumns) -> np.ndarra
         if columns.label_range is not None:
             low, high = columns.label_range
             outside = (numbers < low) | (numbers > high)
-            refuse_rows(
-                source, table, name, outside, f"--label-range is {low:g} to {high:g}; change the label or the range."
-            )
+            allowed = f"from {low:g} to {high:g}"
+            refuse_rows(source, table, name, outside, allowed, "change the label or --label-range.")
             numbers = (numbers - low) / (high - low)
         labels[:, column] = _single(source, table, name, numbers)
     return labels
@@ -383,7 +382,7 @@ def _weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:
     if name is None:
         return np.ones(len(table), np.float32)
     numbers = column_numbers(source, table, name)
-    refuse_rows(source, table, name, numbers < 0, "weights must be at least 0.")
+    refuse_rows(source, table, name, numbers < 0, "at least 0")
     return _single(source, table, name, numbers)
 
 
@@ -391,5 +390,5 @@ def _single(source: str | Path, table: Table, name: str, numbers: np.ndarray) ->
     """Convert numbers to single precision, in which training computes, and refuse numbers that are too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         single = numbers.astype(np.float32)
-    refuse_rows(source, table, name, ~np.isfinite(single), "labels and weights must lie between -3.4e38 and 3.4e38.")
+    refuse_rows(source, table, name, ~np.isfinite(single), "between -3.4e38 and 3.4e38")
     return single

@@ -83,7 +83,7 @@ def _read_rows(source: str | Path) -> Iterator[_Row]:
         column = next((name for name in ("prompt", "text") if name in table.columns), None)
         if column is None:
             found = ", ".join(map(str, table.columns)) or "none"
-            raise DataError(f"{source} has the fields {found}.", f"prompts are wanted as {WANTED}.")
+            raise DataError(f"{source} has no prompts, but the fields {found}.", f"give prompts as {WANTED}.")
         scores = table["toxicity"] if "toxicity" in table.columns else [None] * len(table)
         for number, (prompt, score) in enumerate(zip(table[column], scores, strict=True), first):
             yield _read_row(f"{source}, row {number}", prompt, score)
@@ -96,7 +96,7 @@ def _read_row(place: str, prompt: Any, score: Any) -> _Row:
     else:
         text, found = prompt, f"is {prompt!r}"
     if not isinstance(text, str):
-        raise DataError(f"{place}: the prompt {found}.", f"prompts are wanted as {WANTED}.")
+        raise DataError(f"{place}: the prompt {found}.", f"give prompts as {WANTED}.")
     return _Row(text.rstrip(), _number(place, score))
 
 
@@ -104,5 +104,5 @@ def _number(place: str, score: Any) -> float | None:
     try:
         number = None if score is None or score == "" else float(score)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{place}: toxicity is {score!r}.", "give a number, or leave it empty.") from error
+        raise DataError(f"{place}: toxicity must be a number or empty, got {score!r}.", "change this row.") from error
     return None if number is None or number != number else number

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from radq.errors import DataError
+from radq.errors import DataError, install_hint
 
 Table = Any  # a pandas.DataFrame, which is imported only where a table is read
 ROWS_PER_PIECE = 5_000
@@ -108,7 +108,7 @@ def column_numbers(source: str | Path, table: Table, column: str) -> np.ndarray:
         numbers = np.asarray(pandas.to_numeric(table[column], errors="coerce"), dtype=np.float64)
     except (OverflowError, TypeError, ValueError):  # pandas cannot hold an integer of hundreds of digits
         numbers = np.array([_number(value) for value in table[column]])
-    refuse_rows(source, table, column, ~np.isfinite(numbers), "labels and weights must be finite numbers.")
+    refuse_rows(source, table, column, ~np.isfinite(numbers), "a finite number")
     return numbers
 
 
@@ -119,13 +119,20 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def refuse_rows(source: str | Path, table: Table, column: str, wrong: np.ndarray, hint: str) -> None:
-    """Raise an error for the first row that is marked as wrong; it names the row and its value."""
+def refuse_rows(
+    source: str | Path,
+    table: Table,
+    column: str,
+    wrong: np.ndarray,
+    allowed: str,
+    hint: str = "change or remove this row.",
+) -> None:
+    """Raise an error for the first row that is marked as wrong; it names the row, its value, and allowed values."""
     if wrong.any():
         first = int(np.argmax(wrong))
         value = table[column].iloc[first]
         value = value.item() if isinstance(value, np.generic) else value
-        raise DataError(f"{source}, row {table.index[first]}: {column!r} is {value!r}.", hint)
+        raise DataError(f"{source}, row {table.index[first]}: {column!r} must be {allowed}, got {value!r}.", hint)
 
 
 # --- formats ---
@@ -213,7 +220,7 @@ def _read_hub(source: str) -> Iterator[Table]:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(
-            f"there is no file {source!r}.", "check the path; for a hub data set, pip install 'radq[data]'."
+            f"there is no file {source!r}.", f"check the path; for a hub data set, {install_hint('data')}"
         ) from error
     name, split = split_hub_name(source)
     try:

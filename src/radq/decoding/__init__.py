@@ -1,1 +1,1 @@
-"""Decoding: the steering of one step, the loop over steps, and best-of-n."""
+"""Decoding: the steering of one step, the loop over steps, and the best of n samples."""

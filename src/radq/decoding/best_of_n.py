@@ -1,4 +1,4 @@
-"""Best of n: a reward model that judges whole texts instead of steering them token by token.
+"""Best of n: draw n unguided texts and keep the one with the highest reward, a baseline for guided decoding.
 
 best_of_n(lm, tokenizer, prompts, model, {"toxicity": -1.0}, n=10)
 """
@@ -37,12 +37,12 @@ def best_of_n(
     batch_size: int = 64,
     **options: Any,
 ) -> list[Generation]:
-    """Draw n unguided continuations for each one returned and keep that of the highest Σ_a β_a r̂_a at its last token.
+    """Draw n unguided continuations for each one returned, and keep the one with the highest Σ_a β_a r̂_a at its end.
 
-    Prompt and continuation are judged together, without a final stop token, since texts of the training end without
-    one; an empty continuation thus has the reward of its prompt. Equals go to the one drawn first. Sample s of prompt p
-    is the best of what `generate` draws as its samples n·s to n·s + n − 1, so the rules of seeds are the same. No more
-    than `batch_size` texts are drawn, or scored, at once. Other options are those of `generate`.
+    The reward is that of the last token of prompt and continuation, without a stop token, since training texts end
+    without one. So an empty continuation has the reward of its prompt. Among equal rewards, the first one drawn is
+    kept. Sample s of prompt p is the best of the samples n·s to n·s + n − 1 that `generate` draws with the same seed.
+    At most `batch_size` texts are drawn, or scored, at once. Other options are those of `generate`.
     """
     if n < 1:
         raise OptionError(f"n must be at least 1, got {n}.", "give a larger n.")
@@ -59,7 +59,7 @@ def best_of_n(
         for row, generation in enumerate(drawn)
     ]
     scores = score_texts(model, beta, texts, batch_size)
-    best = scores.view(-1, n).numpy().argmax(1)  # the first of equals
+    best = scores.view(-1, n).numpy().argmax(1)  # argmax takes the first among equal scores
     return [drawn[group * n + index] for group, index in enumerate(best)]
 
 
@@ -67,7 +67,7 @@ def best_of_n(
 def score_texts(
     model: RewardModel, beta: Mapping[str, float], texts: Sequence[Sequence[int]], batch_size: int = 64
 ) -> Float[Tensor, " texts"]:
-    """Σ_a β_a r̂_a at the last token of each text. Tokens that the reward model does not know are left out."""
+    """Compute Σ_a β_a r̂_a at the last token of each text. Tokens that the reward model does not know are left out."""
     columns = [model.config.attributes.index(name) for name in beta]
     strengths = torch.tensor(list(beta.values()), dtype=torch.float64)
     scores = []

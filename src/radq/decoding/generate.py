@@ -29,8 +29,8 @@ class Step:
 
     rows: Int[Tensor, " b"]
     proposal: Proposal
-    choice: Int[Tensor, " b"]  # which of the candidates
-    log_probabilities: Float[Tensor, " b"]  # of the tokens under the base alone: whole vocabulary, temperature 1
+    choice: Int[Tensor, " b"]  # the index of the chosen candidate
+    log_probabilities: Float[Tensor, " b"]  # of the tokens under the base model: whole vocabulary, temperature 1
 
     @property
     def tokens(self) -> Int[Tensor, " b"]:
@@ -43,17 +43,20 @@ class Step:
 
 @dataclass
 class Generation:
+    """A continuation of a prompt, and numbers about its decoding."""
+
     prompt: str
     text: str  # the continuation, without special tokens
     token_ids: list[int]  # the continuation, a final stop token included
-    shifts: list[float]  # what the guide added to the logit of each of them
+    shifts: list[float]  # the number that the guide added to the logit of each token
     finish_reason: str  # "stop" or "length"
     kl: float  # mean over the tokens of KL(guided ‖ base), in nats
     clipped: float  # mean over the tokens of the share of candidates with a clamped reward
-    nll: float  # minus the log-probability of the text's tokens under the base, at temperature 1; no stop token
+    nll: float  # minus the log-probability of the tokens under the base model at temperature 1, without a stop token
 
     @property
     def num_text_tokens(self) -> int:
+        """The number of tokens, without a final stop token."""
         return len(self.token_ids) - (self.finish_reason == "stop")
 
 
@@ -75,16 +78,19 @@ def generate(
     first_prompt: int = 0,
     progress: bool = False,
 ) -> list[Generation]:
-    """Continue every prompt `num_samples` times; results in prompt order, samples of a prompt together.
+    """Continue every prompt `num_samples` times; return the texts in the order of the prompts, samples together.
 
     Args:
-        lm: a causal language model of transformers, maybe inside PEFT or torch.compile; it stays as it is.
-        guide: steers the base; None samples from the base by the same path.
+        lm: a causal language model of transformers, maybe inside PEFT or torch.compile; it is not changed.
+        guide: steers the base model; None samples from the base model alone.
         top_k, top_p, temperature, kl_budget: see `Steering`.
-        seed: sample s of prompt p depends on (seed, p, s), not on `max_new_tokens` nor, but for rounding, on the batch.
-        stop_token_ids: end a text; by default the model's end-of-text tokens.
-        batch_size: rows (prompts × samples) decoded together at most; samples of a prompt may be spread over batches.
-        first_prompt: number of the first prompt: a part of a list, so numbered, draws what the whole list would.
+        seed: the random numbers of sample s of prompt p depend on (seed, p, s) alone: neither on `max_new_tokens` nor
+            on the other prompts. The text may still depend on the batch in the rounding of half precision.
+        stop_token_ids: tokens that end a text; by default the model's end-of-text tokens.
+        batch_size: the most rows (prompts × samples) that are decoded together; samples of a prompt may be spread over
+            batches.
+        first_prompt: the number p of the first prompt, for callers that continue a long list part by part and want the
+            same texts as for the whole list.
         progress: show a progress bar.
     """
     steering = Steering(top_k, top_p, temperature, kl_budget)
@@ -105,7 +111,7 @@ def generate(
 
 
 class _Record:
-    """The numbers of all texts, row by row, in arrays that are filled a step at a time."""
+    """Collects the tokens and numbers of all texts in arrays with one row per text, step by step."""
 
     def __init__(self, num_rows: int, max_new_tokens: int, stops: Sequence[int]):
         self.stops = list(stops)
@@ -113,10 +119,10 @@ class _Record:
         self.stopped = np.zeros(num_rows, dtype=bool)
         self.tokens = np.zeros((num_rows, max_new_tokens), dtype=np.int64)
         self.shifts = np.zeros((num_rows, max_new_tokens))
-        self.sums = np.zeros((num_rows, 3))  # over the tokens: kl, clipped, and nll without that of a stop token
+        self.sums = np.zeros((num_rows, 3))  # sums over the tokens of kl, clipped and nll; nll leaves out a stop token
 
     def add(self, step: Step) -> int:
-        """Add a step; return how many tokens are done. A row that stops is done with all it might have had."""
+        """Add a step; return its progress in tokens. A row that stops counts with all tokens it might have had."""
         measures = torch.stack([step.shifts, step.proposal.kl, step.proposal.clipped, -step.log_probabilities], dim=1)
         rows, tokens, numbers = step.rows.cpu().numpy(), step.tokens.cpu().numpy(), measures.double().cpu().numpy()
         places, stops = self.lengths[rows], np.isin(tokens, self.stops)
@@ -155,7 +161,7 @@ def stream(
     batch_size: int = 64,
     first_prompt: int = 0,
 ) -> Iterator[Step]:
-    """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, not at the first step."""
+    """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, before the first step."""
     for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
         if value < 1:
             raise OptionError(f"{name} must be at least 1, got {value}.", f"give a larger {name}.")
@@ -169,7 +175,7 @@ def stream(
     uniforms = _uniforms(seed, first_prompt, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
 
     def steps() -> Iterator[Step]:
-        by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # neighbours need little padding
+        by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # for little padding
         order = [p * num_samples + s for p in by_length for s in range(num_samples)]
         for batch in (order[first : first + batch_size] for first in range(0, len(order), batch_size)):
             place = {p: n for n, p in enumerate(dict.fromkeys(row // num_samples for row in batch))}
@@ -190,7 +196,7 @@ def _decode(
     uniforms: Float[Tensor, "b steps"],
     stops: Int[Tensor, " s"],
 ) -> Iterator[Step]:
-    """Decode one batch; a row leaves it with its stop token."""
+    """Decode one batch; a row leaves the batch after its stop token."""
     strengths = Strengths.repeat(steering, decoder.guide, decoder.base.last)
     for position in range(uniforms.shape[1]):
         proposal = decoder.propose(strengths)
@@ -213,7 +219,7 @@ class _Decoder:
     def __init__(self, lm: Wrappable, guide: Guide | None, prompts: list[list[int]]):
         input_ids, attention_mask = pad_left(prompts, device=lm.device)
         reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
-        self.base = reader.read(input_ids, attention_mask)  # its last output are the logits of the next token
+        self.base = reader.read(input_ids, attention_mask)  # `base.last` holds the logits of the next token
         self.guide = guide
         self.state = None if guide is None else guide.start(input_ids, attention_mask)
 
@@ -238,16 +244,18 @@ class _Decoder:
 def encode_prompts(
     lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
-    """Token ids of the prompts, with the special tokens the base expects; an empty prompt is a BOS alone."""
+    """Tokenise prompts, with the special tokens that the base model expects; an empty prompt becomes a BOS."""
     if isinstance(prompts, str) or not prompts:
-        raise OptionError(f"prompts are {prompts!r}.", "give a list of one or more texts.")
+        raise OptionError(
+            f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
+        )
     bos = find_bos(lm.config, tokenizer)
     encoded = [ids or [bos] for ids in tokenise(tokenizer, prompts, bos)]
     positions = max_positions(lm.config)
     for number, ids in enumerate(encoded):
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ContextLengthError(
-                f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones they exceed the base model's "
+                f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones it exceeds the base model's "
                 f"{name_positions(lm.config)}.",
                 "shorten the prompt or lower max_new_tokens.",
             )
@@ -257,7 +265,10 @@ def encode_prompts(
 def decode_texts(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], continuations: list[list[int]]
 ) -> list[str]:
-    """The text after each prompt, so that both together are the whole: some tokenizers drop a space at a beginning."""
+    """Turn continuations into texts that can be appended to their prompts.
+
+    Prompt and continuation are decoded together, since some tokenizers drop a space at the beginning of a text.
+    """
     num_samples = len(continuations) // len(prompts)
     begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
     rows = [prompts[row // num_samples] + tokens for row, tokens in enumerate(continuations)]
@@ -280,9 +291,9 @@ def _stop_tokens(lm: Wrappable, tokenizer: PreTrainedTokenizerBase, stop_token_i
     return []
 
 
-@lru_cache(maxsize=4)  # many guides continue the same prompts
+@lru_cache(maxsize=4)  # a sweep continues the same prompts with many guides
 def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> Float[Tensor, "p s steps"]:
-    """Random numbers of each sample from a stream of its own, so that neighbours do not change a text."""
+    """Draw the random numbers of each sample from a stream of its own, so that other samples do not change a text."""
 
     def draw(prompt: int, sample: int) -> np.ndarray:
         key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)

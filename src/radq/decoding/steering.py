@@ -1,8 +1,9 @@
-"""One step of guided decoding, as pure functions: candidates of the base, a guide's shift, a KL budget, a sample.
+"""One step of guided decoding, as pure functions: choose candidates, add a guide's shift, fit a KL budget, sample.
 
-    z(v) = z_LM(v) / T + shift(v) for the candidates, −∞ elsewhere
+    z(v) = z_LM(v) / T + shift(v) for the candidates v, −∞ elsewhere
 
-The candidates come from the base logits alone and T divides the base logits alone, so β means the same at every T.
+The base model's logits z_LM alone decide on the candidates. The temperature T divides z_LM and not the shift, so that β
+has the same effect on z at every T.
 Axes: b rows, k candidates, v vocabulary.
 """
 
@@ -24,13 +25,14 @@ COLDEST = 1e-5  # logits divided by less may leave the range of float32
 
 @dataclass(frozen=True)
 class Steering:
-    """The numbers by which base logits and a guide's shift become the logits of the next token.
+    """The settings by which the base model's logits and a guide's shift become the logits of the next token.
 
     Args:
-        top_k: candidates are the k most likely tokens of the base; None for the whole vocabulary.
-        top_p: and within them the smallest set that holds this probability; None for no such limit.
+        top_k: the candidates are the k most likely tokens of the base model; None takes the whole vocabulary.
+        top_p: of these, only the smallest set that holds this probability are candidates; None keeps all.
         temperature: divides the base logits; 0 takes the best candidate of z_LM + shift instead of sampling.
-        kl_budget: scale the shift of each token down until KL(guided ‖ base on the candidates) fits this many nats.
+        kl_budget: the shift of each token is scaled down until KL(guided ‖ base model), over the candidates, is at most
+            this number of nats; None leaves it as it is.
     """
 
     top_k: int | None = 20
@@ -58,20 +60,20 @@ DEFAULT_STEERING = Steering()
 
 @dataclass(frozen=True)
 class Strengths:
-    """The numbers of a batch of requests, one row for each, so that every row may have its own."""
+    """The steerings and strengths β of a batch, one row for each request."""
 
     steerings: tuple[Steering, ...]
-    beta: Float[Tensor, "b s"]  # the guide's strengths
+    beta: Float[Tensor, "b s"]  # the strengths of the guide
     top_k: Int[Tensor, " b"]
     top_p: Float[Tensor, " b"]  # infinite where there is no limit
     temperature: Float[Tensor, " b"]
-    kl_budget: Float[Tensor, " b"]  # infinite where there is none
+    kl_budget: Float[Tensor, " b"]  # infinite where there is no budget
 
     @classmethod
     def stack(
         cls, steerings: Sequence[Steering], beta: Sequence[Sequence[float]], vocab_size: int, device: torch.device | str
     ) -> "Strengths":
-        """The numbers of each request, and of the guide it asks for."""
+        """Make the rows from the steering and the β of each request."""
 
         def column(values: Iterable[float | None], default: float) -> Tensor:
             numbers = [default if value is None else value for value in values]
@@ -88,7 +90,7 @@ class Strengths:
 
     @classmethod
     def repeat(cls, steering: Steering, guide: Guide | None, logits: Float[Tensor, "b v"]) -> "Strengths":
-        """The same numbers for every row of a batch."""
+        """Give every row of a batch of logits the same steering and the guide's own β."""
         beta = () if guide is None else guide.beta
         return cls.stack([steering] * len(logits), [beta] * len(logits), logits.shape[1], logits.device)
 
@@ -100,7 +102,7 @@ class Strengths:
 
     @property
     def widest(self) -> int | None:
-        """The largest top_k of any row; None for the whole vocabulary."""
+        """The largest top_k of any row; None if a row takes the whole vocabulary."""
         counts = [steering.top_k for steering in self.steerings]
         return None if None in counts else max(count for count in counts if count is not None)
 
@@ -111,7 +113,7 @@ class Proposal:
 
     candidates: Int[Tensor, "b k"]
     base: Float[Tensor, "b k"]  # z_LM / T; −∞ where a row has fewer than k candidates
-    shift: Float[Tensor, "b k"]  # the guide's, scaled to the KL budget; −∞ where it forbids a candidate
+    shift: Float[Tensor, "b k"]  # of the guide, scaled to the KL budget; −∞ for a candidate that the guide forbids
     clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
     state: Any = None  # the guide's state to go on from
 
@@ -127,20 +129,23 @@ class Proposal:
 def choose_candidates(
     logits: Float[Tensor, "b v"], strengths: Strengths
 ) -> tuple[Int[Tensor, "b k"], Float[Tensor, "b k"]]:
-    """Candidates and their logits, in float32 or better; −∞ fills rows that have fewer candidates than others."""
+    """Choose the candidates; return them and their logits, in float32 or better.
+
+    Rows with fewer candidates than others are filled with tokens whose logits are −∞.
+    """
     v, widest = logits.shape[-1], strengths.widest
     check_width(widest, v)
     limited = any(steering.top_p is not None for steering in strengths.steerings)
     if not limited and all(steering.top_k in (None, v) for steering in strengths.steerings):
         return torch.arange(v, device=logits.device).expand_as(logits), at_least_float32(logits)  # no need to sort
-    values, candidates = logits.topk(widest or v)  # of logits in half precision in half the time
+    values, candidates = logits.topk(widest or v)  # before upcasting, since half precision takes half the time
     values = at_least_float32(values)
     if not limited and all(steering.top_k == widest for steering in strengths.steerings):
         return candidates, values
     outside = torch.arange(values.shape[1], device=values.device) >= strengths.top_k[:, None]
     if limited:
         probabilities = values.masked_fill(outside, -torch.inf).softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # what more likely candidates hold
+        before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier candidates
         outside = outside | (before >= strengths.top_p[:, None])
         outside[:, 0] = False
         width = int((~outside).sum(-1).max())
@@ -149,7 +154,7 @@ def choose_candidates(
 
 
 def check_width(top_k: int | None, vocab_size: int) -> None:
-    """Raise if there are to be more candidates than tokens."""
+    """Raise if top_k is larger than the vocabulary."""
     if top_k is not None and top_k > vocab_size:
         raise OptionError(
             f"top_k must be at most {vocab_size}, the number of tokens, got {top_k}.", "give a smaller top_k."
@@ -157,7 +162,10 @@ def check_width(top_k: int | None, vocab_size: int) -> None:
 
 
 def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, strengths: Strengths) -> Proposal:
-    """Compute the guided logits of the candidates for the next token from the base's logits."""
+    """Compute the guided logits of the candidates for the next token from the base model's logits.
+
+    `state` is the guide's state of the texts so far. The proposal holds the state to go on from.
+    """
     candidates, values = choose_candidates(logits, strengths)
     base = divide(values, strengths)
     none = torch.zeros_like(base[:, 0])
@@ -179,9 +187,10 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, stren
 
 
 def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, "b k"]:
-    """z_LM / T; z_LM itself for greedy decoding.
+    """Divide logits by the temperature of their row; greedy rows, with temperature 0, stay as they are.
 
-    Below `COLDEST`, where that might overflow, each row is first lowered by its best: the probabilities are the same.
+    Below `COLDEST` the quotients might overflow. The largest logit of the row is then subtracted first, which does
+    not change the probabilities.
     """
     if all(steering.temperature in (0, 1) for steering in strengths.steerings):
         return values
@@ -192,7 +201,7 @@ def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, 
 
 
 def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"] | None) -> Float[Tensor, "b k"]:
-    """A shift of −∞ for the candidates that a guide forbids; 0 elsewhere, and in rows where it would leave none."""
+    """A shift of −∞ for candidates that a guide forbids, 0 for others and in rows where it forbids all candidates."""
     barrier = torch.zeros_like(base)
     if allowed is None:
         return barrier
@@ -204,7 +213,7 @@ def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"] | None) ->
 def fit_budget(
     base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], barrier: Float[Tensor, "b k"], budget: Float[Tensor, " b"]
 ) -> tuple[Float[Tensor, "b k"], Float[Tensor, " b"]]:
-    """Lift the barrier in rows where it alone would cost more than the budget; also return the scale of the shift."""
+    """Remove the barrier from rows where it alone exceeds the budget; also return the scale of each row's shift."""
     affordable = kl_divergence(base + barrier, base) <= budget
     barrier = torch.where(affordable[:, None], barrier, 0.0)
     return barrier, kl_scale(base, shift, budget, barrier)
@@ -218,7 +227,7 @@ def kl_scale(
 ) -> Float[Tensor, " b"]:
     """The largest c in [0, 1] with KL(softmax(base + c·shift + barrier) ‖ softmax(base)) ≤ budget, for each row.
 
-    The divergence grows with c, so bisection finds it; c = 1 is the full β the guide was given.
+    The divergence grows with c, so bisection finds it.
     """
     low, high = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0])
     fits = kl_divergence(base + shift + barrier, base) <= budget
@@ -230,13 +239,14 @@ def kl_scale(
 
 
 def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
-    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # small differences of sums
+    """KL(softmax(guided) ‖ softmax(base)) of each row, in nats."""
+    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # the terms nearly cancel
     terms = log_guided.exp() * (log_guided - log_base)
     return torch.where(base.isneginf() | guided.isneginf(), 0.0, terms).sum(-1).clamp(min=0).to(base.dtype)
 
 
 def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """The chosen candidate of each row: the best one in greedy rows, else the one that a number in [0, 1) draws."""
+    """Choose a candidate for each row: the best one in greedy rows, else a sample that a number in [0, 1) decides."""
     greedy = [steering.temperature == 0 for steering in strengths.steerings]
     if not any(greedy):
         return sample(proposal.logits, uniforms)
@@ -245,7 +255,7 @@ def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b
 
 
 def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """The candidate at which the cumulated probability passes a number in [0, 1)."""
+    """Draw a candidate for each row: the first at which the cumulated probability exceeds a number in [0, 1)."""
     cumulated = logits.double().softmax(-1).cumsum(-1)
     thresholds = uniforms.double()[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, thresholds, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
@@ -255,7 +265,8 @@ def _check_finite(candidates: Int[Tensor, "b k"], shift: Float[Tensor, "b k"]) -
     finite = shift.isfinite()
     if not bool(finite.all()):
         row, column = (~finite).nonzero()[0].tolist()
+        value, token = shift[row, column].item(), candidates[row, column].item()
         raise RewardValueError(
-            f"the guide gave {shift[row, column].item()} for token {candidates[row, column].item()}.",
-            "a reward model that diverged in training, or overflow in float16? Try another checkpoint or dtype.",
+            f"a guide's shift must be finite, got {value} for token {token}.",
+            "the reward model may have diverged in training, or overflows in float16: try another checkpoint or dtype.",
         )

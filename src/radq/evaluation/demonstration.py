@@ -1,10 +1,10 @@
-"""The demonstration: the embedded base, unguided and guided at several β, with what judge, base and clock say of it.
+"""The demonstration: texts of the embedded base model, unguided and guided at several β, scored and timed.
 
-    cast = load_cast()
-    comparison = compare(cast, ATTRIBUTES["sentiment"])
+    models = load_demo_models()
+    comparison = compare(models, ATTRIBUTES["sentiment"])
     [(cell.beta, cell.score, cell.perplexity) for cell in comparison.cells]
 
-Unguided and guided texts have the same prompts and the same seed, and are decoded in the same batch.
+Unguided and guided texts have the same prompts, the same seed and the same batch size.
 """
 
 import math
@@ -24,19 +24,20 @@ from radq.guides import RewardGuide
 from radq.models.embedded import EMBEDDED, judge_folder
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RewardModel
+from radq.numerics import pad_right
 
-NUM_TOKENS = 24
+NUM_TOKENS = 24  # the length of a continuation that does not stop by itself
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """What to steer, and how strongly. β is signed: a negative one steers away."""
+    """An attribute of texts that the demonstration steers. β is signed: a negative one steers away from it."""
 
     name: str
-    default_beta: float  # the one to begin with
-    betas: tuple[float, ...]
+    default_beta: float  # the recommended strength
+    betas: tuple[float, ...]  # the strengths that are compared
     prompts: tuple[str, ...]
-    judges_prompt: bool  # whether the judge reads the prompt too, or the continuation alone; as the paper's judges do
+    judges_prompt: bool  # whether the judge reads the prompt too, as the paper's judge of this attribute does
 
 
 ATTRIBUTES = {
@@ -65,8 +66,8 @@ ATTRIBUTES = {
 
 
 @dataclass(frozen=True)
-class Cast:
-    """All models that play; rewards and judges by attribute."""
+class DemoModels:
+    """The models of the demonstration: the base model, and a reward model and a judge for each attribute."""
 
     lm: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -76,68 +77,74 @@ class Cast:
 
 @dataclass(frozen=True)
 class Text:
+    """A continuation with its score and the rewards of its tokens."""
+
     generation: Generation
-    rewards: list[float]  # of each of its tokens, given what precedes it, whether it was guided by them or not
-    score: float | None  # the judge's; None for a blank text
+    rewards: list[float]  # the reward of each token, also where the text is unguided
+    score: float | None  # the judge's, from 0 to 1; None for a blank text
 
 
 @dataclass(frozen=True)
 class Cell:
-    """All texts of one strength, with means over them."""
+    """All texts at one β, with means over them."""
 
     beta: float | None  # None: unguided
     texts: list[Text]  # in the order of the prompts, samples of a prompt together
-    score: float | None
-    perplexity: float  # of all their tokens, under the base
+    score: float | None  # the mean; None if all texts are blank
+    perplexity: float  # of all their tokens, under the base model
     milliseconds: float  # per token
 
 
 @dataclass(frozen=True)
 class Comparison:
+    """Texts of one attribute, unguided and at several β."""
+
     attribute: Attribute
-    judge: str
-    num_samples: int  # of each prompt
+    judge: str  # its name
+    num_samples: int  # continuations of each prompt
     cells: list[Cell]  # unguided first
 
 
-def load_cast(attributes: Sequence[str] = tuple(ATTRIBUTES), device: str = "cpu") -> Cast:
-    """The embedded base, its reward models and its judges; the first call ever takes half a minute."""
+def load_demo_models(attributes: Sequence[str] = tuple(ATTRIBUTES), device: str = "cpu") -> DemoModels:
+    """Load the models. The first call on a machine converts the base model, which takes half a minute."""
     lm, tokenizer = load_causal_lm(EMBEDDED, device=device), load_tokenizer(EMBEDDED)
     rewards = {name: RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device) for name in attributes}
     encoder = load_encoder(EMBEDDED, device)
-    return Cast(lm, tokenizer, rewards, {name: LinearJudge(judge_folder(name), device, encoder) for name in attributes})
+    return DemoModels(
+        lm, tokenizer, rewards, {name: LinearJudge(judge_folder(name), device, encoder) for name in attributes}
+    )
 
 
 def compare(
-    cast: Cast,
+    models: DemoModels,
     attribute: Attribute,
     prompts: Sequence[str] = (),
     betas: Sequence[float] = (),
     num_samples: int = 8,
     seed: int = 0,
 ) -> Comparison:
-    """Unguided, then each β; prompts and β are the attribute's own unless given."""
+    """Continue prompts unguided and at each β. Prompts and β are the attribute's own unless they are given."""
     prompts, betas = prompts or attribute.prompts, betas or attribute.betas
-    reward, judge = cast.rewards[attribute.name], cast.judges[attribute.name]
+    reward, judge = models.rewards[attribute.name], models.judges[attribute.name]
     guides = [None, *(RewardGuide(reward, {attribute.name: beta}) for beta in betas)]
-    for guide in (None, guides[-1]):  # first calls are slow: not timed
-        generate(cast.lm, cast.tokenizer, prompts, guide, max_new_tokens=3, num_samples=num_samples)
+    for guide in (None, guides[-1]):  # the first calls are slow, so they are not timed
+        generate(models.lm, models.tokenizer, prompts, guide, max_new_tokens=3, num_samples=num_samples)
 
     def make_cell(guide: RewardGuide | None, beta: float | None) -> Cell:
         start = time.perf_counter()
         found = generate(
-            cast.lm, cast.tokenizer, prompts, guide, max_new_tokens=NUM_TOKENS, num_samples=num_samples, seed=seed
+            models.lm, models.tokenizer, prompts, guide, max_new_tokens=NUM_TOKENS, num_samples=num_samples, seed=seed
         )
         seconds = time.perf_counter() - start
         read = [(each.prompt if attribute.judges_prompt else "") + each.text for each in found]
         scores = [None if np.isnan(score) else float(score) for score in judge.score(read)]
         known = [score for score in scores if score is not None]
-        rewards = token_rewards(cast, reward, attribute.name, found)
+        rewards = token_rewards(models, reward, attribute.name, found)
         return Cell(
             beta,
             [Text(*each) for each in zip(found, rewards, scores, strict=True)],
             sum(known) / len(known) if known else None,
-            perplexity(found),
+            joint_perplexity(found),
             1000 * seconds / sum(len(each.token_ids) for each in found),
         )
 
@@ -147,20 +154,18 @@ def compare(
 
 @torch.no_grad()
 def token_rewards(
-    cast: Cast, reward: RewardModel, attribute: str, generations: Sequence[Generation]
+    models: DemoModels, reward: RewardModel, attribute: str, generations: Sequence[Generation]
 ) -> list[list[float]]:
-    """r̂ of each generated token, clamped as for guidance."""
-    prompts = encode_prompts(cast.lm, cast.tokenizer, [each.prompt for each in generations], NUM_TOKENS)
+    """The reward of each generated token, clamped as for guidance."""
+    prompts = encode_prompts(models.lm, models.tokenizer, [each.prompt for each in generations], NUM_TOKENS)
     rows = [prompt + each.token_ids for prompt, each in zip(prompts, generations, strict=True)]
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=reward.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=reward.device)
-    found = reward.token_rewards(tokens, mask)[..., reward.config.attributes.index(attribute)]  # (b, t)
-    clamped = found.clamp(*reward.config.attribute_ranges[0]).tolist()
+    column = reward.config.attributes.index(attribute)
+    found = reward.token_rewards(*pad_right(rows, device=reward.device))[..., column]  # (b, t)
+    clamped = found.clamp(*reward.config.attribute_ranges[column]).tolist()
     return [values[len(p) : len(row)] for values, p, row in zip(clamped, prompts, rows, strict=True)]
 
 
-def perplexity(generations: Sequence[Generation]) -> float:
-    """Under the base, over all their tokens."""
+def joint_perplexity(generations: Sequence[Generation]) -> float:
+    """The perplexity of all texts together under the base model."""
     tokens = sum(each.num_text_tokens for each in generations)
     return math.exp(sum(each.nll for each in generations) / max(1, tokens))

@@ -27,7 +27,7 @@ from radq.errors import OptionError, require_package
 
 THRESHOLD = 0.5  # a score above it counts as toxic, or positive
 MAUVE_SCALING = 5  # c of the MAUVE paper
-MAUVE_ITERATIONS = 500  # of k-means
+MAUVE_ITERATIONS = 500  # the iterations of k-means
 MAUVE_MIN_SAMPLES = 20  # there are n/10 clusters, and at least two
 MAUVE_RESAMPLES = 20  # each clusters anew, which takes long; only their standard deviation is used
 MAX_RESAMPLES = 1_000_000  # more change no digit that is shown
@@ -393,7 +393,7 @@ class _Curve:
 def mean_difference(
     x: Float[np.ndarray, " c"], y: Float[np.ndarray, " c"], u: Float[np.ndarray, " e"], v: Float[np.ndarray, " e"]
 ) -> tuple[float, tuple[float, float]]:
-    """Average y(x) − v(u) over the range that both curves have; return the mean (NaN without such a range) and it.
+    """Average y(x) − v(u) over the range that both curves have; return the mean (NaN if there is none) and that range.
 
     Both are linear between their points, so the trapezoid rule over all points of both is exact.
     """

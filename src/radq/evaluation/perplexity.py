@@ -129,7 +129,6 @@ def _sum_nll(
     """Sum the negative log-probabilities of the last c tokens where `scored`."""
     c = scored.shape[1]
     last: dict[str, Any] = {"logits_to_keep": c + 1} if kv_cache.accepts(lm, "logits_to_keep") else {}
-    logits = kv_cache.start(lm, input_ids, attention_mask, **last)[0].logits[
-        :, -c - 1 : -1
-    ]  # (b, c, v): of the next token
+    output, _ = kv_cache.start(lm, input_ids, attention_mask, **last)
+    logits = output.logits[:, -c - 1 : -1]  # (b, c, v): of the next token
     return -torch.where(scored, log_probabilities(logits, input_ids[:, -c:]).double(), 0.0).sum(1)

@@ -1,1 +1,1 @@
-"""Places that decode: transformers here, and radq's own loop in `radq.decoding.generate`."""
+"""Hosts: guided decoding inside the loops of other libraries, transformers' `generate` and vLLM."""

@@ -1,11 +1,11 @@
-"""Requests that come and go in a running batch, each with its own guide and numbers, for any serving engine.
+"""Guidance for serving engines, in whose running batch requests come and go, each with its own guide and settings.
 
-Clients name a guide that the operator has registered, and numbers for it; never a folder, never code:
+A client names a guide that the operator of the server has registered, and gives settings for it. It cannot name files:
 
     {"radq_guide": "toxicity", "radq_beta": -50.0, "radq_top_k": 20}
 
-Requests come, go, change places and start over. A state belongs to the tokens it has read, so a `Batch` carries on
-with the rows whose text grew by a token, reads the others anew, and joins them. Axes: b requests, v vocabulary.
+Requests may join, leave, change places and start over at any step. A `Batch` advances the guide's state of texts that
+grew by one token, reads all other texts anew, and joins the two. Axes: b requests, v vocabulary.
 """
 
 import math
@@ -29,13 +29,13 @@ from radq.numerics import pad_left
 
 PREFIX = "radq_"
 ARGUMENTS = ("radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
-OPTIONS = [name for kind in GUIDES.values() for name in kind.options]  # set by the operator alone
-GREEDY_BELOW = 1e-5  # engines take the best token below this temperature
+OPTIONS = [name for kind in GUIDES.values() for name in kind.options]  # only the operator sets these
+GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The guide that a request asks for, and the numbers for it."""
+    """The guide that a request asks for, with its strengths and steering."""
 
     guide: str
     beta: tuple[float, ...]
@@ -43,7 +43,7 @@ class Guidance:
 
 
 class Registry:
-    """The guides that clients may name, each one specification or a list of them, which add up."""
+    """The guides that clients may name. Each has one specification, or a list of them, whose guides are added."""
 
     def __init__(self, specifications: Mapping[str, str | Sequence[str]]):
         self.specifications = {name: [s] if isinstance(s, str) else list(s) for name, s in specifications.items()}
@@ -55,15 +55,18 @@ class Registry:
         try:
             stored = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise DataError(f"cannot read the guides in {str(path)!r}: {error}.", "give a YAML file.") from error
+            raise DataError(
+                f"cannot read the guides in {str(path)!r}: {error}.",
+                "give a YAML file with lines name: DIR:attribute=beta.",
+            ) from error
         entries = list(stored.values()) if isinstance(stored, dict) else [None]
         texts = [text for entry in entries for text in (entry if isinstance(entry, list) else [entry])]
         if [] in entries or not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{str(path)!r} is no list of guides.", "write each line as name: DIR:attribute=beta.")
+            raise DataError(f"{str(path)!r} must map names to guides.", "write each line as name: DIR:attribute=beta.")
         return cls({str(name): entry for name, entry in stored.items()})
 
     def strengths(self, name: str) -> list[tuple[str, float]]:
-        """The numbers of a guide that a client may replace, in the order of `radq_beta`."""
+        """Names and values of the strengths β of a guide, which a client may replace, in the order of `radq_beta`."""
         pairs = [pair for _, numbers in self._parts[name] for pair in numbers.items()]
         return [(key, number) for key, number in pairs if key not in OPTIONS]
 
@@ -72,12 +75,14 @@ class Registry:
         given = {name: value for name, value in (arguments or {}).items() if name.startswith(PREFIX)}
         unknown = [name for name in given if name not in ARGUMENTS]
         if unknown:
-            raise OptionError(f"there is no argument {unknown[0]!r}.", f"there are {', '.join(ARGUMENTS)}.")
+            raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")
         if not given:
             return None
         name = given.get("radq_guide")
         if not isinstance(name, str) or name not in self._parts:
-            raise OptionError(f"there is no guide {name!r}.", f"there are {', '.join(self._parts) or 'none'}.")
+            raise OptionError(
+                f"there is no guide {name!r}.", f"the registered guides are {', '.join(self._parts) or 'none'}."
+            )
         steering = Steering(
             top_k=_read_count(given.get("radq_top_k", 20), "radq_top_k") or None,
             top_p=_read_number(given.get("radq_top_p"), "radq_top_p"),
@@ -93,7 +98,10 @@ class Registry:
         numbers = beta if isinstance(beta, list) else [beta]
         if len(numbers) != len(strengths) or not all(_is_number(number) for number in numbers):
             keys = ", ".join(key for key, _ in strengths)
-            raise OptionError(f"radq_beta must be one number for each of {keys}, got {beta!r}.", f"see guide {name!r}.")
+            raise OptionError(
+                f"radq_beta must be one number for each of {keys}, got {beta!r}.",
+                f"these are the strengths of guide {name!r}.",
+            )
         return tuple(float(number) for number in numbers)
 
     def load(self, device: str = "cpu", dtype: str = "auto") -> dict[str, Guide]:
@@ -107,7 +115,7 @@ class Registry:
         for name, guide in guides.items():
             if len(guide.beta) != len(self.strengths(name)):
                 raise OptionError(
-                    f"guide {name!r} has an attribute named {' or '.join(OPTIONS)}, as options of GeDi are.",
+                    f"guide {name!r} has an attribute named {' or '.join(OPTIONS)}, which are names of options.",
                     "give the attribute another name.",
                 )
         return guides
@@ -125,13 +133,15 @@ def _read_number(value: Any, name: str) -> float | None:
 
 def _read_count(value: Any, name: str) -> int:
     if not _is_number(value) or value != int(value) or value < 0:
-        raise OptionError(f"{name} must be a whole number, got {value!r}.", "0 takes the whole vocabulary.")
+        raise OptionError(
+            f"{name} must be a whole number of at least 0, got {value!r}.", "0 takes the whole vocabulary."
+        )
     return int(value)
 
 
-@dataclass(eq=False)  # two requests for the same are two
+@dataclass(eq=False)  # requests with equal contents are still different requests
 class Request:
-    """A text that the engine extends in place."""
+    """A guided text, which the engine extends in place."""
 
     guidance: Guidance
     prompt: Sequence[int]
@@ -143,10 +153,10 @@ class Request:
 
 
 class Slots:
-    """Which request stands at which row of the engine's batch."""
+    """The guided requests by their slots in the engine's batch."""
 
     def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}  # of the guided ones
+        self.requests: dict[int, Request] = {}
 
     def update(
         self,
@@ -154,7 +164,10 @@ class Slots:
         added: Iterable[tuple[int, Request | None]],
         moved: Iterable[tuple[int, int, bool]],
     ) -> None:
-        """Changes in the order that vLLM prescribes. A move is from, to, and whether it swaps the two."""
+        """Remove, add and move requests, in this order, as vLLM prescribes.
+
+        An added request is None if it is not guided. A move has a source, a target, and whether it swaps the two.
+        """
         for slot in removed:
             self.requests.pop(slot, None)
         for slot, request in added:
@@ -170,7 +183,7 @@ class Slots:
 
 
 class Steerer:
-    """Steers the rows of a batch of logits, whichever requests stand there."""
+    """Steers the logits of the guided requests in a batch."""
 
     def __init__(self, guides: Mapping[str, Guide]):
         self._guides = guides
@@ -178,10 +191,10 @@ class Steerer:
 
     @torch.no_grad()
     def steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, Request]) -> None:
-        """Write the guided logits over the rows of these requests; other rows stay as they are.
+        """Overwrite the rows of these requests with guided logits; other rows stay as they are.
 
-        Requests for one guide are one batch, whatever their numbers. Only those for the whole vocabulary stand apart:
-        they would make as many candidates of the others.
+        Requests for one guide are one batch, whatever their settings, but those over the whole vocabulary are a batch
+        of their own: all rows of a batch have the same number of candidates, which would be large for the others.
         """
         groups: dict[tuple[str, bool], dict[Request, int]] = {}
         for row, request in requests.items():
@@ -196,7 +209,7 @@ class Steerer:
 
 
 class Batch:
-    """Requests that share a guide, and the guide's state of their texts."""
+    """Requests for the same guide, and the guide's state of their texts."""
 
     def __init__(self, guide: Guide):
         self.guide = guide
@@ -205,10 +218,10 @@ class Batch:
         self._state: Any = None
 
     def follow(self, requests: Sequence[Request]) -> None:
-        """Bring the state to the present texts of these requests."""
+        """Bring the state up to date with the texts of these requests; requests that are missing leave the batch."""
         present = set(requests)
-        resting: list[int] = []  # rows to keep as they are: an engine may show a text twice
-        growing: list[int] = []
+        resting: list[int] = []  # rows whose text is unchanged: an engine may show a text twice
+        growing: list[int] = []  # rows whose text has one more token
         for row, request in enumerate(self.requests):
             if request in present:
                 steps = _count_steps(self._outputs[row], request.output)
@@ -230,7 +243,10 @@ class Batch:
         self._outputs = [list(request.output) for request in self.requests]
 
     def steer(self, logits: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
-        """Turn base logits into logits which, divided by the temperature, are the guided ones; −∞ beside candidates."""
+        """Turn base logits into guided logits, multiplied by the temperature, by which the engine divides them later.
+
+        Tokens that are no candidates get −∞.
+        """
         vocab_size = logits.shape[1]
         steerings = [_limit_width(request.guidance.steering, vocab_size) for request in self.requests]
         betas = [request.guidance.beta for request in self.requests]
@@ -248,7 +264,9 @@ class Batch:
 
     def _start(self, requests: Sequence[Request]) -> Any:
         texts = [tuple(request.text) for request in requests]
-        unique = {text: row for row, text in enumerate(dict.fromkeys(texts))}  # samples of a prompt begin as equals
+        unique = {
+            text: row for row, text in enumerate(dict.fromkeys(texts))
+        }  # samples of a prompt have the same text at first
         state = self.guide.start(*pad_left(list(unique)))
         if len(unique) == len(texts):
             return state
@@ -256,10 +274,10 @@ class Batch:
 
 
 def _limit_width(steering: Steering, vocab_size: int) -> Steering:
-    """Ask for no more candidates than there are tokens."""
+    """Lower top_k to the size of the vocabulary where it is larger."""
     return steering if steering.top_k is None else replace(steering, top_k=min(steering.top_k, vocab_size))
 
 
 def _count_steps(read: list[int], output: list[int]) -> int | None:
-    """How many tokens the output has grown by; None where it is another text."""
+    """The number of tokens by which the output has grown since it was read; None if it is another text."""
     return len(output) - len(read) if output[: len(read)] == read else None

@@ -1,11 +1,12 @@
-"""Guided decoding inside transformers' `generate`: sampling, greedy, beam search, assisted decoding.
+"""Guided decoding inside transformers' `generate`: sampling, greedy and beam search, and assisted decoding.
 
     processor = GuidedLogitsProcessor(guide, attention_mask=inputs.attention_mask)
     lm.generate(**inputs, logits_processor=[processor], do_sample=True, top_k=0)
 
-transformers shows a processor nothing but `(input_ids, scores)`. This one remembers the state of the texts it saw last
-and carries on from the longest beginning it knows of the texts it is shown. So beams, rollbacks, assisted decoding and
-a second prompt need no care from the caller, and there is nothing to reset.
+transformers passes nothing but `(input_ids, scores)` to a processor. This one keeps the guide's state of the texts of
+the last call. If the texts of the next call differ from them by the order of rows, by some tokens fewer or by one token
+more, it updates the state; otherwise it reads the texts from their beginning. So it works for beams, assisted decoding
+and prompt after prompt, and never has to be reset.
 """
 
 from typing import Any, NamedTuple
@@ -19,19 +20,19 @@ from radq.decoding.steering import Steering, Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
 
-PADDING = -1  # stands for a padded place in the texts remembered
+PADDING = -1  # marks padding in the texts that are kept
 
 
 class GuidedLogitsProcessor(LogitsProcessor):
-    """Restricts the scores to the base's candidates and adds the guide's shift.
+    """Restricts the scores to candidates of the base model and adds the guide's shift.
 
     Args:
-        guide: what to add.
-        attention_mask: of the prompts, needed where they are padded (on the left). When the processor is used for
-            further prompts, the token found under this padding counts as padding there too.
-        top_k, top_p, temperature, kl_budget: see `radq.decoding.steering.Steering`. Turn `generate`'s own off
-            (`top_k=0`, and `temperature` left at 1): it would apply them to the guided scores.
-        tokenizer: of the base, to compare vocabularies token by token and not by size alone.
+        guide: the guide that steers.
+        attention_mask: the attention mask of the prompts, needed if they are padded (on the left). If the processor is
+            then used for other prompts, the padding token of these prompts counts as padding there too.
+        top_k, top_p, temperature, kl_budget: see `radq.decoding.steering.Steering`. Call `generate` with `top_k=0` and
+            without a temperature: it would apply its own values to the guided scores.
+        tokenizer: the tokenizer of the base model, to compare vocabularies token by token and not by size alone.
     """
 
     def __init__(
@@ -45,13 +46,15 @@ class GuidedLogitsProcessor(LogitsProcessor):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         if temperature == 0:
-            raise OptionError("temperature is 0.", "for greedy decoding call generate with do_sample=False.")
+            raise OptionError(
+                "temperature must be above 0, got 0.", "for greedy decoding, call generate with do_sample=False."
+            )
         self.guide = guide
         self.steering = Steering(top_k, top_p, temperature, kl_budget)
         self.tokenizer = tokenizer
         self.attention_mask = attention_mask
-        self._prompts: Tensor | None = None  # (b, t): the ones that the attention mask belongs to
-        self._texts: Tensor | None = None  # (b, t) tokens, PADDING where padded: what the state has read
+        self._prompts: Tensor | None = None  # (b, t): the prompts that the attention mask belongs to
+        self._texts: Tensor | None = None  # (b, t): the texts that the state has read, with PADDING
         self._state: Any = None
 
     @torch.no_grad()
@@ -68,34 +71,35 @@ class GuidedLogitsProcessor(LogitsProcessor):
         return guided.scatter(1, proposal.candidates, proposal.logits.to(scores.dtype))
 
     def _with_padding(self, input_ids: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-        """A copy of the texts with PADDING where their prompts were padded."""
+        """Copy the texts, with PADDING in place of the padding of their prompts."""
         if self.attention_mask is None:
             return input_ids.clone()
         mask = self.attention_mask.to(input_ids.device).bool()
         if self._prompts is None:
             if len(input_ids) % len(mask) or input_ids.shape[1] < mask.shape[1]:
+                shapes = f"{tuple(mask.shape)} for prompts of shape {tuple(input_ids.shape)}"
                 raise OptionError(
-                    f"the attention mask has shape {tuple(mask.shape)}, the prompts {tuple(input_ids.shape)}.",
+                    f"the attention mask must belong to the prompts, got one of shape {shapes}.",
                     "pass the attention_mask that goes to generate.",
                 )
             self._prompts = input_ids[:, : mask.shape[1]].clone()
-        mask = mask.repeat_interleave(len(self._prompts) // len(mask), dim=0)  # beams and samples stay by their prompt
+        mask = mask.repeat_interleave(len(self._prompts) // len(mask), dim=0)  # samples of a prompt are neighbours
         padding = torch.zeros_like(input_ids, dtype=torch.bool)
         if torch.equal(input_ids[:, : mask.shape[1]], self._prompts):
             padding[:, : mask.shape[1]] = ~mask
-        elif not bool(mask.all()):  # other prompts: what was padding before is padding now
+        elif not bool(mask.all()):  # other prompts: they are padded with the same token
             pad_token = self._prompts[~mask][0]
             padding = (input_ids == pad_token).long().cumprod(1).bool()
         return input_ids.masked_fill(padding, PADDING)
 
     def _knows_padding(self, texts: Int[Tensor, "b t"]) -> bool:
-        """Whether the attention mask is of these texts, or has shown by which token others are padded."""
+        """Whether the attention mask belongs to these texts, or has shown which token pads them."""
         if self.attention_mask is None or self._prompts is None:
             return False
         return not bool(self.attention_mask.all()) or torch.equal(texts[:, : self._prompts.shape[1]], self._prompts)
 
     def _refuse_padding(self, texts: Int[Tensor, "b t"]) -> None:
-        """A special token before some of the texts but not all, or twice before one, is padding, not a BOS."""
+        """Raise if texts seem to be padded: a special token begins some of them but not all, or one of them twice."""
         known = set() if self.tokenizer is None else set(self.tokenizer.all_special_ids)
         special = torch.tensor(sorted(known | self.guide.special_tokens), device=texts.device, dtype=torch.long)
         first = texts[:, :1]
@@ -103,17 +107,17 @@ class GuidedLogitsProcessor(LogitsProcessor):
         twice = begins & (texts[:, 1:2] == first)
         if bool(twice.any()) or bool(begins.any() & (first != first[0]).any()):
             raise OptionError(
-                "texts begin with special tokens in the way of padding, and no attention_mask says whether they are.",
-                "pass attention_mask=inputs.attention_mask to GuidedLogitsProcessor; ones where nothing is padded.",
+                "some texts begin with special tokens as if they were padded, and there is no attention_mask for them.",
+                "pass attention_mask=inputs.attention_mask to GuidedLogitsProcessor; ones if nothing is padded.",
             )
 
     def _follow(self, texts: Int[Tensor, "b t"]) -> None:
-        """Bring the state to these texts, from the ones it has read if that is near, else from their beginning."""
+        """Bring the state up to date with these texts: update it if that is cheap, else read them anew."""
         update = None if self._texts is None else _plan_update(self._texts, texts, self.guide.vocab_size)
         if update is None:
             if not self._knows_padding(texts):
                 self._refuse_padding(texts)
-            unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt begin as equals
+            unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt are equal at first
             state = self.guide.start(unique.clamp(min=0), (unique != PADDING).long())
             self._state = state.select(rows)
         else:
@@ -127,25 +131,26 @@ class GuidedLogitsProcessor(LogitsProcessor):
 
 
 class _Update(NamedTuple):
-    """How a state of texts that were read becomes one of other texts: which rows to keep, how many tokens to drop,
-    and which token to read.
-    """
+    """The changes from a state of some texts to that of others: rows to select, tokens to drop, tokens to read."""
 
-    rows: Int[Tensor, " b"] | None
-    rewind: int
-    tokens: Int[Tensor, " b"] | None
+    rows: Int[Tensor, " b"] | None  # the row of the state for each text; None if nothing moves
+    rewind: int  # the number of tokens to drop at the end of every row
+    tokens: Int[Tensor, " b"] | None  # the token to read then; None if there is none
 
 
 def _plan_update(known: Int[Tensor, "r s"], texts: Int[Tensor, "b t"], vocab_size: int) -> _Update | None:
-    """Plan the update of a state; None if the texts must be read anew, which costs the same for two or more tokens."""
+    """Plan the update of a state; None if the texts must be read from their beginning.
+
+    That is also so if they have two or more new tokens, which are read as fast in one piece with the rest.
+    """
     s, t = known.shape[1], texts.shape[1]
-    if t == s + 1 and torch.equal(texts[:, :s], known):  # the common case
+    if t == s + 1 and torch.equal(texts[:, :s], known):  # one more token per row: the common case
         return _Update(None, 0, texts[:, s])
     for kept in (t, t - 1):
         rows = _find_rows(known[:, :kept], texts[:, :kept]) if 0 < kept <= s else None
         if rows is not None:
             readable = bool((texts[:, :kept] != PADDING).any(1).all())
-            read = bool((known[rows, kept:] < vocab_size).all())  # what the guide has left out it cannot rewind
+            read = bool((known[rows, kept:] < vocab_size).all())  # a guide cannot rewind tokens that it does not know
             return _Update(rows, s - kept, texts[:, kept] if kept < t else None) if readable and read else None
     return None
 

@@ -1,10 +1,11 @@
-"""Guided decoding inside vLLM: a logits processor for its servers, and an engine for many texts at once.
+"""Guided decoding inside vLLM: a logits processor for vLLM's server, and an engine that continues many prompts.
 
     RADQ_GUIDES=guides.yaml vllm serve gpt2-large --max-model-len 1000 \\
         --logits-processors radq.hosts.vllm:GuidedProcessor
 
-guides.yaml is the operator's: names, and what they stand for (`toxicity: models/toxicity:toxicity=-50`). A client names
-one, in `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; see `radq.hosts.batching` for the arguments.
+The operator of the server writes guides.yaml, with lines such as `toxicity: models/toxicity:toxicity=-50`. A client
+names one of these guides in `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; `radq.hosts.batching` reads
+these arguments.
 """
 
 import os
@@ -31,9 +32,9 @@ second_runner: Any = require_package("vllm.v1.worker.gpu.sample.logits_processor
 vllm_errors: Any = require_package("vllm.exceptions", "vllm")
 platforms: Any = require_package("vllm.platforms", "vllm")
 
-GUIDES = "RADQ_GUIDES"  # environment variable: vLLM's processes share nothing else before they start
-LONGEST = 2048  # default context of the engine, to leave memory for more texts at once
-HEADROOM = 8  # what guides put before a text: a BOS, maybe a control code
+GUIDES = "RADQ_GUIDES"  # an environment variable, since vLLM's processes share nothing else before they start
+LONGEST = 2048  # default context length of the engine: a shorter context leaves memory for more texts
+HEADROOM = 8  # room for tokens that guides put before a text: a BOS, maybe a control code
 
 
 @lru_cache
@@ -42,25 +43,29 @@ def _read_registry(path: str) -> Registry:
 
 
 def find_registry() -> Registry:
+    """Read the guides in the file that the environment variable names."""
     path = os.environ.get(GUIDES)
     if not path:
-        raise OptionError(f"{GUIDES} is not set.", "let it name a YAML file with lines name: DIR:attribute=beta.")
+        raise OptionError(
+            f"the environment variable {GUIDES} is not set.",
+            "set it to a YAML file with lines name: DIR:attribute=beta.",
+        )
     return _read_registry(path)
 
 
 def read_guidance(params: Any) -> Guidance | None:
-    """What a request's SamplingParams ask for."""
+    """Read the guidance that a request's SamplingParams ask for; None if it is not guided."""
     return find_registry().guidance(params.extra_args, params.temperature)
 
 
 class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcessor):
-    """Both of vLLM's interfaces: which one is used shows when vLLM makes a processor.
+    """A logits processor that steers guided requests. It has the interfaces of both of vLLM's model runners.
 
-    vLLM applies the temperature after this, to base logits and shift alike, so the shift is multiplied by it here.
+    vLLM divides logits by the temperature after this, the shift included, so the shift is multiplied by it here.
     """
 
     def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool | None = None):
-        """`place` is a device (first runner), or the tokens of all requests, which know theirs (second)."""
+        """The first runner passes a device as `place`, the second one an object with the tokens of all requests."""
         self._slots, self._states = Slots(), place
         registry = find_registry()
         guides = registry.load(str(getattr(place, "device", place)))
@@ -80,7 +85,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
             self._steerer.steer(logits, requests)
         return logits
 
-    # --- the first runner: slots are rows, and change ---
+    # --- the first runner: requests stand at the rows of the batch, and move between them ---
 
     def update_state(self, batch_update: Any) -> None:
         if batch_update is not None:
@@ -91,7 +96,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
                 [(source, target, direction is swap) for source, target, direction in batch_update.moved],
             )
 
-    # --- the second runner: slots stay, rows change ---
+    # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         request = _read_request(sampling_params, [], [])
@@ -99,12 +104,12 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         return request is not None
 
     def _read_context(self, ctx: Any) -> dict[int, Request]:
-        """The guided rows of this step, their texts brought up to date."""
+        """The guided requests of this step by their rows, with their texts brought up to date."""
         slots = [int(slot) for slot in ctx.idx_mapping_np]
         rows = {row: self._slots.requests[slot] for row, slot in enumerate(slots) if slot in self._slots.requests}
         last = ctx.input_ids.tolist() if rows else []
         for row, request in rows.items():
-            length = int(ctx.seq_lens_upper_bound_np[row])  # exact, since there are no speculated tokens
+            length = int(ctx.seq_lens_upper_bound_np[row])  # the exact length, since no tokens are speculated
             if length == len(request.output) + 1:
                 request.output.append(last[row])
             elif length != len(request.output):
@@ -118,12 +123,12 @@ def _read_request(params: Any, prompt: list[int] | None, output: list[int]) -> R
 
 
 def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> None:
-    """Whatever would fail in the middle of a batch, and with it the engine, fails at the start."""
+    """Raise at the start if guides would fail in the middle of a batch, which would stop the whole engine."""
     model = vllm_config.model_config
     if vllm_config.speculative_config is not None:
-        raise OptionError("vLLM is set to speculate.", "turn speculative decoding off: guides read token by token.")
+        raise OptionError("guides cannot be used with speculative decoding.", "turn it off in vLLM.")
     if model.enable_prompt_embeds:
-        raise OptionError("vLLM is set to take embeddings as prompts.", "turn it off: guides read tokens.")
+        raise OptionError("guides cannot read prompts that are embeddings.", "turn enable_prompt_embeds off in vLLM.")
     tokenizer = load_tokenizer(model.tokenizer)
     for guide in guides:
         guide.check_vocabulary(model.get_vocab_size(), tokenizer, model.model)
@@ -135,6 +140,8 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> None:
 
 @dataclass
 class VllmGeneration:
+    """A continuation of a prompt by vLLM."""
+
     prompt: str
     text: str  # the continuation, without special tokens
     token_ids: list[int]  # the continuation, a final stop token included
@@ -142,13 +149,14 @@ class VllmGeneration:
 
 
 class VllmEngine:
-    """A base model in vLLM, and guides to choose from: `radq.generate` for many texts.
+    """A base model and guides inside vLLM, for more texts per second than `radq.generate`.
 
     Args:
-        base: hub name or folder.
-        guides: names, and the specification of each or a list of them: {"toxicity": "DIR:toxicity=-50"}.
-        max_model_len: longest text, prompt included; by default what base and guides have room for, 2048 at most.
-        options: of `vllm.LLM`, such as `gpu_memory_utilization`: guides need memory beside the base.
+        base: the hub name or folder of the base model.
+        guides: for each name, the specification of a guide or a list of them: {"toxicity": "DIR:toxicity=-50"}.
+        max_model_len: the most tokens of a text, prompt included; by default as many as base model and guides have
+            room for, but at most 2048.
+        options: arguments of `vllm.LLM`. Lower its `gpu_memory_utilization`, since guides need memory too.
     """
 
     def __init__(
@@ -164,7 +172,7 @@ class VllmEngine:
         self._bos = find_bos(config, self.tokenizer)
         positions = max_positions(config) or LONGEST
         self.max_model_len = max_model_len or min(LONGEST, positions - (HEADROOM if guides else 0))
-        self.tokens_per_second = 0.0  # of the last call
+        self.tokens_per_second = 0.0  # in the last call of `generate`
         self._folder = tempfile.TemporaryDirectory(prefix="radq-")
         processors: dict[str, Any] = {}
         if guides:
@@ -172,7 +180,7 @@ class VllmEngine:
             path.write_text(yaml.safe_dump(self.registry.specifications, sort_keys=False), encoding="utf-8")
             os.environ[GUIDES] = str(path)
             processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]}
-        if platforms.current_platform.is_cpu():  # where vLLM 0.32 cannot take back the random number of half a prompt
+        if platforms.current_platform.is_cpu():  # vLLM 0.32 fails there on a seeded request that is read in chunks
             options = {"enable_chunked_prefill": False, **options}
         self._vllm = require_package("vllm", "vllm")
         self.llm: Any = self._vllm.LLM(str(resolve(base)), max_model_len=self.max_model_len, **processors, **options)
@@ -194,18 +202,19 @@ class VllmEngine:
         first_prompt: int = 0,
         progress: bool = False,
     ) -> list[VllmGeneration]:
-        """As `radq.generate`, but for `guide`, a name among `guides`, and `beta`, which replaces its numbers.
+        """Continue prompts as `radq.generate` does.
 
-        Sample s of prompt p has a random stream of its own, by (seed, p, s); it is not that of `radq.generate`.
+        `guide` is one of the names in `guides`, and `beta` replaces its strengths, in the order of the specification.
+        The random numbers of sample s of prompt p depend on (seed, p, s) alone. They differ from `radq.generate`'s.
         """
         extra_args: dict[str, Any] = {}
         own_candidates: dict[str, Any] = {}
         if guide is None:
             own_candidates = {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
         else:
-            numbers = list(beta) if isinstance(beta, Sequence) else beta
-            wishes = {"guide": guide, "beta": numbers, "top_k": top_k or 0, "top_p": top_p, "kl_budget": kl_budget}
-            extra_args = {f"radq_{name}": value for name, value in wishes.items() if value is not None}
+            given = list(beta) if isinstance(beta, Sequence) else beta
+            settings = {"guide": guide, "beta": given, "top_k": top_k or 0, "top_p": top_p, "kl_budget": kl_budget}
+            extra_args = {f"radq_{name}": value for name, value in settings.items() if value is not None}
         self.registry.guidance(extra_args, temperature)
         stops = {} if stop_token_ids is None else {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}
 
@@ -221,10 +230,10 @@ class VllmEngine:
                     **stops,
                 )
             except vllm_errors.VLLMValidationError as error:
-                raise OptionError(str(error), "vLLM has limits of its own.") from error
+                raise OptionError(str(error), "vLLM refuses this value; choose another one.") from error
 
         if num_samples < 1:
-            raise OptionError(f"num_samples is {num_samples}.", "give 1 or more.")
+            raise OptionError(f"num_samples must be at least 1, got {num_samples}.", "give a larger num_samples.")
         encoded = self._encode(prompts, max_new_tokens)
         pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(num_samples)]
         begin = time.perf_counter()
@@ -256,13 +265,15 @@ class VllmEngine:
 
     def _encode(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
         if isinstance(prompts, str) or not prompts:
-            raise OptionError(f"prompts are {prompts!r}.", "give a list of one or more texts.")
+            raise OptionError(
+                f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
+            )
         encoded = [ids or [self._bos] for ids in tokenise(self.tokenizer, prompts, self._bos)]
         for number, ids in enumerate(encoded):
             if len(ids) + max_new_tokens > self.max_model_len:
                 raise ContextLengthError(
-                    f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones they exceed "
-                    f"{self.max_model_len}.",
+                    f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones it exceeds "
+                    f"the context of {self.max_model_len}.",
                     "shorten the prompt, lower max_new_tokens or raise max_model_len.",
                 )
         return encoded

@@ -52,7 +52,7 @@ class DataRankConfig:
     seed: int = 0
     """Seed of the random start and of the shuffled labels; a matrix file brings its own shuffled labels."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     dtype: Literal["float64", "float32"] = "float64"
     """Data type of the factors."""
 
@@ -96,9 +96,9 @@ class ModelRankConfig:
     """Settings of the measurement of a reward model."""
 
     reward: tyro.conf.Positional[str]
-    """Reward model folder."""
+    """Folder of the reward model."""
     data: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE")] = field(default_factory=list)
-    """File to draw prefixes from; repeat for more."""
+    """File with texts to draw prefixes from; repeat the option for more files."""
     text: str = "text"
     """Column with the texts."""
     skip_empty: bool = False
@@ -116,7 +116,7 @@ class ModelRankConfig:
     seed: int = 0
     """Seed of the draw of prefixes."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of the model, which also sets the cutoff of the rank."""
 

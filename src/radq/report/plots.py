@@ -59,7 +59,7 @@ STYLE = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
 WIDTH, PANEL_HEIGHT, LEGEND_ROW = 9.8, 3.4, 0.2  # inches
-LEGEND_CHARACTERS = 140  # in a row
+LEGEND_CHARACTERS = 140  # the most characters in a row of a legend
 CORNERS = (
     (4, 4, "left"),
     (4, -10, "left"),
@@ -232,7 +232,7 @@ def _label_axes(axes: Any, fluency: str) -> None:
 
 
 def _add_legends(figure: Any, curves: list[Curve], drawn: dict[str, Any]) -> float:
-    """Add a legend of all curves above, points or not, and one of the paper's curves below; return their height."""
+    """Add a legend of all curves above, and one of the paper's curves below; return the height of both."""
     empty = require_package("matplotlib.lines", "eval").Line2D([], [], ls="none")
     labels = [curve.label for curve in curves]
     ours = {label if label in drawn else f"{label}: not measured": drawn.get(label, empty) for label in labels}

@@ -119,7 +119,7 @@ class LabelLoss(NamedTuple):
     """A loss between rewards and labels, as `--loss` names it."""
 
     compute: Callable[..., Float[Tensor, ""]]  # of head outputs (b, t, a), loss_mask, labels (b, a) and weights (b,)
-    head_output: Callable[[Tensor], Tensor]  # from a reward to the head output that means it
+    head_output: Callable[[Tensor], Tensor]  # turns a reward into the head output that stands for it
     label_range: tuple[float, float] | None  # labels outside this range are refused; None allows all
 
 

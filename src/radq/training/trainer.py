@@ -39,7 +39,7 @@ from radq.training.config import TrainingConfig
 
 CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
 STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches
-ROWS_NAMED = 8  # so many rows of a batch are named in an error
+ROWS_NAMED = 8  # the most rows of a batch that an error names
 
 
 class StepLoss(NamedTuple):
