@@ -364,8 +364,8 @@ def make_llama_tokenizer() -> PreTrainedTokenizerBase:
 def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
     lm, tokenizer = make_lm("llama").double(), make_llama_tokenizer()
     prompts = ["5 9", "<s> 5 9", "<s> <s> 5 9", "", "<s>"]
-    assert encode_prompts(lm, tokenizer, prompts, 1) == [[BOS, 5, 9]] * 2 + [[BOS, BOS, 5, 9], [BOS], [BOS]]
-    assert encode_prompts(lm, TOKENIZER, prompts, 1) == [[5, 9], [BOS, 5, 9], [BOS, BOS, 5, 9], [BOS], [BOS]]
+    assert encode_prompts(lm.config, tokenizer, prompts, 1) == [[BOS, 5, 9]] * 2 + [[BOS, BOS, 5, 9], [BOS], [BOS]]
+    assert encode_prompts(lm.config, TOKENIZER, prompts, 1) == [[5, 9], [BOS, 5, 9], [BOS, BOS, 5, 9], [BOS], [BOS]]
     plain, begun = generate(lm, tokenizer, prompts[:1]), generate(lm, tokenizer, prompts[1:2])
     assert plain[0].token_ids == begun[0].token_ids
     likelihoods = measure_likelihoods(lm, tokenizer, prompts[:2], [" 12 30", " 12 30"])

@@ -486,5 +486,5 @@ def test_response_ranges_are_one_pair_or_one_for_each_attribute(lm_folders: dict
     assert same.response_range == [0.0, 5.0]  # as folders of one range have it
     assert same.attribute_ranges == [(0.0, 5.0), (0.0, 5.0)]
     for wrong in ([(0, 1)], (0, 1, 2), [(0, 1), (2, 1)], (1, 0), ()):
-        with pytest.raises(OptionError, match="response_range is"):
+        with pytest.raises(OptionError, match="response_range must"):
             RewardModelConfig(attributes=["a", "b"], response_range=wrong)

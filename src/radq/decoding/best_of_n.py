@@ -47,7 +47,7 @@ def best_of_n(
     if n < 1:
         raise OptionError(f"n must be at least 1, got {n}.", "give a larger n.")
     guide = RewardGuide(model, beta)
-    encoded = encode_prompts(lm, tokenizer, prompts, max_new_tokens)
+    encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
     guide.check_length(max(map(len, encoded)) + max_new_tokens)
     options["batch_size"] = batch_size

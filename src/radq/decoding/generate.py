@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from radq.decoding.steering import DEFAULT_STEERING, Proposal, Steering, Strengths, check_width, choose, propose
 from radq.errors import ContextLengthError, OptionError
@@ -103,7 +103,7 @@ def generate(
         for step in steps:
             bar.update(record.add(step))
     token_ids = [ids[:n].tolist() for ids, n in zip(record.tokens, record.lengths, strict=True)]
-    texts = decode_texts(tokenizer, encode_prompts(lm, tokenizer, prompts, max_new_tokens), token_ids)
+    texts = decode_texts(tokenizer, encode_prompts(lm.config, tokenizer, prompts, max_new_tokens), token_ids)
     return [
         record.generation(row, prompts[row // num_samples], text, ids)
         for row, (text, ids) in enumerate(zip(texts, token_ids, strict=True))
@@ -165,7 +165,7 @@ def stream(
     for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
         if value < 1:
             raise OptionError(f"{name} must be at least 1, got {value}.", f"give a larger {name}.")
-    encoded = encode_prompts(lm, tokenizer, prompts, max_new_tokens)
+    encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     vocab_size = num_logits(lm)
     if guide is not None:
         guide.check_vocabulary(vocab_size, tokenizer, lm.config.name_or_path or type(lm).__name__)
@@ -242,21 +242,30 @@ class _Decoder:
 
 
 def encode_prompts(
-    lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    context: int | None = None,
 ) -> list[list[int]]:
-    """Tokenise prompts, with the special tokens that the base model expects; an empty prompt becomes a BOS."""
+    """Tokenise prompts, with the special tokens that the base model expects; an empty prompt becomes a BOS.
+
+    Args:
+        config: the base model's.
+        context: the longest text that is allowed, with the new tokens; by default what the base model has room for.
+    """
     if isinstance(prompts, str) or not prompts:
         raise OptionError(
             f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
         )
-    bos = find_bos(lm.config, tokenizer)
+    bos = find_bos(config, tokenizer)
     encoded = [ids or [bos] for ids in tokenise(tokenizer, prompts, bos)]
-    positions = max_positions(lm.config)
+    positions, room = (max_positions(config), name_positions(config)) if context is None else (context, f"{context}")
     for number, ids in enumerate(encoded):
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ContextLengthError(
                 f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones it exceeds the base model's "
-                f"{name_positions(lm.config)}.",
+                f"{room}.",
                 "shorten the prompt or lower max_new_tokens.",
             )
     return encoded

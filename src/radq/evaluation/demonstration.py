@@ -157,7 +157,7 @@ def token_rewards(
     models: DemoModels, reward: RewardModel, attribute: str, generations: Sequence[Generation]
 ) -> list[list[float]]:
     """The reward of each generated token, clamped as for guidance."""
-    prompts = encode_prompts(models.lm, models.tokenizer, [each.prompt for each in generations], NUM_TOKENS)
+    prompts = encode_prompts(models.lm.config, models.tokenizer, [each.prompt for each in generations], NUM_TOKENS)
     rows = [prompt + each.token_ids for prompt, each in zip(prompts, generations, strict=True)]
     column = reward.config.attributes.index(attribute)
     found = reward.token_rewards(*pad_right(rows, device=reward.device))[..., column]  # (b, t)

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 import yaml
 
-from radq.decoding.generate import decode_texts
+from radq.decoding.generate import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, OptionError, require_package
 from radq.hosts.batching import Guidance, Registry, Request, Slots, Steerer
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
-from radq.models.vocabulary import find_bos, tokenise
 
 first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = require_package("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
@@ -168,9 +167,8 @@ class VllmEngine:
     ):
         self.registry = Registry(guides or {})
         self.tokenizer = load_tokenizer(base)
-        config = load_config(base)
-        self._bos = find_bos(config, self.tokenizer)
-        positions = max_positions(config) or LONGEST
+        self._config = load_config(base)
+        positions = max_positions(self._config) or LONGEST
         self.max_model_len = max_model_len or min(LONGEST, positions - (HEADROOM if guides else 0))
         self.tokens_per_second = 0.0  # in the last call of `generate`
         self._folder = tempfile.TemporaryDirectory(prefix="radq-")
@@ -234,7 +232,7 @@ class VllmEngine:
 
         if num_samples < 1:
             raise OptionError(f"num_samples must be at least 1, got {num_samples}.", "give a larger num_samples.")
-        encoded = self._encode(prompts, max_new_tokens)
+        encoded = encode_prompts(self._config, self.tokenizer, prompts, max_new_tokens, self.max_model_len)
         pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(num_samples)]
         begin = time.perf_counter()
         outputs = self.llm.generate(
@@ -262,21 +260,6 @@ class VllmEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _encode(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
-        if isinstance(prompts, str) or not prompts:
-            raise OptionError(
-                f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
-            )
-        encoded = [ids or [self._bos] for ids in tokenise(self.tokenizer, prompts, self._bos)]
-        for number, ids in enumerate(encoded):
-            if len(ids) + max_new_tokens > self.max_model_len:
-                raise ContextLengthError(
-                    f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones it exceeds "
-                    f"the context of {self.max_model_len}.",
-                    "shorten the prompt, lower max_new_tokens or raise max_model_len.",
-                )
-        return encoded
 
 
 def _derive_seed(seed: int, prompt: int, sample: int) -> int:

