@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
     from radq.guides.meter import Meter
     from radq.hosts.transformers import GuidedLogitsProcessor
-    from radq.models.reward import RadQ, RadV, RewardModel, RewardModelConfig
+    from radq.models.config import RewardModelConfig
+    from radq.models.reward import RadQ, RadV, RewardModel
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
     from radq.training.reward import train
@@ -37,7 +38,7 @@ _HOME = {
     "Meter": "radq.guides.meter",
     "RadQ": "radq.models.reward",
     "RadV": "radq.models.reward",
-    "RewardModelConfig": "radq.models.reward",
+    "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",
     "train": "radq.training.reward",

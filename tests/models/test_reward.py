@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from radq.errors import ContextLengthError, ModelError, OptionError
+from radq.models.config import RewardModelConfig
 from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm, load_config
-from radq.models.reward import RadQ, RadV, RewardModel, RewardModelConfig
+from radq.models.reward import RadQ, RadV, RewardModel
 from radq.models.vocabulary import read_vocabulary
 from radq.training.losses import baseline_loss, squared_loss
 

@@ -35,7 +35,8 @@ def register_reward_models() -> None:
 def _register_classes() -> None:
     from transformers import AutoConfig, AutoModel
 
-    from radq.models.reward import RewardModel, RewardModelConfig
+    from radq.models.config import RewardModelConfig
+    from radq.models.reward import RewardModel
 
     AutoConfig.register(MODEL_TYPE, RewardModelConfig, exist_ok=True)
     AutoModel.register(RewardModelConfig, RewardModel, exist_ok=True)

@@ -22,8 +22,9 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from radq.errors import CheckpointError, OptionError
+from radq.models.config import RewardModelConfig
 from radq.models.loading import find_tokenizer, load_config
-from radq.models.reward import KINDS, RadQ, RewardModel, RewardModelConfig
+from radq.models.reward import KINDS, RadQ, RewardModel
 from radq.models.vocabulary import find_bos, read_vocabulary
 
 Weights = dict[str, Tensor]

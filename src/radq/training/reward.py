@@ -15,7 +15,8 @@ from accelerate import PartialState
 from radq.data.dataset import RewardData
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
-from radq.models.reward import RadQ, RadV, RewardModel, simplify_ranges
+from radq.models.config import simplify_ranges
+from radq.models.reward import RadQ, RadV, RewardModel
 from radq.training.config import RewardTrainingConfig
 from radq.training.data import check_labels, load_run_data
 from radq.training.reward_trainer import RewardTrainer

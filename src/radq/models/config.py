@@ -1,0 +1,97 @@
+"""The configuration of reward models, as config.json stores it."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from radq.errors import OptionError
+from radq.models.origins import Origin
+
+RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that is not above the high."
+
+
+class RewardModelConfig(PreTrainedConfig):
+    """The configuration of a reward model, stored in config.json.
+
+    Args:
+        kind: "q" scores all next tokens from the prefix alone, "v" reads each next token as an input.
+        attributes: names of what the rewards measure, in the order of their last axis.
+        head: name of the head in `radq.models.heads.HEADS`, for kind "q".
+        backbone: configuration of the transformer below the head.
+        loss: name of the training loss; with "ce" the reward is σ of the head's output.
+        response_range: range of the training labels, to which guides clamp rewards: (low, high) for all attributes,
+            or one pair for each. `attribute_ranges` has one for each in either case.
+        prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
+        vocabulary: size, number of tokens and fingerprint, see `radq.models.vocabulary`.
+        lora_rank: rank of the adapters that were trained beside a frozen backbone; 0 without adapters.
+        backbone_name: where that backbone is found, since the folder then holds adapters and head only: `embedded`, a
+            hub name, or a folder, in config.json relative to the folder of the reward model.
+        backbone_revision: commit of a backbone on the hub.
+        backbone_fingerprint: fingerprint of its weights, see `radq.models.origins`.
+    """
+
+    model_type = "radq"
+
+    def __init__(
+        self,
+        kind: Literal["q", "v"] = "q",
+        attributes: Sequence[str] = ("reward",),
+        head: str = "linear",
+        backbone: PreTrainedConfig | dict[str, Any] | None = None,
+        loss: str = "mse",
+        response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0),
+        prepend_bos: bool = True,
+        bos_token_id: int | None = None,
+        vocabulary: Sequence[Any] | None = None,
+        lora_rank: int = 0,
+        backbone_name: str | None = None,
+        backbone_revision: str | None = None,
+        backbone_fingerprint: str | None = None,
+        **kwargs: Any,
+    ):
+        self.kind = kind
+        self.attributes = list(attributes)
+        self.head = head
+        self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
+        self.loss = loss
+        self.response_range = simplify_ranges(response_range, len(self.attributes))
+        self.prepend_bos = prepend_bos
+        self.vocabulary = None if vocabulary is None else list(vocabulary)
+        self.lora_rank = lora_rank
+        self.backbone_name = backbone_name
+        self.backbone_revision = backbone_revision
+        self.backbone_fingerprint = backbone_fingerprint
+        super().__init__(**kwargs)
+        self.bos_token_id: Any = bos_token_id
+
+    @property
+    def origin(self) -> Origin:
+        """The origin of the frozen backbone of a LoRA model."""
+        return Origin(self.backbone_name or "", self.backbone_revision, self.backbone_fingerprint)
+
+    def set_origin(self, origin: Origin) -> None:
+        self.backbone_name, self.backbone_revision = origin.name, origin.revision
+        self.backbone_fingerprint = origin.fingerprint
+
+    @property
+    def attribute_ranges(self) -> list[tuple[float, float]]:
+        """The range of the training labels of each attribute."""
+        stored: Any = self.response_range
+        pairs = stored if isinstance(stored[0], Sequence) else [stored] * len(self.attributes)
+        return [(float(low), float(high)) for low, high in pairs]
+
+
+def simplify_ranges(given: Sequence[float] | Sequence[Sequence[float]], num_attributes: int) -> list[Any]:
+    """Return [low, high] if all attributes have one range, else a list with such a pair for each attribute."""
+    try:
+        if isinstance(given[0], Sequence):
+            pairs = [[float(low), float(high)] for low, high in given]  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            low, high = given
+            pairs = [[float(low), float(high)]] * num_attributes  # pyright: ignore[reportArgumentType]
+    except (IndexError, TypeError, ValueError) as error:
+        raise OptionError(f"response_range must be one or more pairs of numbers, got {given!r}.", RANGE_HINT) from error
+    if len(pairs) != num_attributes or not all(low <= high for low, high in pairs):
+        raise OptionError(f"response_range must fit {num_attributes} attributes, got {given!r}.", RANGE_HINT)
+    return pairs[0] if all(pair == pairs[0] for pair in pairs) else pairs
