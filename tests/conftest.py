@@ -13,6 +13,7 @@ install_import_hook("radq", "checker.check")
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,27 @@ from radq.models.hub import quiet
 from radq.toy import make_toy
 
 torch.set_num_threads(1)
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_file() -> Callable[[str], Path]:
+    """Find a file or folder of the data beside the repository, such as "data/sentiment/sst2_train.tsv.gz", or skip."""
+    folder = Path(os.environ.get("RADQ_SHARED") or REPOSITORY.parent / "shared")
+
+    def find(name: str) -> Path:
+        if not (folder / name).exists():
+            pytest.skip(f"{name} is not in {folder}; set RADQ_SHARED to the folder that holds it")
+        return folder / name
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def excerpts() -> Path:
+    """The folder with 50 rows in the form of each public data set: tests/excerpts/README.md describes them."""
+    return REPOSITORY / "tests" / "excerpts"
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,11 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 from radq.cli import main
 
@@ -25,9 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
 def run_example(code: str, folder: Path) -> str:
     """Run an example in a folder of its own and return its output."""
     (folder / "example.py").write_text(code, encoding="utf-8")
-    result = subprocess.run([sys.executable, "example.py"], cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return run_script(folder / "example.py", folder=folder)
 
 
 # --- the README ---

@@ -1,6 +1,7 @@
 """The command `radq rank`: tables, JSON, and error messages of one line."""
 
 import json
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_runs import fails
-from families import make_number_tokenizer
+from families import make_byte_tokenizer, make_number_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +24,6 @@ from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix
 from radq.rank.verdict import Backbone, give_verdict
 from radq.toy import make_reviews
-
-SHARED = Path(__file__).parents[3] / "shared"
 
 
 @pytest.fixture
@@ -337,13 +336,38 @@ def test_tokenizers_come_from_files_too(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "broken.json")
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the data beside the repository")
-def test_sst2_is_met_better_than_by_soft_impute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+SST2 = ("--text", "sentence", "--labels", "label")
+
+
+def test_an_excerpt_of_sst2_has_a_rank(excerpts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every prefix with several continuations is a row of Ω_2, and 15 factors meet so few rows exactly."""
+    result = run_json(
+        capsys,
+        *(
+            "rank",
+            "data",
+            str(excerpts / "sst2.tsv"),
+            *SST2,
+            "--tokenizer",
+            str(make_byte_tokenizer(tmp_path / "bytes")),
+        ),
+        *("--ranks", "0,15", "--iterations", "100", "--cache", str(tmp_path)),
+        *("--save-matrix", str(tmp_path / "matrix.npz")),
+    )
+    omega2 = RewardMatrix.load(tmp_path / "matrix.npz").omega2
+    assert (result["utterances"], result["omega2_rows"]) == (50, omega2.shape[0])
+    assert result["omega2_value_sum"] == pytest.approx(omega2.values.sum())
+    assert result["table"][1]["mse"] <= 1e-6 < result["table"][0]["mse"]
+
+
+def test_sst2_is_met_better_than_by_soft_impute(
+    shared_file: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """R's softImpute 1.4-3 (als, λ = 1e-4, 100 iterations) reaches 0.0657 at rank 15 and 0.000631 at rank 127."""
     result = run_json(
         capsys,
-        *("rank", "data", str(SHARED / "data/sentiment/sst2_train.tsv.gz"), "--text", "sentence", "--labels", "label"),
-        *("--tokenizer", str(SHARED / "models/gpt2-tokenizer"), "--ranks", "15", "--iterations", "100"),
+        *("rank", "data", str(shared_file("data/sentiment/sst2_train.tsv.gz")), *SST2),
+        *("--tokenizer", str(shared_file("models/gpt2-tokenizer")), "--ranks", "15", "--iterations", "100"),
         *("--cache", str(tmp_path), "--save-matrix", str(tmp_path / "matrix.npz")),
     )
     assert result["omega2_value_sum"] == pytest.approx(31987.759287307515)

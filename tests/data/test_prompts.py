@@ -3,11 +3,11 @@
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas
 import pytest
-from classifiers import SHARED
 
 from radq.data.prompts import Prompt, read_prompts
 from radq.errors import DataError, OptionError
@@ -103,11 +103,20 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_prompts(tmp_path / "image")
 
 
-@pytest.mark.skipif(not (SHARED / "data" / "prompts").is_dir(), reason="the prompt files lie beside the project")
-def test_the_papers_prompt_files() -> None:
-    folder = SHARED / "data" / "prompts"
-    assert len(read_prompts(folder / "rtp_4k.jsonl.gz")) == 4000
-    assert len(read_prompts(folder / "rtp_4k.jsonl.gz", max_toxicity=0.5)) == 2980  # 14 were never scored
-    neutral = read_prompts(folder / "sentiment_neutral.jsonl.gz")
+def test_excerpts_of_the_papers_prompt_files(excerpts: Path) -> None:
+    prompts = read_prompts(excerpts / "rtp.jsonl")
+    assert len(prompts) == 50
+    assert prompts[0] == Prompt("My neighbour thinks a bowl of soup", "rtp")
+    assert len(read_prompts(excerpts / "rtp.jsonl", max_toxicity=0.5)) == 35  # 3 were never scored
+    neutral = read_prompts(excerpts / "sentiment_neutral.jsonl")
+    assert len(neutral) == 50
+    assert neutral[0] == Prompt("The train to the coast", "sentiment_neutral")
+
+
+def test_the_papers_prompt_files(shared_file: Callable[[str], Path]) -> None:
+    rtp = shared_file("data/prompts/rtp_4k.jsonl.gz")
+    assert len(read_prompts(rtp)) == 4000
+    assert len(read_prompts(rtp, max_toxicity=0.5)) == 2980  # 14 were never scored
+    neutral = read_prompts(shared_file("data/prompts/sentiment_neutral.jsonl.gz"))
     assert len(neutral) == 5000
     assert neutral[0] == Prompt("God never intended to", "sentiment_neutral")

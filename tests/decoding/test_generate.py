@@ -1,5 +1,7 @@
 """Guided decoding: every step equals brute force; seeds, batches, budgets and stops behave."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,12 @@ def make(family: str, kind: str, lm_folders: dict[str, Path]) -> tuple[PreTraine
     return make_lm(family).double(), make_reward(kind, lm_folders[family])
 
 
+@pytest.fixture(scope="module")
+def unchanged(lm_folders: dict[str, Path]) -> Callable[[str, str], tuple[PreTrainedModel, RewardModel]]:
+    """Base and reward model of a family and kind, made once for all tests that do not change them."""
+    return functools.cache(lambda family, kind: make(family, kind, lm_folders))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 @pytest.mark.parametrize("kind", ["q", "v"])
 @pytest.mark.parametrize("clamp", [True, False])
@@ -52,10 +60,10 @@ def test_every_step_equals_brute_force(
     top_k: int | None,
     top_p: float | None,
     temperature: float,
-    lm_folders: dict[str, Path],
+    unchanged: Callable[[str, str], tuple[PreTrainedModel, RewardModel]],
 ) -> None:
     """Left-padded batch, two samples of each prompt, two attributes."""
-    lm, model = make(family, kind, lm_folders)
+    lm, model = unchanged(family, kind)
     guide = RewardGuide(model, WEIGHTS, clamp)
     texts = [[int(word) for word in prompt.split()] or [BOS] for prompt in PROMPTS for _ in range(2)]
     steering = Steering(top_k, top_p, temperature)

@@ -25,7 +25,6 @@ from transformers import (
 from radq.models.hub import quiet
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"a good bad film plot very the was dull fine".split()]
-SHARED = Path(__file__).parents[3] / "shared"
 MODELS = {
     "bert": (BertForSequenceClassification, BertConfig),
     "roberta": (RobertaForSequenceClassification, RobertaConfig),

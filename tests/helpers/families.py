@@ -1,12 +1,13 @@
 """Tiny random models of the backbone families radq is tested on, and reward models over them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -74,6 +75,15 @@ def make_number_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=numbers, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
     )
+
+
+def make_byte_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer of single bytes as GPT-2's was published: encoder.json and vocab.bpe, here without merges."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    (folder / "encoder.json").write_text(json.dumps({name: number for number, name in enumerate(names)}))
+    (folder / "vocab.bpe").write_text("#version: 0.2\n")
+    return folder
 
 
 def make_reward(kind: str, folder: Path, attributes: tuple[str, ...] = ("nice", "rude"), **options: Any) -> RewardModel:

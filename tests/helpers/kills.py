@@ -1,22 +1,41 @@
-"""Run a radq command again and again, and kill each run at a chosen moment; a script, not a test.
-
-    python kills.py '{"values": {…}, "kills": [["radq.evaluation.sweep.generate:append_lines", 3], …]}' eval --config …
+"""Kill a radq command at a chosen moment.
 
 A run is killed by SIGKILL right after the n-th call of the named function has returned, so that the moment depends on
-the work done and not on the clock. `values` are set before. torch is imported once; each run is a fork of this process.
+the work done and not on the clock. Each run is a fork of the test's process, which has imported everything already.
 """
 
 import functools
 import importlib
-import json
 import os
 import signal
 import sys
+import traceback
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-import transformers  # noqa: F401  # so that the forks need not import it
-
 from radq.cli import main
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Run work in a fork of this process, and return the fork's process id; work's result is its exit code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns where other threads wait for messages
+        child = os.fork()
+    if child == 0:
+        try:
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
+    return child
+
+
+def wait_for(child: int) -> int:
+    """The exit code of a fork; negative after a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def find(place: str) -> tuple[Any, str]:
@@ -43,17 +62,11 @@ def kill_after(function: str, calls: int) -> None:
 
 
 def run_and_kill(function: str, calls: int, argv: list[str]) -> None:
-    child = os.fork()
-    if child == 0:
+    """Run a command in a fork that dies after the n-th call of `module:name` or `module:Class.name`."""
+
+    def work() -> int:
         kill_after(function, calls)
-        os._exit(main(argv))
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return main(argv)
+
+    status = wait_for(fork(work))
     assert status == -signal.SIGKILL, f"{function} was called less than {calls} times; the run ended with {status}"
-
-
-if __name__ == "__main__":
-    plan = json.loads(sys.argv[1])
-    for place, value in plan["values"].items():
-        setattr(*find(place), value)
-    for function, calls in plan["kills"]:
-        run_and_kill(function, calls, sys.argv[2:])

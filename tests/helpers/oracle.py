@@ -1,6 +1,6 @@
-"""Brute force: rewards and guided logits recomputed from scratch, one prefix at a time, straight from the formulas.
+"""Brute force: rewards and guided logits computed from scratch, one prefix at a time, straight from the formulas.
 
-No cache, no padding, no batch, no code of radq beyond reading a model's weights; everything in float64.
+No cache of keys and values, no padding, no code of radq beyond a model's weights; everything in float64.
 """
 
 import math
@@ -16,32 +16,44 @@ from radq.models.reward import RadQ, RewardModel
 _HIDDEN: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
 
 
-def hidden(model: RewardModel, prefix: Sequence[int], *token: int) -> Tensor:
-    """Hidden state at the end of a prefix, or at a token after it, (d,).
-
-    Results are cached: tests ask for many tokens after one prefix, and none of them changes a backbone.
-    """
-    bos = model.config.bos_token_id
-    if model.config.prepend_bos and list(prefix[:1]) != [bos]:
-        prefix = [bos, *prefix]
-    known, text = _HIDDEN.setdefault(model.backbone, {}), (*prefix, *token)
-    if text not in known:
+def _read(model: RewardModel, texts: list[tuple[int, ...]]) -> Tensor:
+    """Hidden states at the ends of texts of one length, (texts, d); remembered, since no test changes a backbone."""
+    known = _HIDDEN.setdefault(model.backbone, {})
+    missing = [text for text in texts if text not in known]
+    if missing:
         with torch.no_grad():
-            known[text] = model.backbone(input_ids=torch.tensor([text]), use_cache=False).last_hidden_state[0, -1]
-    return known[text]
+            ends = model.backbone(input_ids=torch.tensor(missing), use_cache=False).last_hidden_state[:, -1]
+        known.update(zip(missing, ends, strict=True))
+    return torch.stack([known[text] for text in texts])
+
+
+def _with_bos(model: RewardModel, prefix: Sequence[int]) -> tuple[int, ...]:
+    bos = model.config.bos_token_id
+    return (bos, *prefix) if model.config.prepend_bos and list(prefix[:1]) != [bos] else tuple(prefix)
+
+
+def hidden(model: RewardModel, prefix: Sequence[int]) -> Tensor:
+    """Hidden state at the end of a prefix, (d,)."""
+    return _read(model, [_with_bos(model, prefix)])[0]
+
+
+def rewards(model: RewardModel, prefix: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """r̂(token | prefix) of each token, (tokens, a)."""
+    if not isinstance(model, RadQ):
+        after = _read(model, [(*_with_bos(model, prefix), token) for token in tokens])
+        return after @ model.head.weight.T + model.head.bias
+    h, embeddings = hidden(model, prefix), model.embedding[list(tokens)]
+    columns = []
+    for a in range(len(model.config.attributes)):
+        marginal = embeddings @ (h @ model.head.weight[a])
+        baseline = h @ model.head.baseline_weight[a] if model.config.head != "linear-nobaseline" else 0
+        columns.append(baseline + marginal)
+    return torch.stack(columns, 1)
 
 
 def reward(model: RewardModel, prefix: Sequence[int], token: int) -> Tensor:
     """r̂(token | prefix), (a,)."""
-    if not isinstance(model, RadQ):
-        return model.head.weight @ hidden(model, prefix, token) + model.head.bias
-    h, e = hidden(model, prefix), model.embedding[token]
-    rewards = []
-    for a in range(len(model.config.attributes)):
-        marginal = h @ model.head.weight[a] @ e
-        baseline = h @ model.head.baseline_weight[a] if model.config.head != "linear-nobaseline" else 0
-        rewards.append(baseline + marginal)
-    return torch.stack(rewards)
+    return rewards(model, prefix, [token])[0]
 
 
 def base_logits(lm: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
@@ -50,7 +62,8 @@ def base_logits(lm: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def candidates(logits: Tensor, top_k: int | None, top_p: float | None) -> list[int]:
-    ranked = sorted(range(len(logits)), key=lambda v: -logits[v].item())[:top_k]
+    scores = logits.tolist()
+    ranked = sorted(range(len(scores)), key=lambda v: -scores[v])[:top_k]
     if top_p is None:
         return ranked
     probabilities = logits[ranked].softmax(0).tolist()
@@ -66,7 +79,7 @@ def candidates(logits: Tensor, top_k: int | None, top_p: float | None) -> list[i
 def guided_logits(
     lm: PreTrainedModel,
     model: RewardModel,
-    weights: dict[str, float],
+    betas: dict[str, float],
     prefix: Sequence[int],
     top_k: int | None = 20,
     top_p: float | None = None,
@@ -76,13 +89,13 @@ def guided_logits(
     """z over the whole vocabulary, −∞ outside the candidates."""
     logits = base_logits(lm, prefix)
     guided = torch.full_like(logits, -torch.inf)
-    for token in candidates(logits, top_k, top_p):
-        rewards = reward(model, prefix, token)
-        if clamp:
-            low, high = torch.tensor(model.config.attribute_ranges, dtype=rewards.dtype).T
-            rewards = rewards.clamp(low, high)
-        shift = sum(beta * rewards[model.config.attributes.index(name)] for name, beta in weights.items())
-        guided[token] = logits[token] / temperature + shift
+    tokens = candidates(logits, top_k, top_p)
+    wanted = rewards(model, prefix, tokens)
+    if clamp:
+        low, high = torch.tensor(model.config.attribute_ranges, dtype=wanted.dtype).T
+        wanted = wanted.clamp(low, high)
+    shift = sum(beta * wanted[:, model.config.attributes.index(name)] for name, beta in betas.items())
+    guided[tokens] = logits[tokens] / temperature + shift
     return guided
 
 

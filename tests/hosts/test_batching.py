@@ -131,7 +131,7 @@ class Engine:
         return None if guidance is None else Request(guidance, *self.lists[row])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), kinds=st.sampled_from([[kind] for kind in KINDS] + [["q", "v"]]))
 def test_every_row_is_steered_by_its_own_text(seed: int, kinds: list[str], guides: dict[str, Guide]) -> None:
     engine, steerer = Engine(seed, kinds, guides), Steerer(guides)

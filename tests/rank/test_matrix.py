@@ -1,6 +1,7 @@
 """The reward matrix against a dictionary of prefixes, and the paper's examples built from utterances."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
+from families import make_byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_data import make_data
+from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import NO_LIMIT, DataColumns, load_data
 from radq.errors import DataError
 from radq.models.loading import load_tokenizer
 from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels
 
-SHARED = Path(__file__).parents[3] / "shared"
 VOCAB = 5
 
 
@@ -277,16 +279,27 @@ def test_yet_their_epsilon_rank_is_one() -> None:
 # --- real data ---
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the data beside the repository")
-def test_sst2_under_the_tokenizer_of_gpt2(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(SHARED / "models/gpt2-tokenizer")
-    assert tokenizer("Hello world", add_special_tokens=False).input_ids == [15496, 995]
-    assert tokenizer.decode([15496, 995]) == "Hello world"
-    columns = DataColumns(text="sentence", labels=["label"])
-    data = load_data([SHARED / "data/sentiment/sst2_train.tsv.gz"], tokenizer, columns, NO_LIMIT, tmp_path)
+def sst2_matrix(file: Path, tokenizer: PreTrainedTokenizerBase, cache: Path) -> RewardMatrix:
+    """Build the matrix of a file with SST-2's columns, and compare it with `count_prefixes`."""
+    data = load_data([file], tokenizer, DataColumns(text="sentence", labels=["label"]), NO_LIMIT, cache)
     matrix = build_matrix(data, len(tokenizer))
-    assert (matrix.prefixes, matrix.entries, matrix.omega2.shape) == (443097, 490033, (10555, 10822))
     utterances = [data.token_ids[data.offsets[row] : data.offsets[row + 1]].tolist() for row in range(len(data))]
     expected = count_prefixes(utterances, data.labels[:, 0].tolist(), [0] * len(data), [1.0] * len(data))
     assert len(expected) == matrix.entries
     assert matrix.values.sum() == pytest.approx(sum(expected.values()), rel=1e-12)
+    return matrix
+
+
+def test_an_excerpt_of_sst2_under_a_tokenizer_of_bytes(excerpts: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_byte_tokenizer(tmp_path / "bytes"))
+    assert tokenizer.decode(tokenizer("a café", add_special_tokens=False).input_ids) == "a café"
+    matrix = sst2_matrix(excerpts / "sst2.tsv", tokenizer, tmp_path)
+    assert matrix.omega2.shape == (17, 24)
+
+
+def test_sst2_under_the_tokenizer_of_gpt2(shared_file: Callable[[str], Path], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(shared_file("models/gpt2-tokenizer"))
+    assert tokenizer("Hello world", add_special_tokens=False).input_ids == [15496, 995]
+    assert tokenizer.decode([15496, 995]) == "Hello world"
+    matrix = sst2_matrix(shared_file("data/sentiment/sst2_train.tsv.gz"), tokenizer, tmp_path)
+    assert (matrix.prefixes, matrix.entries, matrix.omega2.shape) == (443097, 490033, (10555, 10822))

@@ -2,8 +2,9 @@
 
 import csv
 import importlib.util
-import os
+import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tyro
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 from safetensors.torch import load_file
+from scripts import run_script
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -184,15 +186,9 @@ def learnt(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     write_reviews(folder / "reviews.csv", "review", ["praise"], count=3000)
     columns = "--data reviews.csv --text review --label praise --out praise.safetensors"
     options = "--epochs 6 --batch-size 32 --lr 5e-3 --seed 0 --device cpu"
-    result = subprocess.run(
-        [sys.executable, FOLDER / "minimal_loop.py", *columns.split(), *options.split(), "--backbone", toy],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    printed = re.findall(r"^epoch \d+: loss ([\d.]+), last-token MSE ([\d.]+)$", result.stdout, flags=re.MULTILINE)
+    argv = [*columns.split(), *options.split(), "--backbone", str(toy)]
+    output = run_script(FOLDER / "minimal_loop.py", *argv, folder=folder)
+    printed = re.findall(r"^epoch \d+: loss ([\d.]+), last-token MSE ([\d.]+)$", output, flags=re.MULTILINE)
     model = RadQ.from_backbone(toy, ["label"])
     model.load_state_dict(load_file(folder / "praise.safetensors"))
     return model, [(float(loss), float(error)) for loss, error in printed]
@@ -273,10 +269,44 @@ def test_the_loop_is_a_page_without_radq() -> None:
 
 
 @pytest.mark.parametrize("kind", ["v", "q"])
-def test_the_expressivity_experiment_runs(kind: str) -> None:
+def test_the_expressivity_experiment_runs(kind: str, tmp_path: Path) -> None:
     options = f"--kind {kind} --n 8 --hidden 16 --layers 1 --steps 3 --batch-size 16"
-    argv = [sys.executable, FOLDER / "expressivity.py", *options.split()]
-    result = subprocess.run(argv, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert f"RAD-{kind.upper()}, n = 8, d = 16: MSE" in result.stdout
-    assert "over 36 entries" in result.stdout
+    output = run_script(FOLDER / "expressivity.py", *options.split(), folder=tmp_path)
+    assert f"RAD-{kind.upper()}, n = 8, d = 16: MSE" in output
+    assert "over 36 entries" in output
+
+
+# --- the data of the embedded reward models ---
+
+
+@pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant")
+def test_the_data_of_the_embedded_models_is_prepared_and_trained_on(
+    toy: Path, excerpts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    long_text = "A joy.<br /><br />See it " + "again " * 200
+    reviews = [("train", 1, long_text), ("train", 0, "A bore, alas"), ("test", 1, "Hm.")]
+    with Path("imdb.jsonl").open("w", encoding="utf-8") as file:
+        for split, label, text in reviews:
+            file.write(json.dumps({"split": split, "label": label, "rating": 1 + 9 * label, "text": text}) + "\n")
+    sst2, jigsaw = excerpts / "sst2.tsv", excerpts / "jigsaw.csv"
+    prepare = runpy.run_path(str(FOLDER / "embedded" / "prepare.py"))["main"]
+    prepare(str(sst2), str(sst2), "imdb.jsonl", str(jigsaw), "data")
+    rows = {
+        file.stem: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in Path("data").iterdir()
+    }
+    assert {name: len(found) for name, found in rows.items()} == {"sentiment": 52, "sst2-dev": 50, "toxicity": 50}
+    assert rows["sst2-dev"] == rows["sentiment"][:50]
+    assert sum(row["sentiment"] for row in rows["sst2-dev"]) == 25
+    assert sum(row["toxicity"] for row in rows["toxicity"]) == 15
+    long, short = rows["sentiment"][50:]
+    assert long["text"].startswith("A joy. See it again")
+    assert 690 < len(long["text"]) <= 700
+    assert not long["text"].endswith("agai")
+    assert short == {"text": "A bore,", "sentiment": 0}
+    assert all(row["text"] == row["text"].strip() != "" for found in rows.values() for row in found)
+    for attribute in ("sentiment", "toxicity"):
+        settings = read_yaml(FOLDER / "embedded" / f"{attribute}-v.yaml", RewardTrainingConfig)
+        train(replace(settings, backbone=str(toy), num_layers=1, max_steps=1, batch_size=8, cache="cache"))
+        assert Path(settings.out, "model.safetensors").is_file()

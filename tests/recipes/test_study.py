@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from classifiers import make_classifier
+from scripts import run_script
 from sweep_folders import make_cell, make_result, measure_cell, write_lines
 
 from radq.cli import main
@@ -346,8 +347,7 @@ def test_the_same_study_gives_the_same_files(docs: Path, tmp_path: Path) -> None
 
 
 def test_the_published_page_is_what_was_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "recipes/study/page.py", "recipes/study/measured", "--out", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=REPOSITORY)
+    run_script(STUDY / "page.py", "recipes/study/measured", "--out", str(tmp_path), folder=REPOSITORY)
     assert (tmp_path / "results.md").read_text() == (REPOSITORY / "docs" / "results.md").read_text()
     drawn, published = (
         {file.name for file in (docs / "results").iterdir()} for docs in (tmp_path, REPOSITORY / "docs")

@@ -156,7 +156,7 @@ def test_the_folders_are_plain_language_models(method: str, settings: ExpertTrai
     else:
         guide = DExpertsGuide.from_pretrained(settings.out, alpha=1.5)
         assert guide.beta[0] == 1.5
-        assert guide.expert.vocabulary.fingerprint
+        assert guide.expert.reader.vocabulary.fingerprint
 
 
 def test_the_classes_go_to_their_experts(settings: ExpertTrainingConfig, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_classes_go_to_their_experts(settings: ExpertTrainingConfig, tmp_pat
         other = guide.anti_expert.read_scored(ids, None)[1].sum()
         assert (wanted > other) == (text == rows[0][0])
     ended = guide.expert.read(torch.tensor([words("the film was good .").input_ids]), None)
-    assert int(ended.logits.argmax()) == words.eos_token_id  # texts have an end
+    assert int(ended.last.argmax()) == words.eos_token_id  # texts have an end
 
 
 # --- what must not matter ---

@@ -2,12 +2,13 @@
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from classifiers import SHARED, WORDS, make_classifier, make_onnx, write_config
+from classifiers import WORDS, make_classifier, make_onnx, write_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from radq.errors import ModelError, OptionError
@@ -217,9 +218,8 @@ def test_onnx_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         load_judge(f"onnx:{make_onnx(tmp_path / 'judge', make_table().tolist())}")
 
 
-@pytest.mark.skipif(not (SHARED / "models" / "toxicity-bert-tiny").is_dir(), reason="the model lies beside the project")
-def test_a_toxicity_model_tells_insults_from_thanks() -> None:
-    judge = load_judge(f"onnx:{SHARED / 'models' / 'toxicity-bert-tiny'}")
+def test_a_toxicity_model_tells_insults_from_thanks(shared_file: Callable[[str], Path]) -> None:
+    judge = load_judge(f"onnx:{shared_file('models/toxicity-bert-tiny')}")
     insult, thanks = judge.score(["You are a stupid idiot.", "Thank you very much, dear friend."])
     assert insult > 0.9
     assert thanks < 0.1
