@@ -225,14 +225,16 @@ def test_mistakes_are_one_line(
     assert "a tokenizer is needed" in fails(capsys, *argv[:6])
     assert "labels must name one column, or different ones, got ''" in fails(capsys, *argv[:4], "--tokenizer", str(toy))
     assert "got 'praise,praise'" in fails(capsys, *argv, "--labels", "praise,praise")
-    assert "'text' is" in fails(capsys, *argv, "--labels", "praise,text")
+    assert "'text' must be a finite number" in fails(capsys, *argv, "--labels", "praise,text")
     assert "whole numbers" in fails(capsys, *argv, "--ranks", "one")
     assert "got 100000" in fails(capsys, *argv, "--ranks", "100000")
     assert "penalty must be positive and finite, got -1" in fails(capsys, *argv, "--ranks", "2", "--penalty", "-1")
     assert "eps must be at least 0 and finite, got nan" in fails(capsys, *argv, "--ranks", "2", "--eps", "nan")
     assert "there is no folder" in fails(capsys, *argv[:6], "--tokenizer", "./nowhere")
     (folder / "bad.csv").write_text("text,praise\nthe film was good,inf\n")
-    assert "row 1: 'praise' is 'inf'" in fails(capsys, "rank", "data", str(folder / "bad.csv"), *argv[3:])
+    assert "'praise' must be a finite number, got 'inf'" in fails(
+        capsys, "rank", "data", str(folder / "bad.csv"), *argv[3:]
+    )
     assert "reward matrix" in fails(capsys, "rank", "verify", str(reviews), str(reviews))
     saved = ("--save-matrix", str(folder / "m.npz"), "--certificates", str(folder / "c"))
     run_json(capsys, *argv[:3], *argv[4:], "--ranks", "2", *saved)
