@@ -64,12 +64,12 @@ def test_joined_prefixes_equal_recomputing(backbone: PreTrainedModel) -> None:
     _, other = kv_cache.start(backbone, *left_padded([middle]))
     for prefixes, rows in (([alone, other, padded], [short, middle, long, short]), ([alone, other], [short, middle])):
         joined = kv_cache.join(prefixes)
-        assert joined.tokens.shape[1] == max(map(len, rows))
+        assert joined.input_ids.shape[1] == max(map(len, rows))
         for token in (5, 9):
             output, joined = kv_cache.extend(backbone, joined, torch.full((len(rows), 1), token))
             rows = [[*row, token] for row in rows]
             check(output.last_hidden_state[:, -1], backbone, rows)
-    assert kv_cache.join([alone]).tokens.tolist() == [short]
+    assert kv_cache.join([alone]).input_ids.tolist() == [short]
 
 
 @torch.no_grad()
@@ -151,6 +151,6 @@ def test_packing_keeps_the_order_of_real_tokens(data: st.DataObject) -> None:
         real = tokens[row][mask[row] == 1].tolist()
         assert right_tokens[row][right_mask[row] == 1].tolist() == real
         assert right_mask[row].tolist() == sorted(right_mask[row].tolist())
-        assert left.tokens[row, : len(real)].tolist() == real
-    restored = left.unpack(left.tokens[..., None].double())
+        assert left.input_ids[row, : len(real)].tolist() == real
+    restored = left.unpack(left.input_ids[..., None].double())
     assert restored[..., 0].long().tolist() == tokens.tolist()

@@ -133,7 +133,7 @@ class GeDiGuide(Guide):
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> GeDiState:
         reading, scores = self.expert.read_scored(input_ids, attention_mask)
         heads = [1 + len(code) for code in self.expert.codes for _ in range(len(input_ids))]
-        lengths = reading.prefix.mask.sum(1) - scores.new_tensor(heads).long()  # (2b,)
+        lengths = reading.prefix.attention_mask.sum(1) - scores.new_tensor(heads).long()  # (2b,)
         columns = torch.arange(scores.shape[1], 0, -1, device=scores.device)  # how far from the end
         return GeDiState(reading, scores * (columns <= lengths[:, None]), lengths[: len(input_ids)])
 

@@ -31,8 +31,8 @@ MASKED_TYPES = {"full_attention", "sliding_attention"}  # layers for which this 
 
 @dataclass(frozen=True)
 class Prefix:
-    tokens: Int[Tensor, "b t"]
-    mask: Int[Tensor, "b t"]
+    input_ids: Int[Tensor, "b t"]
+    attention_mask: Int[Tensor, "b t"]
     layers: Layers
 
     def fork(self, n: int) -> "Prefix":
@@ -44,61 +44,63 @@ class Prefix:
 
     def crop(self, n: int) -> "Prefix":
         """Remove the last n tokens of every row."""
-        t = self.tokens.shape[1] - n
+        t = self.input_ids.shape[1] - n
         layers = tuple((keys[:, :, :t], values[:, :, :t]) for keys, values in self.layers)
-        return Prefix(self.tokens[:, :t], self.mask[:, :t], layers)
+        return Prefix(self.input_ids[:, :t], self.attention_mask[:, :t], layers)
 
     def trim(self) -> "Prefix":
         """Remove the columns that are padding in all rows."""
-        unused = self.mask.shape[1] - int(self.mask.sum(1).max())
+        unused = self.attention_mask.shape[1] - int(self.attention_mask.sum(1).max())
         layers = tuple((keys[:, :, unused:], values[:, :, unused:]) for keys, values in self.layers)
-        return Prefix(self.tokens[:, unused:], self.mask[:, unused:], layers)
+        return Prefix(self.input_ids[:, unused:], self.attention_mask[:, unused:], layers)
 
     def _map(self, f: Callable[[Tensor], Tensor]) -> "Prefix":
         layers = tuple((f(keys), f(values)) for keys, values in self.layers)
-        return Prefix(f(self.tokens), f(self.mask), layers)
+        return Prefix(f(self.input_ids), f(self.attention_mask), layers)
 
 
 def join(prefixes: Sequence[Prefix]) -> Prefix:
     """The rows of all prefixes as one batch, padded no more than the longest row needs."""
-    longest = max(int(prefix.mask.sum(1).max()) for prefix in prefixes)
+    longest = max(int(prefix.attention_mask.sum(1).max()) for prefix in prefixes)
 
     def fit(x: Tensor, dim: int) -> Tensor:
         return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (longest - x.shape[dim], 0))  # below 0 takes padding away
 
     layers = zip(*(prefix.layers for prefix in prefixes), strict=True)  # per layer, the pairs of all prefixes
     return Prefix(
-        torch.cat([fit(prefix.tokens, 1) for prefix in prefixes]),
-        torch.cat([fit(prefix.mask, 1) for prefix in prefixes]),
+        torch.cat([fit(prefix.input_ids, 1) for prefix in prefixes]),
+        torch.cat([fit(prefix.attention_mask, 1) for prefix in prefixes]),
         tuple((torch.cat([fit(k, 2) for k, _ in pairs]), torch.cat([fit(v, 2) for _, v in pairs])) for pairs in layers),
     )
 
 
-def leading(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], token: int) -> Bool[Tensor, "b t"]:
+def leading(input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], token: int) -> Bool[Tensor, "b t"]:
     """Marks the first real token of each row where it is `token`, such as the BOS that some tokenizers add."""
-    return (mask.cumsum(1) == 1) & (mask == 1) & (tokens == token)
+    return (attention_mask.cumsum(1) == 1) & (attention_mask == 1) & (input_ids == token)
 
 
 def leave_out_unknown(
-    tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"] | None, num_known: int
+    input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None, num_known: int
 ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
     """Turn tokens with ids of `num_known` or more into padding."""
-    known = tokens < num_known
-    return tokens * known, known.long() if mask is None else mask.long() * known
+    known = input_ids < num_known
+    return input_ids * known, known.long() if attention_mask is None else attention_mask.long() * known
 
 
-def pack_right(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+def pack_right(
+    input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
     """Move the real tokens of every row to its right end, with no more padding on the left than the longest needs."""
-    longest = int(mask.sum(1).max())
-    order = mask.argsort(dim=1, stable=True)[:, mask.shape[1] - longest :]
-    return tokens.gather(1, order), mask.gather(1, order)
+    longest = int(attention_mask.sum(1).max())
+    order = attention_mask.argsort(dim=1, stable=True)[:, attention_mask.shape[1] - longest :]
+    return input_ids.gather(1, order), attention_mask.gather(1, order)
 
 
 @dataclass(frozen=True)
 class LeftPacked:
     """Texts with their real tokens first: causal attention then needs neither mask nor positions."""
 
-    tokens: Int[Tensor, "b t"]
+    input_ids: Int[Tensor, "b t"]
     order: Int[Tensor, "b t"]  # where each token came from
 
     def pack(self, values: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
@@ -109,9 +111,9 @@ class LeftPacked:
         return values.gather(1, self.order.argsort(dim=1)[..., None].expand_as(values))
 
 
-def pack_left(tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> LeftPacked:
-    order = (1 - mask).argsort(dim=1, stable=True)
-    return LeftPacked(tokens.gather(1, order), order)
+def pack_left(input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> LeftPacked:
+    order = (1 - attention_mask).argsort(dim=1, stable=True)
+    return LeftPacked(input_ids.gather(1, order), order)
 
 
 def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefix:
@@ -127,33 +129,35 @@ def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefi
 
     pairs = zip(prefix.layers, longer.layers, strict=True)
     return Prefix(
-        choose(prefix.tokens, longer.tokens, 1),
-        choose(prefix.mask, longer.mask, 1),
+        choose(prefix.input_ids, longer.input_ids, 1),
+        choose(prefix.attention_mask, longer.attention_mask, 1),
         tuple((choose(k, new_k, 2), choose(v, new_v, 2)) for (k, v), (new_k, new_v) in pairs),
     ).trim()
 
 
-def start(model: Wrappable, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], **kwargs: Any) -> tuple[Any, Prefix]:
+def start(
+    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: Any
+) -> tuple[Any, Prefix]:
     """Read a left-padded batch of prompts."""
-    if not bool(mask.all()):
+    if not bool(attention_mask.all()):
         check_padding(model)
-    empty = Prefix(tokens[:, :0], mask[:, :0], ())
-    return extend(model, empty, tokens, mask, **kwargs)
+    empty = Prefix(input_ids[:, :0], attention_mask[:, :0], ())
+    return extend(model, empty, input_ids, attention_mask, **kwargs)
 
 
 def extend(
     model: Wrappable,
     prefix: Prefix,
-    tokens: Int[Tensor, "b n"],
-    mask: Int[Tensor, "b n"] | None = None,
+    input_ids: Int[Tensor, "b n"],
+    attention_mask: Int[Tensor, "b n"] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Prefix]:
     """Feed n more tokens per row; returns the model's output for them and the longer prefix."""
-    new_mask = torch.ones_like(tokens) if mask is None else mask
-    full_mask = torch.cat([prefix.mask, new_mask], dim=1)
-    positions = (full_mask.cumsum(1) - 1).clamp(min=0)[:, prefix.tokens.shape[1] :]
-    output, layers = _forward(model, prefix.layers, tokens, full_mask, positions, **kwargs)
-    return output, Prefix(torch.cat([prefix.tokens, tokens], dim=1), full_mask, layers)
+    new_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    full_mask = torch.cat([prefix.attention_mask, new_mask], dim=1)
+    positions = (full_mask.cumsum(1) - 1).clamp(min=0)[:, prefix.input_ids.shape[1] :]
+    output, layers = _forward(model, prefix.layers, input_ids, full_mask, positions, **kwargs)
+    return output, Prefix(torch.cat([prefix.input_ids, input_ids], dim=1), full_mask, layers)
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,8 @@ class _MaskedSiblings(Siblings):
         layers = tuple((append(k, sibling_k), append(v, sibling_v)) for (k, v), (sibling_k, sibling_v) in pairs)
         token = self.candidates.gather(1, index[:, None])
         return Prefix(
-            torch.cat([self.prefix.tokens, token], dim=1),
-            torch.cat([self.prefix.mask, torch.ones_like(token)], dim=1),
+            torch.cat([self.prefix.input_ids, token], dim=1),
+            torch.cat([self.prefix.attention_mask, torch.ones_like(token)], dim=1),
             layers,
         )
 
@@ -204,10 +208,10 @@ class _MaskedSiblings(Siblings):
 
 
 def _read_masked(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> _MaskedSiblings:
-    t = prefix.tokens.shape[1]
-    positions = prefix.mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
-    mask = _sibling_masks(backbone, prefix.mask, candidates.shape[1])
-    output, layers = _forward(backbone, prefix.layers, candidates, mask, positions)
+    t = prefix.input_ids.shape[1]
+    positions = prefix.attention_mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
+    attention_mask = _sibling_masks(backbone, prefix.attention_mask, candidates.shape[1])
+    output, layers = _forward(backbone, prefix.layers, candidates, attention_mask, positions)
     tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in layers)
     return _MaskedSiblings(output.last_hidden_state, candidates, prefix, tails)
 
@@ -272,9 +276,9 @@ def takes_siblings(backbone: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _try_siblings(backbone: PreTrainedModel) -> bool:
-    tokens = torch.arange(3, device=backbone.device)[None]
+    input_ids = torch.arange(3, device=backbone.device)[None]
     candidates = torch.arange(3, 5, device=backbone.device)[None]
-    _, prefix = start(backbone, tokens, torch.ones_like(tokens))
+    _, prefix = start(backbone, input_ids, torch.ones_like(input_ids))
     expected = _read_rows(backbone, prefix, candidates).hidden
     try:
         return _agree(_read_masked(backbone, prefix, candidates).hidden, expected)
@@ -305,8 +309,10 @@ def _try_padding(model: Wrappable) -> bool:
 
     def read(padding: int) -> Tensor:
         """Logits or hidden states at the last token."""
-        tokens, mask = F.pad(text, (padding, 0)), F.pad(torch.ones_like(text), (padding, 0))
-        return extend(model, Prefix(tokens[:, :0], mask[:, :0], ()), tokens, mask)[0][0][:, -1]
+        input_ids, attention_mask = F.pad(text, (padding, 0)), F.pad(torch.ones_like(text), (padding, 0))
+        return extend(model, Prefix(input_ids[:, :0], attention_mask[:, :0], ()), input_ids, attention_mask)[0][0][
+            :, -1
+        ]
 
     return _agree(read(4), read(0))
 
@@ -321,8 +327,8 @@ def _agree(actual: Tensor, expected: Tensor) -> bool:
 def _forward(
     model: Wrappable,
     layers: Layers,
-    tokens: Int[Tensor, "b n"],
-    mask: Tensor | dict[str, Tensor],
+    input_ids: Int[Tensor, "b n"],
+    attention_mask: Tensor | dict[str, Tensor],
     positions: Int[Tensor, "b n"],
     **kwargs: Any,
 ) -> tuple[Any, Layers]:
@@ -330,7 +336,9 @@ def _forward(
         kwargs["position_ids"] = positions
     cache = _to_cache(layers)
     with grouped_heads(model):
-        output = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+        output = model(
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **kwargs
+        )
     return output, _from_cache(cache, model)
 
 

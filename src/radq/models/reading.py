@@ -113,7 +113,7 @@ class Reading:
     @property
     def length(self) -> int:
         """The number of tokens of the longest text, with those that the reader has put before it."""
-        return self.prefix.tokens.shape[1]
+        return self.prefix.input_ids.shape[1]
 
     def select(self, rows: Int[Tensor, " r"]) -> "Reading":
         """The given rows, in that order and maybe several times."""
@@ -133,7 +133,7 @@ class Reading:
         reader, prefix = self.reader, self.prefix
         if not reader.fits(self.length + 1):
             prefix = prefix.trim()  # the longest text may have left the batch
-            reader.check_columns(prefix.tokens.shape[1] + 1)
+            reader.check_columns(prefix.input_ids.shape[1] + 1)
         output, prefix = kv_cache.extend(reader.model, prefix, tokens[:, None], **reader.last_only)
         return replace(self, prefix=prefix, last=output[reader.output][:, -1])
 
@@ -156,4 +156,4 @@ class Reading:
 
     def rewind(self, n: int) -> "Reading":
         """The state before the last n tokens of every row, all of which the model knows."""
-        return replace(self, prefix=self.prefix.crop(n + 1)).read(self.prefix.tokens[:, -n - 1])
+        return replace(self, prefix=self.prefix.crop(n + 1)).read(self.prefix.input_ids[:, -n - 1])

@@ -262,7 +262,7 @@ class RewardModel(PreTrainedModel):
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
         packed = kv_cache.pack_left(tokens, mask)
-        return self.backbone(input_ids=packed.tokens, use_cache=False).last_hidden_state, packed
+        return self.backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state, packed
 
     def _with_bos(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
