@@ -79,15 +79,21 @@ def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[P
     try:
         with explained_writing(target):
             yield temporary
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
+            _share(temporary)
             if target.exists():
                 _replace_files(temporary, target, replaces)
             else:
                 temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Give a folder and its files the permissions that the umask allows: mkdtemp and safetensors make private ones."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def _replace_files(source: Path, target: Path, replaces: Sequence[str]) -> None:

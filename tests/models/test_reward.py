@@ -1,6 +1,7 @@
 """Reward models: rewards equal brute force on every family, and survive saving, padding, batching and bad folders."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -405,6 +406,21 @@ def test_pickled_weights_are_not_read(saved: Path) -> None:
     torch.save({}, saved / "pytorch_model.bin")
     with pytest.raises(ModelError):
         RewardModel.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_saved_files_may_be_read_by_whom_the_umask_allows(
+    umask: int, lm_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        make_reward("q", lm_folders["gpt2"]).save_pretrained(tmp_path / "reward")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "reward").stat().st_mode & 0o777 == 0o777 & ~umask
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "reward").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
+    assert "model.safetensors" in modes
 
 
 def test_a_language_model_is_no_reward_model(lm_folders: dict[str, Path]) -> None:
