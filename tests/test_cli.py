@@ -12,6 +12,7 @@ from command_runs import fails
 from public_checkpoints import PublicRad, RunsCode, config_folder
 
 from radq.cli import COMMANDS, main
+from radq.commands.console import coloured, legend
 from radq.errors import OptionError
 from radq.guides.spec import parse_guide
 from radq.models.reward import RadQ, RadV, RewardModel
@@ -207,6 +208,16 @@ def test_score_prints_a_table(reward: Path, capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "praise" in text
     assert "film" in text
+
+
+def test_colours_mean_low_and_high() -> None:
+    """Blue and orange, which say neither good nor bad, with a legend; the middle has no colour."""
+    styles = [span.style for span in coloured([("a", 0.0), ("b", 0.5), ("c", 1.0), ("d", -3.0)], 0.0, 1.0).spans]
+    assert styles == ["on #0050b4", "on #be5f00", "on #0050b4"]
+    shown = legend(0.0, 1.0, "rewards")
+    assert shown.plain == " low  to  high : rewards"
+    assert [span.style for span in shown.spans] == ["on #0050b4", "on #be5f00"]
+    assert not coloured([("a", 1.0)], 1.0, 1.0).spans
 
 
 def test_score_names_mistakes(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,19 +14,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+LOW, HIGH = (0, 80, 180), (190, 95, 0)  # red, green and blue of the colours for low and high values
+
+
 def console() -> Console:
     return Console(highlight=False)
 
 
 def coloured(tokens: Iterable[tuple[str, float]], low: float, high: float) -> Text:
-    """Colour the background of tokens by their values: red for low, none in the middle, green for high."""
+    """Colour the background of tokens by their values: blue for low, none in the middle, orange for high.
+
+    Blue and orange look different to colour-blind people too, and say neither good nor bad.
+    """
     text = Text()
     for token, value in tokens:
         share = 0.5 if high <= low else min(max((value - low) / (high - low), 0.0), 1.0)
-        red, green = max(0.0, 1 - 2 * share), max(0.0, 2 * share - 1)
-        style = f"on #{int(160 * red):02x}{int(120 * green):02x}00" if max(red, green) > 0.05 else ""
-        text.append(token, style=style)
+        strength = abs(2 * share - 1)
+        colour = [int(strength * part) for part in (LOW if share < 0.5 else HIGH)]
+        text.append(token, style="on #{:02x}{:02x}{:02x}".format(*colour) if strength > 0.05 else "")
     return text
+
+
+def legend(low: float, high: float, meaning: str) -> Text:
+    """One line that shows the colours of the lowest and the highest value and says what the values are."""
+    return coloured([(" low ", low), (" to ", (low + high) / 2), (" high ", high)], low, high) + f": {meaning}"
 
 
 def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:

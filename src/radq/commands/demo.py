@@ -114,7 +114,7 @@ def _text_tables(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase")
 
 
 def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedTokenizerBase") -> "Coloured":
-    """Colour each token by its reward: for sentiment from red (low) to green (high), for toxicity red where it is high.
+    """Colour each token by its reward: blue for a low one, orange for a high one.
 
     Most text is not toxic, so a low reward of toxicity has no colour.
     """
@@ -122,9 +122,8 @@ def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedToke
 
     pieces = [piece.replace("\n", "↵") for piece in split_tokens(tokenizer, text.generation.token_ids)]
     pieces[0] = pieces[0].lstrip(" ")
-    if comparison.attribute.default_beta < 0:
-        return coloured(zip(pieces, [-reward for reward in text.rewards], strict=True), -1, 1)
-    return coloured(zip(pieces, text.rewards, strict=True), 0, 1)
+    low = -1 if comparison.attribute.default_beta < 0 else 0
+    return coloured(zip(pieces, text.rewards, strict=True), low, 1)
 
 
 def _mean_table(comparison: "Comparison") -> "Table":

@@ -111,10 +111,13 @@ def _read_prompts(arguments: Arguments) -> list[str]:
 def _print_table(generations: "list[Generation]", tokenizer: "PreTrainedTokenizerBase") -> None:
     from rich.table import Table
 
-    from radq.commands.console import coloured, console, split_tokens
+    from radq.commands.console import coloured, console, legend, split_tokens
 
     shifts = [shift for generation in generations for shift in generation.shifts]
-    low, high = min(shifts), max(shifts)
+    # Around the mean, since a number that is added to the logits of all candidates changes nothing.
+    mean = sum(shifts) / len(shifts)
+    reach = max(abs(shift - mean) for shift in shifts)
+    low, high = mean - reach, mean + reach
     table = Table(show_lines=True)
     for column in ("prompt", "continuation"):
         table.add_column(column, ratio=1 if column == "prompt" else 2, overflow="fold")
@@ -125,10 +128,6 @@ def _print_table(generations: "list[Generation]", tokenizer: "PreTrainedTokenize
         text = coloured(zip(pieces, generation.shifts, strict=True), low, high)
         table.add_row(generation.prompt, text, f"{generation.kl:.3f}", f"{generation.clipped:.0%}")
     console().print(table)
-    if high > low:
-        console().print(
-            coloured([(" low ", low)], low, high)
-            + " to "
-            + coloured([(" high ", high)], low, high)
-            + f": the guide added {low:.3g} to {high:.3g} to the logits of these tokens"
-        )
+    if reach > 0:
+        added = f"{min(shifts):.3g} to {max(shifts):.3g}, on average {mean:.3g}"
+        console().print(legend(low, high, f"the guide added {added}, to the logits of these tokens"))

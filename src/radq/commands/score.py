@@ -68,7 +68,7 @@ def _print_score(score: dict[str, Any], ranges: dict[str, tuple[float, float]]) 
     """Print a table of the rewards, and the text once per attribute. `ranges` are the lowest and highest rewards."""
     from rich.table import Table
 
-    from radq.commands.console import coloured, console
+    from radq.commands.console import coloured, console, legend
 
     table = Table()
     table.add_column("token")
@@ -82,3 +82,4 @@ def _print_score(score: dict[str, Any], ranges: dict[str, tuple[float, float]]) 
     for attribute, (low, high) in ranges.items():
         pieces = ((token["token"], token["rewards"][attribute]) for token in score["tokens"])
         console().print(coloured([(f"{attribute}: ", (low + high) / 2)], low, high) + coloured(pieces, low, high))
+        console().print(legend(low, high, f"rewards from {low:g} to {high:g}"))
