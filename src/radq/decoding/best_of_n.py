@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.generate import Generation, encode_prompts, generate
+from radq.decoding.generate import Generation, check_guide, encode_prompts, generate
 from radq.errors import OptionError
 from radq.guides import RewardGuide
 from radq.models.kv_cache import leave_out_unknown
-from radq.models.loading import Wrappable, num_logits
+from radq.models.loading import Wrappable
 from radq.models.reward import RewardModel
 from radq.numerics import pad_left
 
@@ -48,8 +48,7 @@ def best_of_n(
         raise OptionError(f"n must be at least 1, got {n}.", "give a larger n.")
     guide = RewardGuide(model, beta)
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
-    guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
-    guide.check_length(max(map(len, encoded)) + max_new_tokens)
+    check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
     options["batch_size"] = batch_size
     drawn = generate(
         lm, tokenizer, prompts, None, top_k, top_p, temperature, max_new_tokens, n * num_samples, seed, **options

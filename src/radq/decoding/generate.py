@@ -168,8 +168,7 @@ def stream(
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     vocab_size = num_logits(lm)
     if guide is not None:
-        guide.check_vocabulary(vocab_size, tokenizer, lm.config.name_or_path or type(lm).__name__)
-        guide.check_length(max(map(len, encoded)) + max_new_tokens)
+        check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
     check_width(steering.top_k, vocab_size)
     stops = torch.tensor(_stop_tokens(lm, tokenizer, stop_token_ids), dtype=torch.long, device=lm.device)
     uniforms = _uniforms(seed, first_prompt, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
@@ -260,7 +259,9 @@ def encode_prompts(
         )
     bos = find_bos(config, tokenizer)
     encoded = [ids or [bos] for ids in tokenise(tokenizer, prompts, bos)]
-    positions, room = (max_positions(config), name_positions(config)) if context is None else (context, f"{context}")
+    positions, room = max_positions(config), name_positions(config)
+    if context is not None:
+        positions, room = context, f"context of {context} tokens"
     for number, ids in enumerate(encoded):
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ContextLengthError(
@@ -269,6 +270,14 @@ def encode_prompts(
                 "shorten the prompt or lower max_new_tokens.",
             )
     return encoded
+
+
+def check_guide(
+    guide: Guide, lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
+) -> None:
+    """Raise if a guide has another vocabulary than the base model, or no room for the texts."""
+    guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
+    guide.check_length(max(map(len, prompts)) + max_new_tokens)
 
 
 def decode_texts(

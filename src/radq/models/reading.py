@@ -41,10 +41,9 @@ class Reader:
     tokenizer: PreTrainedTokenizerBase | None = None
     overhead: int = 0
 
-    @cached_property
+    @property
     def num_known(self) -> int:
-        """Tokens with smaller ids are known to the model."""
-        return self.vocabulary.num_tokens or self.vocabulary.size
+        return self.vocabulary.num_known
 
     @property
     def device(self) -> torch.device:

@@ -298,7 +298,7 @@ class RewardModel(PreTrainedModel):
 
         A base model may have more tokens. The reward model does not read them, and gives them the reward of the prefix.
         """
-        return self.vocabulary.num_tokens or self.vocabulary.size
+        return self.vocabulary.num_known
 
     @torch.no_grad()
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:

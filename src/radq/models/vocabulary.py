@@ -17,6 +17,11 @@ class Vocabulary(NamedTuple):
     num_tokens: int | None = None
     fingerprint: str | None = None
 
+    @property
+    def num_known(self) -> int:
+        """Tokens with smaller ids are known to the model."""
+        return self.num_tokens or self.size
+
 
 def read_vocabulary(size: int, tokenizer: PreTrainedTokenizerBase | None) -> Vocabulary:
     if tokenizer is None:
