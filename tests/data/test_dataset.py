@@ -21,6 +21,7 @@ from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from radq.data.dataset import DataColumns, GlobalBatches, RewardData, load_data
+from radq.data.label_scale import LabelRules
 from radq.data.tables import read_table
 from radq.errors import DataError, OptionError
 from radq.toy import make_reviews
@@ -112,8 +113,7 @@ def test_tokens_are_cached_until_something_changes(
 
 def test_a_failure_leaves_no_half_cache(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = table()
-    rows["praise"] = rows["praise"].astype(object)
-    rows.loc[33, "praise"] = "much"
+    rows.loc[33, "praise"] = None
     rows.to_csv(tmp_path / "reviews.csv", index=False)
     for _ in range(2):
         with pytest.raises(DataError, match="row 34"):
@@ -139,10 +139,10 @@ def test_labels_may_be_mapped_and_their_range_is_known(toy_tokenizer: PreTrained
     pandas.DataFrame({"text": ["film", "plot"], "stars": [1, 5]}).to_csv(tmp_path / "stars.csv", index=False)
 
     def load(label_range: tuple[float, float] | None) -> RewardData:
-        columns = DataColumns(labels=["stars"], label_range=label_range)
+        columns = DataColumns(labels=["stars"], label_rules=LabelRules.parse("", label_range))
         return load_data([tmp_path / "stars.csv"], toy_tokenizer, columns, cache_folder=tmp_path / "cache")
 
-    assert load(None).label_ranges == [(1.0, 5.0)]
+    assert load(None).labels[:, 0].tolist() == [0.0, 1.0]
     assert load((1, 5)).label_ranges == [(0.0, 1.0)]
     assert load((1, 5)).labels[:, 0].tolist() == [0.0, 1.0]
     assert load((0, 10)).label_ranges == [(0.0, 1.0)]
@@ -167,10 +167,10 @@ def test_an_empty_batch_weighs_nothing(toy_tokenizer: PreTrainedTokenizerBase, t
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text,praise\nfilm,\n", "row 1: 'praise' must be a finite number, got ''"),
-        ("text,praise\nfilm,1\nplot,much\n", "row 2: 'praise' must be a finite number, got 'much'"),
-        ("text,praise\nfilm,1\nplot,1\ncast,inf\n", "row 3: 'praise' must be a finite number, got 'inf'"),
-        ("text,praise\nfilm,nan\n", "row 1: 'praise' must be a finite number, got 'nan'"),
+        ("text,praise\nfilm,\n", "row 1: 'praise' has no label, got ''"),
+        ("text,praise\nfilm,1\nplot,much\n", "row 2: 'praise' is the word 'much', but in .*row 1 it is the number '1'"),
+        ("text,praise\nfilm,1\nplot,1\ncast,inf\n", "row 3: 'praise' must be a finite number or a word, got 'inf'"),
+        ("text,praise\nfilm,nan\n", "row 1: 'praise' has no label, got 'nan'"),
         ("text,praise\nfilm,1\n  ,1\n", "row 2: 'text' is empty"),
         ("text,praise\n", "no rows"),
         ("", "cannot be read"),
@@ -259,17 +259,21 @@ MESSAGES = [{"role": "user", "content": "film"}]
         ({"text": ["film", MESSAGES], "praise": [1, 0]}, {}, "row 2: 'text' is a list, not a text.*chat template"),
         ({"text": ["film", {"a": 1}], "praise": [1, 0]}, {}, "row 2: 'text' is a dict"),
         ({"text": ["film"], "context": [MESSAGES], "praise": [1]}, {"prompt": "context"}, "row 1: 'context' is a list"),
-        ({"text": ["film", "plot"], "praise": [1, [1]]}, {}, "row 2: 'praise' must be a finite number, got \\[1\\]"),
-        ({"text": ["film", "plot"], "praise": [1, 1e39]}, {}, "row 2: 'praise' must be .*3.4e38, got 1e\\+39"),
+        ({"text": ["film", "plot"], "praise": [1, [1]]}, {}, "row 2: 'praise' must be a finite .*, got \\[1\\]"),
+        (
+            {"text": ["film", "plot"], "praise": [1, 1e39]},
+            {"label_rules": LabelRules(keep=True)},
+            "row 2: 'praise' must be .*3.4e38, got '1e\\+39'",
+        ),
         (
             {"text": ["film", "plot"], "praise": [0, 1.5]},
-            {"label_range": (0, 1)},
-            "row 2: 'praise' must be from 0 to 1, got 1.5",
+            {"label_rules": LabelRules(range=(0, 1))},
+            "row 2: 'praise' must be a number from 0 to 1, got '1.5'",
         ),
         (
             {"text": ["film", "plot"], "praise": [0, -1]},
-            {"label_range": (0, 1)},
-            "row 2: 'praise' must be from 0 to 1, got -1",
+            {"label_rules": LabelRules(range=(0, 1))},
+            "row 2: 'praise' must be a number from 0 to 1, got '-1'",
         ),
         (
             {"text": ["film", "plot"], "praise": [0, 1], "w": [1, -1]},
@@ -366,14 +370,14 @@ def test_a_folder_is_known_by_its_place_and_content(
     for source in ("reviews", "reviews:train"):
         assert label("one", source) == 1
         assert label("two", source) == 0
-    (tmp_path / "two" / "reviews" / "train.csv").write_text("text,praise\nfilm,2\n")
-    assert label("two", "reviews") == 2
-    assert label("two", "reviews:train") == 2
+    (tmp_path / "two" / "reviews" / "train.csv").write_text("text,praise\nfilm,0.5\n")
+    assert label("two", "reviews") == 0.5
+    assert label("two", "reviews:train") == 0.5
 
 
 def test_damaged_tokens_are_named(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     table().to_csv(tmp_path / "reviews.csv", index=False)
-    for name in ("tokens.bin", "labels.npy", "counts.json"):
+    for name in ("tokens.bin", "label_values.npy", "labels.json", "counts.json"):
         data = load_data([tmp_path / "reviews.csv"], toy_tokenizer, PRAISE, cache_folder=tmp_path / name)
         whole = (data.folder / name).read_bytes()
         (data.folder / name).write_bytes(whole[: len(whole) // 2])

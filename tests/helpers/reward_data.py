@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from radq.data.dataset import RewardData
+from radq.data.label_cells import NUMBER, LabelCells
+from radq.data.label_scale import LabelRules
 
 
 def make_data(
@@ -21,8 +23,10 @@ def make_data(
     np.array([token for utterance in utterances for token in utterance], np.uint16).tofile(folder / "tokens.bin")
     np.save(folder / "offsets.npy", np.cumsum([0, *map(len, utterances)]))
     np.save(folder / "prompt_lengths.npy", np.array(prompt_lengths or [0] * n, np.int32))
-    np.save(folder / "labels.npy", np.array(labels, np.float32).reshape(n, -1))  # one label, or a row of them
+    values = np.array(labels, np.float64).reshape(n, -1)  # one label, or a row of them
+    kinds = np.full(values.shape, NUMBER, np.uint8)
+    LabelCells(kinds, values, [[]] * values.shape[1], np.arange(1, n + 1), [(str(folder), n)]).save(folder)
     np.save(folder / "weights.npy", np.array(weights or [1.0] * n, np.float32))
     counts = {"rows": n, "tokens": sum(map(len, utterances))}
     (folder / "counts.json").write_text(json.dumps({"counts": counts, "dtype": "uint16"}))
-    return RewardData(folder)
+    return RewardData(folder, ["label"] * values.shape[1], LabelRules(keep=True))

@@ -150,8 +150,8 @@ def test_the_command_for_jigsaw_renames_a_column_and_keeps_the_rest(tmp_path: Pa
     columns = DataColumns(settings.text, settings.attributes, skip_empty=settings.skip_empty)
     (piece,) = read_examples(tmp_path / settings.data[0], columns)
     assert piece.texts == ['a "quoted", long\ncomment', "NA", "null"]
-    assert piece.labels[:, 0].tolist() == pytest.approx([0.0, 0.1, 0.3])
-    assert (piece.labels[:, 1:] == 0.5).all()
+    assert piece.labels.values[:, 0].tolist() == pytest.approx([0.0, 0.1, 0.3])
+    assert (piece.labels.values[:, 1:] == 0.5).all()
 
 
 def write_reviews(path: Path, text: str, labels: list[str], count: int, seed: int = 0) -> None:

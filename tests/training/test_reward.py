@@ -392,12 +392,13 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 def test_labels_outside_the_unit_interval_set_the_range(settings: RewardTrainingConfig, tmp_path: Path) -> None:
     rows = pandas.DataFrame({"text": ["the film was good ."] * 8, "stars": [1, 2, 3, 4, 5, 5, 5, 1]})
     rows.to_csv(tmp_path / "stars.csv", index=False)
-    stars = changed(settings, data=[str(tmp_path / "stars.csv")], labels="stars")
+    stars = changed(settings, data=[str(tmp_path / "stars.csv")], labels="stars", keep_labels=True, max_steps=1)
     train(stars)
     assert RewardModel.from_pretrained(settings.out).config.response_range == [1.0, 5.0]
-    with pytest.raises(DataError, match="from 1 to 5.*label-range"):
+    with pytest.raises(DataError, match="from 1 to 5.*keep-labels"):
         train(changed(stars, loss="ce"), overwrite=True)
-    train(changed(stars, loss="ce", label_range=(1, 5)), overwrite=True)
+    train(changed(stars, loss="ce", keep_labels=False), overwrite=True)
+    assert RewardModel.from_pretrained(settings.out).config.response_range == [0.0, 1.0]
     assert RewardModel.from_pretrained(settings.out).config.loss == "ce"
 
 

@@ -142,8 +142,8 @@ def test_a_loss_that_is_no_number_stops_the_run(log_steps: int, settings: Reward
     rows = pandas.DataFrame(make_reviews(64), columns=["text", "praise"])
     rows.loc[40, "praise"] = 1e38  # a number in single precision, whose square is none
     rows.to_csv(tmp_path / "large.csv", index=False)
-    large = changed(settings, data=[str(tmp_path / "large.csv")], epochs=1, max_steps=-1, save_steps=1)
-    large = changed(large, log_steps=log_steps)
+    large = changed(settings, data=[str(tmp_path / "large.csv")], keep_labels=True, epochs=1, max_steps=-1)
+    large = changed(large, log_steps=log_steps, save_steps=1)
     with pytest.raises(
         TrainingError, match=r"loss is (inf|nan) at step \d+, in a batch with the rows .*learning-rate"
     ) as caught:
@@ -162,9 +162,9 @@ def test_the_first_loss_that_is_no_number_is_named_at_the_end_of_a_run(
     rows = pandas.DataFrame(make_reviews(64), columns=["text", "praise"])
     rows.loc[40, "praise"] = 1e38
     rows.to_csv(tmp_path / "large.csv", index=False)
-    large = changed(settings, data=[str(tmp_path / "large.csv")], epochs=1, max_steps=-1, log_steps=1000)
+    large = changed(settings, data=[str(tmp_path / "large.csv")], keep_labels=True, epochs=1, max_steps=-1)
     with pytest.raises(TrainingError, match=r"loss is (inf|nan) at step \d+, in a batch with the rows .*\b41\b"):
-        train(changed(large, save_steps=1000, batch_size=8))
+        train(changed(large, save_steps=1000, log_steps=1000, batch_size=8))
     assert not find_checkpoints(large.out)
     assert not (Path(large.out) / "model.safetensors").exists()
 
@@ -370,7 +370,8 @@ def test_each_attribute_has_its_range(settings: RewardTrainingConfig, tmp_path: 
     rows = pandas.DataFrame(make_reviews(16), columns=["text", "praise"])
     rows["stars"] = 1 + 4 * rows["praise"]
     rows.to_csv(tmp_path / "two.csv", index=False)
-    train(changed(settings, data=[str(tmp_path / "two.csv")], labels="praise,stars", max_steps=1))
+    two = changed(settings, data=[str(tmp_path / "two.csv")], labels="praise,stars", max_steps=1)
+    train(changed(two, keep_labels=True))
     model = RewardModel.from_pretrained(settings.out)
     assert model.config.response_range == [[0.0, 1.0], [1.0, 5.0]]
     assert model.config.attribute_ranges == [(0.0, 1.0), (1.0, 5.0)]

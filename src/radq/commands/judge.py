@@ -40,13 +40,17 @@ class Train:
     data: list[str]
     """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
     labels: str
-    """Column with the labels, which are numbers from 0 to 1."""
+    """Column with the labels. Two words become 0 and 1; numbers outside 0 to 1 are mapped by their own range."""
     out: Path
     """Folder to write the judge into."""
     encoder: str = "minilm"
     """Sentence encoder: a hub name, a folder (safetensors or ONNX), or minilm or embedded, which pip installs."""
     text: str = "text"
     """Column with the texts."""
+    label_map: str = ""
+    """Numbers of words, such as bad=0,ok=0.5,good=1."""
+    label_range: tuple[float, float] | None = None
+    """Lowest and highest label, which are mapped to 0 and 1."""
     held_out: float = 0.1
     """Share of the rows on which the penalty is chosen; the result is measured on as many more rows."""
     limit: int | None = None
@@ -163,16 +167,25 @@ def _read_labelled_texts(arguments: Train) -> "tuple[list[str], np.ndarray, int]
     import numpy as np
 
     from radq.data.dataset import DataColumns, read_examples
-    from radq.errors import OptionError
+    from radq.data.label_cells import join_cells
+    from radq.data.label_scale import LabelRules, find_scales, scale_labels
+    from radq.errors import DataError, OptionError
 
     if arguments.limit is not None and arguments.limit < 1:
         raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all rows.")
     if arguments.seed < 0:
         raise OptionError(f"seed must be at least 0, got {arguments.seed}.", "give another seed.")
+    rules = LabelRules.parse(arguments.label_map, arguments.label_range)
     columns = DataColumns(arguments.text, [arguments.labels], skip_empty=True)
     pieces = [piece for source in arguments.data for piece in read_examples(source, columns)]
     texts = [text for piece in pieces for text in piece.texts]
-    labels = np.concatenate([piece.labels[:, 0] for piece in pieces]) if pieces else np.empty(0, np.float32)
+    if not texts:
+        raise DataError(f"{', '.join(arguments.data)}: there are no texts.", "give a file with texts and labels.")
+    cells = join_cells([piece.labels for piece in pieces])
+    scales = find_scales(cells, columns.labels, rules)
+    labels = scale_labels(cells, columns.labels, scales)[:, 0]
+    if not arguments.json:
+        print(scales[0].describe(arguments.labels))
     blank = sum(piece.empty for piece in pieces)
     if arguments.limit is None or arguments.limit >= len(texts):
         return texts, labels, blank

@@ -8,6 +8,7 @@ memory-mapped array, so that millions of rows take no memory. A batch is cut out
 Axes: n rows, b batch, t time, a attributes.
 """
 
+import copy
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from radq.data.label_cells import LabelCells, join_cells, read_cells
+from radq.data.label_scale import LabelRules, LabelScale, find_scales, scale_labels
 from radq.data.tables import (
     Table,
     check_columns,
@@ -34,7 +37,7 @@ from radq.data.tables import (
 from radq.errors import DataError, OptionError
 from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_values, whole_folder
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 NO_LIMIT = 2**31  # more tokens than any text has
 
 
@@ -47,8 +50,7 @@ class DataColumns:
         labels: columns with the labels, one per attribute; none for distillation, which needs texts alone.
         prompt: column with a context that stands before each text; the loss does not count its tokens.
         weight: column with the weight of each row, at least 0.
-        label_range: lowest and highest label, which are mapped to 0 and 1; labels outside are an error. None leaves
-            labels as they are.
+        label_rules: how labels become numbers, where radq is not to decide.
         skip_empty: skip and count rows with an empty text; by default such a row is an error.
     """
 
@@ -56,7 +58,7 @@ class DataColumns:
     labels: Sequence[str] = ()
     prompt: str | None = None
     weight: str | None = None
-    label_range: tuple[float, float] | None = None
+    label_rules: LabelRules = field(default_factory=LabelRules)
     skip_empty: bool = False
 
     @property
@@ -73,14 +75,22 @@ class Counts:
     tokens: int = 0
     truncated: int = 0
     empty: int = 0  # rows that were left out
-    label_low: list[float] = field(default_factory=list)
-    label_high: list[float] = field(default_factory=list)
 
 
 class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Tokenised rows in a folder, as a data set of torch that returns whole batches (see `__getitems__`)."""
+    """Tokenised rows in a folder, as a data set of torch that returns whole batches (see `__getitems__`).
 
-    def __init__(self, folder: Path, rows: np.ndarray | None = None):
+    Labels are stored as they stand in the files, and become numbers by `scales`, one per name in `label_names`. Without
+    `scales`, `rules` and the labels themselves decide about them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        label_names: Sequence[str] = (),
+        rules: LabelRules | None = None,
+        scales: Sequence[LabelScale | None] | None = None,
+    ):
         self.folder = folder
         try:
             stored = json.loads((folder / "counts.json").read_text())
@@ -89,14 +99,17 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
             num_tokens = (self.offsets[-1],)
             self.token_ids = np.memmap(folder / "tokens.bin", dtype=stored["dtype"], mode="r", shape=num_tokens)
             self.prompt_lengths = np.load(folder / "prompt_lengths.npy", mmap_mode="r")
-            self.labels = np.load(folder / "labels.npy", mmap_mode="r")  # (n, a)
             self.weights = np.load(folder / "weights.npy", mmap_mode="r")
+            cells = LabelCells.load(folder)
         except (EOFError, KeyError, TypeError, ValueError, OSError) as error:
             raise DataError(
                 f"the tokenised data in {str(folder)!r} is damaged: {error}.",
                 "delete that folder; radq makes it again.",
             ) from error
-        self.rows = np.arange(len(self.weights)) if rows is None else rows
+        self.rows = np.arange(len(self.weights))
+        self.row_numbers = cells.rows  # (n,): those of the file that a row comes from
+        self.scales = find_scales(cells, label_names, rules or LabelRules(), scales)
+        self.labels = scale_labels(cells, label_names, self.scales)  # (n, a)
         self.targets: np.ndarray | None = (
             None  # (tokens, a): rewards of a teacher, if they were computed before training
         )
@@ -124,8 +137,12 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
     @property
     def label_ranges(self) -> list[tuple[float, float]]:
         """Range of the labels of each attribute: (0, 1) if it holds them all, else their lowest and highest value."""
-        ranges = zip(self.counts.label_low, self.counts.label_high, strict=True)
-        return [(0.0, 1.0) if low >= 0 and high <= 1 else (low, high) for low, high in ranges]
+        return [(0.0, 1.0) if low >= 0 and high <= 1 else (low, high) for low, high in self.label_limits]
+
+    @property
+    def label_limits(self) -> list[tuple[float, float]]:
+        """The lowest and the highest label of each attribute."""
+        return list(zip(self.labels.min(0).tolist(), self.labels.max(0).tolist(), strict=True))
 
     @property
     def mean_labels(self) -> np.ndarray:
@@ -141,11 +158,17 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
                 f"a share of {share:g} of {len(order)} row{'s' * (len(order) > 1)} leaves none to train on.",
                 "lower --eval-share, or give --eval-data.",
             )
-        return RewardData(self.folder, np.sort(order[cut:])), RewardData(self.folder, np.sort(order[:cut]))
+        return self._choose(np.sort(order[cut:])), self._choose(np.sort(order[:cut]))
 
     def where(self, chosen: np.ndarray) -> "RewardData":
         """The part of the rows for which `chosen`, (n,), is true."""
-        return RewardData(self.folder, self.rows[chosen])
+        return self._choose(self.rows[chosen])
+
+    def _choose(self, rows: np.ndarray) -> "RewardData":
+        chosen = copy.copy(self)
+        chosen.rows = rows
+        chosen.__dict__.pop("fingerprint", None)  # that of all rows
+        return chosen
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Batch of rows, padded on the right; without any rows, a batch of one row of padding with weight 0."""
@@ -225,12 +248,14 @@ def load_data(
     max_length: int = 512,
     cache_folder: str | Path | None = None,
     progress: bool = False,
+    scales: Sequence[LabelScale | None] | None = None,
 ) -> RewardData:
     """Load files or hub data sets, tokenised now or by an earlier call.
 
     Args:
         max_length: longer texts are cut off.
         cache_folder: folder for tokenised data; by default a folder in the user's cache.
+        scales: how the labels of each column become numbers, as earlier data have decided; None decides by this data.
     """
     if not sources:
         raise OptionError("there is no data.", "give one or more files.")
@@ -239,14 +264,15 @@ def load_data(
     if not (folder / "counts.json").is_file():
         with whole_folder(folder) as temporary:
             _tokenise(sources, tokenizer, columns, max_length, temporary, progress)
-    return RewardData(folder)
+    return RewardData(folder, columns.labels, columns.label_rules, scales)
 
 
 def _cache_key(
     sources: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, columns: DataColumns, max_length: int
 ) -> str:
     known = [_identify(source) for source in sources]
-    return fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), asdict(columns), max_length)
+    stored = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
+    return fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), stored, max_length)
 
 
 def _identify(source: str | Path) -> list[object]:
@@ -283,7 +309,7 @@ def _tokenise(
 ) -> None:
     """Write the tokenised rows of all sources into a folder."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    counts = Counts(label_low=[np.inf] * len(columns.labels), label_high=[-np.inf] * len(columns.labels))
+    counts = Counts()
     lengths, prompt_lengths, labels, weights = [], [], [], []
     with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
         for piece in (piece for source in sources for piece in read_examples(source, columns)):
@@ -299,9 +325,6 @@ def _tokenise(
             counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
             labels.append(piece.labels)
             weights.append(piece.weights)
-            if columns.labels and rows:
-                counts.label_low = np.minimum(counts.label_low, piece.labels.min(0)).tolist()
-                counts.label_high = np.maximum(counts.label_high, piece.labels.max(0)).tolist()
             bar.update(len(rows))
     sizes = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
     counts.rows, counts.tokens = len(sizes), int(sizes.sum())
@@ -314,7 +337,7 @@ def _tokenise(
         )
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
     np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
-    np.save(folder / "labels.npy", np.concatenate(labels))
+    join_cells(labels).save(folder)
     np.save(folder / "weights.npy", np.concatenate(weights))
     (folder / "counts.json").write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
 
@@ -336,7 +359,7 @@ class Piece:
 
     texts: list[str]
     prompts: list[str]
-    labels: np.ndarray  # (n, a)
+    labels: LabelCells
     weights: np.ndarray  # (n,)
     empty: int  # rows that were left out
 
@@ -357,25 +380,10 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
         yield Piece(
             texts=[text for text in texts if text],
             prompts=[""] * len(table) if columns.prompt is None else column_texts(source, table, columns.prompt),
-            labels=_labels(source, table, columns),
+            labels=read_cells(source, table, columns.labels),
             weights=_weights(source, table, columns.weight),
             empty=int((~full).sum()),
         )
-
-
-def _labels(source: str | Path, table: Table, columns: DataColumns) -> np.ndarray:
-    """Labels in single precision, (n, a), mapped to [0, 1] if there is a label range."""
-    labels = np.empty((len(table), len(columns.labels)), np.float32)
-    for column, name in enumerate(columns.labels):
-        numbers = column_numbers(source, table, name)
-        if columns.label_range is not None:
-            low, high = columns.label_range
-            outside = (numbers < low) | (numbers > high)
-            allowed = f"from {low:g} to {high:g}"
-            refuse_rows(source, table, name, outside, allowed, "change the label or --label-range.")
-            numbers = (numbers - low) / (high - low)
-        labels[:, column] = _single(source, table, name, numbers)
-    return labels
 
 
 def _weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:

@@ -22,6 +22,8 @@ class RewardModelConfig(PreTrainedConfig):
         loss: name of the training loss; with "ce" the reward is σ of the head's output.
         response_range: range of the training labels, to which guides clamp rewards: (low, high) for all attributes,
             or one pair for each. `attribute_ranges` has one for each in either case.
+        label_scales: how the training labels of each attribute became numbers, see `radq.data.label_scale`; None where
+            this is not known, as for models of earlier versions.
         prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
         vocabulary: size, number of tokens and fingerprint, see `radq.models.vocabulary`.
         lora_rank: rank of the adapters that were trained beside a frozen backbone; 0 without adapters.
@@ -41,6 +43,7 @@ class RewardModelConfig(PreTrainedConfig):
         backbone: PreTrainedConfig | dict[str, Any] | None = None,
         loss: str = "mse",
         response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0),
+        label_scales: Sequence[dict[str, Any]] | None = None,
         prepend_bos: bool = True,
         bos_token_id: int | None = None,
         vocabulary: Sequence[Any] | None = None,
@@ -56,6 +59,7 @@ class RewardModelConfig(PreTrainedConfig):
         self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
         self.loss = loss
         self.response_range = simplify_ranges(response_range, len(self.attributes))
+        self.label_scales = None if label_scales is None else list(label_scales)
         self.prepend_bos = prepend_bos
         self.vocabulary = None if vocabulary is None else list(vocabulary)
         self.lora_rank = lora_rank

@@ -391,7 +391,7 @@ class RadQ(RewardModel):
             raise OptionError(
                 "the teacher keeps no output embedding, or only adapters.", "name the backbone it was made from."
             )
-        options = ("attributes", "backbone", "response_range", "bos_token_id", "vocabulary")
+        options = ("attributes", "backbone", "response_range", "label_scales", "bos_token_id", "vocabulary")
         with no_init_weights():
             student = cls(
                 RewardModelConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in options})
@@ -525,7 +525,8 @@ def _load_beside_backbone(
     if origin.is_hub and not Path(source).is_dir():
         loading["revision"] = origin.revision
     wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
-    options = {key: getattr(config, key) for key in ("kind", "loss", "response_range", "prepend_bos", "head")}
+    kept = ("kind", "loss", "response_range", "label_scales", "prepend_bos", "head")
+    options = {key: getattr(config, key) for key in kept}
     model = kind._over_backbone(
         source,
         config.attributes,

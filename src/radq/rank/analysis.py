@@ -43,9 +43,12 @@ def _build_from_files(config: DataRankConfig, progress: bool) -> RewardMatrix:
     vocabulary = read_vocabulary(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values())), tokenizer)
     if config.tokenizer and config.backbone is not None:
         check_backbone_tokens(config.backbone, vocabulary)
-    columns = DataColumns(config.text, labels, config.prompt, config.weight, config.label_range, config.skip_empty)
+    columns = DataColumns(config.text, labels, config.prompt, config.weight, config.label_rules, config.skip_empty)
     max_length = NO_LIMIT if config.max_length is None else config.max_length
     data = load_data(config.files, tokenizer, columns, max_length, config.cache, progress)
+    if progress:
+        for label, scale in zip(labels, data.scales, strict=True):
+            print(scale.describe(label))
     shuffled = build_matrix(shuffle_labels(data, config.seed), vocabulary.size).omega2.values
     return replace(build_matrix(data, vocabulary.size, labels), shuffled=shuffled, vocabulary=vocabulary)
 

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from radq.errors import OptionError
+
+if TYPE_CHECKING:
+    from radq.data.label_scale import LabelRules
 
 
 @dataclass
@@ -37,8 +40,14 @@ class DataRankConfig:
     """Column with the context before each text."""
     weight: str | None = None
     """Column with the weight of each row."""
+    label_map: str = ""
+    """Numbers of words, such as bad=0,ok=0.5,good=1, for all label columns in which one of the words occurs. By default
+    two words become 0 and 1."""
     label_range: tuple[float, float] | None = None
-    """Lowest and highest label, to be mapped to 0 and 1; by default labels stay as they are."""
+    """Lowest and highest label, which are mapped to 0 and 1. By default numbers from 0 to 1 stay as they are, and other
+    numbers are mapped by their own range."""
+    keep_labels: bool = False
+    """Leave numbers as they are, also outside 0 to 1."""
     skip_empty: bool = False
     """Leave out rows with an empty text, which are an error otherwise."""
     max_length: int | None = None
@@ -59,6 +68,13 @@ class DataRankConfig:
     @property
     def label_columns(self) -> list[str]:
         return [label.strip() for label in self.labels.split(",")]
+
+    @property
+    def label_rules(self) -> "LabelRules":
+        """How labels become numbers, where radq is not to decide."""
+        from radq.data.label_scale import LabelRules
+
+        return LabelRules.parse(self.label_map, self.label_range, self.keep_labels)
 
     @property
     def rank_numbers(self) -> list[int]:
@@ -82,13 +98,7 @@ class DataRankConfig:
                 f"save_matrix must be a file, got the folder {str(self.save_matrix)!r}.",
                 "name a file in it, such as matrix.npz.",
             )
-        low, high = self.label_range or (0.0, 1.0)
-        if not -float("inf") < low < high < float("inf"):
-            raise OptionError(
-                f"label_range must be two finite numbers, the lower one first, got {low} and {high}.",
-                "leave it out to keep the labels as they are.",
-            )
-        _ = self.rank_numbers
+        _ = self.label_rules, self.rank_numbers
 
 
 @dataclass

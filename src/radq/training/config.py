@@ -1,6 +1,5 @@
 """Settings of training runs: dataclasses whose docstrings are the help texts of the command line."""
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +12,8 @@ RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
 BELOW_ONE = Range(0, 1, without_high=True)
 DType = Literal["float32", "bfloat16", "float16"]
 if TYPE_CHECKING:
+    from radq.data.label_scale import LabelRules
+
     HeadName = str
     LossName = str
 else:
@@ -40,8 +41,14 @@ class TrainingConfig:
     """Column with a context that is read before each text; the loss does not count its tokens."""
     weight: str | None = None
     """Column with the weight of each row in the loss; weights are at least 0, and some are above 0."""
+    label_map: str = ""
+    """Numbers of words, such as bad=0,ok=0.5,good=1, for all label columns in which one of the words occurs. By default
+    two words become 0 and 1."""
     label_range: tuple[float, float] | None = None
-    """Lowest and highest label, which are mapped to 0 and 1; by default labels stay as they are."""
+    """Lowest and highest label, which are mapped to 0 and 1. By default numbers from 0 to 1 stay as they are, and other
+    numbers are mapped by their own range."""
+    keep_labels: bool = False
+    """Leave numbers as they are, also outside 0 to 1, which --loss mse allows."""
     skip_empty: bool = False
     """Skip rows with an empty text instead of stopping with an error."""
     max_length: Annotated[int, COUNT] = 512
@@ -105,6 +112,13 @@ class TrainingConfig:
         return [name.strip() for name in self.labels.split(",") if name.strip()]
 
     @property
+    def label_rules(self) -> "LabelRules":
+        """How labels become numbers, where radq is not to decide."""
+        from radq.data.label_scale import LabelRules
+
+        return LabelRules.parse(self.label_map, self.label_range, self.keep_labels)
+
+    @property
     def chooses_best(self) -> bool:
         """Whether the run ends with the weights of its best evaluation."""
         asked = self.load_best_model_at_end or self.trainer.get("load_best_model_at_end")
@@ -124,11 +138,7 @@ class TrainingConfig:
             raise OptionError("there is no run folder.", "give --out DIR.")
         if len(set(self.attributes)) != len(self.attributes):
             raise OptionError(f"labels must name each column once, got {self.labels!r}.", "remove the repeated names.")
-        if self.label_range is not None and not 0 < self.label_range[1] - self.label_range[0] < math.inf:
-            raise OptionError(
-                f"label_range must be two numbers of which the second is larger, got {self.label_range}.",
-                "give the lowest label, then the highest.",
-            )
+        _ = self.label_rules
         if self.chooses_best and not (self.eval_data or self.eval_share):
             raise OptionError(
                 "load_best_model_at_end, metric and early_stopping need data to evaluate on, and there is none.",
@@ -195,7 +205,7 @@ class ExpertTrainingConfig(TrainingConfig):
     method: Literal["dexperts", "gedi"] = "dexperts"
     """dexperts trains two language models, one per class; gedi trains one with a control code for each class."""
     threshold: float = 0.5
-    """Smallest label of the high class; texts with smaller labels are the low class."""
+    """Smallest label of the high class, after labels were mapped to 0 to 1; smaller labels are the low class."""
     code_high: str = "positive"
     """Control code of the high class, for GeDi."""
     code_low: str = "negative"

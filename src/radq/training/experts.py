@@ -30,7 +30,14 @@ from radq.training.arguments import make_arguments
 from radq.training.config import ExpertTrainingConfig
 from radq.training.data import load_run_data
 from radq.training.expert_trainer import ExpertTrainer, TextFormat
-from radq.training.run_folder import begin_run, check_resumed, check_run_folder, delete_run, find_resumed_checkpoint
+from radq.training.run_folder import (
+    begin_run,
+    check_resumed,
+    check_run_folder,
+    delete_run,
+    find_resumed_checkpoint,
+    read_scales,
+)
 
 
 def train_experts(
@@ -51,8 +58,9 @@ def train_experts(
     tokenizer = load_tokenizer(config.backbone)
     text_format = _make_format(config, tokenizer)
     with processes.main_process_first():
+        scales = read_scales(out, config) if resume else None
         data, eval_data = load_run_data(
-            config, tokenizer, text_format.max_length, progress and processes.is_main_process
+            config, tokenizer, text_format.max_length, progress and processes.is_main_process, scales
         )
     parts = list(_split(config, data, eval_data))
     contents = {"data": data.fingerprint} | ({} if eval_data is None else {"eval_data": eval_data.fingerprint})
@@ -60,7 +68,7 @@ def train_experts(
         check_resumed(out, config, contents)
     make_arguments(config, eval_data is not None, progress)  # mistakes in them show before anything is written
     if processes.is_main_process:
-        begin_run(out, config, contents, resume)
+        begin_run(out, config, contents, data.scales, resume)
     metrics: dict[str, float] = {}
     for part in parts:
         if progress and processes.is_main_process:
@@ -86,7 +94,7 @@ def _split(config: ExpertTrainingConfig, data: RewardData, eval_data: RewardData
 
     share = high(data).mean()
     if share in (0, 1):
-        low_to_high = f"{data.counts.label_low[0]:g} to {data.counts.label_high[0]:g}"
+        low_to_high = "{:g} to {:g}".format(*data.label_limits[0])
         raise DataError(
             f"all texts are in one class: {config.labels!r} runs from {low_to_high}.",
             f"choose a --threshold inside this range; it is {config.threshold:g}.",

@@ -6,6 +6,7 @@ If several processes are launched, each of them calls `train`, and the first one
 """
 
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,15 @@ import torch
 from accelerate import PartialState
 
 from radq.data.dataset import RewardData
+from radq.data.label_scale import LabelRules
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
 from radq.models.reward import RadQ, RadV, RewardModel
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import check_labels, load_run_data
+from radq.training.data import check_labels, load_run_data, scales_of_model
 from radq.training.reward_trainer import RewardTrainer
-from radq.training.run_folder import begin_run, check_resumed, check_run_folder, find_resumed_checkpoint
+from radq.training.run_folder import begin_run, check_resumed, check_run_folder, find_resumed_checkpoint, read_scales
 from radq.training.teacher import cache_targets, check_teacher, fingerprint_teacher, target_shape
 
 
@@ -43,14 +45,14 @@ def train(
     torch.manual_seed(config.seed)
     model = _make_model(config, teacher)
     with processes.main_process_first():  # the others find the data tokenised
-        data, eval_data = _load_data(config, model, progress and processes.is_main_process)
+        data, eval_data = _load_data(config, model, resume, progress and processes.is_main_process)
     contents = _fingerprint_contents(data, eval_data, model, teacher)
     if resume:
         check_resumed(out, config, contents)
     checkpoint = find_resumed_checkpoint(out, resume)
     trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
     if processes.is_main_process:
-        begin_run(out, config, contents, resume)
+        begin_run(out, config, contents, data.scales, resume)
     if teacher is not None and config.cache_targets:
         for part in (data, eval_data):
             if part is not None:
@@ -81,6 +83,7 @@ def _make_model(config: RewardTrainingConfig, teacher: RewardModel | None) -> Re
     if teacher is not None:
         check_teacher(teacher, model, config.teacher, config.backbone or config.init)
         model.config.response_range = teacher.config.response_range
+        model.config.label_scales = teacher.config.label_scales
     if config.lora_rank:
         _check_rank(config.lora_rank, model)
         model.add_lora(config.lora_rank, config.backbone)
@@ -128,13 +131,17 @@ def _save_model(model: RewardModel, trainer: RewardTrainer, out: Path) -> None:
 
 
 def _load_data(
-    config: RewardTrainingConfig, model: RewardModel, progress: bool
+    config: RewardTrainingConfig, model: RewardModel, resume: bool, progress: bool
 ) -> tuple[RewardData, RewardData | None]:
     assert model.tokenizer is not None
-    data, eval_data = load_run_data(config, model.tokenizer, model.max_tokens, progress)
+    scales = read_scales(Path(config.out), config) if resume else None
+    if scales is None and config.teacher and config.attributes and config.label_rules == LabelRules():
+        scales = scales_of_model(model.config, config.teacher)  # labels are compared with the teacher's rewards
+    data, eval_data = load_run_data(config, model.tokenizer, model.max_tokens, progress, scales)
     check_labels(data, config.attributes, config.loss)
     if not config.teacher:
         model.config.response_range = simplify_ranges(data.label_ranges, len(data.label_ranges))
+        model.config.label_scales = [asdict(scale) for scale in data.scales]
     return data, eval_data
 
 

@@ -1,17 +1,19 @@
 """The folder of a training run: which folders are allowed, the files a run begins with, and how it may be resumed.
 
 config.yaml holds the settings. fingerprints.json holds fingerprints of the contents that a run depends on: data,
-evaluation data, teacher and frozen weights.
+evaluation data, teacher and frozen weights. labels.json says how the labels of each column became numbers.
 """
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.errors import OptionError
 from radq.files import MODEL_FILES, explained_writing, require_own_folder, whole_file
 from radq.guides.dexperts import ANTI_EXPERT, EXPERT
@@ -21,6 +23,7 @@ from radq.training.config import TrainingConfig
 
 SETTINGS = "config.yaml"
 FINGERPRINTS = "fingerprints.json"
+LABELS = "labels.json"
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
 FINGERPRINTED = ("data", "eval_data", "teacher", "backbone")  # a resumed run may name them otherwise
 CHANGEABLE = ("out", "cache", "log_steps", "save_steps", "report_to", "micro_batch_size", "gradient_checkpointing")
@@ -51,8 +54,10 @@ def find_resumed_checkpoint(out: Path, resume: bool) -> Path | None:
     return find_newest_undamaged(out) if resume else None
 
 
-def begin_run(out: Path, config: TrainingConfig, contents: dict[str, str], resume: bool) -> None:
-    """Write the settings and fingerprints of a run; unless it is resumed, delete an earlier run first."""
+def begin_run(
+    out: Path, config: TrainingConfig, contents: dict[str, str], scales: Sequence[LabelScale], resume: bool
+) -> None:
+    """Write settings, fingerprints and scales of labels; unless the run is resumed, delete an earlier run first."""
     with explained_writing(out):
         out.mkdir(parents=True, exist_ok=True)
         if not resume:
@@ -61,6 +66,9 @@ def begin_run(out: Path, config: TrainingConfig, contents: dict[str, str], resum
             file.write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
         with whole_file(out / FINGERPRINTS) as file:
             file.write_text(json.dumps(contents))
+        with whole_file(out / LABELS) as file:
+            stored = {name: asdict(scale) for name, scale in zip(config.attributes, scales, strict=True)}
+            file.write_text(json.dumps(stored, ensure_ascii=False), encoding="utf-8")
 
 
 def delete_run(out: Path) -> None:
@@ -100,6 +108,21 @@ def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str]) -
             f"the run in {str(out)!r} cannot go on: {'; '.join(changed)} changed.",
             f"give the values it began with, or delete it with --overwrite; only {', '.join(CHANGEABLE)} may change.",
         )
+
+
+def read_scales(out: Path, config: TrainingConfig) -> list[LabelScale] | None:
+    """The scales of the labels of a run, one per column; None if the data or --label-range decide.
+
+    Runs that an older radq began store none: it used numbers as they were.
+    """
+    file = out / LABELS
+    if not file.exists():
+        return [KEPT] * len(config.attributes) if is_run(out) and config.label_range is None else None
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return [read_scale(stored[name], str(file)) for name in config.attributes]
+    except (KeyError, TypeError, ValueError):
+        return None  # other columns or a damaged file; fingerprints tell if the labels are others
 
 
 def _read_fingerprints(out: Path) -> dict[str, Any]:
