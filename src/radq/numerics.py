@@ -32,6 +32,12 @@ def log_probabilities(logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"
     return logits.gather(-1, token_ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
 
 
+def take_last(values: Float[Tensor, "b t a"], mask: Int[Tensor, "b t"]) -> Float[Tensor, "b a"]:
+    """Values at the last position of each row where the mask is 1, such as the rewards of whole texts."""
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+    return values[torch.arange(len(last), device=last.device), last]
+
+
 Padded = tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]
 
 

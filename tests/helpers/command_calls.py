@@ -45,7 +45,7 @@ CALLS: dict[tuple[str, ...], Call] = {
         "max_new_tokens": ["3"],
         "num_samples": ["2"],
     },
-    ("score",): {"reward": ["{world}/q"], "text": ["the film was good"]},
+    ("score",): {"reward": ["{world}/q"], "data": ["{world}/reviews.csv"], "out": ["{here}/scored.csv"]},
     ("train",): _TRAINING,
     ("distill",): _TRAINING | {"teacher": ["{world}/v"]},
     ("rank", "data"): {

@@ -64,7 +64,8 @@ class LabelScale:
     def describe(self, name: str) -> str:
         """One sentence about what becomes of the labels in the column `name`."""
         if self.words:
-            numbers = ", ".join(f"{word} → {number:g}" for word, number in self.words.items())
+            rising = sorted(self.words.items(), key=lambda pair: pair[1])
+            numbers = ", ".join(f"{word} → {number:g}" for word, number in rising)
             return f"label {name!r}: {numbers} (change this with --label-map)"
         if (self.low, self.high, self.unit) == (0, 1, ""):
             return f"label {name!r}: {'numbers from 0 to 1' if self.bounded else 'numbers'} stay as they are"

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from numbers import Number
 from pathlib import Path
@@ -35,15 +36,9 @@ def read_table(source: str | Path) -> Iterator[Table]:
     if not path.is_file():
         yield from _read_hub(str(source))
         return
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    kind = next((suffix for suffix in reversed(suffixes) if suffix in FORMATS), None)
-    if kind is None:
-        raise DataError(
-            f"{str(path)!r} has no ending that radq knows.",
-            f"use {', '.join(FORMATS)}, or one of these followed by {', '.join(COMPRESSIONS)}.",
-        )
+    kind = find_format(path)
     try:
-        with _open(path) as stream:
+        with open_table(path) as stream:
             yield from READERS[kind](stream)
     except _RaggedRowError as error:
         raise DataError(f"{path}, {error}", "put quotes around texts that contain the separator.") from error
@@ -55,6 +50,18 @@ def read_table(source: str | Path) -> Iterator[Table]:
             f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.",
             "check that the file is complete and of this format.",
         ) from error
+
+
+def find_format(path: Path) -> str:
+    """The format of a file by its name, such as ".csv", whatever compression follows."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    kind = next((suffix for suffix in reversed(suffixes) if suffix in FORMATS), None)
+    if kind is None:
+        raise DataError(
+            f"{str(path)!r} has no ending that radq knows.",
+            f"use {', '.join(FORMATS)}, or one of these followed by {', '.join(COMPRESSIONS)}.",
+        )
+    return kind
 
 
 def read_text_column(source: str | Path, column: str) -> list[str]:
@@ -190,13 +197,21 @@ def _read_jsonl(stream: Any) -> Iterator[Table]:
 def _read_parquet(stream: Any) -> Iterator[Table]:
     from pyarrow.parquet import ParquetFile
 
-    with tempfile.TemporaryFile() as seekable:  # a reader of parquet begins at the end of the file
-        shutil.copyfileobj(stream, seekable)
-        for piece in ParquetFile(seekable).iter_batches(ROWS_PER_PIECE):
+    with seekable(stream) as copy:
+        for piece in ParquetFile(copy).iter_batches(ROWS_PER_PIECE):
             yield piece.to_pandas()
 
 
-def _open(path: Path) -> Any:
+@contextmanager
+def seekable(stream: Any) -> Iterator[Any]:
+    """A temporary copy of a compressed stream for readers of parquet, which begin at the end of a file."""
+    with tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(stream, copy)
+        yield copy
+
+
+def open_table(path: Path) -> Any:
+    """Open a file for reading bytes, decompressed."""
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".xz":

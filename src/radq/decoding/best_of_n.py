@@ -17,7 +17,7 @@ from radq.guides import RewardGuide
 from radq.models.kv_cache import leave_out_unknown
 from radq.models.loading import Wrappable
 from radq.models.reward import RewardModel
-from radq.numerics import pad_left
+from radq.numerics import pad_left, take_last
 
 
 def best_of_n(
@@ -74,8 +74,5 @@ def score_texts(
         padded = pad_left(texts[first : first + batch_size], device=model.device)
         input_ids, attention_mask = leave_out_unknown(*padded, model.num_known)
         rewards = model.token_rewards(input_ids, attention_mask)  # (texts, t, a)
-        places = torch.arange(input_ids.shape[1], device=model.device)
-        last = (attention_mask * places).argmax(1)
-        at_last = rewards[torch.arange(len(rewards), device=model.device), last]
-        scores.append(at_last[:, columns].double().cpu() @ strengths)
+        scores.append(take_last(rewards, attention_mask)[:, columns].double().cpu() @ strengths)
     return torch.cat(scores)

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from transformers import EvalPrediction
 
 from radq.data.dataset import RewardData
 from radq.models.reward import RewardModel
+from radq.numerics import take_last
+from radq.training.agreement import area_under_curve
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
 from radq.training.trainer import BatchTrainer, count_items
@@ -129,9 +130,7 @@ class RewardTrainer(BatchTrainer):
         reward_model: Any = self.model
         rewards = reward_model.link(output.rewards)
         loss_mask, labels = inputs["loss_mask"], inputs["labels"]
-        last = (loss_mask * torch.arange(loss_mask.shape[1], device=loss_mask.device)).argmax(1)
-        last_rewards = rewards[torch.arange(len(last), device=last.device), last]
-        columns = [last_rewards]
+        columns = [take_last(rewards, loss_mask)]
         if labels.shape[1]:
             errors = (rewards - labels[:, None]).square() * prefix_weights(loss_mask)[..., None]
             columns.append(errors.sum(1))
@@ -197,7 +196,7 @@ def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]
         for column, attribute in enumerate(attributes):
             label = labels[:, column]
             if set(np.unique(label)) == {0.0, 1.0}:
-                metrics[f"auc_{attribute}"] = float(roc_auc_score(label, last[:, column]))
+                metrics[f"auc_{attribute}"] = area_under_curve(last[:, column], label > 0.5)
                 metrics[f"accuracy_{attribute}"] = float(((last[:, column] > 0.5) == (label > 0.5)).mean())
     rest = stats[:, a * (2 if labels.shape[1] else 1) :]
     if rest.shape[1]:
