@@ -12,7 +12,7 @@ import io
 import json
 import lzma
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -111,38 +111,44 @@ def _copy_separated(
     source: Path, reading: Any, writing: Any, columns: Columns, header: str, delimiter: str, **dialect: Any
 ) -> None:
     """Append cells to the lines of each row. A row may have several lines, and blank lines are no rows."""
+    cells = chain([header], (delimiter.join(map(_show, row)) for row in _rows(source, columns)))
     lines: list[str] = []  # of the current row
 
-    def taken() -> Iterator[str]:
-        for line in io.TextIOWrapper(reading, encoding="utf-8", newline=""):
+    def taken(stream: Any) -> Iterator[str]:
+        for line in stream:
             lines.append(line)
             yield line.removeprefix("\ufeff")  # as Excel begins files
 
-    cells = chain([header], (delimiter.join(map(_show, row)) for row in _rows(source, columns)))
-    out = io.TextIOWrapper(writing, encoding="utf-8", newline="")
-    for row in csv.reader(taken(), delimiter=delimiter, **dialect):
-        whole = "".join(lines)
-        lines.clear()
-        end = END_OF_LINE.search(whole).start()  # pyright: ignore[reportOptionalMemberAccess]
-        out.write(f"{whole[:end]}{delimiter}{next(cells)}{whole[end:]}" if row else whole)
-    out.flush()
+    with _as_text(reading) as before, _as_text(writing) as after:
+        for row in csv.reader(taken(before), delimiter=delimiter, **dialect):
+            whole = "".join(lines)
+            lines.clear()
+            end = END_OF_LINE.search(whole).start()  # pyright: ignore[reportOptionalMemberAccess]
+            after.write(f"{whole[:end]}{delimiter}{next(cells)}{whole[end:]}" if row else whole)
 
 
 def _copy_jsonl(source: Path, reading: Any, writing: Any, columns: Columns) -> None:
+    """Append values inside the last brace of each line."""
     rows = _rows(source, columns)
-    out = io.TextIOWrapper(writing, encoding="utf-8", newline="")
-    for line in io.TextIOWrapper(reading, encoding="utf-8", newline=""):
-        body = line.rstrip()
-        if body:
-            stored = json.loads(body)
-            if not isinstance(stored, dict):
-                raise _changed(source)
-            _refuse_columns(source, stored, list(columns))
-            numbers = (None if number is None else float(_show(number)) for number in next(rows))
-            added = json.dumps(dict(zip(columns, numbers, strict=True)), ensure_ascii=False)
-            body = f"{body[:-1]}{', ' * bool(stored)}{added[1:]}"
-        out.write(body + line[len(line.rstrip()) :])
-    out.flush()
+    with _as_text(reading) as before, _as_text(writing) as after:
+        for line in before:
+            body = line.rstrip()
+            after.write(_extend(source, body, columns, next(rows)) if body else "")
+            after.write(line[len(body) :])
+
+
+def _extend(source: Path, line: str, names: Iterable[str], numbers: Sequence[float | None]) -> str:
+    stored = json.loads(line)
+    if not isinstance(stored, dict):
+        raise _changed(source)
+    _refuse_columns(source, stored, list(names))
+    shown = (None if number is None else float(_show(number)) for number in numbers)
+    added = json.dumps(dict(zip(names, shown, strict=True)), ensure_ascii=False)
+    return f"{line[:-1]}{', ' * bool(stored)}{added[1:]}"
+
+
+def _as_text(stream: Any) -> io.TextIOWrapper:
+    return io.TextIOWrapper(stream, encoding="utf-8", newline="")
 
 
 def _copy_parquet(source: Path, reading: Any, writing: Any, columns: Columns) -> None:
