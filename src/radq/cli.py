@@ -17,7 +17,7 @@ from radq.errors import explain
 COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
     "demo": "compare texts of a small language model with and without steering",
     "generate": "steer a language model with reward models",
-    "score": "show the reward of every token of a text",
+    "score": "score the tokens of a text, or all texts of a table",
     "train": "train a reward model on labelled texts",
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
     "rank": "say whether RAD-Q can fit a data set; measure the rank of a trained model",

@@ -47,7 +47,7 @@ def test_bytes_stay(name: str, ending: str, tmp_path: Path) -> None:
     assert columns[0] == ["text", "n", "r"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     rows=st.lists(st.tuples(st.text(), st.text(), st.none() | st.floats(-9, 9)), max_size=5),
     end=st.sampled_from(["\n", "\r\n", "\r"]),

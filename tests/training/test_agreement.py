@@ -33,8 +33,8 @@ def test_spearman_is_that_of_scipy(pairs: np.ndarray) -> None:
 def test_bins_hold_every_text_once_and_perfect_rewards_have_no_error(pairs: np.ndarray) -> None:
     rewards, labels = pairs[:, 0], pairs[:, 1]
     found = measure_agreement(rewards, labels)
-    assert sum(one.count for one in found.bins) == len(pairs)
-    assert sum(one.count * (one.mean_reward or 0) for one in found.bins) == pytest.approx(rewards.sum())
+    assert sum(one.texts for one in found.bins) == len(pairs)
+    assert sum(one.texts * (one.mean_reward or 0) for one in found.bins) == pytest.approx(rewards.sum())
     assert found.calibration_error >= abs(rewards.mean() - labels.mean()) - 1e-9
     perfect = measure_agreement(labels, labels)
     assert (perfect.mse, perfect.calibration_error, perfect.accuracy) == (0, 0, 1)
@@ -49,7 +49,7 @@ def test_an_example_by_hand() -> None:
     assert found.mse == pytest.approx((0.12**2 + 0.82**2 + 0.55**2 + 0.2**2) / 4)
     assert found.constant_mse == 0.25
     assert found.bins[1] == (0.1, 0.2, 2, pytest.approx(0.15), 0.5)
-    assert found.bins[5].count == found.bins[9].count == 1
+    assert found.bins[5].texts == found.bins[9].texts == 1
     assert found.bins[0] == (0.0, 0.1, 0, None, None)
     assert found.calibration_error == pytest.approx((2 * 0.35 + 0.55 + 0.2) / 4)
 

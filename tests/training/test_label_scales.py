@@ -98,9 +98,7 @@ def test_runs_and_models_of_earlier_versions_go_on(settings: RewardTrainingConfi
     assert scales_of_model(model.config, "old") == [None]
 
 
-def test_adapters_and_students_have_the_scale_of_their_teacher(
-    settings: RewardTrainingConfig, tmp_path: Path
-) -> None:
+def test_adapters_and_students_have_the_scale_of_their_teacher(settings: RewardTrainingConfig, tmp_path: Path) -> None:
     teacher = replace(settings, kind="v", out=str(tmp_path / "teacher"), lora_rank=2, max_steps=1)
     train(teacher)
     assert stored_scale(teacher.out)["high"] == 5
@@ -110,7 +108,9 @@ def test_adapters_and_students_have_the_scale_of_their_teacher(
     assert json.loads((Path(student.out) / LABELS).read_text())["mood"]["high"] == 5
 
 
-def test_words_train_experts(settings: RewardTrainingConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_train_experts(
+    settings: RewardTrainingConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "train.csv", ["Negative" if praise < 1 else "positive" for _, praise in make_reviews(16)])
     names = ("data", "labels", "backbone", "out", "cache", "batch_size", "max_steps")
     experts = ExpertTrainingConfig(**{name: getattr(settings, name) for name in names})
@@ -122,7 +122,7 @@ def test_words_train_experts(settings: RewardTrainingConfig, tmp_path: Path, cap
     assert f"anti: {16 - high} texts" in shown
 
 
-def test_words_in_rank_and_judge(settings: RewardTrainingConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_in_rank(settings: RewardTrainingConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "train.csv", ["ham" if praise < 1 else "spam" for _, praise in make_reviews(16)])
     argv = ["rank", "data", *settings.data, "--labels", "mood", "--backbone", settings.backbone, "--ranks", "1"]
     assert main([*argv, "--cache", str(settings.cache), "--iterations", "2"]) == 0

@@ -210,9 +210,7 @@ def _score_table(
         raise
 
 
-def _compare(
-    model: "RewardModel", scores: "TableScores", label_columns: dict[str, str]
-) -> "dict[str, Agreement]":
+def _compare(model: "RewardModel", scores: "TableScores", label_columns: dict[str, str]) -> "dict[str, Agreement]":
     """The agreement of rewards and labels, for each attribute with labels."""
     import numpy as np
 
@@ -284,7 +282,7 @@ def _print_agreement(found: "Agreement") -> None:
     for name, value, meaning in lines:
         print(f"  {name:<18} {'-' if value is None else f'{value:.4f}':>7}  {meaning}")
     table = make_table("rewards", "texts", "mean reward", "mean label")
-    for one in (one for one in found.bins if one.count):
-        cells = (f"{one.low:g} to {one.high:g}", str(one.count), f"{one.mean_reward:.3f}", f"{one.mean_label:.3f}")
+    for one in (one for one in found.bins if one.texts):
+        cells = (f"{one.low:g} to {one.high:g}", str(one.texts), f"{one.mean_reward:.3f}", f"{one.mean_label:.3f}")
         table.add_row(*cells)
     console().print(table)

@@ -289,7 +289,7 @@ def suggest_map(words: Sequence[str]) -> str:
 
 def _scale_numbers(values: np.ndarray, name: str) -> LabelScale:
     low, high = float(values.min()), float(values.max())
-    if 0 <= low and high <= 1:
+    if low >= 0 and high <= 1:
         return LabelScale()
     if not 0 < high - low < math.inf:
         raise DataError(
@@ -305,7 +305,9 @@ def _scale_numbers(values: np.ndarray, name: str) -> LabelScale:
 # --- errors ---
 
 
-def _wrong_cell(cells: LabelCells, row: int, column: int, name: str, allowed: str, hint: str = REMOVE_HINT) -> DataError:
+def _wrong_cell(
+    cells: LabelCells, row: int, column: int, name: str, allowed: str, hint: str = REMOVE_HINT
+) -> DataError:
     return DataError(f"{cells.place(row)}: {name!r} must be {allowed}, got {cells.show(row, column)!r}.", hint)
 
 

@@ -52,9 +52,13 @@ def check_copy(source: Path, target: Path, names: Sequence[str], overwrite: bool
 
 def copy_with_columns(source: Path, target: Path, columns: Columns) -> None:
     """Write the copy, whole or not at all."""
-    with explained_writing(target), whole_file(target) as temporary, open_table(source) as reading:
-        with _create(temporary, target.suffix.lower()) as writing:
-            COPIERS[find_format(source)](source, reading, writing, columns)
+    with (
+        explained_writing(target),
+        whole_file(target) as temporary,
+        open_table(source) as reading,
+        _create(temporary, target.suffix.lower()) as writing,
+    ):
+        COPIERS[find_format(source)](source, reading, writing, columns)
 
 
 def _create(file: Path, compression: str) -> Any:
@@ -102,9 +106,7 @@ def _copy_tsv(source: Path, reading: Any, writing: Any, columns: Columns) -> Non
     for name in columns:
         if re.search(r"[\t\r\n]", name):
             raise DataError(f"a tsv file cannot hold a column {name!r}.", "use a csv file.")
-    _copy_separated(
-        source, reading, writing, columns, "\t".join(columns), delimiter="\t", quoting=csv.QUOTE_NONE
-    )
+    _copy_separated(source, reading, writing, columns, "\t".join(columns), delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def _copy_separated(

@@ -1,7 +1,7 @@
 """Agreement of rewards with labels: AUC, rank correlation, squared error and calibration, exact also for ties.
 
-    found = measure_agreement(rewards, labels)
-    found.auc, found.spearman, found.calibration_error
+found = measure_agreement(rewards, labels)
+found.auc, found.spearman, found.calibration_error
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Bin(NamedTuple):
 
     low: float
     high: float
-    count: int
+    texts: int
     mean_reward: float | None  # None without texts
     mean_label: float | None
 
@@ -60,7 +60,7 @@ def measure_agreement(
     threshold = float(different.mean() if len(different) == 2 else np.mean(limits))
     high = labels > threshold
     bins = fill_bins(rewards, labels, limits)
-    distances = [b.count * abs(b.mean_reward - b.mean_label) for b in bins if b.count]  # pyright: ignore
+    distances = [b.texts * abs(b.mean_reward - b.mean_label) for b in bins if b.texts]  # pyright: ignore
     return Agreement(
         threshold=threshold,
         auc=area_under_curve(rewards, high) if 0 < high.sum() < len(high) else None,
