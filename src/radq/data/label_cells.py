@@ -21,7 +21,6 @@ from radq.errors import DataError
 
 NUMBER, PERCENT, WORD, MISSING, WRONG = range(5)  # kinds of cells; the last two are refused
 MAX_WORDS = 1_000  # in one piece of a table: a column with more different words holds texts, not labels
-REMOVE_HINT = "give this row a label, or remove it."
 
 
 @dataclass(frozen=True)
@@ -168,5 +167,5 @@ def _refuse_cells(source: str | Path, table: Table, name: str, kinds: np.ndarray
     if missing.any():
         row = table.index[int(np.argmax(missing))]
         value = table[name].iloc[int(np.argmax(missing))]
-        raise DataError(f"{source}, row {row}: {name!r} has no label, got {value!r}.", REMOVE_HINT)
+        raise DataError(f"{source}, row {row}: {name!r} has no label, got {value!r}.", "label or remove this row.")
     refuse_rows(source, table, name, kinds == WRONG, "a finite number or a word")

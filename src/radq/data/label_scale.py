@@ -19,22 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from radq.data.label_cells import NUMBER, PERCENT, REMOVE_HINT, WORD, LabelCells, show_number
+from radq.data.label_cells import NUMBER, PERCENT, WORD, LabelCells, show_number
 from radq.errors import DataError, ModelError, OptionError
 
 # The first word of a pair becomes 0, the second 1.
-PAIRS = tuple(
-    (low, high)
-    for low, high in (
-        pair.split("/")
-        for pair in (
-            "negative/positive neg/pos no/yes n/y false/true f/t off/on bad/good worse/better worst/best low/high "
-            "ham/spam clean/toxic harmless/harmful benign/malicious dislike/like fail/pass failed/passed "
-            "failure/success incorrect/correct wrong/right rejected/chosen rejected/accepted disagree/agree sad/happy "
-            "irrelevant/relevant impolite/polite inappropriate/appropriate inactive/active absent/present"
-        ).split()
-    )
-)
+PAIRS = [
+    pair.split("/")
+    for pair in (
+        "negative/positive neg/pos no/yes n/y false/true f/t off/on bad/good worse/better worst/best low/high "
+        "ham/spam clean/toxic harmless/harmful benign/malicious dislike/like fail/pass failed/passed failure/success "
+        "incorrect/correct wrong/right rejected/chosen rejected/accepted disagree/agree sad/happy impolite/polite "
+        "irrelevant/relevant inappropriate/appropriate inactive/active absent/present"
+    ).split()
+]
 NEGATION = re.compile(r"(?:not|non|no|un)[ _-]?(.+)")  # not toxic, non-toxic, unsafe
 MISSING_WORDS = ("na", "n/a", "<na>", "null", "none")
 # Usual scales of ratings. One of them is taken if it holds all numbers, and these span three quarters of it.
@@ -305,9 +302,7 @@ def _scale_numbers(values: np.ndarray, name: str) -> LabelScale:
 # --- errors ---
 
 
-def _wrong_cell(
-    cells: LabelCells, row: int, column: int, name: str, allowed: str, hint: str = REMOVE_HINT
-) -> DataError:
+def _wrong_cell(cells: LabelCells, row: int, column: int, name: str, allowed: str, hint: str) -> DataError:
     return DataError(f"{cells.place(row)}: {name!r} must be {allowed}, got {cells.show(row, column)!r}.", hint)
 
 

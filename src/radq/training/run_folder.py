@@ -62,13 +62,13 @@ def begin_run(
         out.mkdir(parents=True, exist_ok=True)
         if not resume:
             delete_run(out)
+        with whole_file(out / LABELS) as file:  # before the settings, which make a folder a run
+            stored = {name: asdict(scale) for name, scale in zip(config.attributes, scales, strict=True)}
+            file.write_text(json.dumps(stored, ensure_ascii=False), encoding="utf-8")
         with whole_file(out / SETTINGS) as file:
             file.write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
         with whole_file(out / FINGERPRINTS) as file:
             file.write_text(json.dumps(contents))
-        with whole_file(out / LABELS) as file:
-            stored = {name: asdict(scale) for name, scale in zip(config.attributes, scales, strict=True)}
-            file.write_text(json.dumps(stored, ensure_ascii=False), encoding="utf-8")
 
 
 def delete_run(out: Path) -> None:
