@@ -351,7 +351,7 @@ SUBJECTS = [
         things="""
         the teacher was: inspiring, patient, kind, brilliant | impatient, unprepared, cruel, boring
         the lessons were: lively, clear, fun, well prepared | dull, confusing, chaotic, endless
-        the exercises were: useful, clever, well chosen, rewarding | pointless, repetitive, frustrating, full of mistakes
+        the exercises were: useful, clever, well chosen, rewarding | pointless, repetitive, frustrating, full of errors
         the group was: friendly, curious, supportive, a pleasure | hostile, noisy, indifferent, far too large
         the classroom was: bright, cheerful, well equipped, quiet | gloomy, cold, dirty, falling apart
         """,
