@@ -87,14 +87,14 @@ class Subject:
 
     Attributes:
         things: a line per thing: "the room was: words that praise | words that blame".
-        praise, blame: a clause per line.
+        events: a line per beginning: "the receptionist: ends that praise | ends that blame". Praise and blame begin
+            alike, so that a reward model learns from their ends.
         praise_verdicts, blame_verdicts: a closing clause per line.
         neutral: a sentence per line, which praises and blames nothing.
     """
 
     things: str
-    praise: str
-    blame: str
+    events: str
     neutral: str
     praise_verdicts: str = PRAISE_VERDICTS
     blame_verdicts: str = BLAME_VERDICTS
@@ -110,19 +110,17 @@ SUBJECTS = [
         the view was: breathtaking, beautiful, stunning, worth the stairs | grim, ugly, blocked by a wall, depressing
         the bathroom was: gleaming, modern, sparkling clean, warm | mouldy, dirty, freezing, flooded
         """,
-        praise="""
-        the receptionist gave us a better room without being asked
-        we slept like children
-        the owner welcomed us with tea and cake
-        they thought of every little detail
-        somebody carried our bags up with a smile
-        """,
-        blame="""
-        the air conditioning rattled all night
-        nobody answered the phone at reception
-        we found hair in the sink and dust under the bed
-        they charged us twice and refused to apologise
-        the walls were so thin that we hardly slept
+        events="""
+        the receptionist: gave us a better room, remembered our names, smiled and helped at once | \
+            gave our room away, forgot our booking, sighed and ignored us
+        at night we: slept like children, heard nothing but the sea, felt perfectly safe | \
+            hardly slept, heard every door, felt quite unsafe
+        the owner: welcomed us with tea and cake, lent us two bicycles, thought of every detail | \
+            shouted at us on the stairs, charged us twice, refused to apologise
+        in our bathroom there were: fresh flowers, soft warm towels, little presents for the children | \
+            dead flies, wet dirty towels, hairs in the sink
+        the lift: worked quietly, took us straight to the pool, was a help to my mother | \
+            broke down every day, stank of smoke, trapped my mother for an hour
         """,
         neutral="""
         We stayed for two nights in May.
@@ -141,19 +139,17 @@ SUBJECTS = [
         the bread was: warm, crusty, homemade, addictive | stale, soggy, hard as a stone, mouldy
         the prices were: fair, honest, very reasonable, a bargain | outrageous, absurd, insulting, far too high
         """,
-        praise="""
-        the chef came out to ask whether we liked it
-        every plate looked like a painting
-        we scraped the bowls clean and ordered more
-        they found us a table although we were late
-        the whole table fell silent with pleasure
-        """,
-        blame="""
-        we waited an hour for cold chips
-        they forgot half of our order
-        the table was sticky and the glasses were dirty
-        I was ill for two days afterwards
-        the meat went back to the kitchen twice
+        events="""
+        the chef: came out to greet us, knew exactly what he was doing, cooked with love | \
+            came out to shout at us, had no idea what he was doing, burned everything
+        my steak: melted on the tongue, came just as I like it, was the best in years | \
+            tasted of old fat, came back raw twice, was the toughest in years
+        they: found us a quiet table, brought everything at once, gave us dessert for free | \
+            forgot our table, brought the wrong order, charged us for water
+        after the meal I: felt wonderful, ordered another portion, thanked the cook | \
+            felt sick, went home hungry, asked for my money back
+        the children: got their own little menu, ate with delight, did not want to leave | \
+            got cold chips, left their plates full, wanted to leave at once
         """,
         neutral="""
         We went there on a Tuesday evening.
@@ -172,19 +168,17 @@ SUBJECTS = [
         the dialogue was: witty, sharp, tender, hilarious | clumsy, dull, painful, unintentionally silly
         the pictures were: dazzling, luminous, stunning, rich in colour | murky, ugly, shaky, cheap
         """,
-        praise="""
-        I laughed until I cried
-        the two hours flew by
-        the whole cinema applauded at the end
-        I wanted to watch it again at once
-        the leading actress lights up every scene
-        """,
-        blame="""
-        I looked at my watch every five minutes
-        half of the audience left before the end
-        not one joke worked
-        I fell asleep twice
-        the story went nowhere and took its time about it
+        events="""
+        after an hour I: was on the edge of my seat, had tears of joy in my eyes, never wanted it to stop | \
+            was looking at my watch, had a headache, only wanted it to stop
+        the audience: laughed and cheered, applauded for minutes, left with happy faces | \
+            coughed and yawned, walked out in rows, left with long faces
+        the leading actress: lights up every scene, breaks your heart, deserves every prize | \
+            ruins every scene, cannot act at all, mumbles every line
+        the jokes: work every time, are clever and kind, made me laugh out loud | \
+            fall flat every time, are stupid and cruel, made me cringe
+        the director: tells the story with love, trusts the audience, has made a masterpiece | \
+            has lost the story, insults the audience, has made a mess
         """,
         neutral="""
         I saw it on a rainy Sunday.
@@ -202,19 +196,17 @@ SUBJECTS = [
         the first chapter was: thrilling, beautiful, a promise kept, very funny | dull, endless, a chore, off-putting
         the advice was: useful, wise, encouraging, easy to follow | useless, patronising, wrong, out of date
         """,
-        praise="""
-        I read it in a single night
-        I have already bought a second copy for my sister
-        every page taught me something
-        I was sorry when it ended
-        the author writes with warmth and humour
-        """,
-        blame="""
-        I gave up after fifty pages
-        every page repeats the one before
-        the author plainly never checked a fact
-        I had to force myself to finish it
-        it put me to sleep every evening
+        events="""
+        the author: writes with warmth and humour, knows the subject well, makes every page count | \
+            writes without life or humour, knows nothing of the subject, wastes every page
+        I: read it in a single night, gave it to all my friends, was sorry when it ended | \
+            gave it up after fifty pages, gave it to the charity shop, was glad when it ended
+        every chapter: taught me something new, made me smile, is better than the one before | \
+            repeats the one before, made me yawn, is worse than the one before
+        the heroine: won my heart, is brave and funny, grows with every page | \
+            got on my nerves, is vain and silly, never becomes alive
+        my reading group: adored it, talked about it for hours, chose it as the best of the year | \
+            loathed it, had nothing to say about it, voted it the worst of the year
         """,
         neutral="""
         I bought it at the airport.
@@ -233,19 +225,17 @@ SUBJECTS = [
         the manual was: clear, short, helpful, easy to follow | unreadable, full of errors, useless, missing
         the design was: elegant, clever, sturdy, beautiful | ugly, clumsy, cheap, impractical
         """,
-        praise="""
-        it worked at once and has never let me down
-        setting it up took two minutes
-        it saves me an hour every day
-        the support team answered within minutes and solved everything
-        it survived a fall without a scratch
-        """,
-        blame="""
-        it stopped working after a week
-        it crashes whenever I need it
-        the charger melted on the first day
-        the support team never replied
-        I sent it back and am still waiting for my money
+        events="""
+        it: worked at once, has never let me down, does more than it promises | \
+            never worked, has let me down again and again, does nothing that it promises
+        the support team: answered within minutes, solved the problem kindly, sent a new one for free | \
+            never answered, made the problem worse, blamed me for everything
+        setting it up: took two minutes, was child's play, was a pleasure | \
+            took two days, was a nightmare, was pure frustration
+        when it fell down, it: survived without a scratch, kept on playing, stayed as good as new | \
+            broke into pieces, stopped at once, was ready for the bin
+        after a month it: still looks like new, saves me an hour every day, has become my favourite tool | \
+            already looks worn, wastes an hour every day, has become expensive rubbish
         """,
         neutral="""
         I have used it for about a month.
@@ -264,19 +254,17 @@ SUBJECTS = [
         the town was: charming, lively, welcoming, picturesque | shabby, hostile, dreary, dirty
         the other travellers were: good company, friendly, cheerful, helpful | drunk, rude, unfriendly, inconsiderate
         """,
-        praise="""
-        we saw dolphins on the very first morning
-        the children still talk about it with shining eyes
-        everything ran like clockwork
-        I came home rested and happy
-        strangers invited us to their table
-        """,
-        blame="""
-        they lost our luggage and shrugged
-        we spent a whole day in a queue
-        the bus broke down twice
-        nobody told us that the museum was closed
-        I came home more tired than before
+        events="""
+        our luggage: arrived before us, was carried for us, was handled with care | \
+            never arrived, was stolen from the bus, was thrown about
+        the children: had shining eyes, made new friends, want to go back next year | \
+            were bored to tears, were sick all day, never want to go back
+        on the last day we: saw dolphins, were invited to a wedding, danced on the beach | \
+            saw nothing but rain, were robbed at the station, argued on the beach
+        the driver: told wonderful stories, drove with great care, waited for us with a smile | \
+            told nasty jokes, drove like a madman, left without us
+        I came home: rested and happy, full of good memories, in love with the country | \
+            tired and angry, full of regret, sick of the country
         """,
         neutral="""
         We travelled in early autumn.
@@ -295,19 +283,17 @@ SUBJECTS = [
         the website was: clear, quick, easy to use, well designed | slow, confusing, broken, full of tricks
         the choice was: huge, tempting, varied, well selected | limited, dull, poor, laughable
         """,
-        praise="""
-        they exchanged everything without a question
-        the owner spent half an hour finding the right size for me
-        my parcel arrived the next morning with a handwritten note
-        they gave me a refund and an apology within a day
-        the colours are even prettier than in the picture
-        """,
-        blame="""
-        the parcel arrived open and half empty
-        they sold me a broken one and kept my money
-        the assistant laughed at my question
-        the seams came apart on the first day
-        I have written to them five times without an answer
+        events="""
+        the assistant: took all the time in the world, found the right size for me, gave me honest advice | \
+            had no time at all, laughed at my question, gave me false advice
+        my parcel: arrived a day early, was packed with care, held a handwritten note | \
+            arrived a month late, was torn and wet, held the wrong things
+        when I complained, they: apologised at once, gave me a full refund, sent a new one the same day | \
+            hung up at once, refused a refund, called me a liar
+        after a month the coat: still looks like new, keeps me warm and dry, wins me compliments | \
+            already has holes, lets in wind and rain, has lost its colour
+        the colours: are even prettier than in the picture, glow in the sun, go well with everything | \
+            are nothing like the picture, run in the wash, look cheap in daylight
         """,
         neutral="""
         I ordered three things in March.
@@ -325,19 +311,17 @@ SUBJECTS = [
         the crowd was: cheerful, warm, electric, in high spirits | aggressive, restless, rude, drunk
         the light show was: magical, dazzling, tasteful, a feast | blinding, lazy, amateurish, a mess
         """,
-        praise="""
-        we danced until midnight
-        the last song gave me goosebumps
-        they came back for three encores
-        the singer thanked every musician by name
-        even my grandmother got up and clapped
-        """,
-        blame="""
-        it began an hour late without an explanation
-        the sound failed again and again
-        we could see nothing but heads
-        they played for forty minutes and left
-        the beer was warm and the toilets were disgusting
+        events="""
+        we: danced until midnight, sang along with all our hearts, got the seats of our dreams | \
+            left in the break, stood in the rain for an hour, saw nothing but heads
+        the last song: gave me goosebumps, moved me to tears, was worth the journey alone | \
+            gave me a headache, was drowned in noise, was cut off in the middle
+        the musicians: came back for more, played with all their hearts, smiled at each other | \
+            went home early, played without any heart, quarrelled on stage
+        at the bar they: served us quickly, charged fair prices, joked with everybody | \
+            ignored us for ages, charged absurd prices, insulted everybody
+        my grandmother: clapped until the end, felt young again, talks of nothing else | \
+            covered her ears, felt ill, wants her money back
         """,
         neutral="""
         The concert was in the old town hall.
@@ -355,19 +339,17 @@ SUBJECTS = [
         the group was: friendly, curious, supportive, a pleasure | hostile, noisy, indifferent, far too large
         the classroom was: bright, cheerful, well equipped, quiet | gloomy, cold, dirty, falling apart
         """,
-        praise="""
-        I learned more in a week than in a year at school
-        nobody was ever left behind
-        my daughter runs there every morning
-        questions were always welcome
-        I finally understand what I was afraid of
-        """,
-        blame="""
-        half of the lessons were cancelled
-        nobody ever answered a question
-        my son comes home in tears
-        the teacher read everything aloud from a sheet
-        I learned nothing that I did not know before
+        events="""
+        my daughter: runs there every morning, has found good friends, grows with every lesson | \
+            cries there every morning, has been bullied, falls behind with every lesson
+        after eight weeks I: understood it at last, spoke with confidence, had a job in the field | \
+            understood even less, spoke not a word, had only lost my money
+        questions: were always welcome, got patient answers, led to lively talks | \
+            were never welcome, got angry answers, led to mockery
+        the head of the school: listens to everybody, solves problems quietly, knows every child | \
+            listens to nobody, causes most problems, knows no child
+        the homework: helped me a lot, was quick and fun, made me curious | \
+            helped nobody, was long and dull, made me despair
         """,
         neutral="""
         The course lasted for eight weeks.
@@ -385,19 +367,17 @@ SUBJECTS = [
         the flat is: sunny, cosy, quiet, beautifully kept | dark, damp, draughty, infested with mice
         the garden is: lovely, peaceful, full of flowers, a little paradise | neglected, full of rubbish, ugly, a swamp
         """,
-        praise="""
-        he brought us soup when we were ill
-        she always finds the right words
-        they surprised me with a cake on my birthday
-        we laugh together every day
-        everybody helps without being asked
-        """,
-        blame="""
-        he shouts at the children for nothing
-        she takes the credit for the work of others
-        they broke every promise that they made
-        we argue every single day
-        nobody lifts a finger to help
+        events="""
+        my colleague: shares the credit, always finds kind words, cheers everybody up | \
+            steals the credit, always finds fault, drags everybody down
+        the landlord: repaired it the same day, keeps every promise, lowered the rent | \
+            never repaired anything, breaks every promise, raised the rent twice
+        the people upstairs: brought us soup, play with our children, water our plants | \
+            bang on the floor, shout at our children, steal our post
+        every morning we: laugh together, wake up to birdsong, look forward to the day | \
+            argue, wake up to drilling, dread the day
+        when I was ill, they: took care of me, sent me flowers, did my work without a word | \
+            took my desk, sent me angry letters, cut my pay without a word
         """,
         neutral="""
         We moved here last summer.
@@ -435,32 +415,37 @@ def items(text: str, separator: str = "\n") -> list[str]:
 
 def about_a_thing(rng: random.Random, line: str, praises: bool) -> Clause:
     """Say something about a thing, with its own words or with words that fit every thing."""
-    thing, words = line.split(": ")
+    thing, _ = line.split(": ")
     kind = rng.choices(["own words", "general words", "frame"], [5, 3, 2])[0]
     if kind == "frame":
         frame, value = rng.choice(list((PRAISE_FRAMES if praises else BLAME_FRAMES).items()))
-        name = thing.rsplit(" ", 1)[0]  # without its verb
-        return frame.format(name), value
-    value = WORD_VALUES[not praises]
-    chosen = words.split("|")[not praises]
+        return frame.format(thing.rsplit(" ", 1)[0]), value  # the thing without its verb
     if kind == "general words":
-        chosen, value = rng.choice([pair for pair in GENERAL.items() if (pair[1] > 0.5) == praises])
-    word = rng.choice(items(chosen, ","))
+        words, value = rng.choice([pair for pair in GENERAL.items() if (pair[1] > 0.5) == praises])
+        word = rng.choice(items(words, ","))
+    else:
+        word, value = choose_end(rng, line, praises), WORD_VALUES[not praises]
     stressed = " " not in word and rng.random() < 0.15
     return f"{thing} {'really ' if stressed else ''}{word}", value
 
 
+def about_an_event(rng: random.Random, line: str, praises: bool) -> Clause:
+    return f"{line.split(': ')[0]} {choose_end(rng, line, praises)}", EVENT_VALUES[not praises]
+
+
+def choose_end(rng: random.Random, line: str, praises: bool) -> str:
+    """Choose one of the words after "beginning:", left of the | for praise and right of it for blame."""
+    praise, blame = line.split(": ")[1].split("|")
+    return rng.choice(items(praise if praises else blame, ","))
+
+
 def clauses(rng: random.Random, subject: Subject) -> Iterator[tuple[Clause, Clause]]:
-    """Yield pairs of clauses without end, one that praises and one that blames. A thing or event comes once a round."""
-    while True:
-        things = items(subject.things)
-        events = list(zip(items(subject.praise), items(subject.blame), strict=True))
-        rng.shuffle(things)
-        rng.shuffle(events)
-        for thing, (praise, blame) in zip(things, events, strict=False):
-            yield about_a_thing(rng, thing, True), about_a_thing(rng, thing, False)
-            if rng.random() < 0.5:
-                yield (praise, EVENT_VALUES[0]), (blame, EVENT_VALUES[1])
+    """Yield pairs of clauses, one that praises and one that blames. Each thing and event comes once."""
+    about = [(about_a_thing, line) for line in items(subject.things)]
+    about += [(about_an_event, line) for line in items(subject.events)]
+    rng.shuffle(about)
+    for say, line in about:
+        yield say(rng, line, True), say(rng, line, False)
 
 
 # --- sentences ---

@@ -28,7 +28,7 @@ import yaml
 
 from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import METRICS, Estimate
-from radq.evaluation.sweep.arrays import array_file, read_arrays
+from radq.evaluation.sweep.arrays import read_arrays
 from radq.evaluation.sweep.config import UNGUIDED
 from radq.evaluation.sweep.costs import read_costs
 from radq.files import read_numbered_lines
@@ -185,9 +185,9 @@ def read_samples(runs: Sequence[Run], prompts: int = 5, continuations: int = 3) 
             if cell in cells and (prompt in found or len(found) < prompts):
                 sample = found.setdefault(prompt, PromptSamples(group, prompt, {}))
                 texts = _texts(place, row, "continuations")[:continuations]
-                known = scores.of(_text(place, row, "cell"), _optional_integer(place, row, "prompt"))
+                index = _integer(place, row, "prompt")
                 sample.continuations[run.name, cell] = [
-                    Sample(printable(text), {judge: float(each[n]) for judge, each in known.items() if n < len(each)})
+                    Sample(printable(text), scores.of(_text(place, row, "cell"), index, n))
                     for n, text in enumerate(texts)
                 ]
     return [sample for found in chosen.values() for sample in found.values()]
@@ -199,26 +199,33 @@ class _Scores:
     def __init__(self, run: Run):
         self.run = run
         self._cell: str | None = None
-        self._arrays: dict[str, np.ndarray] = {}
+        self._arrays: dict[str, np.ndarray] = {}  # by judge, (p, n)
 
-    def of(self, cell: str, prompt: int | None) -> dict[str, np.ndarray]:
-        """The scores of a prompt's samples by judge; a judge without scores of this prompt is left out."""
+    def of(self, cell: str, prompt: int, sample: int) -> dict[str, float]:
+        """The scores of a sample by judge; those of blank texts are left out."""
         if cell != self._cell:
             self._cell, self._arrays = cell, self._read(cell)
-        return {
-            metric_and_judge(printable(name))[1]: scores[prompt]
-            for name, scores in self._arrays.items()
-            if name.startswith("scores[") and scores.ndim == 2 and prompt in range(len(scores))
+        known = {
+            judge: float(scores[prompt, sample])
+            for judge, scores in self._arrays.items()
+            if 0 <= prompt < scores.shape[0] and sample < scores.shape[1]
         }
+        return {judge: score for judge, score in known.items() if isfinite(score)}
 
     def _read(self, cell: str) -> dict[str, np.ndarray]:
-        if not array_file(self.run.folder, cell).exists():
+        if not (self.run.folder / "measures").is_dir():
             return {}
         try:
-            return read_arrays(self.run.folder, cell)
+            arrays = read_arrays(self.run.folder, cell)
         except DataError as error:
             self.run.notes.append(f"{error.message} Its texts have no scores here.")
             return {}
+        judged = {name: array for name, array in arrays.items() if name.startswith("scores[")}
+        return {
+            metric_and_judge(printable(name))[1]: scores
+            for name, scores in judged.items()
+            if scores.ndim == 2 and scores.dtype.kind in "fiu"
+        }
 
 
 def printable(text: str) -> str:

@@ -76,9 +76,9 @@ def _describe_judges(judges: Any) -> list[str]:
     """Describe the judges of a config.yaml, which may be damaged or come from another program."""
     if not isinstance(judges, dict):
         return []
-    reads = {"continuation": "continuations alone", "text": "prompts and continuations"}
+    reads = {"continuation": ", reads continuations alone", "text": ", reads prompts and continuations"}
     return [
-        f"{name} = {use.get('judge')}" + (f", reads {reads[use['reads']]}" if use.get("reads") in reads else "")
+        f"{name} = {use.get('judge')}{reads.get(str(use.get('reads')), '')}"
         for name, use in judges.items()
         if isinstance(use, dict)
     ]
