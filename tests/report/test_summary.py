@@ -4,7 +4,7 @@ from math import isnan
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep_folders import lines_of, make_result, make_run, write_lines
 
@@ -95,6 +95,7 @@ def test_without_perplexity_the_strongest_beta_is_shown() -> None:
 
 
 @given(st.tuples(*[st.floats(-1, 1)] * 3).map(sorted), st.none() | st.integers(1, 100))
+@settings(deadline=None)
 def test_few_prompts_never_decide(numbers: list[float], prompts: int | None) -> None:
     low, value, high = numbers
     words = describe_difference(Estimate(value, low, high), prompts)

@@ -75,18 +75,20 @@ def make_table(*columns: str) -> "Table":
     return table
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> None:
     """Print a table whose first `words` columns hold words, and whose other columns hold numbers.
 
-    No entry is cut: in a terminal that is too narrow entries wrap, and where that is not enough, or where there is no
-    terminal, the table is as wide as it needs to be.
+    No word or number is cut: in a narrow terminal entries wrap between words, and where that is not enough, or where
+    there is no terminal, the table is as wide as it needs to be.
     """
+    from rich.cells import cell_len
     from rich.measure import Measurement
     from rich.table import Table
 
     table = Table()
     for number, name in enumerate(header):
-        table.add_column(Text(name), justify="left" if number < words else "right", overflow="fold")
+        longest_word = max(cell_len(word) for row in (header, *rows) for word in row[number].split() or [""])
+        table.add_column(Text(name), justify="left" if number < words else "right", min_width=longest_word)
     for row in rows:
         table.add_row(*map(Text, row))
     screen = console()
