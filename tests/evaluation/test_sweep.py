@@ -266,7 +266,7 @@ def test_the_console_leads_with_models_prompts_and_changes(
         f"judge: mood = classifier:{world / 'judge'}, reads continuations alone",
         f"perplexity under: {toy}",
         "prompts: 4 short prompts, 2 long prompts, 4 samples of each",
-        "guides: none, rad-q, rad-v, best",
+        "guides: none, best, rad-q, rad-v",
     ]
     assert all(" avg_max[mood] from " in line and "too few" in line for line in lines[5:11])
     assert not any("…" in line for line in lines)
