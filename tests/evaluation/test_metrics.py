@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as arrays
 from radq.errors import ModelError, OptionError
 from radq.evaluation.metrics import (
     METRICS,
+    TRUSTED_PROMPTS,
     Bootstrap,
     ScoredTexts,
     Sums,
@@ -22,6 +23,7 @@ from radq.evaluation.metrics import (
     corpus_perplexity,
     distinct,
     estimate,
+    estimate_change,
     estimate_mauve,
     mauve,
     mean_difference,
@@ -198,6 +200,45 @@ def test_resamples_are_sums_over_drawn_prompts() -> None:
     np.testing.assert_array_equal(counts, np.concatenate(list(Bootstrap(250, seed=3).choices(7))))
     assert (counts != np.concatenate(list(Bootstrap(250, seed=4).choices(7)))).any()
     np.testing.assert_allclose(counts.mean(0), 1, atol=0.25)
+
+
+def test_changes_resample_the_same_prompts_of_both() -> None:
+    rng = np.random.default_rng(0)
+    guided, unguided = rng.random((9, 3)), rng.random((9, 3))
+    guided[0], unguided[1, 0] = np.nan, np.nan  # a prompt with blanks alone, and one blank
+    bootstrap = Bootstrap(resamples=60, seed=2, confidence=0.9)
+    found = estimate_change(mean_score(guided), mean_score(unguided), bootstrap)
+    values = []
+    for counts in np.concatenate(list(bootstrap.choices(9))):
+        rows = np.repeat(np.arange(9), counts)
+        values.append(mean_score(guided[rows]).value - mean_score(unguided[rows]).value)
+    assert found.value == pytest.approx(mean_score(guided).value - mean_score(unguided).value)
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])))
+    assert found.skipped == 4
+
+
+def test_a_change_is_surer_than_its_ends() -> None:
+    """A prompt that scores high scores high in both: their difference varies less than either."""
+    rng = np.random.default_rng(0)
+    unguided = np.repeat(rng.random((40, 1)), 3, axis=1)
+    found = estimate_change(mean_score(unguided + 0.1), mean_score(unguided), QUICK)
+    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert found.excludes_zero
+    alone = estimate_change(mean_score(unguided[:1] + 0.1), mean_score(unguided[:1]), QUICK)
+    assert math.isnan(alone.low)
+    assert not alone.excludes_zero
+
+
+def test_intervals_are_too_narrow_below_the_trusted_number_of_prompts() -> None:
+    """The share of 95% intervals that hold the true mean: near 0.95 from `TRUSTED_PROMPTS` on, and not from five."""
+    rng = np.random.default_rng(0)
+
+    def coverage(p: int) -> float:
+        drawn = (estimate(mean_score(rng.normal(size=(p, 1))), QUICK) for _ in range(400))
+        return float(np.mean([one.low <= 0 <= one.high for one in drawn]))
+
+    assert coverage(5) < 0.88
+    assert coverage(TRUSTED_PROMPTS) > 0.9
 
 
 def test_intervals_are_percentiles_of_the_resampled_metric() -> None:

@@ -238,6 +238,46 @@ def test_metrics_are_those_of_an_independent_computation(
     assert found["avg_max[mood]"]["value"] == pytest.approx(np.nanmax(scores[4:], axis=1).mean())
 
 
+def test_changes_are_those_from_the_unguided_cell(run: Path) -> None:
+    rows = {(row["cell"], row["group"]): row for row in read_lines(run / "metrics.jsonl")}
+    assert {(row["group"], row["prompts"], row["samples"]) for row in rows.values()} == {
+        ("short", 4, 4),
+        ("long", 2, 4),
+    }
+    for (cell, group), row in rows.items():
+        if row["guide"] == "none":
+            assert row["changes"] == {}
+            continue
+        unguided = rows["none k=8 seed=0", group]["metrics"]
+        assert row["changes"].keys() == row["metrics"].keys(), cell
+        for name, change in row["changes"].items():
+            assert change["value"] == pytest.approx(row["metrics"][name]["value"] - unguided[name]["value"], abs=1e-9)
+            assert change["low"] <= change["high"]
+
+
+def test_the_console_leads_with_models_prompts_and_changes(
+    run: Path, world: Path, toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["eval", "--config", str(run.parent / "sweep.yaml"), "--out", str(run), "--cache", str(run.parent / "c")]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        f"base model: {toy}",
+        f"judge: mood = classifier:{world / 'judge'}, reads continuations alone",
+        f"perplexity under: {toy}",
+        "prompts: 4 short prompts, 2 long prompts, 4 samples of each",
+        "guides: none, best, rad-q, rad-v",
+    ]
+    assert all(" avg_max[mood] from " in line and "too few" in line for line in lines[5:11])
+    assert not any("…" in line for line in lines)
+    assert main([*argv, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["metrics"] == list(read_lines(run / "metrics.jsonl"))
+    assert document["costs"] == read_costs(run)
+    assert document["run"]["base model"] == str(toy)
+    assert {change["guide"] for change in document["changes"]} == {"rad-q", "rad-v", "best"}
+
+
 def test_perplexity_while_decoding_is_that_of_the_base(run: Path, write: Any, tmp_path: Path) -> None:
     argv = ["eval", "--config", write(perplexity="base"), "--out", str(tmp_path / "run"), "--cache", str(tmp_path)]
     assert main([*argv, "--json"]) == 0

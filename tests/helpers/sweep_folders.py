@@ -29,12 +29,13 @@ def make_run(
     seeds: tuple[int, ...] = (0,),
     judges: tuple[str, ...] = ("",),
     config: str = "base: gpt2-large\nguides: [rad-q, rad-v]\n",
+    prompts: int | None = 100,
 ) -> Path:
     """Guides × β × top-k × seeds, and the unguided base."""
     folder.mkdir(parents=True)
     strengths = [("none", None), *product(guides, BETAS)]
     cells = [make_cell(*strength, k, seed) for strength, k, seed in product(strengths, top_ks, seeds)]
-    rows = [cell | measure_cell(cell, group, guides, judges) for cell, group in product(cells, groups)]
+    rows = [cell | measure_cell(cell, group, guides, judges, prompts) for cell, group in product(cells, groups)]
     write_lines(folder / "metrics.jsonl", rows)
     counts = {"seconds": 2.0, **dict.fromkeys(("tokens", "steps", "calls", "expert_tokens"), 2469)}
     write_lines(folder / "costs.jsonl", [{"cell": cell["cell"], **counts, "peak_memory": 3 * 2**30} for cell in cells])
@@ -55,7 +56,9 @@ def make_cell(guide: str, beta: float | None, top_k: int | None, seed: int) -> d
     return {"cell": name, "guide": guide, **setting}
 
 
-def measure_cell(cell: dict[str, Any], group: str, guides: dict[str, float], judges: tuple[str, ...]) -> dict[str, Any]:
+def measure_cell(
+    cell: dict[str, Any], group: str, guides: dict[str, float], judges: tuple[str, ...], prompts: int | None
+) -> dict[str, Any]:
     beta, skill = cell["beta"] or 0.0, guides.get(cell["guide"], 1.0)
     noise = 0.004 * cell["seed"] + 0.02 * GROUPS.index(group) if group in GROUPS else 0.0
     score = 0.08 + 0.3 * exp(-skill * beta / 90) + noise
@@ -71,7 +74,11 @@ def measure_cell(cell: dict[str, Any], group: str, guides: dict[str, float], jud
         metrics[f"positive_rate{judge}"] = interval(1 - score, 0.02)
     if cell["guide"] == "rad-v" and beta == 300:
         metrics["perplexity"]["infinite"] = 2
-    return {"group": group, "metrics": metrics}
+    changes = (
+        {} if cell["beta"] is None else {f"avg_max{judge}": interval(score - 0.38 - noise, 0.01) for judge in judges}
+    )
+    counts = {} if prompts is None else {"prompts": prompts, "samples": 6}
+    return {"group": group, **counts, "metrics": metrics, "changes": changes}
 
 
 COST = {"tokens_per_second": 1234.5, "calls_per_token": 1.0, "expert_tokens_per_token": 1.0, "peak_memory": 3 * 2**30}

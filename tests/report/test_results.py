@@ -6,6 +6,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from sweep_folders import interval, lines_of, make_result, make_run, write_lines
 
 from radq.errors import DataError
 from radq.evaluation.metrics import Estimate
+from radq.evaluation.sweep.arrays import array_file, read_arrays, write_arrays
 from radq.report.results import NAN, find_curves, printable, read_runs, read_samples
 
 
@@ -43,6 +45,35 @@ def test_samples_are_the_first_prompts_of_each_class(run: Path) -> None:
     cells = {("detox", result.cell) for result in read.results}
     assert all(set(sample.continuations) == cells for sample in samples)
     assert all(len(texts) == 3 for sample in samples for texts in sample.continuations.values())
+
+
+def test_samples_have_the_scores_of_their_cell_and_prompt(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {"rad-q": 1.0}, groups=("all",))
+    cells = [row["cell"] for row in lines_of(folder / "metrics.jsonl")]
+    for number, cell in enumerate(cells[:2]):
+        scores = 100 * number + np.arange(12 * 6).reshape(12, 6)
+        scores = np.where(scores == 3, np.nan, scores).astype(float)
+        write_arrays(folder, cell, {"scores[mood]": scores, "nll": scores, "tokens": scores})
+    array_file(folder, cells[2]).write_bytes(b"no archive")
+    (run,) = read_runs([folder])
+    samples = read_samples([run], prompts=2, continuations=4)
+    for number, prompt in enumerate(samples):
+        found = [[sample.scores for sample in prompt.continuations["run", cell]] for cell in cells]
+        first = 6 * number
+        blank = {} if number == 0 else {"mood": 9.0}
+        assert found[0] == [{"mood": float(first + n)} for n in range(3)] + [blank]
+        assert found[1] == [{"mood": float(100 + first + n)} for n in range(4)]
+        assert found[2] == found[3] == [{}] * 4
+    assert len(cells) == 5
+    assert len([note for note in run.notes if "no scores" in note]) == 3  # one file is damaged, and two are missing
+
+
+@pytest.mark.parametrize("cell", ["../outside", "a/../../outside"])
+def test_scores_come_from_the_run_folder_alone(cell: str, tmp_path: Path) -> None:
+    (tmp_path / "measures" / "a").mkdir(parents=True)
+    np.savez(tmp_path / "outside.npz", a=np.zeros(1))
+    with pytest.raises(DataError, match="not in the run folder"):
+        read_arrays(tmp_path, cell)
 
 
 def test_the_later_of_two_lines_counts(tmp_path: Path) -> None:

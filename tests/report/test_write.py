@@ -171,10 +171,14 @@ def test_the_page_is_safe_and_needs_nothing(run: Path) -> None:
 
 def test_the_page_says_it_all(run: Path) -> None:
     text = "".join(Page((run / "report.html").read_text()).texts)
-    assert "6 guides" in text
+    assert f"none, rad-q, rad-v, dexperts, {BAD_GUIDE}, _low" in text
+    assert "100 all prompts, 100 neutral prompts, 100 negative prompts, 6 samples of each" in text
+    assert (
+        "rad-q at β = 100 lowers avg_max from 0.382 (unguided) to 0.181 on 100 all prompts: "
+        "−0.201 [−0.211, −0.191]; the 95% interval excludes 0. Its perplexity is 1.24 times"
+    ) in text
     assert "rad-q has 0.015 more avg_max than rad-v at equal perplexity (11.20 to 24.00), all prompts: +0.015" in text
     assert "rad-q has 0.025 less avg_max than dexperts" in text
-    assert "the interval excludes 0" in text
     assert "the highest score of a prompt's samples, averaged over prompts" in text
     assert "base: gpt2-large" in text
     assert "Calls per token in the paper: GeDi 1, DExperts 2, RAD-V k, RAD-Q 1." in text
@@ -202,6 +206,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(capsys.readouterr().out)
     assert document["guides"] == ["none", "rad-q"]
     assert document["cells"] == 1 + len(BETAS)
+    assert document["runs"]["run"]["base model"] == "gpt2-large"
+    assert {change["metric"] for change in document["changes"]} >= {"avg_max", "perplexity"}
     files = [document["page"], *document["plots"], *document["tables"]]
     assert all(Path(file).is_file() for file in files)
     assert len(files) == 6

@@ -1,8 +1,9 @@
 """Output of the commands: coloured tokens and tables for people, JSON for machines."""
 
 import json
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+WIDEST = 10_000  # characters in a line of a table
 LOW, HIGH = (0, 80, 180), (190, 95, 0)  # red, green and blue of the colours for low and high values
 
 
@@ -50,8 +52,17 @@ def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[s
 
 
 def print_json(document: Any) -> None:
-    json.dump(document, sys.stdout, ensure_ascii=False, indent=2)
+    """Print a document as JSON. NaN and infinity, which JSON does not have, become null."""
+    json.dump(_without_nan(document), sys.stdout, ensure_ascii=False, indent=2, allow_nan=False)
     print()
+
+
+def _without_nan(document: Any) -> Any:
+    if isinstance(document, dict):
+        return {name: _without_nan(value) for name, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [_without_nan(value) for value in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
 def make_table(*columns: str) -> "Table":
@@ -64,19 +75,42 @@ def make_table(*columns: str) -> "Table":
     return table
 
 
-def print_metrics(rows: list[dict[str, Any]]) -> None:
-    """Print lines of metrics.jsonl as a table with a row per cell of the sweep and class of prompts."""
-    from rich.markup import escape
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> None:
+    """Print a table whose first `words` columns hold words, and whose other columns hold numbers.
+
+    No word or number is cut: in a narrow terminal entries wrap between words, and where that is not enough, or where
+    there is no terminal, the table is as wide as it needs to be.
+    """
+    from rich.cells import cell_len
+    from rich.measure import Measurement
     from rich.table import Table
 
-    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     table = Table()
-    for column in ("cell", "prompts"):
-        table.add_column(column, no_wrap=True)
-    for name in names:
-        table.add_column(escape(name.replace("[", "\n[")), justify="right")
+    for number, name in enumerate(header):
+        longest_word = max(cell_len(word) for row in (header, *rows) for word in row[number].split() or [""])
+        table.add_column(Text(name), justify="left" if number < words else "right", min_width=longest_word)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    screen = console()
+    needed = Measurement.get(screen, screen.options.update(max_width=WIDEST), table)
+    screen.width = max(screen.width, needed.minimum if screen.is_terminal else needed.maximum)
+    screen.print(table)
+
+
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Print named facts, a line each."""
+    for name, text in facts:
+        print(f"{name}: {text}")
+
+
+def print_metrics(rows: list[dict[str, Any]]) -> None:
+    """Print lines of metrics.jsonl as a table with a row per cell of the sweep and class of prompts."""
+    from radq.report.summary import count_group
+
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    lines = []
     for row in rows:
         values = (row["metrics"][name]["value"] for name in names)
-        cells = ("-" if value is None else f"{value:.4g}" for value in values)
-        table.add_row(escape(row["cell"]), escape(row["group"]), *cells)
-    console().print(table)
+        numbers = ("-" if value is None else f"{value:.4g}" for value in values)
+        lines.append([row["cell"], count_group(row["group"], row.get("prompts")), *numbers])
+    print_table(["cell", "prompts", *(name.replace("[", "\n[") for name in names)], lines, words=2)

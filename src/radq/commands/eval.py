@@ -1,6 +1,6 @@
 """radq eval --config sweep.yaml --out runs/detox"""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 
@@ -32,7 +32,7 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import print_json, print_metrics
+    from radq.commands.console import print_facts, print_json, print_metrics
     from radq.errors import OptionError
     from radq.evaluation.sweep.config import load_sweep
     from radq.evaluation.sweep.costs import read_costs
@@ -40,6 +40,8 @@ def run(arguments: Arguments) -> None:
     from radq.evaluation.sweep.measure import check_models, measure_all
     from radq.files import read_lines
     from radq.models.loading import find_device
+    from radq.report.results import read_runs
+    from radq.report.summary import describe_changes, describe_run, find_changes, warn_of_few_prompts
 
     if arguments.only_measure and (arguments.only_generate or arguments.overwrite):
         other = "--only-generate" if arguments.only_generate else "--overwrite"
@@ -59,8 +61,16 @@ def run(arguments: Arguments) -> None:
             return
         measure_all(arguments.out, sweep, prompts, device, arguments.cache, progress)
         rows = list(read_lines(arguments.out / "metrics.jsonl"))
+    (measured,) = read_runs([arguments.out])
+    facts, changes = describe_run(measured), find_changes(measured)
     if arguments.json:
-        print_json({"metrics": rows, "costs": read_costs(arguments.out)})
-    else:
-        print_metrics(rows)
-        print(f"→ {arguments.out}; `radq report {arguments.out}` makes plots and tables of it")
+        summary = {"run": dict(facts), "changes": [asdict(change) for change in changes]}
+        print_json(summary | {"metrics": rows, "costs": read_costs(arguments.out)})
+        return
+    print_facts(facts)
+    for sentence in describe_changes(changes):
+        print(sentence)
+    print_metrics(rows)
+    for note in warn_of_few_prompts(measured):
+        print(f"note: {note}")
+    print(f"→ {arguments.out}; `radq report {arguments.out}` makes plots and tables of it")

@@ -42,7 +42,7 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import print_json, print_metrics
+    from radq.commands.console import print_facts, print_json, print_metrics
     from radq.data.generations import read_generations
     from radq.evaluation.judges.encoders import load_encoder
     from radq.evaluation.metrics import Bootstrap
@@ -70,8 +70,10 @@ def run(arguments: Arguments) -> None:
         rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": found})
     if arguments.json:
         print_json({"metrics": rows})
-    else:
-        print_metrics(rows)
+        return
+    models = [("perplexity under", arguments.perplexity), ("MAUVE by", arguments.mauve)]
+    print_facts([*(("judge", judge) for judge in judges), *((name, model) for name, model in models if model)])
+    print_metrics(rows)
 
 
 def _sort_metrics(arguments: Arguments) -> "tuple[dict[str, JudgeUse], list[str]]":

@@ -18,13 +18,14 @@ class Arguments:
     out: Path | None = None
     """Folder to write report.html, plots and tables into; by default the run folder."""
     json: bool = False
-    """Print the names of the written files as JSON."""
+    """Print the names of the written files, the facts about the runs and the changes by guides as JSON."""
 
 
 def run(arguments: Arguments) -> None:
     from dataclasses import asdict
 
-    from radq.commands.console import print_json
+    from radq.commands.console import print_facts, print_json
+    from radq.report.summary import describe_changes
     from radq.report.write import write_report
 
     report = write_report(arguments.runs, arguments.out, arguments.published)
@@ -34,6 +35,10 @@ def run(arguments: Arguments) -> None:
             document[name] = list(map(str, document[name]))
         print_json(document | {"page": str(report.page)})
         return
+    for name, facts in report.runs.items():
+        print_facts([("run", name), *facts.items()])
+    for sentence in describe_changes(report.changes):
+        print(sentence)
     print(f"report of {report.cells} cells of {', '.join(report.guides)} → {report.page}")
     for file in (*report.plots, *report.tables):
         print(f"  {file}")

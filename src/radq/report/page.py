@@ -11,22 +11,33 @@ from itertools import combinations
 from math import isfinite
 
 from radq.errors import require_package
-from radq.evaluation.metrics import METRICS, Estimate
-from radq.report.plots import Plot, is_decided
+from radq.evaluation.metrics import METRICS, TRUSTED_PROMPTS, Estimate
+from radq.report.plots import Plot
 from radq.report.published import published_calls
 from radq.report.results import (
     GuideDifference,
     PromptSamples,
     Result,
     Run,
+    Sample,
     Step,
     find_curves,
     metric_and_judge,
     unique,
 )
-from radq.report.tables import difference_table, interval, left_out_table, metric_keys, number, result_table
+from radq.report.summary import (
+    MAX_PERPLEXITY_RATIO,
+    Change,
+    change_table,
+    describe_changes,
+    describe_difference,
+    describe_run,
+    name_group,
+    order_groups,
+)
+from radq.report.tables import difference_table, left_out_table, metric_keys, metric_order, number, result_table
 
-HEADLINES = 6  # pairs of guides in words at the top; the table has all
+HEADLINES = 6  # guides, and pairs of guides, in words at the top; the tables have all
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class PageContent:
     """The results, plots and texts that a page shows."""
 
     runs: list[Run]
+    changes: list[Change]
     tradeoffs: list[tuple[str, Plot]]  # class of prompts and plot
     differences: Plot | None
     samples: list[PromptSamples]
@@ -63,59 +75,45 @@ def render_page(content: PageContent) -> str:
         vars(content),
         title=f"Report: {', '.join(run.name for run in content.runs)}",
         css=(folder / "page.css").read_text(encoding="utf-8"),
-        facts=_facts(results),
-        headlines=_headlines(content.pairs),
+        facts=[(run.name, describe_run(run)) for run in content.runs],
+        headlines=_first(describe_changes(content.changes), "guides") + _first(_in_words(content.pairs), "pairs"),
+        change_table=change_table(content.changes),
+        max_ratio=MAX_PERPLEXITY_RATIO,
+        trusted_prompts=TRUSTED_PROMPTS,
+        name_group=name_group,
+        number=number,
         pairs=difference_table(content.pairs),
         not_compared=unique(f"{first} and {second}" for run in content.runs for first, second in _not_compared(run)),
         tables=[(group, result_table([result for result in results if result.group == group])) for group in groups],
         published_calls=published_calls(),
         left_out=left_out_table(results),
         curves=find_curves(list({(result.run, result.cell): result for result in results}.values())),
-        texts_of=_texts_of,
+        samples_of=_samples_of,
         definitions=_definitions(results),
     )
 
 
-def order_groups(groups: Sequence[str]) -> list[str]:
-    """Put the class "all" first, then the other classes of prompts."""
-    return sorted(groups, key=lambda group: group != "all")
+def _first(sentences: Sequence[str], noun: str) -> list[str]:
+    """The first sentences, and one that counts the others."""
+    rest = len(sentences) - HEADLINES
+    return [*sentences[:HEADLINES], *([f"… and {rest} more {noun} below."] if rest > 0 else [])]
 
 
-def _facts(results: Sequence[Result]) -> str:
-    guides, groups = unique(result.guide for result in results), unique(result.group for result in results)
-    cells = len({(result.run, result.cell) for result in results})
-    return (
-        f"{_count(len(guides), 'guide')} ({', '.join(guides)}), {_count(cells, 'cell')}, prompts: {', '.join(groups)}"
-    )
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _headlines(pairs: Sequence[GuideDifference]) -> list[str]:
+def _in_words(pairs: Sequence[GuideDifference]) -> list[str]:
     """Compare pairs of guides in words, by the first metric of the first class of prompts."""
     known = [pair for pair in pairs if isfinite(pair.value)]
     if not known:
         return []
     group = order_groups([pair.group for pair in known])[0]
-    metric = min((pair.metric for pair in known if pair.group == group), key=_metric_order)
-    chosen = [pair for pair in known if (pair.group, pair.metric) == (group, metric)]
-    rest = [f"… and {len(chosen) - HEADLINES} more pairs below."] if len(chosen) > HEADLINES else []
-    return [*map(_in_words, chosen[:HEADLINES]), *rest]
+    metric = min((pair.metric for pair in known if pair.group == group), key=metric_order)
+    return [_describe_pair(pair) for pair in known if (pair.group, pair.metric) == (group, metric)]
 
 
-def _in_words(pair: GuideDifference) -> str:
-    found = Estimate(pair.value, pair.low, pair.high)
+def _describe_pair(pair: GuideDifference) -> str:
     low, high = map(number, pair.perplexity_range)
-    verdict = "the interval excludes 0" if is_decided(pair) else "the interval includes 0" if interval(found) else ""
     amount = f"{number(abs(pair.value))} {'more' if pair.value > 0 else 'less'} {pair.metric} than {pair.second}"
-    details = "; ".join(part for part in (f"{number(pair.value, '+')} {interval(found, '+')}".strip(), verdict) if part)
-    return f"{pair.first} has {amount} at equal perplexity ({low} to {high}), {pair.group} prompts: {details}."
-
-
-def _metric_order(key: str) -> int:
-    return list(METRICS).index(metric_and_judge(key)[0])
+    found = describe_difference(Estimate(pair.value, pair.low, pair.high), pair.prompts)
+    return f"{pair.first} has {amount} at equal perplexity ({low} to {high}), {name_group(pair.group)}: {found}."
 
 
 def _not_compared(run: Run) -> list[tuple[str, str]]:
@@ -125,10 +123,10 @@ def _not_compared(run: Run) -> list[tuple[str, str]]:
     return [pair for pair in combinations(guides, 2) if frozenset(pair) not in known]
 
 
-def _texts_of(sample: PromptSamples, step: Step) -> list[str]:
+def _samples_of(prompt: PromptSamples, step: Step) -> list[Sample]:
     """The continuations of a prompt at one step of a curve, with its first seed."""
     first = step.results[0]
-    return sample.continuations.get((first.run, first.cell), [])
+    return prompt.continuations.get((first.run, first.cell), [])
 
 
 def _definitions(results: Sequence[Result]) -> list[tuple[str, str, list[str]]]:

@@ -23,6 +23,7 @@ from radq.errors import require_package
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, Estimate
 from radq.report.published import PublishedCurve
 from radq.report.results import Curve, GuideDifference, Result, find_curves, metric_and_judge, unique
+from radq.report.summary import is_trusted, name_group
 
 COLOURS = (
     "#0072b2",
@@ -121,7 +122,7 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
             panels[row, 0].set_title(_middle_cut(attribute, 100) if judge else "", loc="left")
         height = _add_legends(figure, curves, drawn)
         figure.set_size_inches(WIDTH, PANEL_HEIGHT * len(rows) + height)
-        return render(figure, name, f"Trade-off of {', '.join(unique(c.guide for c in curves))} on {group} prompts")
+        return render(figure, name, f"Trade-off of {', '.join(unique(c.guide for c in curves))} on {name_group(group)}")
 
 
 def plot_by_candidates(name: str, title: str, results: Sequence[Result], attribute: str) -> Plot | None:
@@ -292,8 +293,8 @@ def _draw_forest(axes: Any, pairs: list[GuideDifference], key: str) -> None:
 
 
 def is_decided(pair: GuideDifference) -> bool:
-    """Whether the interval excludes zero."""
-    return pair.low > 0 or pair.high < 0
+    """Whether the interval excludes zero, and comes from enough prompts to rely on it."""
+    return Estimate(pair.value, pair.low, pair.high).excludes_zero and is_trusted(pair.prompts)
 
 
 # --- figures ---

@@ -23,8 +23,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+import yaml
+
 from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import METRICS, Estimate
+from radq.evaluation.sweep.arrays import read_arrays
 from radq.evaluation.sweep.config import UNGUIDED
 from radq.evaluation.sweep.costs import read_costs
 from radq.files import read_numbered_lines
@@ -50,6 +54,9 @@ class Result:
     metrics: dict[str, Estimate]  # by metric, or by metric[judge]
     cost: dict[str, float]
     best_of: int | None = None  # the n of the best of n
+    prompts: int | None = None  # the number of prompts of this class; runs of older versions do not tell
+    samples: int | None = None  # of each prompt
+    changes: dict[str, Estimate] = field(default_factory=dict)  # of the metrics, from the unguided base model
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,15 @@ class GuideDifference:
     low: float
     high: float
     perplexity_range: tuple[float, float]
+    prompts: int | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A continuation, and its scores by the name of the judge."""
+
+    text: str
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ class PromptSamples:
 
     group: str
     prompt: str
-    continuations: dict[tuple[str, str], list[str]]  # by run and cell
+    continuations: dict[tuple[str, str], list[Sample]]  # by run and cell
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,15 @@ class Run:
     results: list[Result]
     differences: list[GuideDifference]
     notes: list[str] = field(default_factory=list)  # to be shown to the readers of a report
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the sweep; empty where config.yaml is missing or damaged."""
+        try:
+            settings = yaml.safe_load(self.config or "")
+        except yaml.YAMLError:
+            return {}
+        return settings if isinstance(settings, dict) else {}
 
 
 def metric_and_judge(key: str) -> tuple[str, str]:
@@ -147,20 +172,60 @@ def _read_run(folder: Path, name: str) -> Run:
 def read_samples(runs: Sequence[Run], prompts: int = 5, continuations: int = 3) -> list[PromptSamples]:
     """Read the first prompts of each class in generations.jsonl, with their continuations by all measured cells.
 
-    The files may be larger than memory: they are read line by line, and only the returned texts are kept. A missing or
-    partial file adds a note to its run.
+    The files may be larger than memory: they are read line by line, and only the returned texts are kept. Scores come
+    from measures/. A missing or partial file adds a note to its run.
     """
     chosen: dict[str, dict[str, PromptSamples]] = {}
     for run in runs:
         cells = {result.cell for result in run.results}
+        scores = _Scores(run)
         for place, row in _rows(run.folder / "generations.jsonl", run.notes):
             group, cell, prompt = _name(place, row, "group"), _name(place, row, "cell"), _text(place, row, "text")
             found = chosen.setdefault(group, {})
             if cell in cells and (prompt in found or len(found) < prompts):
                 sample = found.setdefault(prompt, PromptSamples(group, prompt, {}))
                 texts = _texts(place, row, "continuations")[:continuations]
-                sample.continuations[run.name, cell] = [printable(text) for text in texts]
+                index = _integer(place, row, "prompt")
+                sample.continuations[run.name, cell] = [
+                    Sample(printable(text), scores.of(_text(place, row, "cell"), index, n))
+                    for n, text in enumerate(texts)
+                ]
     return [sample for found in chosen.values() for sample in found.values()]
+
+
+class _Scores:
+    """The scores of single texts in measures/ of a run. Those of the last cell are kept, since lines come by cell."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self._cell: str | None = None
+        self._arrays: dict[str, np.ndarray] = {}  # by judge, (p, n)
+
+    def of(self, cell: str, prompt: int, sample: int) -> dict[str, float]:
+        """The scores of a sample by judge; those of blank texts are left out."""
+        if cell != self._cell:
+            self._cell, self._arrays = cell, self._read(cell)
+        known = {
+            judge: float(scores[prompt, sample])
+            for judge, scores in self._arrays.items()
+            if 0 <= prompt < scores.shape[0] and sample < scores.shape[1]
+        }
+        return {judge: score for judge, score in known.items() if isfinite(score)}
+
+    def _read(self, cell: str) -> dict[str, np.ndarray]:
+        if not (self.run.folder / "measures").is_dir():
+            return {}
+        try:
+            arrays = read_arrays(self.run.folder, cell)
+        except DataError as error:
+            self.run.notes.append(f"{error.message} Its texts have no scores here.")
+            return {}
+        judged = {name: array for name, array in arrays.items() if name.startswith("scores[")}
+        return {
+            metric_and_judge(printable(name))[1]: scores
+            for name, scores in judged.items()
+            if scores.ndim == 2 and scores.dtype.kind in "fiu"
+        }
 
 
 def printable(text: str) -> str:
@@ -187,24 +252,31 @@ def _rows(file: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dict[str, float]]) -> Result:
-    metrics, guide = row.get("metrics"), _name(place, row, "guide")
-    if not isinstance(metrics, dict):
-        raise _wrong(place, "metrics", metrics, "an object")
+    guide = _name(place, row, "guide")
     return Result(
         run=run,
         cell=_name(place, row, "cell"),
         guide=guide,
         unguided=guide == UNGUIDED,
         beta=_optional(place, row, "beta"),
-        top_k=None if row.get("top_k") is None else _integer(place, row, "top_k"),
+        top_k=_optional_integer(place, row, "top_k"),
         top_p=_optional(place, row, "top_p"),
         kl_budget=_optional(place, row, "kl_budget"),
         seed=_integer(place, row, "seed"),
         group=_name(place, row, "group"),
-        metrics={_metric(place, key): _read_estimate(place, key, value) for key, value in metrics.items()},
+        metrics=_read_estimates(place, "metrics", row.get("metrics")),
         cost=costs.get(_text(place, row, "cell"), {}),
-        best_of=None if row.get("best_of") is None else _integer(place, row, "best_of"),
+        best_of=_optional_integer(place, row, "best_of"),
+        prompts=_optional_integer(place, row, "prompts"),
+        samples=_optional_integer(place, row, "samples"),
+        changes=_read_estimates(place, "changes", row.get("changes", {})),
     )
+
+
+def _read_estimates(place: str, name: str, values: Any) -> dict[str, Estimate]:
+    if not isinstance(values, dict):
+        raise _wrong(place, name, values, "an object")
+    return {_metric(place, key): _read_estimate(place, key, value) for key, value in values.items()}
 
 
 def _read_estimate(place: str, key: str, value: Any) -> Estimate:
@@ -237,6 +309,7 @@ def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDiff
         low=_number(place, row, "low"),
         high=_number(place, row, "high"),
         perplexity_range=(low, high),
+        prompts=_optional_integer(place, row, "prompts"),
     )
 
 
@@ -276,6 +349,10 @@ def _number(place: str, row: dict[str, Any], name: str) -> float:
     return NAN if number is None else float(number)
 
 
+def _optional_integer(place: str, row: dict[str, Any], name: str) -> int | None:
+    return None if row.get(name) is None else _integer(place, row, name)
+
+
 def _integer(place: str, row: dict[str, Any], name: str) -> int:
     number = _optional(place, row, name)
     if number is None or not isfinite(number) or number != int(number):
@@ -304,12 +381,24 @@ class Step:
 
         All seeds continue the same prompts, so that this interval is too wide rather than too narrow.
         """
-        found = [result.metrics[metric] for result in self.results if metric in result.metrics]
-        known = [estimate for estimate in found if isfinite(estimate.value)]
-        if not known:
-            return Estimate(NAN, NAN, NAN)
-        value, low, high = (fmean(getattr(one, end) for one in known) for end in ("value", "low", "high"))
-        return Estimate(value, low, high)
+        return _average([result.metrics[metric] for result in self.results if metric in result.metrics])
+
+    def change(self, metric: str) -> Estimate:
+        """Average the change of a metric from the unguided base model over seeds."""
+        return _average([result.changes[metric] for result in self.results if metric in result.changes])
+
+    @property
+    def title(self) -> str:
+        """The label with the name of its number: "β = 20", "n=5" or "KL 0.1"; empty for the unguided base model."""
+        return self.label if not self.label or self.label.startswith(("KL", "n=")) else f"β = {self.label}"
+
+
+def _average(estimates: Sequence[Estimate]) -> Estimate:
+    known = [estimate for estimate in estimates if isfinite(estimate.value)]
+    if not known:
+        return Estimate(NAN, NAN, NAN)
+    value, low, high = (fmean(getattr(one, end) for one in known) for end in ("value", "low", "high"))
+    return Estimate(value, low, high)
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,12 @@ class Table:
 
 def metric_keys(results: Sequence[Result]) -> list[str]:
     """List the metrics of the results, in the order of `METRICS`."""
-    keys = unique(key for result in results for key in result.metrics)
-    return sorted(keys, key=lambda key: list(METRICS).index(metric_and_judge(key)[0]))
+    return sorted(unique(key for result in results for key in result.metrics), key=metric_order)
+
+
+def metric_order(key: str) -> int:
+    """The place of metric[judge] in `METRICS`."""
+    return list(METRICS).index(metric_and_judge(key)[0])
 
 
 def result_table(results: Sequence[Result], title: str = "") -> Table:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from radq.errors import OptionError
 from radq.files import whole_folder
-from radq.report.page import PageContent, order_groups, render_page
+from radq.report.page import PageContent, render_page
 from radq.report.plots import Plot, plot_differences, plot_tradeoff
 from radq.report.published import BASES, TOXICITY_JUDGES, PublishedCurve, find_named, find_published
 from radq.report.results import Result, Run, metric_and_judge, read_runs, read_samples, unique
+from radq.report.summary import Change, describe_run, find_changes, name_group, order_groups, warn_of_few_prompts
 from radq.report.tables import result_table, to_csv, to_latex, to_markdown
 
 
@@ -29,6 +28,8 @@ class Report:
     tables: list[Path]
     guides: list[str]
     cells: int
+    runs: dict[str, dict[str, str]]  # the base model, judges and prompts of each run, in words
+    changes: list[Change]  # from the unguided base model
     notes: list[str]
 
 
@@ -48,18 +49,26 @@ def write_report(folders: Sequence[Path], out: Path | None = None, published: bo
     drawn = _Published(runs) if published else None
     tradeoffs = _plot_tradeoffs(results, drawn)
     differences = plot_differences("differences", [pair for run in runs for pair in run.differences])
-    notes = [note for run in runs for note in run.notes]
+    changes = [change for run in runs for change in find_changes(run)]
+    notes = [note for run in runs for note in (*run.notes, *warn_of_few_prompts(run))]
     if drawn is not None and not drawn.found:
         notes.append("the paper has no numbers for the metrics and prompts of this report.")
-    page = render_page(PageContent(runs, tradeoffs, differences, samples, published, notes))
+    page = render_page(PageContent(runs, changes, tradeoffs, differences, samples, published, notes))
     plots = [plot for _, plot in tradeoffs] + ([differences] if differences else [])
     written = {"plots": _plot_files(plots), "tables": _table_files(results)}
     for name, files in written.items():
         _write(target / name, files)
     _write(target, {"report.html": page.encode()})  # last, so that all other files are there when the page is
     places = {name: [target / name / file for file in files] for name, files in written.items()}
-    guides = unique(result.guide for result in results)
-    return Report(target / "report.html", **places, guides=guides, cells=len(_cells(results)), notes=notes)
+    return Report(
+        target / "report.html",
+        **places,
+        guides=unique(result.guide for result in results),
+        cells=len(_cells(results)),
+        runs={run.name: dict(describe_run(run)) for run in runs},
+        changes=changes,
+        notes=notes,
+    )
 
 
 def _cells(results: Sequence[Result]) -> set[tuple[str, str]]:
@@ -89,9 +98,8 @@ class _Published:
     """Finds the paper's curves with the base model, judge and top-k of the runs, or the nearest that the paper has."""
 
     def __init__(self, runs: Sequence[Run]):
-        configs = [run.config or "" for run in runs]
-        self.base = find_named(BASES, " ".join(map(_base, configs)))
-        self.judges = " ".join(configs)  # searched for a judge where a metric does not name its own
+        self.base = find_named(BASES, " ".join(str(run.settings.get("base", "")) for run in runs))
+        self.judges = " ".join(run.config or "" for run in runs)  # searched where a metric does not name its judge
         self.top_ks = {result.top_k for run in runs for result in run.results if result.top_k is not None}
         self.found = False
 
@@ -101,15 +109,6 @@ class _Published:
         curves = find_published(metric, metric_and_judge(fluency)[0], group, self.base, named, self.top_ks)
         self.found = self.found or bool(curves)
         return curves
-
-
-def _base(config: str) -> str:
-    """Read the name of the base model from the text of a config.yaml; empty where there is none."""
-    try:
-        settings = yaml.safe_load(config)
-    except yaml.YAMLError:
-        return ""
-    return str(settings.get("base", "")) if isinstance(settings, dict) else ""
 
 
 # --- files ---
@@ -126,7 +125,7 @@ def _plot_files(plots: Sequence[Plot]) -> dict[str, bytes]:
 def _table_files(results: list[Result]) -> dict[str, bytes]:
     groups = order_groups(unique(result.group for result in results))
     tables = [
-        result_table([result for result in results if result.group == group], f"{group} prompts") for group in groups
+        result_table([result for result in results if result.group == group], name_group(group)) for group in groups
     ]
     return {
         "results.md": "\n".join(map(to_markdown, tables)).encode(),

@@ -1,7 +1,8 @@
 """Measure the texts of a sweep: scores, likelihoods and features first, then metrics and comparisons of guides.
 
 Scores and likelihoods of a cell are kept in measures/, one npz each, so that a killed run measures no cell twice.
-metrics.jsonl has a line per cell and class of prompts, differences.jsonl one per pair of guides.
+metrics.jsonl has a line per cell and class of prompts, with the change of each metric from the unguided base model;
+differences.jsonl has a line per pair of guides.
 """
 
 import math
@@ -20,8 +21,17 @@ from radq.errors import DataError, OptionError
 from radq.evaluation.judges.base import CachedJudge, Judge
 from radq.evaluation.judges.encoders import Encoder, load_encoder
 from radq.evaluation.judges.models import load_judge
-from radq.evaluation.metrics import METRICS, Bootstrap, ScoredTexts, compare_at_equal_perplexity, measure
+from radq.evaluation.metrics import (
+    METRICS,
+    Bootstrap,
+    Estimate,
+    ScoredTexts,
+    compare_at_equal_perplexity,
+    estimate_change,
+    measure,
+)
 from radq.evaluation.perplexity import measure_likelihoods
+from radq.evaluation.sweep.arrays import array_file, read_arrays, write_arrays
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
 from radq.files import append_lines, read_lines, whole_file
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
@@ -56,7 +66,25 @@ class MeasuredCell:
             for name, use in judges.items()
             for metric, estimate in measure(use.metrics, self.scored_by(name).take(chosen), bootstrap).items()
         } | measure(names, plain, bootstrap)
-        return {name: {key: _for_json(value) for key, value in asdict(e).items()} for name, e in found.items()}
+        return _describe_estimates(found)
+
+    def estimate_changes(
+        self,
+        unguided: "MeasuredCell",
+        judges: Mapping[str, JudgeUse],
+        names: Sequence[str],
+        chosen: Sequence[int],
+        bootstrap: Bootstrap,
+    ) -> dict[str, dict[str, float | None]]:
+        """Compute the change of each metric from the unguided cell. MAUVE has none: it is a comparison already."""
+        judged = [(f"{metric}[{name}]", metric, name) for name, use in judges.items() for metric in use.metrics]
+        changes = {}
+        for key, metric, judge in (*judged, *((name, name, None) for name in names)):
+            sums = METRICS[metric].sums
+            if sums is not None:
+                after, before = (sums(cell.scored_by(judge).take(chosen)) for cell in (self, unguided))
+                changes[key] = estimate_change(after, before, bootstrap)
+        return _describe_estimates(changes)
 
 
 def measure_all(
@@ -65,9 +93,7 @@ def measure_all(
     """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete."""
     generated = _read_complete_cells(folder, sweep, prompts)
     _measure_cells(folder, sweep, prompts, generated, device, cache, progress)
-    measured = [
-        replace(one, arrays=dict(np.load(_array_file(folder, one.cell), allow_pickle=False))) for one in generated
-    ]
+    measured = [replace(one, arrays=read_arrays(folder, one.cell.name)) for one in generated]
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write_lines(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
 
@@ -99,10 +125,6 @@ def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> l
 def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
     arrays = {name: np.array([row[name] for row in rows]) for name in ("nll", "tokens") if name in rows[0]}
     return MeasuredCell(cell, [row["continuations"] for row in rows], arrays)
-
-
-def _array_file(folder: Path, cell: SweepCell) -> Path:
-    return folder / "measures" / f"{cell.name}.npz"
 
 
 # --- scores and likelihoods ---
@@ -162,15 +184,14 @@ def _measure_cells(
     progress: bool,
 ) -> None:
     """Write the scores and likelihoods of cells that have none in measures/ yet."""
-    todo = [one for one in generated if not _array_file(folder, one.cell).exists()]
+    todo = [one for one in generated if not array_file(folder, one.cell.name).exists()]
     if not todo:
         return
     lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
     instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
     for one in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
         arrays = instruments.measure([prompt.text for prompt in prompts], one.texts) | one.arrays
-        with whole_file(_array_file(folder, one.cell)) as temporary, temporary.open("wb") as stream:
-            np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
+        write_arrays(folder, one.cell.name, arrays)
 
 
 # --- metrics ---
@@ -188,18 +209,33 @@ def _write_metrics(
     todo = measured[len(known) // len(groups) :]
     needs_encoder = any(METRICS[name].needs_encoder for name in sweep.metrics)
     features = _Features(sweep, measured, device) if needs_encoder and todo else None
+    unguided = {one.cell: one for one in measured if one.cell.guide == UNGUIDED}
     for one in tqdm(todo, desc="metrics", unit="cell", disable=not progress):
-        rows = [_metrics_row(sweep, one, group, chosen, features) for group, chosen in groups.items()]
+        reference = None if one.cell in unguided else unguided.get(one.cell.reference)
+        rows = [_metrics_row(sweep, one, reference, group, chosen, features) for group, chosen in groups.items()]
         with file.open("ab") as stream:
             append_lines(stream, rows)
 
 
 def _metrics_row(
-    sweep: Sweep, one: MeasuredCell, group: str, chosen: list[int], features: "_Features | None"
+    sweep: Sweep,
+    one: MeasuredCell,
+    reference: MeasuredCell | None,
+    group: str,
+    chosen: list[int],
+    features: "_Features | None",
 ) -> dict[str, Any]:
     pair = (None, None) if features is None else features.encode_with_reference(one.cell)
-    found = one.estimate(sweep.judges, sweep.metrics, chosen, Bootstrap(sweep.resamples), *pair)
-    return {"cell": one.cell.name, **asdict(one.cell), "group": group, "metrics": found}
+    asked = (sweep.judges, sweep.metrics, chosen, Bootstrap(sweep.resamples))
+    return {
+        "cell": one.cell.name,
+        **asdict(one.cell),
+        "group": group,
+        "prompts": len(chosen),
+        "samples": sweep.samples,
+        "metrics": one.estimate(*asked, *pair),
+        "changes": {} if reference is None else one.estimate_changes(reference, *asked),
+    }
 
 
 class _Features:
@@ -273,6 +309,7 @@ def _compare(
         "second": second[0].cell.guide,
         "metric": f"{metric}[{judge}]",
         "group": group,
+        "prompts": len(chosen),
         **{name: getattr(cell, name) for name in ("top_k", "top_p", "kl_budget", "seed")},
     }
     ours, theirs = ([one.scored_by(judge).take(chosen) for one in guide] for guide in (first, second))
@@ -290,6 +327,10 @@ def _compare(
 def _write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
     with whole_file(file) as temporary, temporary.open("wb") as stream:
         append_lines(stream, rows)
+
+
+def _describe_estimates(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
+    return {name: {key: _for_json(value) for key, value in asdict(one).items()} for name, one in estimates.items()}
 
 
 def _for_json(value: float) -> float | None:

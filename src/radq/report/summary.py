@@ -1,0 +1,207 @@
+"""The beginning of a report: the models and prompts of a run, and how guided texts differ from unguided ones.
+
+describe_run(run)                  # [("base model", "gpt2-large"), ("judge", …), …]
+changes = find_changes(run)        # each guide at one β
+describe_changes(changes)          # one sentence for each guide
+warn_of_few_prompts(run)           # notes about intervals that are unsure
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, TRUSTED_PROMPTS, Estimate
+from radq.models.embedded import EMBEDDED, HUB_NAME
+from radq.report.results import NAN, Curve, Result, Run, Step, find_curves, metric_and_judge, printable, unique
+from radq.report.tables import Entry, Table, interval, metric_order, number
+
+MAX_PERPLEXITY_RATIO = 1.5  # guided to unguided: each guide is shown at its strongest β that stays below
+PERPLEXITY = "perplexity"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric of a guide at one β, and of the unguided base model with the same prompts and candidates."""
+
+    guide: str
+    step: str  # such as "β = 20"
+    group: str
+    prompts: int | None
+    metric: str
+    unguided: float
+    guided: float
+    difference: Estimate
+
+
+# --- the models and prompts of a run ---
+
+
+def describe_run(run: Run) -> list[tuple[str, str]]:
+    """Name the base model, the judges, the prompts and the guides; what the run folder does not hold is left out."""
+    settings = run.settings
+    perplexity = settings.get("perplexity")
+    facts = {
+        "base model": _describe_model(settings.get("base")),
+        "judge": "; ".join(_describe_judges(settings.get("judges"))),
+        "perplexity under": "the base model" if perplexity == "base" else _describe_model(perplexity),
+        "prompts": _describe_prompts(run.results),
+        "guides": ", ".join(unique(result.guide for result in run.results)),
+    }
+    return [(name, printable(text)) for name, text in facts.items() if text]
+
+
+def name_group(group: str) -> str:
+    """Name a class of prompts: "neutral" becomes "neutral prompts", and "prompts" stays as it is."""
+    return group if "prompts" in group.lower() else f"{group} prompts"
+
+
+def count_group(group: str, prompts: int | None) -> str:
+    """Name a class of prompts with its size where it is known: "5 neutral prompts"."""
+    return name_group(group) if prompts is None else f"{prompts} {name_group(group)}"
+
+
+def order_groups(groups: Sequence[str]) -> list[str]:
+    """Put the class "all" first, then the other classes of prompts."""
+    return sorted(groups, key=lambda group: group != "all")
+
+
+def _describe_model(name: Any) -> str:
+    if name is None:
+        return ""
+    return f"{EMBEDDED} ({HUB_NAME.split('/')[-1]})" if name == EMBEDDED else str(name)
+
+
+def _describe_judges(judges: Any) -> list[str]:
+    """Describe the judges of a config.yaml, which may be damaged or come from another program."""
+    if not isinstance(judges, dict):
+        return []
+    reads = {"continuation": ", reads continuations alone", "text": ", reads prompts and continuations"}
+    return [
+        f"{name} = {use.get('judge')}{reads.get(str(use.get('reads')), '')}"
+        for name, use in judges.items()
+        if isinstance(use, dict)
+    ]
+
+
+def _describe_prompts(results: Sequence[Result]) -> str:
+    sizes = {result.group: result.prompts for result in results}
+    samples = {result.samples for result in results}
+    (count,) = samples if len(samples) == 1 else (None,)
+    groups = ", ".join(count_group(group, sizes[group]) for group in order_groups(list(sizes)))
+    return groups if count is None else f"{groups}, {count} sample{'' if count == 1 else 's'} of each"
+
+
+# --- guided against unguided ---
+
+
+def find_changes(run: Run) -> list[Change]:
+    """Compare each guide with the unguided base model, at the strongest β whose perplexity is not too high.
+
+    The metrics are those of judges, and the perplexity.
+    """
+    changes: list[Change] = []
+    for group in order_groups(unique(result.group for result in run.results)):
+        results = [result for result in run.results if result.group == group]
+        curves = [curve for curve in find_curves(results) if not curve.unguided]
+        settings = unique(curve.setting for curve in curves)
+        for curve in curves:
+            unguided = _find_unguided(results, curve)
+            if unguided is not None:
+                name = curve.label if len(settings) > 1 else curve.guide
+                changes += _compare(name, _choose_step(curve, unguided), unguided)
+    return changes
+
+
+def _find_unguided(results: Sequence[Result], curve: Curve) -> Step | None:
+    """Find the unguided cells with the candidates of a curve."""
+    one = curve.steps[0].results[0]
+    found = [result for result in results if result.unguided and (result.top_k, result.top_p) == (one.top_k, one.top_p)]
+    return Step("", found) if found else None
+
+
+def _choose_step(curve: Curve, unguided: Step) -> Step:
+    """Choose the strongest step whose perplexity is not too high or unknown, else the weakest step."""
+    limit = MAX_PERPLEXITY_RATIO * unguided.estimate(PERPLEXITY).value
+    affordable = [step for step in curve.steps if not step.estimate(PERPLEXITY).value > limit]
+    return affordable[-1] if affordable else curve.steps[0]
+
+
+def _compare(guide: str, step: Step, unguided: Step) -> list[Change]:
+    keys = [key for key in step.results[0].metrics if metric_and_judge(key)[0] in (*ATTRIBUTE_METRICS, PERPLEXITY)]
+    first = step.results[0]
+    changes = []
+    for key in sorted(keys, key=metric_order):
+        before, after = unguided.estimate(key).value, step.estimate(key).value
+        measured = step.change(key)
+        difference = measured if isfinite(measured.value) else Estimate(after - before, NAN, NAN)
+        if isfinite(difference.value):
+            changes.append(Change(guide, step.title, first.group, first.prompts, key, before, after, difference))
+    return changes
+
+
+# --- tables and words ---
+
+
+def change_table(changes: Sequence[Change]) -> Table:
+    """Make a table with a row per guide, class of prompts and metric."""
+    rows = []
+    for change in changes:
+        names = [change.guide, change.step, count_group(change.group, change.prompts), change.metric]
+        numbers = [Entry(number(change.unguided)), Entry(number(change.guided))]
+        difference = Entry(number(change.difference.value, "+"), interval(change.difference, "+"))
+        rows.append([*map(Entry, names), *numbers, difference])
+    return Table("", ["guide", "at", "prompts", "metric", "unguided", "guided", "difference"], rows, words=4)
+
+
+def describe_changes(changes: Sequence[Change]) -> list[str]:
+    """Say in a sentence how each guide changes the first metric of a judge, and what that costs in perplexity."""
+    sentences: dict[tuple[str, str], str] = {}
+    perplexities = {(change.guide, change.group): change for change in changes if change.metric == PERPLEXITY}
+    for change in changes:
+        place = (change.guide, change.group)
+        if change.metric != PERPLEXITY and place not in sentences:
+            sentences[place] = _describe_change(change, perplexities.get(place))
+    return list(sentences.values())
+
+
+def _describe_change(change: Change, perplexity: Change | None) -> str:
+    amount = change.difference.value
+    verb = "raises" if amount > 0 else "lowers" if amount < 0 else "does not change"
+    numbers = f"from {number(change.unguided)} (unguided) to {number(change.guided)}"
+    guide = f"{change.guide} at {change.step}" if change.step else change.guide
+    where = f"on {count_group(change.group, change.prompts)}"
+    found = describe_difference(change.difference, change.prompts)
+    words = f"{guide} {verb} {change.metric} {numbers} {where}: {found}."
+    if perplexity is None:
+        return words
+    ratio = perplexity.guided / perplexity.unguided
+    values = f"{number(perplexity.guided)} instead of {number(perplexity.unguided)}"
+    return f"{words} Its perplexity is {ratio:.2f} times the unguided one ({values})."
+
+
+def describe_difference(difference: Estimate, prompts: int | None) -> str:
+    """Write a difference with its interval, and say whether the interval excludes 0 and can be trusted."""
+    amount = number(difference.value, "+")
+    if not interval(difference):
+        return amount
+    found = f"the 95% interval {'excludes' if difference.excludes_zero else 'includes'} 0"
+    doubt = "" if is_trusted(prompts) else f", but {prompts} prompts are too few to rely on it"
+    return f"{amount} {interval(difference, '+')}; {found}{doubt}"
+
+
+def is_trusted(prompts: int | None) -> bool:
+    """Whether so many prompts make an interval that can be trusted; an unknown number is not doubted."""
+    return prompts is None or prompts >= TRUSTED_PROMPTS
+
+
+def warn_of_few_prompts(run: Run) -> list[str]:
+    """Say which classes of prompts are too small for their intervals."""
+    sizes = {result.group: result.prompts for result in run.results if not is_trusted(result.prompts)}
+    if not sizes:
+        return []
+    groups = ", ".join(count_group(group, size) for group, size in sizes.items())
+    return [
+        f"{groups}: intervals are percentiles over resampled prompts (the bootstrap), which are too narrow for so few. "
+        f"Rely on them from {TRUSTED_PROMPTS} prompts on."
+    ]
