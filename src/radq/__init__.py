@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from radq.errors import RadqError
     from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
     from radq.guides.meter import Meter
+    from radq.guides.spec import load_guide
     from radq.hosts.transformers import GuidedLogitsProcessor
     from radq.models.config import RewardModelConfig
+    from radq.models.loading import load
     from radq.models.reward import RadQ, RadV, RewardModel
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
@@ -35,6 +37,8 @@ _HOME = {
     "Guide": "radq.guides",
     "RewardGuide": "radq.guides",
     "GuidedLogitsProcessor": "radq.hosts.transformers",
+    "load": "radq.models.loading",
+    "load_guide": "radq.guides.spec",
     "Meter": "radq.guides.meter",
     "RadQ": "radq.models.reward",
     "RadV": "radq.models.reward",
@@ -65,6 +69,8 @@ __all__ = [
     "RewardTrainingConfig",
     "best_of_n",
     "generate",
+    "load",
+    "load_guide",
     "stream",
     "train",
     "train_experts",

@@ -49,6 +49,12 @@ def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[s
     return [after[len(before) :] for before, after in pairwise(texts)]
 
 
+def announce(work: str, as_json: bool) -> None:
+    """Say on standard error what the next seconds are spent on, unless the output is for machines."""
+    if not as_json:
+        print(f"{work} …", file=sys.stderr, flush=True)
+
+
 def print_json(document: Any) -> None:
     json.dump(document, sys.stdout, ensure_ascii=False, indent=2)
     print()

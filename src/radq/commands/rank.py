@@ -71,6 +71,7 @@ def run(arguments: DataArguments | ModelArguments | VerifyArguments) -> None:
 
 
 def rank_data(arguments: DataArguments) -> None:
+    arguments.check()
     from radq.commands.console import console, print_json
     from radq.models.loading import find_device
     from radq.numerics import peak_memory
@@ -78,7 +79,6 @@ def rank_data(arguments: DataArguments) -> None:
     from radq.rank.embedding_bound import bound_by_backbone
     from radq.rank.verdict import Backbone, give_verdict
 
-    arguments.check()
     device, progress = find_device(arguments.device), not arguments.json
     name = arguments.backbone
     backbone = None if name is None else Backbone.read(name)
@@ -176,6 +176,7 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
 
 
 def rank_model(arguments: ModelArguments) -> None:
+    arguments.check()
     from radq.commands.console import console, print_json
     from radq.rank.numerical import measure_ranks
 

@@ -11,7 +11,7 @@ class Arguments:
     """Show the reward of every token of a text, given the tokens before it."""
 
     reward: str
-    """Folder of the reward model."""
+    """Folder or hub name of the reward model; embedded:sentiment and embedded:toxicity come with radq."""
     text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to score; repeat the option for more texts."""
     device: str = "auto"
@@ -21,7 +21,12 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import print_json
+    from radq.commands.console import announce, print_json
+    from radq.models.stored import check_reward_model
+
+    texts = _strip_texts(arguments.text)
+    check_reward_model(arguments.reward)
+    announce(f"loading {arguments.reward}", arguments.json)
     from radq.errors import ModelError
     from radq.models.loading import find_device
     from radq.models.reward import RewardModel
@@ -29,7 +34,7 @@ def run(arguments: Arguments) -> None:
     model = RewardModel.from_pretrained(arguments.reward, find_device(arguments.device))
     if model.tokenizer is None:
         raise ModelError(f"{arguments.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
-    scores = [score_text(model, text) for text in _strip_texts(arguments.text)]
+    scores = [score_text(model, text) for text in texts]
     if arguments.json:
         print_json({"attributes": model.config.attributes, "texts": scores})
     else:

@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from radq.decoding.steering import DEFAULT_STEERING, Proposal, Steering, Strengths, check_width, choose, propose
+from radq.decoding.config import DEFAULT_STEERING, Steering, check_counts
+from radq.decoding.steering import Proposal, Strengths, check_width, choose, propose
 from radq.errors import ContextLengthError, OptionError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, evaluating, max_positions, name_positions, num_logits
@@ -162,9 +163,7 @@ def stream(
     first_prompt: int = 0,
 ) -> Iterator[Step]:
     """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, before the first step."""
-    for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
-        if value < 1:
-            raise OptionError(f"{name} must be at least 1, got {value}.", f"give a larger {name}.")
+    check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples, batch_size=batch_size)
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     vocab_size = num_logits(lm)
     if guide is not None:
