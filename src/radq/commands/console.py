@@ -1,6 +1,7 @@
 """Output of the commands: coloured tokens and tables for people, JSON for machines."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from itertools import pairwise
@@ -50,9 +51,14 @@ def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[s
 
 
 def announce(work: str, as_json: bool) -> None:
-    """Say on standard error what the next seconds are spent on, unless the output is for machines."""
-    if not as_json:
+    """Say on standard error what the next seconds are spent on, in one process only and not beside JSON."""
+    if not as_json and is_first_process():
         print(f"{work} …", file=sys.stderr, flush=True)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the only one, or the first of several that a launcher started."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def print_json(document: Any) -> None:

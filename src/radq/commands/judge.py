@@ -150,6 +150,7 @@ def _train(arguments: Train) -> None:
     source = arguments.encoder if not Path(arguments.encoder).is_dir() else str(Path(arguments.encoder).resolve())
     encoder = load_encoder(source, find_device(arguments.device))
     features = encoder.encode(texts, progress=not arguments.json)
+    announce(f"fitting a judge on {len(texts)} texts", arguments.json)
     model = LinearModel.fit(features, labels, split, Card(source, encoder.name, arguments.labels, arguments.data))
     model.save(arguments.out)
     if arguments.json:

@@ -71,8 +71,10 @@ def run(arguments: DataArguments | ModelArguments | VerifyArguments) -> None:
 
 
 def rank_data(arguments: DataArguments) -> None:
+    from radq.commands.console import announce, console, print_json
+
     arguments.check()
-    from radq.commands.console import console, print_json
+    announce(f"loading {arguments.backbone or arguments.tokenizer or arguments.files[0]}", arguments.json)
     from radq.models.loading import find_device
     from radq.numerics import peak_memory
     from radq.rank.analysis import complete_ranks, describe_matrix, read_matrix
@@ -176,8 +178,10 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
 
 
 def rank_model(arguments: ModelArguments) -> None:
+    from radq.commands.console import announce, console, print_json
+
     arguments.check()
-    from radq.commands.console import console, print_json
+    announce(f"loading {arguments.reward}", arguments.json)
     from radq.rank.numerical import measure_ranks
 
     measured = measure_ranks(arguments, progress=not arguments.json)

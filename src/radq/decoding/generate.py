@@ -100,7 +100,7 @@ def generate(
         lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt
     )
     record = _Record(len(prompts) * num_samples, max_new_tokens, stops)
-    with tqdm(total=record.tokens.size, unit="token", disable=not progress) as bar:
+    with tqdm(total=record.tokens.size, unit="token", desc="generating", delay=1, disable=not progress) as bar:
         for step in steps:
             bar.update(record.add(step))
     token_ids = [ids[:n].tolist() for ids, n in zip(record.tokens, record.lengths, strict=True)]
