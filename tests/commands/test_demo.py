@@ -116,6 +116,7 @@ def test_the_default_is_one_of_the_strengths() -> None:
 def stage(models: DemoModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy plays the embedded base."""
     monkeypatch.setattr(demonstration, "load_demo_models", lambda device: models)
+    monkeypatch.setattr(embedded, "find_embedded", lambda: Path("model.gguf"))
     monkeypatch.setattr(sys, "argv", ["radq"])
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from radq.commands.threads import STARTED, CoreTimes, describe_contention
+
 if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
@@ -51,9 +53,14 @@ def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[s
 
 
 def announce(work: str, as_json: bool) -> None:
-    """Say on standard error what the next seconds are spent on, in one process only and not beside JSON."""
-    if not as_json and is_first_process():
-        print(f"{work} …", file=sys.stderr, flush=True)
+    """Say on standard error what the next seconds are spent on, in one process only and not beside JSON.
+
+    A second line says if fewer threads would be faster.
+    """
+    if as_json or not is_first_process():
+        return
+    note = describe_contention(STARTED, CoreTimes.read())
+    print(f"{work} …", *filter(None, [note]), sep="\n", file=sys.stderr, flush=True)
 
 
 def is_first_process() -> bool:
