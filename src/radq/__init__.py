@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from radq.decoding.best_of_n import best_of_n
+    from radq.decoding.config import Steering
     from radq.decoding.generate import Generation, generate, stream
     from radq.errors import RadqError
     from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
@@ -30,6 +31,7 @@ _HOME = {
     "Generation": "radq.decoding.generate",
     "generate": "radq.decoding.generate",
     "stream": "radq.decoding.generate",
+    "Steering": "radq.decoding.config",
     "RadqError": "radq.errors",
     "train_experts": "radq.training.experts",
     "DExpertsGuide": "radq.guides",
@@ -67,6 +69,7 @@ __all__ = [
     "RewardModelConfig",
     "RewardTrainer",
     "RewardTrainingConfig",
+    "Steering",
     "best_of_n",
     "generate",
     "load",

@@ -24,11 +24,10 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     from dataclasses import asdict
 
-    from radq.commands.console import announce, print_json
+    from radq.commands.console import print_json
     from radq.report.write import write_report
 
-    announce("drawing plots", arguments.json)
-    report = write_report(arguments.runs, arguments.out, arguments.published)
+    report = write_report(arguments.runs, arguments.out, arguments.published, progress=not arguments.json)
     if arguments.json:
         document = asdict(report)
         for name in ("plots", "tables"):

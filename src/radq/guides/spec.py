@@ -51,7 +51,21 @@ def check_guide(folder: str, numbers: Numbers) -> None:
 
 
 def load_guide(specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> "Guide":
+    """Load a guide that is written as text, as `radq generate --guide` takes it.
+
+    >>> guide = radq.load_guide("embedded:sentiment=35,toxicity=-100")
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> print(radq.generate(lm, tokenizer, ["The film was"], guide)[0].text)
+
+    Args:
+        specification: `DIR:name=number,name=number`, where DIR is `embedded`, a folder or a name on the hub. The names
+            are the attributes of a reward model, each with its strength β, or alpha for DExperts, or omega for GeDi.
+        device: "cpu", "cuda", "cuda:1", …: where the models of the guide compute.
+        dtype: data type of the models; "auto" takes the one in which they are stored.
+        clamp: clamp rewards to the range of the labels that the reward model was trained on.
+    """
     folder, numbers = parse_guide(specification)
+    check_guide(folder, numbers)
     return guide_maker(folder, device, dtype, clamp)(numbers)
 
 

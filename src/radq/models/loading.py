@@ -114,7 +114,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a language model in evaluation mode, and its tokenizer.
 
-        lm, tokenizer = radq.load("embedded")
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> print(radq.generate(lm, tokenizer, ["The film was"])[0].text)
 
     Args:
         name: `embedded`, which is SmolLM2-135M-Instruct from a pip package, a name on the hub, or a folder.

@@ -187,9 +187,14 @@ class RewardModel(PreTrainedModel):
         backbone: str | Path | None = None,
         **kwargs: Any,
     ) -> "RewardModel":
-        """Load a folder or hub name.
+        """Load a reward model.
+
+        >>> model = radq.RewardModel.from_pretrained("embedded:sentiment")
+        >>> guide = radq.RewardGuide(model, {"sentiment": 35.0})
 
         Args:
+            pretrained_model_name_or_path: a folder, a name on the hub, or `embedded:sentiment` or `embedded:toxicity`,
+                which come with radq.
             device: where to put the model; the CPU by default, or where `device_map` says.
             backbone: name or folder of a LoRA model's backbone, where it is no longer at the place that the model
                 remembers; other weights are refused.
