@@ -70,4 +70,4 @@ def run_quietly(argv: list[str]) -> tuple[int, str]:
 
 def find_errors(text: str) -> list[str]:
     """Find the error messages in the output. A progress bar may stand before one, in the same line."""
-    return re.findall(r"(?:^|[\r\n\]])error: (.{6,})", text)
+    return re.findall(r"(?:^|[\r\n\]]|\x1b\[A)error: (.{6,})", text)  # the last one moves the cursor up

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from radq.errors import ModelError, UnknownAttributeError
-from radq.models.auto import MODEL_TYPE
+from radq.models import MODEL_TYPE
 from radq.models.embedded import EMBEDDED, find_embedded, reward_folder
 from radq.models.hub import HINT, find_file
 from radq.settings import names_in_table
