@@ -21,6 +21,7 @@ from radq.models import embedded, loading, stored
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 TRAINING = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+DECODING = (REPOSITORY / "docs" / "decoding.md").read_text(encoding="utf-8")
 DOCUMENTS = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
 DOCUMENTS += [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "recipes" / "study").glob("*.md")]
 
@@ -93,28 +94,7 @@ def test_the_commands_after_it_run(
         assert "film" in capsys.readouterr().out
 
 
-# --- docstrings ---
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [radq.load, radq.load_guide, radq.generate, radq.stream, radq.Generation, radq.RewardModel.from_pretrained],
-    ids=lambda entry: entry.__qualname__,
-)
-def test_the_examples_of_docstrings_run(
-    entry: Any, toy: Path, toy_rewards: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The toy and its reward models play the embedded ones."""
-    for module in (embedded, loading, stored):
-        monkeypatch.setattr(module, "base_folder", lambda: toy, raising=False)
-        monkeypatch.setattr(module, "find_embedded", lambda: toy / "model.gguf", raising=False)
-        monkeypatch.setattr(module, "reward_folder", toy_rewards.__getitem__, raising=False)
-    examples = doctest.DocTestParser().get_examples(inspect.getdoc(entry) or "")
-    assert examples
-    names: dict[str, Any] = {"radq": radq, "math": math}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for example in examples:
-            exec(example.source, names)
+# --- the embedded models in docstrings and docs/decoding.md ---
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +103,34 @@ def toy_rewards(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     for name, folder in folders.items():
         radq.RadQ.from_backbone(toy, attributes=[name]).save_pretrained(folder)
     return folders
+
+
+@pytest.fixture
+def toy_plays_embedded(toy: Path, toy_rewards: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (embedded, loading, stored):
+        monkeypatch.setattr(module, "base_folder", lambda: toy, raising=False)
+        monkeypatch.setattr(module, "find_embedded", lambda: toy / "model.gguf", raising=False)
+        monkeypatch.setattr(module, "reward_folder", toy_rewards.__getitem__, raising=False)
+
+
+@pytest.mark.usefixtures("toy_plays_embedded")
+@pytest.mark.parametrize(
+    "entry",
+    [radq.load, radq.load_guide, radq.generate, radq.stream, radq.Generation, radq.RewardModel.from_pretrained],
+    ids=lambda entry: entry.__qualname__,
+)
+def test_the_examples_of_docstrings_run(entry: Any) -> None:
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(entry) or "")
+    assert examples
+    names: dict[str, Any] = {"radq": radq, "math": math}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for example in examples:
+            exec(example.source, names)
+
+
+@pytest.mark.usefixtures("toy_plays_embedded")
+def test_the_first_example_of_decoding_runs(tmp_path: Path) -> None:
+    assert run_example(blocks(DECODING, "python")[0], tmp_path).count("The film was") == 3
 
 
 # --- all documents ---
