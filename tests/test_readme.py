@@ -1,18 +1,27 @@
 """The examples of README and docs run as they are written; the README is short; links and named tests exist."""
 
+import contextlib
+import doctest
+import inspect
+import io
+import math
 import re
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripts import run_script
 
+import radq
 from radq.cli import main
+from radq.models import embedded, loading, stored
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 TRAINING = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+DECODING = (REPOSITORY / "docs" / "decoding.md").read_text(encoding="utf-8")
 DOCUMENTS = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
 DOCUMENTS += [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "recipes" / "study").glob("*.md")]
 
@@ -83,6 +92,45 @@ def test_the_commands_after_it_run(
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
         assert "film" in capsys.readouterr().out
+
+
+# --- the embedded models in docstrings and docs/decoding.md ---
+
+
+@pytest.fixture(scope="module")
+def toy_rewards(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp("embedded") / name for name in ("sentiment", "toxicity")}
+    for name, folder in folders.items():
+        radq.RadQ.from_backbone(toy, attributes=[name]).save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture
+def toy_plays_embedded(toy: Path, toy_rewards: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (embedded, loading, stored):
+        monkeypatch.setattr(module, "base_folder", lambda: toy, raising=False)
+        monkeypatch.setattr(module, "find_embedded", lambda: toy / "model.gguf", raising=False)
+        monkeypatch.setattr(module, "reward_folder", toy_rewards.__getitem__, raising=False)
+
+
+@pytest.mark.usefixtures("toy_plays_embedded")
+@pytest.mark.parametrize(
+    "entry",
+    [radq.load, radq.load_guide, radq.generate, radq.stream, radq.Generation, radq.RewardModel.from_pretrained],
+    ids=lambda entry: entry.__qualname__,
+)
+def test_the_examples_of_docstrings_run(entry: Any) -> None:
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(entry) or "")
+    assert examples
+    names: dict[str, Any] = {"radq": radq, "math": math}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for example in examples:
+            exec(example.source, names)
+
+
+@pytest.mark.usefixtures("toy_plays_embedded")
+def test_the_first_example_of_decoding_runs(tmp_path: Path) -> None:
+    assert run_example(blocks(DECODING, "python")[0], tmp_path).count("The film was") == 3
 
 
 # --- all documents ---

@@ -12,12 +12,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from radq.decoding.best_of_n import best_of_n
+    from radq.decoding.config import Steering
     from radq.decoding.generate import Generation, generate, stream
     from radq.errors import RadqError
     from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
     from radq.guides.meter import Meter
+    from radq.guides.spec import load_guide
     from radq.hosts.transformers import GuidedLogitsProcessor
     from radq.models.config import RewardModelConfig
+    from radq.models.loading import load
     from radq.models.reward import RadQ, RadV, RewardModel
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
@@ -28,6 +31,7 @@ _HOME = {
     "Generation": "radq.decoding.generate",
     "generate": "radq.decoding.generate",
     "stream": "radq.decoding.generate",
+    "Steering": "radq.decoding.config",
     "RadqError": "radq.errors",
     "train_experts": "radq.training.experts",
     "DExpertsGuide": "radq.guides",
@@ -35,6 +39,8 @@ _HOME = {
     "Guide": "radq.guides",
     "RewardGuide": "radq.guides",
     "GuidedLogitsProcessor": "radq.hosts.transformers",
+    "load": "radq.models.loading",
+    "load_guide": "radq.guides.spec",
     "Meter": "radq.guides.meter",
     "RadQ": "radq.models.reward",
     "RadV": "radq.models.reward",
@@ -63,8 +69,11 @@ __all__ = [
     "RewardModelConfig",
     "RewardTrainer",
     "RewardTrainingConfig",
+    "Steering",
     "best_of_n",
     "generate",
+    "load",
+    "load_guide",
     "stream",
     "train",
     "train_experts",

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 import radq
+from radq.commands.threads import limit_threads
 from radq.errors import explain
 
 COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
@@ -66,6 +67,7 @@ def _dispatch(argv: list[str]) -> int:
     # By default, threads of torch that wait for a busy core spin, and small steps then take ten times as long. OpenMP
     # reads this variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    limit_threads()
     # Warnings are one line, without the line of code that raised them.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     # torch warns with a C++ stack trace that a CPU without bfloat16 is slower; the results are right.
@@ -116,4 +118,4 @@ radq {radq.__version__}: a small reward model steers a large frozen language mod
 commands:
 {commands}
 
-`radq COMMAND --help` lists the options of a command."""
+`radq COMMAND --help` lists the options of a command. The variable RADQ_THREADS sets the number of threads."""

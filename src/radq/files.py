@@ -8,13 +8,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from radq.errors import DataError, OptionError, RadqError, WriteError, find_file_problem
+
+if TYPE_CHECKING:  # commands use this module before they import torch
+    from torch import Tensor
 
 # Files that a saved model and its tokenizer may consist of: a second save into the same folder replaces all of them.
 MODEL_FILES = (
@@ -189,8 +190,10 @@ def fingerprint_arrays(arrays: Iterable[np.ndarray]) -> str:
     return digest.hexdigest()[:FINGERPRINT_LENGTH]
 
 
-def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint_tensors(tensors: "Iterable[tuple[str, Tensor]]") -> str:
     """Fingerprint of named tensors on any device, in the order given: callers sort them by name."""
+    import torch
+
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

@@ -22,6 +22,7 @@ from word_judge import GoodWords
 
 from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels
+from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RadQ
 
@@ -130,6 +131,7 @@ def small_demo(toy: Path) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demonstration, "load_demo_models", load_demo_models)
+        patch.setattr(embedded, "find_embedded", lambda: Path("model.gguf"))
         yield
 
 

@@ -116,6 +116,7 @@ def test_the_default_is_one_of_the_strengths() -> None:
 def stage(models: DemoModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy plays the embedded base."""
     monkeypatch.setattr(demonstration, "load_demo_models", lambda device: models)
+    monkeypatch.setattr(embedded, "find_embedded", lambda: Path("model.gguf"))
     monkeypatch.setattr(sys, "argv", ["radq"])
 
 
@@ -125,14 +126,16 @@ def test_what_people_see(width: int, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["demo", "--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines[:-4])) <= width  # the commands at the end stay whole, to be copied
     text = "\n".join(lines)
     for attribute in ATTRIBUTES.values():
         assert text.count(f"β = {attribute.default_beta:g} (default)") == 3  # two prompts, and the means
         assert len(re.findall(rf"^{attribute.name}\b|── {attribute.name}\b", text, flags=re.MULTILINE)) == 1
     assert text.count("unguided") == 6
     assert "(×1.00)" in text
-    assert lines[-1].startswith('Try next: radq generate --prompt "')
+    assert lines[-4] == "Try next:"
+    assert lines[-3].startswith('  radq generate --prompt "')
+    assert lines[-2].startswith("  radq train --data reviews.csv ")
 
 
 @pytest.mark.usefixtures("stage")
@@ -150,7 +153,7 @@ def test_what_machines_read(capsys: pytest.CaptureFixture[str]) -> None:
     first = cell["texts"][0]
     assert "".join(token["token"] for token in first["tokens"]).strip() == first["text"].strip()
     assert all(0 <= token["reward"] <= 1 for token in first["tokens"])
-    assert document["next"].startswith("radq generate ")
+    assert all(re.match("radq (generate|train) ", command) for command in document["next"].values())
     assert main([*argv, "--seed", "1"]) == 0
     again = json.loads(capsys.readouterr().out)["attributes"][0]["cells"][1]
     assert [text["text"] for text in again["texts"]] != [text["text"] for text in cell["texts"]]
@@ -158,12 +161,22 @@ def test_what_machines_read(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("stage")
 def test_a_program_off_the_path_is_named_as_it_was_called(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [".venv/bin/radq"])
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert main(["demo", "--json", "--prompt", PROMPTS[0]]) == 0
-    assert json.loads(capsys.readouterr().out)["next"].startswith(".venv/bin/radq generate ")
+    (tmp_path / "activate").touch()
+    (tmp_path / "radq").touch()
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/radq"])
+    for found in (None, "/usr/bin/radq"):
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
+        assert main(["demo", "--num-samples", "1", "--prompt", PROMPTS[0]]) == 0
+        out = capsys.readouterr().out
+        assert out.count(f"  {tmp_path}/radq ") == 3
+        assert f"source {tmp_path}/activate" in out
+    monkeypatch.setattr(shutil, "which", lambda name: f"{tmp_path}/radq")
+    assert main(["demo", "--num-samples", "1", "--prompt", PROMPTS[0]]) == 0
+    out = capsys.readouterr().out
+    assert out.count("  radq ") == 3
+    assert "activate" not in out
 
 
 # --- what can be wrong with the embedded base ---

@@ -15,13 +15,16 @@ from radq.cli import main
 
 
 def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Run a command that must fail with exit code 2, and return its one line on standard error."""
+    """Run a command that must fail with exit code 2, and return its error, the last line on standard error.
+
+    Lines before it may only say what the command has begun to do.
+    """
     assert main(list(argv)) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert "hint: " in captured.err
-    return captured.err
+    *begun, line = capsys.readouterr().err.splitlines()
+    assert all(text.endswith("…") for text in begun)
+    assert line.startswith("error: ")
+    assert "hint: " in line
+    return line
 
 
 @contextlib.contextmanager
@@ -67,4 +70,4 @@ def run_quietly(argv: list[str]) -> tuple[int, str]:
 
 def find_errors(text: str) -> list[str]:
     """Find the error messages in the output. A progress bar may stand before one, in the same line."""
-    return re.findall(r"(?:^|[\r\n\]])error: (.{6,})", text)
+    return re.findall(r"(?:^|[\r\n\]]|\x1b\[A)error: (.{6,})", text)  # the last one moves the cursor up

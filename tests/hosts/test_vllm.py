@@ -329,7 +329,8 @@ def test_a_sweep_runs_in_it_and_resumes(
     """With the engine that is running: a second one would not fit beside it."""
     import radq.hosts.vllm
     from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep
-    from radq.evaluation.sweep.generate import generate_all, open_sweep
+    from radq.evaluation.sweep.folder import open_sweep
+    from radq.evaluation.sweep.generate import generate_all
     from radq.files import read_lines
 
     monkeypatch.setattr(radq.hosts.vllm, "VllmEngine", lambda base, guides, **options: engine)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
+
+from radq.commands.threads import STARTED, CoreTimes, describe_contention
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +52,22 @@ def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[s
     """
     texts = [str(tokenizer.decode(ids[:n], skip_special_tokens=True)).rstrip("\ufffd") for n in range(len(ids) + 1)]
     return [after[len(before) :] for before, after in pairwise(texts)]
+
+
+def announce(work: str, as_json: bool) -> None:
+    """Say on standard error what the next seconds are spent on, in one process only and not beside JSON.
+
+    A second line says if fewer threads would be faster.
+    """
+    if as_json or not is_first_process():
+        return
+    note = describe_contention(STARTED, CoreTimes.read())
+    print(f"{work} …", *filter(None, [note]), sep="\n", file=sys.stderr, flush=True)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the only one, or the first of several that a launcher started."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def print_json(document: Any) -> None:

@@ -32,10 +32,11 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import print_json
+    from radq.commands.console import announce, print_json
     from radq.errors import OptionError
     from radq.files import require_own_folder
-    from radq.models.convert import convert, holds_reward_model
+    from radq.models.embedded import EMBEDDED
+    from radq.models.stored import holds_reward_model, read_config
 
     require_own_folder(arguments.out, holds_reward_model, "a reward model")
     if arguments.out.exists() and not arguments.overwrite:
@@ -43,6 +44,11 @@ def run(arguments: Arguments) -> None:
             f"{str(arguments.out)!r} exists.",
             "choose another folder, or replace the reward model in it with --overwrite.",
         )
+    if arguments.backbone != EMBEDDED:
+        read_config(arguments.backbone)
+    announce(f"converting {arguments.checkpoint}", arguments.json)
+    from radq.models.convert import convert
+
     attributes = None if arguments.attributes is None else [name.strip() for name in arguments.attributes.split(",")]
     model = convert(arguments.checkpoint, arguments.backbone, attributes, arguments.loss, arguments.prepend_bos)
     model.save_pretrained(arguments.out)

@@ -40,43 +40,67 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from rich.console import Console
+    from radq.commands.console import announce, print_json
+    from radq.decoding.config import check_counts
+    from radq.models.embedded import find_embedded
 
-    from radq.commands.console import print_json
+    check_counts(num_samples=arguments.num_samples)
+    find_embedded()
+    announce("loading SmolLM2-135M-Instruct; the first time it is converted, in half a minute", arguments.json)
     from radq.evaluation.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_demo_models
     from radq.models.loading import find_device
     from radq.numerics import require_memory_for_texts
 
-    num_texts = max(len(arguments.prompt), 1) * max(arguments.num_samples, 0)
+    num_texts = max(len(arguments.prompt), 1) * arguments.num_samples
     require_memory_for_texts(num_texts, NUM_TOKENS, "give a smaller --num-samples.")
     betas = {"sentiment": arguments.sentiment_betas, "toxicity": arguments.toxicity_betas}
-    status = Console(stderr=True).status
-    with status("loading SmolLM2-135M-Instruct; the first time it is converted, in half a minute"):
-        models = load_demo_models(device=find_device(arguments.device))
+    models = load_demo_models(device=find_device(arguments.device))
     documents = []
     for name, attribute in ATTRIBUTES.items():
-        with status(f"continuing prompts at several β of the {name}"):
-            comparison = compare(
-                models, attribute, arguments.prompt, betas[name], arguments.num_samples, arguments.seed
-            )
+        options = (arguments.num_samples, arguments.seed, not arguments.json)
+        comparison = compare(models, attribute, arguments.prompt, betas[name], *options)
         if arguments.json:
             documents.append(_document(comparison, models.tokenizer))
         else:
             _print_comparison(comparison, models.tokenizer)
     if arguments.json:
-        print_json({"base": "embedded", "seed": arguments.seed, "attributes": documents, "next": _next_command()})
+        print_json({"base": "embedded", "seed": arguments.seed, "attributes": documents, "next": _next_commands()})
     else:
-        print(f"Try next: {_next_command()}")
+        _print_next_commands()
 
 
-def _next_command() -> str:
-    """A command to try next. It names the program by its path, as it was called, if PATH does not find radq."""
+# --- how to go on ---
+
+
+def _program() -> str:
+    """The name to call this program by: radq, or its path as it was called if PATH does not lead to it."""
+    called, found = Path(sys.argv[0]), shutil.which("radq")
+    if called.name != "radq" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "radq"
+    return sys.argv[0]
+
+
+def _next_commands() -> dict[str, str]:
+    """Commands to try next, by what they do."""
     from radq.evaluation.demonstration import ATTRIBUTES
 
-    called = sys.argv[0]
-    program = called if Path(called).name == "radq" and shutil.which("radq") is None else "radq"
-    beta = ATTRIBUTES["sentiment"].default_beta
-    return f'{program} generate --prompt "My neighbour" --guide embedded:sentiment={beta:g}'
+    steer = f"embedded:sentiment={ATTRIBUTES['sentiment'].default_beta:g}"
+    return {
+        "your own prompt": f'{_program()} generate --prompt "My neighbour" --guide {steer}',
+        "your own csv with columns text and praise": (
+            f"{_program()} train --data reviews.csv --labels praise --backbone embedded --out praise"
+        ),
+        "its reward model": f'{_program()} generate --prompt "My neighbour" --guide praise:praise=35',
+    }
+
+
+def _print_next_commands() -> None:
+    print("Try next:")
+    for purpose, command in _next_commands().items():
+        print(f"  {command}   # {purpose}")
+    activate = Path(sys.argv[0]).with_name("activate")
+    if _program() != "radq" and activate.is_file():
+        print(f"After `source {activate}` you can type radq alone.")
 
 
 # --- tables for people ---

@@ -32,14 +32,12 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import print_facts, print_json, print_metrics
+    from radq.commands.console import announce, print_facts, print_json, print_metrics
     from radq.errors import OptionError
     from radq.evaluation.sweep.config import load_sweep
     from radq.evaluation.sweep.costs import read_costs
-    from radq.evaluation.sweep.generate import generate_all, open_sweep
-    from radq.evaluation.sweep.measure import check_models, measure_all
+    from radq.evaluation.sweep.folder import open_sweep
     from radq.files import read_lines
-    from radq.models.loading import find_device
     from radq.report.results import read_runs
     from radq.report.summary import describe_changes, describe_run, find_changes, warn_of_few_prompts
 
@@ -49,10 +47,17 @@ def run(arguments: Arguments) -> None:
     sweep = load_sweep(arguments.config)
     if arguments.base is not None:
         sweep = replace(sweep, base=arguments.base)
-    device = find_device(arguments.device)
     prompts = sweep.read_prompts()
+    if not arguments.only_measure:
+        sweep.check_models()
     progress = not arguments.json
     with open_sweep(arguments.out, sweep, prompts, arguments.overwrite):
+        announce("loading models", arguments.json)
+        from radq.evaluation.sweep.generate import generate_all
+        from radq.evaluation.sweep.measure import check_models, measure_all
+        from radq.models.loading import find_device
+
+        device = find_device(arguments.device)
         if not arguments.only_generate:
             check_models(sweep, device)
         if not arguments.only_measure:

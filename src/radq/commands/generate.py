@@ -57,19 +57,21 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import print_json
+    from radq.commands.console import announce, print_json
+
+    prompts = _check(arguments)
+    announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.decoding.generate import generate
     from radq.guides.spec import load_guides
-    from radq.models.loading import find_device, load_causal_lm, load_tokenizer
+    from radq.models.loading import find_device, load
     from radq.numerics import require_memory_for_texts
 
-    prompts = _read_prompts(arguments)
-    num_texts = len(prompts) * max(arguments.num_samples, 0)
-    require_memory_for_texts(num_texts, max(arguments.max_new_tokens, 0), "give a smaller --num-samples.")
+    require_memory_for_texts(
+        len(prompts) * arguments.num_samples, arguments.max_new_tokens, "give a smaller --num-samples."
+    )
     device = find_device(arguments.device)
     guide = load_guides(arguments.guide, device, arguments.dtype, arguments.clamp)
-    lm = load_causal_lm(arguments.base, dtype=arguments.dtype, device=device)
-    tokenizer = load_tokenizer(arguments.base)
+    lm, tokenizer = load(arguments.base, device, arguments.dtype)
     generations = generate(
         lm,
         tokenizer,
@@ -83,12 +85,29 @@ def run(arguments: Arguments) -> None:
         seed=arguments.seed,
         kl_budget=arguments.kl_budget,
         batch_size=arguments.batch_size,
-        progress=not arguments.json and len(prompts) * arguments.num_samples > arguments.batch_size,
+        progress=not arguments.json,
     )
     if arguments.json:
         print_json({"generations": [asdict(generation) for generation in generations]})
     else:
         _print_table(generations, tokenizer)
+
+
+def _check(arguments: Arguments) -> list[str]:
+    """Refuse what can be refused before torch is imported; return the prompts."""
+    from radq.decoding.config import Steering, check_counts
+    from radq.guides.spec import check_guide, parse_guide
+    from radq.models.stored import check_language_model
+
+    prompts = _read_prompts(arguments)
+    Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, arguments.kl_budget)
+    check_counts(
+        max_new_tokens=arguments.max_new_tokens, num_samples=arguments.num_samples, batch_size=arguments.batch_size
+    )
+    for specification in arguments.guide:
+        check_guide(*parse_guide(specification))
+    check_language_model(arguments.base)
+    return prompts
 
 
 def _read_prompts(arguments: Arguments) -> list[str]:

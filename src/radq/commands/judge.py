@@ -82,14 +82,16 @@ def run(arguments: Score | Train) -> None:
 
 
 def _score(arguments: Score) -> None:
-    from radq.commands.console import print_json
+    from radq.commands.console import announce, print_json
+
+    texts = _collect_texts(arguments)
+    announce(f"loading {arguments.judge}", arguments.json)
     from radq.evaluation.judges.base import CachedJudge
     from radq.evaluation.judges.models import load_judge
     from radq.models.loading import find_device
 
-    texts = _collect_texts(arguments)
     judge = CachedJudge(load_judge(arguments.judge, find_device(arguments.device)), arguments.cache)
-    scores = judge.score(texts, progress=not arguments.json and bool(arguments.data))
+    scores = judge.score(texts, progress=not arguments.json)
     if arguments.json:
         rows = [{"text": t, "score": None if s != s else float(s)} for t, s in zip(texts, scores, strict=True)]
         print_json({"judge": judge.name, "truncated": judge.truncated, "texts": rows})
@@ -132,21 +134,27 @@ def _print_scores(judge: "Judge", texts: list[str], scores: "np.ndarray") -> Non
 def _train(arguments: Train) -> None:
     from dataclasses import asdict
 
-    from radq.commands.console import print_json
+    from radq.commands.console import announce, print_json
+    from radq.data.tables import check_sources
     from radq.errors import OptionError
-    from radq.evaluation.judges.encoders import load_encoder
-    from radq.evaluation.judges.linear import CARD, Card, LinearModel, split_rows
+    from radq.evaluation.judges.base import CARD
     from radq.files import require_own_folder
-    from radq.models.loading import find_device
 
     require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
     if arguments.out.exists() and not arguments.overwrite:
         raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or replace it with --overwrite.")
+    check_sources(arguments.data, [arguments.text, arguments.labels])
+    announce(f"loading {arguments.encoder}", arguments.json)
+    from radq.evaluation.judges.encoders import load_encoder
+    from radq.evaluation.judges.linear import Card, LinearModel, split_rows
+    from radq.models.loading import find_device
+
     texts, labels, blank = _read_labelled_texts(arguments)
     split = split_rows(labels, arguments.held_out, arguments.seed)
     source = arguments.encoder if not Path(arguments.encoder).is_dir() else str(Path(arguments.encoder).resolve())
     encoder = load_encoder(source, find_device(arguments.device))
     features = encoder.encode(texts, progress=not arguments.json)
+    announce(f"fitting a judge on {len(texts)} texts", arguments.json)
     model = LinearModel.fit(features, labels, split, Card(source, encoder.name, arguments.labels, arguments.data))
     model.save(arguments.out)
     if arguments.json:

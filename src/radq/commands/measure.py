@@ -42,30 +42,37 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import print_facts, print_json, print_metrics
+    from radq.commands.console import announce, print_facts, print_json, print_metrics
     from radq.data.generations import read_generations
-    from radq.evaluation.judges.encoders import load_encoder
     from radq.evaluation.metrics import Bootstrap
     from radq.evaluation.sweep.config import SweepCell
-    from radq.evaluation.sweep.measure import Instruments, MeasuredCell, encode_samples
-    from radq.models.loading import find_device
+    from radq.models.stored import check_language_model
 
-    device = find_device(arguments.device)
     judges, plain = _sort_metrics(arguments)
     bootstrap = Bootstrap(arguments.resamples)
     parts = read_generations(arguments.files)
     reference = {} if arguments.reference is None else read_generations([arguments.reference])
+    if arguments.perplexity is not None:
+        check_language_model(arguments.perplexity)
+    announce("loading models", arguments.json)
+    from radq.evaluation.judges.encoders import load_encoder
+    from radq.evaluation.sweep.measure import Instruments, MeasuredCell, encode_samples
+    from radq.models.loading import find_device
+
+    device, progress = find_device(arguments.device), not arguments.json
     instruments = Instruments.load(judges, arguments.perplexity, device, arguments.cache)
     needs_encoder = any(METRICS[name].needs_encoder for name in plain)
     encoder = load_encoder(arguments.mauve, device) if arguments.mauve is not None and needs_encoder else None
     rows = []
     for (cell, group), texts in parts.items():
-        arrays = instruments.measure(texts.prompts, texts.continuations)
+        arrays = instruments.measure(texts.prompts, texts.continuations, progress)
         measured = MeasuredCell(SweepCell(cell, None, None, None, None, 0), texts.continuations, arrays)
         features: list[Any] = []
         if encoder is not None:
             other = next((part for (_, name), part in reference.items() if name == group), None)
-            features = [None if one is None else encode_samples(encoder, one.continuations) for one in (texts, other)]
+            features = [
+                None if one is None else encode_samples(encoder, one.continuations, progress) for one in (texts, other)
+            ]
         found = measured.estimate(judges, plain, range(len(texts.prompts)), bootstrap, *features)
         rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": found})
     if arguments.json:

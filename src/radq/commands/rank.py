@@ -71,14 +71,16 @@ def run(arguments: DataArguments | ModelArguments | VerifyArguments) -> None:
 
 
 def rank_data(arguments: DataArguments) -> None:
-    from radq.commands.console import console, print_json
+    from radq.commands.console import announce, console, print_json
+
+    arguments.check()
+    announce(f"loading {arguments.backbone or arguments.tokenizer or arguments.files[0]}", arguments.json)
     from radq.models.loading import find_device
     from radq.numerics import peak_memory
     from radq.rank.analysis import complete_ranks, describe_matrix, read_matrix
     from radq.rank.embedding_bound import bound_by_backbone
     from radq.rank.verdict import Backbone, give_verdict
 
-    arguments.check()
     device, progress = find_device(arguments.device), not arguments.json
     name = arguments.backbone
     backbone = None if name is None else Backbone.read(name)
@@ -176,7 +178,10 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
 
 
 def rank_model(arguments: ModelArguments) -> None:
-    from radq.commands.console import console, print_json
+    from radq.commands.console import announce, console, print_json
+
+    arguments.check()
+    announce(f"loading {arguments.reward}", arguments.json)
     from radq.rank.numerical import measure_ranks
 
     measured = measure_ranks(arguments, progress=not arguments.json)

@@ -28,7 +28,7 @@ def run(arguments: Arguments) -> None:
     from radq.report.summary import describe_changes
     from radq.report.write import write_report
 
-    report = write_report(arguments.runs, arguments.out, arguments.published)
+    report = write_report(arguments.runs, arguments.out, arguments.published, progress=not arguments.json)
     if arguments.json:
         document = asdict(report)
         for name in ("plots", "tables"):

@@ -1,6 +1,5 @@
 """Parts that the training commands share: options, defaults from YAML, and the metrics at the end."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -55,9 +54,9 @@ def needs_training() -> Iterator[None]:
 
 def show_metrics(title: str, metrics: dict[str, float], as_json: bool) -> None:
     """Print the metrics of a run, in one process only."""
-    from radq.commands.console import print_json
+    from radq.commands.console import is_first_process, print_json
 
-    if int(os.environ.get("RANK", 0)) > 0:
+    if not is_first_process():
         return
     if as_json:
         print_json(metrics)

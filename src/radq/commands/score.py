@@ -17,7 +17,7 @@ class Arguments:
     """Show the reward of every token of a text, or write the rewards of all texts of a table into a copy of it."""
 
     reward: str
-    """Folder of the reward model, or embedded:sentiment or embedded:toxicity."""
+    """Folder or hub name of the reward model; embedded:sentiment and embedded:toxicity come with radq."""
     text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text whose tokens are scored; repeat the option for more texts."""
     data: Path | None = None
@@ -50,13 +50,23 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
+    from radq.commands.console import announce
+    from radq.data.tables import check_sources
     from radq.errors import ModelError, OptionError
-    from radq.models.loading import find_device
-    from radq.models.reward import RewardModel
+    from radq.models.stored import check_reward_model
 
     if arguments.data is not None and arguments.text:
         raise OptionError("both --text and --data are given.", "give one of them.")
     texts = [] if arguments.data is not None else _strip_texts(arguments.text)
+    if arguments.data is not None:
+        columns = [name for name in (arguments.text_column, arguments.prompt_column) if name is not None]
+        check_sources([arguments.data], columns)
+        _check_numbers(arguments)
+    check_reward_model(arguments.reward)
+    announce(f"loading {arguments.reward}", arguments.json)
+    from radq.models.loading import find_device
+    from radq.models.reward import RewardModel
+
     model = RewardModel.from_pretrained(arguments.reward, find_device(arguments.device))
     if model.tokenizer is None:
         raise ModelError(f"{arguments.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
@@ -136,7 +146,6 @@ def _score_data(arguments: Arguments, model: "RewardModel", source: Path) -> Non
     from radq.commands.console import print_json
     from radq.data.table_copy import check_copy, copy_with_columns, name_copy
 
-    _check_numbers(arguments)
     attributes = model.config.attributes
     target = arguments.out or name_copy(source)
     check_copy(source, target, [f"reward_{name}" for name in attributes], arguments.overwrite)

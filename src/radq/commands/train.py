@@ -16,8 +16,13 @@ def defaults(argv: list[str]) -> Arguments:
 
 
 def run(arguments: Arguments) -> None:
+    from radq.commands.console import announce
+    from radq.training.checks import check_run
+
+    settings = settings_of(arguments, RewardTrainingConfig)
+    check_run(settings, arguments.resume, arguments.overwrite)
+    announce(f"loading {settings.init or settings.backbone or settings.teacher}", arguments.json)
     with needs_training():
         from radq.training.reward import train
-    settings = settings_of(arguments, RewardTrainingConfig)
     metrics = train(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
     show_metrics(f"{'RAD-Q' if settings.kind == 'q' else 'RAD-V'} → {settings.out}", metrics, arguments.json)

@@ -16,8 +16,13 @@ def defaults(argv: list[str]) -> Arguments:
 
 
 def run(arguments: Arguments) -> None:
+    from radq.commands.console import announce
+    from radq.training.checks import check_run
+
+    settings = settings_of(arguments, ExpertTrainingConfig)
+    check_run(settings, arguments.resume, arguments.overwrite)
+    announce(f"loading {settings.backbone}", arguments.json)
     with needs_training():
         from radq.training.experts import train_experts
-    settings = settings_of(arguments, ExpertTrainingConfig)
     metrics = train_experts(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
     show_metrics(f"{settings.method} → {settings.out}", metrics, arguments.json)

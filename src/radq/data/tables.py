@@ -13,8 +13,9 @@ import lzma
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import islice
 from numbers import Number
 from pathlib import Path
@@ -62,6 +63,16 @@ def find_format(path: Path) -> str:
             f"use {', '.join(FORMATS)}, or one of these followed by {', '.join(COMPRESSIONS)}.",
         )
     return kind
+
+
+def check_sources(sources: Iterable[str | Path], columns: list[str]) -> None:
+    """Refuse files that do not exist, or whose first rows lack one of these columns. Hub data sets are not fetched."""
+    for source in sources:
+        if Path(source).is_file():
+            for table in islice(read_table(source), 1):
+                check_columns(source, table, columns)
+        else:
+            _require_hub(str(source))
 
 
 def read_text_column(source: str | Path, column: str) -> list[str]:
@@ -229,14 +240,17 @@ def split_hub_name(source: str) -> tuple[str, str]:
     return name, split or "train"
 
 
+def _require_hub(source: str) -> None:
+    """Refuse a file that is not there: a source that cannot be a data set, or where `datasets` is not installed."""
+    if Path(source).suffix.lower() in (*FORMATS, *COMPRESSIONS) or find_spec("datasets") is None:
+        raise DataError(f"there is no file {source!r}.", f"check the path; for a hub data set, {install_hint('data')}")
+
+
 def _read_hub(source: str) -> Iterator[Table]:
     """Read a data set from the hub, or from a folder that the package `datasets` can read."""
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise DataError(
-            f"there is no file {source!r}.", f"check the path; for a hub data set, {install_hint('data')}"
-        ) from error
+    _require_hub(source)
+    import datasets  # pyright: ignore[reportMissingImports]
+
     name, split = split_hub_name(source)
     try:
         table = datasets.load_dataset(name, split=split)

@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from radq.decoding.steering import DEFAULT_STEERING, Proposal, Steering, Strengths, check_width, choose, propose
+from radq.decoding.config import DEFAULT_STEERING, Steering, check_counts
+from radq.decoding.steering import Proposal, Strengths, check_width, choose, propose
 from radq.errors import ContextLengthError, OptionError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, evaluating, max_positions, name_positions, num_logits
@@ -43,16 +44,35 @@ class Step:
 
 @dataclass
 class Generation:
-    """A continuation of a prompt, and numbers about its decoding."""
+    """A continuation of a prompt, and numbers about its decoding.
+
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> generation = radq.generate(lm, tokenizer, ["The film was"])[0]
+    >>> print(generation.prompt + generation.text)
+    >>> perplexity = math.exp(generation.nll / generation.num_text_tokens)
+
+    Attributes:
+        prompt: the prompt as it was given.
+        text: the continuation, without the prompt and without special tokens.
+        token_ids: the tokens of the continuation; a stop token at the end is one of them.
+        shifts: the number that the guide added to the logit of each of these tokens; 0 without a guide.
+        finish_reason: "stop" if the text ended with a stop token, "length" if it reached `max_new_tokens`.
+        kl: mean over the tokens of KL(guided ‖ base), over the candidates and in nats: how far the guide has moved the
+            distributions that the tokens were drawn from.
+        clipped: mean over the tokens of the share of candidates whose reward was clamped to the range of the training
+            labels, from 0 to 1.
+        nll: minus the log-probability of the tokens, without a stop token, under the base model alone: over the whole
+            vocabulary, at temperature 1.
+    """
 
     prompt: str
-    text: str  # the continuation, without special tokens
-    token_ids: list[int]  # the continuation, a final stop token included
-    shifts: list[float]  # the number that the guide added to the logit of each token
-    finish_reason: str  # "stop" or "length"
-    kl: float  # mean over the tokens of KL(guided ‖ base), in nats
-    clipped: float  # mean over the tokens of the share of candidates with a clamped reward
-    nll: float  # minus the log-probability of the tokens under the base model at temperature 1, without a stop token
+    text: str
+    token_ids: list[int]
+    shifts: list[float]
+    finish_reason: str
+    kl: float
+    clipped: float
+    nll: float
 
     @property
     def num_text_tokens(self) -> int:
@@ -80,18 +100,32 @@ def generate(
 ) -> list[Generation]:
     """Continue every prompt `num_samples` times; return the texts in the order of the prompts, samples together.
 
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> guide = radq.load_guide("embedded:sentiment=35")
+    >>> for generation in radq.generate(lm, tokenizer, ["The film was", "My neighbour"], guide, num_samples=2):
+    ...     print(generation.prompt + generation.text)
+
     Args:
-        lm: a causal language model of transformers, maybe inside PEFT or torch.compile; it is not changed.
+        lm: the base model, a causal language model of transformers, maybe inside PEFT or torch.compile; it is not
+            changed.
+        tokenizer: the tokenizer of the base model.
+        prompts: one or more texts to continue; with an empty text the model starts from its BOS token.
         guide: steers the base model; None samples from the base model alone.
-        top_k, top_p, temperature, kl_budget: see `Steering`.
+        top_k: each token is chosen among the k most likely ones of the base model; None takes the whole vocabulary.
+        top_p: of these, only the smallest set that holds this probability are candidates; None keeps all.
+        temperature: divides the logits of the base model and not the shift of the guide; 0 always takes the best token.
+        max_new_tokens: the most tokens of a continuation.
+        num_samples: the number of continuations of each prompt.
         seed: the random numbers of sample s of prompt p depend on (seed, p, s) alone: neither on `max_new_tokens` nor
             on the other prompts. The text may still depend on the batch in the rounding of half precision.
+        kl_budget: the most nats per token between the guided distribution and that of the base model; the shift of each
+            token is scaled down to it. None leaves it as it is.
         stop_token_ids: tokens that end a text; by default the model's end-of-text tokens.
         batch_size: the most rows (prompts × samples) that are decoded together; samples of a prompt may be spread over
             batches.
         first_prompt: the number p of the first prompt, for callers that continue a long list part by part and want the
             same texts as for the whole list.
-        progress: show a progress bar.
+        progress: show a progress bar on standard error, if it takes more than a second.
     """
     steering = Steering(top_k, top_p, temperature, kl_budget)
     stops = _stop_tokens(lm, tokenizer, stop_token_ids)
@@ -99,7 +133,7 @@ def generate(
         lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt
     )
     record = _Record(len(prompts) * num_samples, max_new_tokens, stops)
-    with tqdm(total=record.tokens.size, unit="token", disable=not progress) as bar:
+    with tqdm(total=record.tokens.size, unit="token", desc="generating", delay=1, disable=not progress) as bar:
         for step in steps:
             bar.update(record.add(step))
     token_ids = [ids[:n].tolist() for ids, n in zip(record.tokens, record.lengths, strict=True)]
@@ -161,10 +195,22 @@ def stream(
     batch_size: int = 64,
     first_prompt: int = 0,
 ) -> Iterator[Step]:
-    """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, before the first step."""
-    for name, value in {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}.items():
-        if value < 1:
-            raise OptionError(f"{name} must be at least 1, got {value}.", f"give a larger {name}.")
+    """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, before the first step.
+
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> guide = radq.load_guide("embedded:sentiment=35")
+    >>> steering = radq.Steering(top_k=20, temperature=0.8)
+    >>> for step in radq.stream(lm, tokenizer, ["The film was"], guide, steering, max_new_tokens=10):
+    ...     print(tokenizer.decode(step.tokens), step.shifts.tolist())
+
+    Rows come in batches: after the last step of one batch follows the first step of the next one.
+
+    Args:
+        lm, tokenizer, prompts, guide: as for `generate`.
+        steering: top_k, top_p, temperature and kl_budget.
+        max_new_tokens, num_samples, seed, stop_token_ids, batch_size, first_prompt: as for `generate`.
+    """
+    check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples, batch_size=batch_size)
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     vocab_size = num_logits(lm)
     if guide is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.generate import Generation, encode_prompts, generate
@@ -122,6 +123,7 @@ def compare(
     betas: Sequence[float] = (),
     num_samples: int = 8,
     seed: int = 0,
+    progress: bool = False,
 ) -> Comparison:
     """Continue prompts unguided and at each β. Prompts and β are the attribute's own unless they are given."""
     prompts, betas = prompts or attribute.prompts, betas or attribute.betas
@@ -148,7 +150,8 @@ def compare(
             1000 * seconds / sum(len(each.token_ids) for each in found),
         )
 
-    cells = [make_cell(guide, beta) for guide, beta in zip(guides, [None, *betas], strict=True)]
+    strengths = tqdm([None, *betas], desc=attribute.name, unit="β", leave=False, disable=not progress)
+    cells = [make_cell(guide, beta) for guide, beta in zip(guides, strengths, strict=True)]
     return Comparison(attribute, judge.name, num_samples, cells)
 
 

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.errors import ModelError, OptionError, VocabularyError
 from radq.guides.base import Advice, Guide, States
 from radq.guides.expert import Expert, candidate_logits
+from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts
 from radq.models.loading import find_tokenizer, load_causal_lm
 from radq.models.reading import Reader
-
-EXPERT, ANTI_EXPERT = "expert", "anti"  # folders that `radq train-experts` writes
 
 
 @final
@@ -64,10 +63,6 @@ class DExpertsGuide(Guide):
 
     def advance(self, state: States, tokens: Int[Tensor, " b"]) -> States:
         return States(tuple(part.advance(tokens) for part in state.parts))
-
-
-def holds_experts(folder: str | Path) -> bool:
-    return all((Path(folder) / name).is_dir() for name in (EXPERT, ANTI_EXPERT))
 
 
 def load_experts(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str = "auto") -> dict[str, Any]:

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, OptionError
 from radq.guides.base import Advice, Guide
 from radq.guides.expert import Expert, candidate_logits, class_log_posterior, log_normaliser
-from radq.models.hub import explained
-from radq.models.loading import find_tokenizer, load_causal_lm, resolve
+from radq.guides.folders import read_codes
+from radq.models.loading import find_tokenizer, load_causal_lm
 from radq.models.reading import Reader, Reading
 
 
@@ -189,11 +189,3 @@ def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str 
     high, low = stored["codes"]
     lm = load_causal_lm(folder, dtype=dtype, device=device)
     return {"lm": lm, "codes": (high, low), "scale": stored["scale"], "tokenizer": find_tokenizer(folder)}
-
-
-def read_codes(folder: str | Path) -> dict[str, Any] | None:
-    """Read the control codes and the scale from config.json; return None if the folder holds another model."""
-    folder = resolve(folder)
-    with explained(folder, "a model configuration"):
-        stored, _ = PreTrainedConfig.get_config_dict(folder)
-    return stored.get("gedi")

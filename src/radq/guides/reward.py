@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from radq.errors import OptionError, UnknownAttributeError
+from radq.errors import OptionError
 from radq.guides.base import Advice, Guide
 from radq.models.kv_cache import takes_padding, takes_siblings
 from radq.models.lora import fold_adapters
 from radq.models.reading import Reader
 from radq.models.reward import RadV, RewardModel, RewardState
+from radq.models.stored import require_attributes
 
 
 @final
@@ -25,11 +26,7 @@ class RewardGuide(Guide):
     """
 
     def __init__(self, model: RewardModel, beta: Mapping[str, float], clamp: bool = True):
-        unknown = [name for name in beta if name not in model.config.attributes]
-        if unknown:
-            raise UnknownAttributeError(
-                f"the reward model has no attribute {unknown[0]!r}.", f"it has {', '.join(model.config.attributes)}."
-            )
+        require_attributes(beta, model.config.attributes)
         if not beta or not all(math.isfinite(number) for number in beta.values()):
             raise OptionError(
                 f"beta must give one or more attributes a finite number each, got {dict(beta)!r}.",

@@ -9,22 +9,25 @@ The contents of the folder decide what the names mean:
 `embedded` in place of DIR are the reward models that radq brings along: embedded:sentiment=35,toxicity=-100.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from radq.errors import OptionError
-from radq.guides.base import Guide
-from radq.guides.dexperts import DExpertsGuide, holds_experts, load_experts
-from radq.guides.gedi import GeDiGuide, load_gedi, read_codes
-from radq.guides.reward import RewardGuide
+from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts, read_codes
 from radq.models.embedded import EMBEDDED
-from radq.models.reward import RewardModel
+from radq.models.stored import check_language_model, check_reward_model
+
+if TYPE_CHECKING:
+    from radq.guides.base import Guide
 
 HINT = "write it as DIR:attribute=beta,attribute=beta; for experts as DIR:alpha=2 or DIR:omega=30."
-MakeGuide = Callable[[Mapping[str, float]], Guide]
+Numbers = Mapping[str, float]
+MakeGuide = Callable[[Numbers], Any]  # from numbers to a guide
 
 
 def parse_guide(specification: str) -> tuple[str, dict[str, float]]:
@@ -37,19 +40,38 @@ def parse_guide(specification: str) -> tuple[str, dict[str, float]]:
             numbers[name.strip()] = float(number)
     except ValueError:
         colon = ""
-    if not colon or not folder:
+    if not colon or not folder or not all(map(math.isfinite, numbers.values())):
         raise OptionError(f"{specification!r} is no specification of a guide.", HINT)
     return folder, numbers
 
 
-def load_guide(specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> Guide:
+def check_guide(folder: str, numbers: Numbers) -> None:
+    """Refuse a folder that holds no guide, and numbers that its guide does not have; nothing is loaded."""
+    find_kind(folder).check(folder, numbers)
+
+
+def load_guide(specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> "Guide":
+    """Load a guide that is written as text, as `radq generate --guide` takes it.
+
+    >>> guide = radq.load_guide("embedded:sentiment=35,toxicity=-100")
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> print(radq.generate(lm, tokenizer, ["The film was"], guide)[0].text)
+
+    Args:
+        specification: `DIR:name=number,name=number`, where DIR is `embedded`, a folder or a name on the hub. The names
+            are the attributes of a reward model, each with its strength β, or alpha for DExperts, or omega for GeDi.
+        device: "cpu", "cuda", "cuda:1", …: where the models of the guide compute.
+        dtype: data type of the models; "auto" takes the one in which they are stored.
+        clamp: clamp rewards to the range of the labels that the reward model was trained on.
+    """
     folder, numbers = parse_guide(specification)
+    check_guide(folder, numbers)
     return guide_maker(folder, device, dtype, clamp)(numbers)
 
 
 def load_guides(
     specifications: Sequence[str], device: str = "cpu", dtype: str = "auto", clamp: bool = True
-) -> Guide | None:
+) -> "Guide | None":
     """The sum of the guides; None if there are none."""
     guides = [load_guide(specification, device, dtype, clamp) for specification in specifications]
     return reduce(add, guides) if guides else None
@@ -57,18 +79,31 @@ def load_guides(
 
 def guide_maker(folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> MakeGuide:
     """Load a folder's models once; return a function that makes guides with any numbers from them."""
-    return find_kind(folder).load(folder, device, dtype, clamp)
+    kind = find_kind(folder)
+    make = kind.load(folder, device, dtype, clamp)
+
+    def make_checked(numbers: Numbers) -> "Guide":
+        kind.check(folder, numbers)
+        return make(numbers)
+
+    return make_checked
 
 
 def find_kind(folder: str) -> "GuideKind":
     return next(kind for kind in GUIDES.values() if kind.holds(folder))
 
 
+# --- kinds of guides ---
+
+
 def _load_embedded(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
     """Load a reward model for each attribute when it is first asked for."""
+    from radq.guides.reward import RewardGuide
+    from radq.models.reward import RewardModel
+
     loaded: dict[str, RewardModel] = {}
 
-    def make(beta: Mapping[str, float]) -> Guide:
+    def make(beta: Numbers) -> "Guide":
         for name in beta:
             if name not in loaded:
                 loaded[name] = RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device, dtype=dtype)
@@ -79,29 +114,50 @@ def _load_embedded(folder: str, device: str, dtype: str, clamp: bool) -> MakeGui
 
 
 def _load_dexperts(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+    from radq.guides.dexperts import DExpertsGuide, load_experts
+
     experts = load_experts(folder, device, dtype)
-    return lambda numbers: DExpertsGuide(**experts, **_check_names(folder, numbers, "alpha"))
+    return lambda numbers: DExpertsGuide(**experts, **dict[str, Any](numbers))
 
 
 def _load_gedi(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+    from radq.guides.gedi import GeDiGuide, load_gedi
+
     expert = load_gedi(folder, device, dtype)
-    return lambda numbers: GeDiGuide(**expert, **_check_names(folder, numbers, "omega", GUIDES["gedi"].options))
+    return lambda numbers: GeDiGuide(**expert, **dict[str, Any](numbers))
 
 
 def _load_reward(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+    from radq.guides.reward import RewardGuide
+    from radq.models.reward import RewardModel
+
     model = RewardModel.from_pretrained(folder, device, dtype=dtype)
     return lambda beta: RewardGuide(model, beta, clamp)
 
 
-def _check_names(
-    folder: str, numbers: Mapping[str, float], strength: str, options: Sequence[str] = ()
-) -> dict[str, Any]:
+def _check_embedded(folder: str, numbers: Numbers) -> None:
+    for name in numbers:
+        check_reward_model(f"{EMBEDDED}:{name}", [name])
+    check_language_model(EMBEDDED)  # the backbone of these reward models
+
+
+def _check_dexperts(folder: str, numbers: Numbers) -> None:
+    _check_names(folder, numbers, "alpha")
+    for name in (EXPERT, ANTI_EXPERT):
+        check_language_model(Path(folder) / name)
+
+
+def _check_gedi(folder: str, numbers: Numbers) -> None:
+    _check_names(folder, numbers, "omega", GUIDES["gedi"].options)
+    check_language_model(folder)
+
+
+def _check_names(folder: str, numbers: Numbers, strength: str, options: Sequence[str] = ()) -> None:
     for name in numbers:
         if name not in (strength, *options):
             raise OptionError(f"{folder!r} has no option {name!r}.", f"it has {', '.join((strength, *options))}.")
     if strength not in numbers:
         raise OptionError(f"the guide {folder!r} is given no {strength}.", f"write it as DIR:{strength}=NUMBER.")
-    return dict(numbers)
 
 
 @dataclass(frozen=True)
@@ -110,18 +166,25 @@ class GuideKind:
 
     Args:
         holds: whether a folder, or name of one, holds a guide of this kind.
+        check: refuse a folder with models that cannot be loaded, or numbers that the guide does not have. It reads
+            config.json alone.
         load: load its models from (folder, device, dtype, clamp) and return a function from numbers to guides.
         options: numbers of a specification that are no strengths. They are set once, by whoever sets the guide up.
     """
 
     holds: Callable[[str], bool]
+    check: Callable[[str, Numbers], None]
     load: Callable[[str, str, str, bool], MakeGuide]
     options: tuple[str, ...] = ()
 
 
+def _holds_codes(folder: str) -> bool:
+    return read_codes(folder) is not None
+
+
 GUIDES = {  # the first kind that a folder holds is taken
-    "embedded": GuideKind(lambda folder: folder == EMBEDDED, _load_embedded),
-    "dexperts": GuideKind(holds_experts, _load_dexperts),
-    "gedi": GuideKind(lambda folder: read_codes(folder) is not None, _load_gedi, ("filter_p", "target_p", "prior")),
-    "reward": GuideKind(lambda folder: True, _load_reward),
+    "embedded": GuideKind(lambda folder: folder == EMBEDDED, _check_embedded, _load_embedded),
+    "dexperts": GuideKind(holds_experts, _check_dexperts, _load_dexperts),
+    "gedi": GuideKind(_holds_codes, _check_gedi, _load_gedi, ("filter_p", "target_p", "prior")),
+    "reward": GuideKind(lambda folder: True, check_reward_model, _load_reward),
 }

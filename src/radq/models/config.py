@@ -6,6 +6,7 @@ from typing import Any, Literal
 from transformers import AutoConfig, PreTrainedConfig
 
 from radq.errors import OptionError
+from radq.models import MODEL_TYPE
 from radq.models.origins import Origin
 
 RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that is not above the high."
@@ -33,7 +34,7 @@ class RewardModelConfig(PreTrainedConfig):
         backbone_fingerprint: fingerprint of its weights, see `radq.models.origins`.
     """
 
-    model_type = "radq"
+    model_type = MODEL_TYPE
 
     def __init__(
         self,

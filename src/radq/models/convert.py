@@ -110,17 +110,6 @@ def _read_file(file: Path) -> Any:
         ) from error
 
 
-def holds_reward_model(folder: Path) -> bool:
-    """Whether a folder holds a reward model, which a conversion may replace."""
-    try:
-        return (
-            json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-            == RewardModelConfig.model_type
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def _find_files(checkpoint: Path) -> list[Path]:
     if checkpoint.is_file():
         return [checkpoint]

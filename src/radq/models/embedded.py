@@ -14,8 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from radq.errors import ModelError, UnknownAttributeError, install_hint, require_package
 from radq.files import default_cache_folder, whole_folder
 from radq.models.hub import explained
@@ -49,7 +47,7 @@ def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
 
 def base_folder() -> Path:
     """The folder of the converted model. The first call converts it, which takes half a minute."""
-    source = _find_source()
+    source = find_embedded()
     folder = default_cache_folder() / f"smollm2-135m-instruct-{source.stat().st_size}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
         _check_room(folder)
@@ -60,11 +58,11 @@ def base_folder() -> Path:
 
 def base_name() -> str:
     """A name that identifies the base by its GGUF file, since converted files may differ between machines."""
-    with _find_source().open("rb") as stream:
+    with find_embedded().open("rb") as stream:
         return f"{EMBEDDED}@{hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
 
 
-def _find_source() -> Path:
+def find_embedded() -> Path:
     """The GGUF file of the installed package, whose code is not run."""
     spec = find_spec(PACKAGE)
     files = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.gguf"))
@@ -92,6 +90,7 @@ def _check_room(folder: Path) -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     require_package("gguf", "demo")

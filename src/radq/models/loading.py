@@ -29,6 +29,7 @@ from transformers import (
 from radq.errors import ModelError, OptionError
 from radq.models.embedded import EMBEDDED, base_folder, reward_folder
 from radq.models.hub import HUB_OPTIONS, explained
+from radq.models.stored import require_language_model, require_weights
 
 ACCELERATORS = ("cuda", "mps", "xpu")
 Wrappable = Any  # a model of transformers, maybe inside a wrapper such as PEFT's or torch.compile's
@@ -49,12 +50,9 @@ def resolve(name: str | Path) -> str | Path:
 def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
     """Read the configuration of a language model; other arguments are among `HUB_OPTIONS`."""
     name = resolve(name)
-    with explained(name, "a model configuration"):
+    with explained(name, "a model configuration", hub):
         config = AutoConfig.from_pretrained(name, **hub)
-    if config.model_type == "radq":
-        raise ModelError(
-            f"{str(name)!r} holds a reward model, not a language model.", "name the backbone that it was trained from."
-        )
+    require_language_model(name, config.model_type)
     return config
 
 
@@ -72,7 +70,7 @@ def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:
             return _read_gpt2_tokenizer(path)
     except Exception as error:  # tokenizers raises nothing more precise
         raise ModelError(f"cannot read a tokenizer from {str(name)!r}: {error}.", "is the file whole?") from error
-    with explained(name, "a tokenizer"):
+    with explained(name, "a tokenizer", hub):
         return AutoTokenizer.from_pretrained(name, **hub)
 
 
@@ -111,6 +109,22 @@ def load_causal_lm(
     return (lm if loading.get("device_map") is not None else lm.to(device or "cpu")).eval()
 
 
+def load(
+    name: str | Path, device: str = "auto", dtype: torch.dtype | str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a language model in evaluation mode, and its tokenizer.
+
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> print(radq.generate(lm, tokenizer, ["The film was"])[0].text)
+
+    Args:
+        name: `embedded`, which is SmolLM2-135M-Instruct from a pip package, a name on the hub, or a folder.
+        device: "cpu", "cuda", "cuda:1", …; "auto" takes a GPU if there is one.
+        dtype: data type of the weights; "auto" takes the one in which they are stored.
+    """
+    return load_causal_lm(name, dtype=dtype, device=find_device(device)), load_tokenizer(name)
+
+
 def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
     """Load the output embedding, whose row e(v) stands for token v in a linear head, and only one layer with it."""
     lm = load_causal_lm(name, num_layers=1)
@@ -138,7 +152,9 @@ def load_weights(
                 f"{option} is {not needed}.",
                 f"leave it at {needed}: radq reads safetensors and refuses missing weights.",
             )
-    with explained(name, "model weights"):
+    if "subfolder" not in kwargs:
+        require_weights(name)
+    with explained(name, "model weights", kwargs):
         model, report = from_pretrained(name, use_safetensors=True, output_loading_info=True, **kwargs)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
     if missing:

@@ -45,6 +45,7 @@ from radq.models.loading import (
 from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
 from radq.models.origins import find_backbone_source, identify_backbone
 from radq.models.reading import Reader, Reading
+from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
 from radq.numerics import at_least_float32
 
@@ -186,9 +187,14 @@ class RewardModel(PreTrainedModel):
         backbone: str | Path | None = None,
         **kwargs: Any,
     ) -> "RewardModel":
-        """Load a folder or hub name.
+        """Load a reward model.
+
+        >>> model = radq.RewardModel.from_pretrained("embedded:sentiment")
+        >>> guide = radq.RewardGuide(model, {"sentiment": 35.0})
 
         Args:
+            pretrained_model_name_or_path: a folder, a name on the hub, or `embedded:sentiment` or `embedded:toxicity`,
+                which come with radq.
             device: where to put the model; the CPU by default, or where `device_map` says.
             backbone: name or folder of a LoRA model's backbone, where it is no longer at the place that the model
                 remembers; other weights are refused.
@@ -539,7 +545,7 @@ def _load_beside_backbone(
     model.config.lora_rank = config.lora_rank
     found = str(Path(source).resolve()) if Path(source).is_dir() else source
     model.config.set_origin(replace(origin, name=found))
-    with explained(name, "adapters"):
+    with explained(name, "adapters", hub):
         load_adapters(model, find_adapters(name, **hub))
     return model
 
@@ -554,13 +560,9 @@ def _check_one_device(model: RewardModel) -> None:
 
 
 def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:
-    with explained(name, "a reward model"):
+    with explained(name, "a reward model", hub):
         stored, _ = RewardModelConfig.get_config_dict(name, **hub)
-    if stored.get("model_type") != RewardModelConfig.model_type or stored.get("kind") not in KINDS:
-        raise ModelError(
-            f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",
-            "make one with RadQ.from_backbone, or convert a public checkpoint with `radq convert`.",
-        )
+    require_reward_model(name, stored)
     return stored
 
 

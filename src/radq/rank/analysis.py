@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from radq.data.dataset import NO_LIMIT, DataColumns, load_data
-from radq.errors import DataError, OptionError
+from radq.errors import DataError
 from radq.models.loading import load_tokenizer
 from radq.models.vocabulary import read_vocabulary
 from radq.rank.completion import Completion, Factors, check_rank, complete, degeneracy
@@ -19,27 +19,16 @@ from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_label
 
 def read_matrix(config: DataRankConfig, progress: bool = False) -> RewardMatrix:
     """Build the reward matrix of data files, or read the one that a single .npz file holds, and save it if asked to."""
-    if len(config.files) == 1 and config.files[0].endswith(".npz"):
-        matrix = RewardMatrix.load(config.files[0])
-    else:
-        matrix = _build_from_files(config, progress)
+    matrix = RewardMatrix.load(config.files[0]) if config.reads_matrix else _build_from_files(config, progress)
     if config.save_matrix is not None:
         matrix.save(config.save_matrix)
     return matrix
 
 
 def _build_from_files(config: DataRankConfig, progress: bool) -> RewardMatrix:
-    labels, name = config.label_columns, config.tokenizer or config.backbone
-    if not name:
-        raise OptionError(
-            "a tokenizer is needed to read texts.", "give --tokenizer, or --backbone to use the tokenizer of a model."
-        )
-    if not all(labels) or len(set(labels)) < len(labels):
-        raise OptionError(
-            f"labels must name one column, or different ones, got {config.labels!r}.",
-            "give --labels COLUMN, or several columns separated by commas.",
-        )
-    tokenizer = load_tokenizer(name)
+    config.check_data()
+    labels = config.label_columns
+    tokenizer = load_tokenizer(config.tokenizer or str(config.backbone))
     vocabulary = read_vocabulary(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values())), tokenizer)
     if config.tokenizer and config.backbone is not None:
         check_backbone_tokens(config.backbone, vocabulary)

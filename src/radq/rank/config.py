@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from radq.data.tables import check_sources
 from radq.errors import OptionError
+from radq.models.stored import check_language_model, check_reward_model
 
 if TYPE_CHECKING:
     from radq.data.label_scale import LabelRules
@@ -77,11 +79,16 @@ class DataRankConfig:
         return LabelRules.parse(self.label_map, self.label_range, self.keep_labels)
 
     @property
+    def reads_matrix(self) -> bool:
+        """Whether the reward matrix comes from a file, and not from texts and labels."""
+        return len(self.files) == 1 and self.files[0].endswith(".npz")
+
+    @property
     def rank_numbers(self) -> list[int]:
         return _parse_numbers(self.ranks, "ranks")
 
     def check(self) -> None:
-        """Refuse values outside their ranges before anything is loaded."""
+        """Refuse values outside their ranges, and files and models that are not there, before anything is loaded."""
         check_completion(self.penalty, self.iterations, self.tolerance)
         check_seed(self.seed)
         if not 0 <= self.eps < float("inf"):
@@ -99,6 +106,26 @@ class DataRankConfig:
                 "name a file in it, such as matrix.npz.",
             )
         _ = self.label_rules, self.rank_numbers
+        if self.backbone is not None:
+            check_language_model(self.backbone)
+        if not self.reads_matrix:
+            self.check_data()
+
+    def check_data(self) -> None:
+        """Refuse texts without a tokenizer, labels without names, and files that are not there or lack columns."""
+        if not (self.tokenizer or self.backbone):
+            raise OptionError(
+                "a tokenizer is needed to read texts.",
+                "give --tokenizer, or --backbone to use the tokenizer of a model.",
+            )
+        labels = self.label_columns
+        if not all(labels) or len(set(labels)) < len(labels):
+            raise OptionError(
+                f"labels must name one column, or different ones, got {self.labels!r}.",
+                "give --labels COLUMN, or several columns separated by commas.",
+            )
+        columns = [name for name in (self.text, self.prompt, self.weight, *labels) if name is not None]
+        check_sources(self.files, columns)
 
 
 @dataclass
@@ -136,7 +163,7 @@ class ModelRankConfig:
         return sorted(_parse_numbers(self.rows, "rows"))
 
     def check(self) -> None:
-        """Refuse values outside their ranges before anything is loaded."""
+        """Refuse values outside their ranges, and files and models that are not there, before anything is loaded."""
         if not self.sizes or self.sizes[0] < 1:
             raise OptionError(
                 f"rows must be numbers of at least 1, got {self.rows!r}.", "give --rows 64,128,256, for example."
@@ -144,6 +171,10 @@ class ModelRankConfig:
         if self.batch_size < 1:
             raise OptionError(f"batch_size must be at least 1, got {self.batch_size}.", "use a number such as 16.")
         check_seed(self.seed)
+        check_reward_model(self.reward, [] if self.attribute is None else [self.attribute])
+        if not self.data:
+            raise OptionError("there is no data.", "give --data FILE.")
+        check_sources(self.data, [self.text])
 
 
 def check_completion(penalty: float, iterations: int, tolerance: float) -> None:

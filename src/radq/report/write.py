@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tqdm import tqdm
+
 from radq.errors import OptionError
 from radq.files import whole_folder
 from radq.report.page import PageContent, render_page
@@ -33,12 +35,15 @@ class Report:
     notes: list[str]
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None, published: bool = False) -> Report:
+def write_report(
+    folders: Sequence[Path], out: Path | None = None, published: bool = False, progress: bool = False
+) -> Report:
     """Write report.html, plots/ and tables/ into `out`, by default into the run folder.
 
     Args:
         folders: run folders of `radq eval`; a report of several shows all their guides.
         published: draw the paper's numbers beside those of the runs.
+        progress: show a progress bar.
     """
     if out is None and len(folders) > 1:
         raise OptionError("a report of several runs needs a folder of its own.", "name it with --out.")
@@ -47,7 +52,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None, published: bo
     samples = read_samples(runs)
     results = [result for run in runs for result in run.results]
     drawn = _Published(runs) if published else None
-    tradeoffs = _plot_tradeoffs(results, drawn)
+    tradeoffs = _plot_tradeoffs(results, drawn, progress)
     differences = plot_differences("differences", [pair for run in runs for pair in run.differences])
     changes = [change for run in runs for change in find_changes(run)]
     notes = [note for run in runs for note in (*run.notes, *warn_of_few_prompts(run))]
@@ -75,11 +80,12 @@ def _cells(results: Sequence[Result]) -> set[tuple[str, str]]:
     return {(result.run, result.cell) for result in results}
 
 
-def _plot_tradeoffs(results: list[Result], published: "_Published | None") -> list[tuple[str, Plot]]:
+def _plot_tradeoffs(results: list[Result], published: "_Published | None", progress: bool) -> list[tuple[str, Plot]]:
     groups = order_groups(unique(result.group for result in results))
     names = _file_names(groups)
     plots = []
-    for group, name in zip(groups, names, strict=True):
+    bar = tqdm(groups, desc="plots", unit="class", leave=False, disable=not progress)
+    for group, name in zip(bar, names, strict=True):
         find = partial(published, group) if published is not None else lambda attribute, fluency: []
         plot = plot_tradeoff(name, group, [result for result in results if result.group == group], find)
         plots += [(group, plot)] if plot is not None else []

@@ -22,22 +22,16 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.dataset import RewardData
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, explained_writing, whole_file, whole_folder
-from radq.guides.dexperts import ANTI_EXPERT, EXPERT
+from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.vocabulary import find_bos
 from radq.training.arguments import make_arguments
+from radq.training.checks import check_run
 from radq.training.config import ExpertTrainingConfig
 from radq.training.data import load_run_data
 from radq.training.expert_trainer import ExpertTrainer, TextFormat
-from radq.training.run_folder import (
-    begin_run,
-    check_resumed,
-    check_run_folder,
-    delete_run,
-    find_resumed_checkpoint,
-    read_scales,
-)
+from radq.training.run_folder import begin_run, check_resumed, delete_run, find_resumed_checkpoint, read_scales
 
 
 def train_experts(
@@ -50,10 +44,9 @@ def train_experts(
         overwrite: delete the run in that folder and start again.
         progress: print what happens.
     """
-    config.check()
+    check_run(config, resume, overwrite)
     out = Path(config.out)
     processes = PartialState()
-    check_run_folder(out, resume, overwrite)
     processes.wait_for_everyone()  # all have looked before one writes
     tokenizer = load_tokenizer(config.backbone)
     text_format = _make_format(config, tokenizer)

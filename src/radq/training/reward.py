@@ -19,10 +19,11 @@ from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
 from radq.models.reward import RadQ, RadV, RewardModel
+from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
 from radq.training.data import check_labels, load_run_data, scales_of_model
 from radq.training.reward_trainer import RewardTrainer
-from radq.training.run_folder import begin_run, check_resumed, check_run_folder, find_resumed_checkpoint, read_scales
+from radq.training.run_folder import begin_run, check_resumed, find_resumed_checkpoint, read_scales
 from radq.training.teacher import cache_targets, check_teacher, fingerprint_teacher, target_shape
 
 
@@ -36,10 +37,9 @@ def train(
         overwrite: delete the run in that folder and start again.
         progress: print what happens.
     """
-    config.check()
+    check_run(config, resume, overwrite)
     out = Path(config.out)
     processes = PartialState()
-    check_run_folder(out, resume, overwrite)
     processes.wait_for_everyone()  # all have looked before one writes
     teacher = RadV.from_pretrained(config.teacher) if config.teacher else None
     torch.manual_seed(config.seed)

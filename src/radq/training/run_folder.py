@@ -16,7 +16,7 @@ import yaml
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.errors import OptionError
 from radq.files import MODEL_FILES, explained_writing, require_own_folder, whole_file
-from radq.guides.dexperts import ANTI_EXPERT, EXPERT
+from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.settings import read_yaml
 from radq.training.checkpoints import find_checkpoints, find_newest_undamaged
 from radq.training.config import TrainingConfig

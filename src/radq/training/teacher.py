@@ -70,7 +70,7 @@ def _write_targets(file: Path, data: RewardData, teacher: RewardModel, batch_siz
     chunks = np.array_split(order, -(-len(order) // batch_size))
     with file.open("wb") as stream:
         stream.truncate(TARGET_BYTES * num_tokens * a)
-        for chunk in tqdm(chunks, desc="teacher", disable=not progress):
+        for chunk in tqdm(chunks, desc="rewards of the teacher", unit="batch", disable=not progress):
             batch = data.batch(chunk.tolist())
             input_ids, attention_mask = (batch[name].to(teacher.device) for name in ("input_ids", "attention_mask"))
             rewards = teacher.token_rewards(input_ids, attention_mask).float().cpu().numpy()

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from radq.errors import DataError, ModelError
 from radq.files import default_cache_folder
 
+CARD = "judge.json"  # the file by which a folder shows that it holds a judge
 Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions in the list of texts, and scores there
 
 

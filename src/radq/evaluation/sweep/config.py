@@ -28,6 +28,8 @@ import yaml
 from radq.data.prompts import Prompt, read_prompts
 from radq.errors import OptionError
 from radq.evaluation.metrics import MAX_RESAMPLES, METRICS, check_metric
+from radq.guides.spec import check_guide
+from radq.models.stored import check_language_model, check_reward_model
 from radq.settings import COUNT, Range, check_values, read_yaml
 
 UNGUIDED = "none"
@@ -111,6 +113,15 @@ class Sweep:
     def prompts_per_chunk(self) -> int:
         """The prompts that are continued and written together: four batches, sorted by length for little padding."""
         return max(1, 4 * self.batch_size // self.samples)
+
+    def check_models(self) -> None:
+        """Refuse models and guides that are not there, and numbers that a guide does not have; nothing is loaded."""
+        check_language_model(self.base)
+        for guide in self.guides.values():
+            if guide.best_of:
+                check_reward_model(guide.folder, guide.weights)
+            else:
+                check_guide(guide.folder, guide.numbers_at(1.0))
 
     def cells(self) -> list["SweepCell"]:
         """List all cells, guide by guide, so that each guide is loaded once; the unguided base model comes first."""

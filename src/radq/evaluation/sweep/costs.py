@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radq.files import read_lines
-from radq.guides.meter import Meter
-from radq.numerics import peak_memory
+
+if TYPE_CHECKING:  # reports read costs without torch
+    from radq.guides.meter import Meter
 
 SUMMED = ("seconds", "tokens", "steps", "calls", "expert_tokens")
 
@@ -22,7 +23,7 @@ class Usage:
     expert_tokens: int = 0
 
     @classmethod
-    def of(cls, meter: Meter) -> "Usage":
+    def of(cls, meter: "Meter") -> "Usage":
         return cls(meter.steps, meter.continuations.calls, int(meter.continuations.tokens))
 
 
@@ -30,6 +31,8 @@ def describe_cost(
     cell: str, generations: Sequence[Any], usage: Usage | None, seconds: float, device: str
 ) -> dict[str, Any]:
     """Make a line of costs.jsonl for some generations of a cell. `usage` is None where it was not counted."""
+    from radq.numerics import peak_memory
+
     known: dict[str, Any] = dict.fromkeys(("steps", "calls", "expert_tokens")) if usage is None else asdict(usage)
     tokens = sum(len(generation.token_ids) for generation in generations)
     return {"cell": cell, "seconds": seconds, "tokens": tokens, **known, "peak_memory": peak_memory(device)}

@@ -5,24 +5,20 @@ chunk of prompts). Cells and chunks come in a fixed order, and the texts of a ch
 complete chunks at the beginning of generations.jsonl are kept, and all that follows them is cut off and made again.
 """
 
-import fcntl
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
 from tqdm import tqdm
 
 from radq.data.prompts import Prompt
-from radq.errors import OptionError
-from radq.evaluation.sweep.config import WHILE_DECODING, Sweep, SweepCell, dump_sweep, find_changes, fingerprint_prompts
+from radq.evaluation.sweep.config import WHILE_DECODING, Sweep, SweepCell
 from radq.evaluation.sweep.costs import describe_cost
 from radq.evaluation.sweep.engines import Continuation, load_engine
-from radq.files import append_lines, drop_partial_last_line, require_own_folder, whole_file
+from radq.files import append_lines, drop_partial_last_line
 from radq.numerics import require_memory_for_texts, same_kernels
 
 
@@ -37,57 +33,6 @@ class Chunk:
     @property
     def keys(self) -> list[tuple[str, int]]:
         return [(self.cell.name, self.first + number) for number in range(len(self.prompts))]
-
-
-@contextmanager
-def open_sweep(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: bool = False) -> Iterator[None]:
-    """Prepare the run folder of a sweep and lock it for this process; refuse a folder that holds anything else."""
-    require_own_folder(folder, _holds_sweep, "a sweep")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OptionError(
-                f"another sweep is running in {str(folder)!r}.", "wait for its end, or use another --out."
-            ) from error
-        asked = {"sweep": asdict(sweep), "prompts": fingerprint_prompts(prompts)}
-        if overwrite:
-            for name in ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl"):
-                (folder / name).unlink(missing_ok=True)
-            for file in (folder / "measures").glob("*.npz"):
-                file.unlink()
-        if (folder / "config.yaml").exists():
-            _require_same_sweep(folder, asked)
-        else:
-            with whole_file(folder / "config.yaml") as temporary:
-                temporary.write_text(f"# prompts: {asked['prompts']}\n{dump_sweep(sweep)}", encoding="utf-8")
-        yield
-
-
-def _holds_sweep(folder: Path) -> bool:
-    """Whether `radq eval` has begun here. Other run folders have a config.yaml too, but no line about prompts in it."""
-    if all(file.name.startswith(".") for file in folder.iterdir()):  # a sweep that ended before it wrote anything
-        return True
-    try:
-        with (folder / "config.yaml").open(encoding="utf-8") as stream:
-            return stream.readline().startswith("# prompts: ")
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _require_same_sweep(folder: Path, asked: dict[str, Any]) -> None:
-    """Refuse a folder that holds another sweep, and say what differs."""
-    text = (folder / "config.yaml").read_text(encoding="utf-8")
-    first, _, _ = text.partition("\n")
-    changes = list(find_changes(yaml.safe_load(text), json.loads(json.dumps(asked["sweep"]))))
-    if not changes and first != f"# prompts: {asked['prompts']}":
-        changes = ["the prompts in the files"]
-    if changes:
-        raise OptionError(
-            f"{str(folder)!r} holds another sweep; changed since: {'; '.join(changes)}.",
-            "use another --out, or delete the old sweep with --overwrite.",
-        )
 
 
 def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, progress: bool = False) -> None:

@@ -159,7 +159,7 @@ class Instruments:
         lm = load_causal_lm(perplexity, dtype=dtype, device=device)
         return cls(loaded, lm, load_tokenizer(perplexity), batch_size)
 
-    def measure(self, prompts: Sequence[str], texts: list[list[str]]) -> dict[str, np.ndarray]:
+    def measure(self, prompts: Sequence[str], texts: list[list[str]], progress: bool = False) -> dict[str, np.ndarray]:
         """Measure scores[judge], nll and tokens of each prompt's continuations, (p, n)."""
         shape = (len(texts), len(texts[0]))
         before = [prompt for prompt, samples in zip(prompts, texts, strict=True) for _ in samples]
@@ -167,9 +167,9 @@ class Instruments:
         arrays = {}
         for name, (judge, reads_prompt) in self.judges.items():
             read = [b + a if reads_prompt and a.strip() else a for b, a in zip(before, after, strict=True)]
-            arrays[f"scores[{name}]"] = judge.score(read).reshape(shape)
+            arrays[f"scores[{name}]"] = judge.score(read, progress).reshape(shape)
         if self.lm is not None and self.tokenizer is not None:
-            found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size)
+            found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size, progress)
             arrays |= {"nll": found.nll.reshape(shape), "tokens": found.tokens.reshape(shape)}
         return arrays
 
@@ -257,9 +257,9 @@ class _Features:
         return encode_samples(self.encoder, self.texts[cell])
 
 
-def encode_samples(encoder: Encoder, texts: list[list[str]]) -> np.ndarray:
+def encode_samples(encoder: Encoder, texts: list[list[str]], progress: bool = False) -> np.ndarray:
     """Encode the samples of each prompt, (p, n, d)."""
-    vectors = encoder.encode([text for samples in texts for text in samples])
+    vectors = encoder.encode([text for samples in texts for text in samples], progress)
     return vectors.reshape(len(texts), -1, vectors.shape[-1])
 
 

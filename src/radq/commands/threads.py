@@ -1,0 +1,99 @@
+"""The number of threads that a command computes with.
+
+torch takes a thread for every core it sees, also where a container may use only part of their time, or where other
+programs keep them busy. All threads then wait for the slowest one, hundreds of times per token. So the threads are
+limited to what the process may use, RADQ_THREADS sets their number, and a note says when fewer would be faster. Load
+alone never changes the number: sums of floats depend on it in their last digits.
+"""
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from radq.errors import OptionError
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def limit_threads() -> None:
+    """Set OMP_NUM_THREADS, which torch reads when it is imported, unless the default or the user's value is right."""
+    asked = os.environ.get("RADQ_THREADS")
+    if asked:
+        if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked) <= 1024:
+            raise OptionError(
+                f"RADQ_THREADS must be a whole number from 1 to 1024, got {asked!r}.",
+                "set it to the number of cores to use.",
+            )
+        os.environ["OMP_NUM_THREADS"] = asked
+    elif "OMP_NUM_THREADS" not in os.environ and usable_cores() < (os.cpu_count() or 1):
+        os.environ["OMP_NUM_THREADS"] = str(usable_cores())
+
+
+def usable_cores() -> int:
+    """The cores whose time this process may use: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(cores, read_quota())))
+
+
+def read_quota(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float:
+    """The cores that the control groups of this process grant it; infinite without a limit."""
+    try:
+        groups = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        groups = []
+    quotas = [_read_pair(cgroups / "cpu" / "cpu.cfs_quota_us", cgroups / "cpu" / "cpu.cfs_period_us")]  # version 1
+    for number, _, path in groups:
+        folder = cgroups / path.lstrip("/")
+        if number == "0":  # version 2, where groups lie in each other
+            quotas += [
+                _read_pair(group / "cpu.max") for group in (folder, *folder.parents) if group.is_relative_to(cgroups)
+            ]
+    return min(quotas, default=math.inf)
+
+
+def _read_pair(*files: Path) -> float:
+    """Read quota and period from one file or two; infinite if there is no limit."""
+    try:
+        quota, period = (int(number) for file in files for number in file.read_text().split())
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return math.inf
+    return quota / period if quota > 0 and period > 0 else math.inf
+
+
+# --- cores that other programs use ---
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """Seconds since some moment: of the clock, idle ones of all cores together, and those this process has computed."""
+
+    clock: float
+    idle: float
+    own: float
+
+    @classmethod
+    def read(cls) -> "CoreTimes | None":
+        """Read them now; None where the system does not tell."""
+        try:
+            idle = int(Path("/proc/stat").read_text().split()[4]) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            return None
+        return cls(time.monotonic(), idle, time.process_time())
+
+
+def describe_contention(before: CoreTimes | None, now: CoreTimes | None) -> str | None:
+    """A note for the user if, between two moments, other programs left this process fewer cores than threads."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = int(threads) if threads.isdigit() else usable_cores()
+    if before is None or now is None or now.clock <= before.clock:
+        return None
+    free = (now.idle - before.idle + now.own - before.own) / (now.clock - before.clock)
+    fewer = max(1, math.floor(free + 0.5))
+    if fewer >= wanted:
+        return None
+    return f"note: other programs use the cores, so {wanted} threads may be slow; RADQ_THREADS={fewer} may be faster."
+
+
+STARTED = CoreTimes.read()  # the command line imports this module first

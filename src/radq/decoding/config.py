@@ -1,0 +1,47 @@
+"""Settings of guided decoding, checked when they are made. Importing this module imports no torch."""
+
+from dataclasses import dataclass
+
+from radq.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Steering:
+    """The settings by which the base model's logits and a guide's shift become the logits of the next token.
+
+    Args:
+        top_k: the candidates are the k most likely tokens of the base model; None takes the whole vocabulary.
+        top_p: of these, only the smallest set that holds this probability are candidates; None keeps all.
+        temperature: divides the base logits; 0 takes the best candidate of z_LM + shift instead of sampling.
+        kl_budget: the shift of each token is scaled down until KL(guided ‖ base model), over the candidates, is at most
+            this number of nats; None leaves it as it is.
+    """
+
+    top_k: int | None = 20
+    top_p: float | None = None
+    temperature: float = 1.0
+    kl_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise OptionError(f"top_k must be at least 1, got {self.top_k}.", "None takes the whole vocabulary.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p must be above 0 and at most 1, got {self.top_p}.", "None sets no such limit.")
+        if not 0 <= self.temperature < float("inf"):
+            raise OptionError(
+                f"temperature must be 0 or a positive number, got {self.temperature}.", "0 is greedy decoding."
+            )
+        if self.kl_budget is not None and not self.kl_budget >= 0:
+            raise OptionError(
+                f"kl_budget must be 0 or more nats per token, got {self.kl_budget}.", "None sets no such limit."
+            )
+
+
+DEFAULT_STEERING = Steering()
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse numbers below 1 of tokens, samples or rows; the error names them as they are named here."""
+    for name, value in counts.items():
+        if value < 1:
+            raise OptionError(f"{name} must be at least 1, got {value}.", f"give a larger {name}.")

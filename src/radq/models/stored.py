@@ -1,0 +1,88 @@
+"""Stored models, checked by their config.json alone: a mistake shows before torch is imported and weights are read.
+
+Loading makes the same checks, so commands make them first and Python may leave them to the loading.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from radq.errors import ModelError, UnknownAttributeError
+from radq.models import MODEL_TYPE
+from radq.models.embedded import EMBEDDED, find_embedded, reward_folder
+from radq.models.hub import HINT, find_file
+from radq.settings import names_in_table
+
+REWARD_KINDS = names_in_table("radq.models.reward:KINDS")
+
+
+def check_language_model(name: str | Path) -> None:
+    """Refuse a name under which no language model can be loaded."""
+    if str(name) == EMBEDDED:
+        find_embedded()
+        return
+    require_language_model(name, read_config(name).get("model_type"))
+    require_weights(name)
+
+
+def check_reward_model(name: str | Path, attributes: Iterable[str] = ()) -> None:
+    """Refuse a name under which no reward model with these attributes can be loaded."""
+    stored = read_config(name)
+    require_reward_model(name, stored)
+    require_weights(name)
+    require_attributes(attributes, stored.get("attributes") or [])
+
+
+def read_config(name: str | Path) -> dict[str, Any]:
+    """Read the config.json of a model by folder, hub name or `embedded:ATTRIBUTE`."""
+    kind, _, attribute = str(name).partition(":")
+    file = find_file(reward_folder(attribute) if kind == EMBEDDED else name, "config.json")
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{str(name)!r} holds no model: it has no config.json.", HINT) from error
+    except ValueError as error:
+        raise ModelError(f"the config.json in {str(name)!r} is damaged: {error}.", "copy it again.") from error
+    if not isinstance(stored, dict):
+        raise ModelError(f"the config.json in {str(name)!r} is damaged: it is {stored!r}.", "copy it again.")
+    return stored
+
+
+def require_weights(name: str | Path) -> None:
+    """Refuse a folder without weights."""
+    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+        raise ModelError(f"{str(name)!r} holds no weights: it has no *.safetensors.", HINT)
+
+
+def require_language_model(name: str | Path, model_type: Any) -> None:
+    if model_type == MODEL_TYPE:
+        raise ModelError(
+            f"{str(name)!r} holds a reward model, not a language model.", "name the backbone that it was trained from."
+        )
+
+
+def require_reward_model(name: str | Path, stored: Mapping[str, Any]) -> None:
+    if not is_reward_model(stored):
+        raise ModelError(
+            f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",
+            "train one with `radq train`, or convert a public checkpoint with `radq convert`.",
+        )
+
+
+def is_reward_model(stored: Mapping[str, Any]) -> bool:
+    return stored.get("model_type") == MODEL_TYPE and stored.get("kind") in REWARD_KINDS
+
+
+def require_attributes(wanted: Iterable[str], known: Sequence[str]) -> None:
+    for name in wanted:
+        if name not in known:
+            raise UnknownAttributeError(f"the reward model has no attribute {name!r}.", f"it has {', '.join(known)}.")
+
+
+def holds_reward_model(folder: Path) -> bool:
+    """Whether a folder holds a reward model, which a conversion may replace."""
+    try:
+        return is_reward_model(read_config(folder))
+    except (ModelError, OSError):
+        return False

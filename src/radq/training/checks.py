@@ -1,0 +1,22 @@
+"""The checks of a training run that need no model. Importing this module imports no torch, so mistakes show at once."""
+
+from pathlib import Path
+
+from radq.data.tables import check_sources
+from radq.models.stored import check_language_model, check_reward_model
+from radq.training.config import TrainingConfig
+from radq.training.run_folder import check_run_folder
+
+CHECKS = {"backbone": check_language_model, "init": check_reward_model, "teacher": check_reward_model}
+
+
+def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
+    """Refuse a run that cannot begin, because of its settings, folder, models, or the columns of its data."""
+    config.check()
+    check_run_folder(Path(config.out), resume, overwrite)
+    for option, check in CHECKS.items():
+        name = getattr(config, option, "")  # runs of experts have no `init` and no `teacher`
+        if name:
+            check(name)
+    columns = [name for name in (config.text, config.prompt, config.weight, *config.attributes) if name is not None]
+    check_sources([*config.data, *config.eval_data], columns)

@@ -1,0 +1,156 @@
+"""Mistakes in the arguments are one line, and are found before torch is imported, which takes seconds."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from radq.training.run_folder import KEY_SETTINGS
+
+# One interpreter, in which torch and transformers cannot be imported, runs all commands and prints what they say.
+PROGRAM = """
+import contextlib, io, json, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refuse())
+from radq.cli import main
+
+results = {}
+for argv in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(argv)
+        except BaseException as stop:
+            code = repr(stop)
+    results[json.dumps(argv)] = (code, error.getvalue())
+print(json.dumps(results))
+"""
+GENERATE = "generate --base lm --prompt x"
+TRAIN = "train --data reviews.csv --labels praise --backbone lm"
+MISTAKES = {
+    # of values
+    "generate --base lm": "there is no prompt",
+    f"{GENERATE} --top-p 2": "got 2.0",
+    f"{GENERATE} --top-k -1": "got -1",
+    f"{GENERATE} --temperature -0.5": "got -0.5",
+    f"{GENERATE} --kl-budget -2": "got -2",
+    f"{GENERATE} --num-samples 0": "num_samples must be at least 1",
+    f"{GENERATE} --guide reward:praise=abc": "DIR:attribute=beta",
+    f"{GENERATE} --guide reward:praise=nan": "DIR:attribute=beta",
+    f"{GENERATE} --guide reward": "DIR:attribute=beta",
+    f"{GENERATE} --guide reward:joy=1": "it has praise, calm",
+    f"{GENERATE} --guide embedded:joy=1": "there are sentiment, toxicity",
+    f"{GENERATE} --guide experts:praise=1": "it has alpha",
+    f"{GENERATE} --guide gedi:omega=1,beta=2": "it has omega, filter_p, target_p, prior",
+    "score --reward reward": "there is no text",
+    "train --labels praise --backbone lm --out new": "there is no data",
+    "train --data reviews.csv --backbone lm --out new": "there are no labels",
+    f"{TRAIN} --out new --lora-rank 4 --epochs -1": "epochs must be more than 0",
+    "distill --data reviews.csv --out new": "there is no teacher",
+    "rank data reviews.csv --labels praise --backbone lm --eps -1": "eps must be",
+    "rank data reviews.csv --backbone lm": "labels must name",
+    "demo --num-samples 0": "num_samples must be at least 1",
+    "measure texts.jsonl --metrics joy": "joy",
+    # of files
+    "generate --base lm --prompts nowhere.txt": "nowhere.txt",
+    "train --data nowhere.csv --labels praise --backbone lm --out new": "there is no file 'nowhere.csv'",
+    f"{TRAIN} --eval-data nowhere.tsv.gz --out new": "there is no file 'nowhere.tsv.gz'",
+    "train --data reviews.csv --labels joy --backbone lm --out new": "it has text, praise",
+    f"{TRAIN} --weight importance --out new": "no column 'importance'",
+    "train --config wrong.yaml": "'lables', which is no option",
+    "train-experts --data reviews.csv --labels joy --backbone lm --out new": "it has text, praise",
+    "rank data reviews.csv --labels joy --backbone lm": "it has text, praise",
+    "rank model reward --data reviews.csv --text review": "it has text, praise",
+    "judge train --data reviews.csv --labels joy --out new": "it has text, praise",
+    "judge score --judge reward:reward --data nowhere.csv": "there is no file",
+    "eval --config wrong.yaml --out new": "'lables', which is no option",
+    "eval --config nowhere.yaml --out new": "nowhere.yaml",
+    "eval --config no-prompts.yaml --out new": "nowhere.jsonl",
+    "measure nowhere.jsonl": "there is no file",
+    "report nowhere": "radq eval",
+    # of folders
+    "generate --base ./nowhere --prompt x": "there is no folder './nowhere'",
+    "generate --base nowhere --prompt x": "there is no folder 'nowhere' here",
+    "generate --base empty --prompt x": "it has no config.json",
+    "generate --base light --prompt x": "it has no *.safetensors",
+    "generate --base reward --prompt x": "a reward model, not a language model",
+    f"{GENERATE} --guide ./nowhere:praise=1": "there is no folder './nowhere'",
+    f"{GENERATE} --guide lm:praise=1": "not a reward model",
+    "score --reward praise-q --text x": "there is no folder 'praise-q' here",
+    "score --reward empty --text x": "it has no config.json",
+    "train --data reviews.csv --labels praise --backbone nowhere/lm/ --out new": "there is no folder 'nowhere/lm/'",
+    "train --data reviews.csv --labels praise --init lm --out new": "not a reward model",
+    f"{TRAIN} --out run": "holds a run already",
+    f"{TRAIN} --out empty/..": "holds other files",
+    "distill --teacher praise-v --data reviews.csv --out new": "there is no folder 'praise-v' here",
+    "rank data reviews.csv --labels praise --backbone ./nowhere": "there is no folder",
+    "rank model ./nowhere --data reviews.csv": "there is no folder",
+    "eval --config no-guide.yaml --out new": "there is no folder './nowhere'",
+    "eval --config good.yaml --out run": "holds other files",
+    "measure texts.jsonl --metrics perplexity --perplexity ./nowhere": "there is no folder",
+    "judge train --data reviews.csv --labels praise --out run": "holds other files",
+    "convert weights.bin reward --backbone lm": "exists",
+    "convert weights.bin new --backbone ./nowhere": "there is no folder",
+}
+
+
+def write_model(folder: Path, **config: object) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | str, str]]:
+    """The exit code and standard error of every command."""
+    here = tmp_path_factory.mktemp("here")
+    for name in ("lm", "light", "experts/expert", "experts/anti"):
+        write_model(here / name, model_type="gpt2")
+    (here / "light" / "model.safetensors").unlink()
+    write_model(here / "gedi", model_type="gpt2", gedi={"codes": ["a", "b"], "scale": 1.0})
+    write_model(here / "reward", model_type="radq", kind="q", attributes=["praise", "calm"])
+    for name in ("empty", "run"):
+        (here / name).mkdir()
+    (here / "run" / "config.yaml").write_text(yaml.safe_dump(dict.fromkeys(KEY_SETTINGS, "x")))
+    (here / "reviews.csv").write_text("text,praise\na good film,1\na bad film,0\n")
+    (here / "texts.jsonl").write_text(json.dumps({"text": "a", "continuations": [" b", " c"]}) + "\n")
+    (here / "prompts.txt").write_text("the film\n")
+    sweep = {"base": "lm", "prompts": [{"file": "prompts.txt"}]}
+    guide = {"folder": "./nowhere", "weights": {"praise": 1}, "beta": [1]}
+    for name, changes in {
+        "good": {},
+        "wrong": {"lables": "praise"},
+        "no-prompts": {"prompts": [{"file": "nowhere.jsonl"}]},
+        "no-guide": {"guides": {"rad-q": guide}},
+    }.items():
+        (here / f"{name}.yaml").write_text(yaml.safe_dump(sweep | changes if name != "wrong" else changes))
+    before = sorted(here.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([shlex.split(command) for command in MISTAKES]),
+        cwd=here,
+        env=os.environ | {"HF_HUB_CACHE": str(here / "hub")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(here.rglob("*")) == before  # nothing was written
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_found_without_torch(command: str, results: dict[str, tuple[int | str, str]]) -> None:
+    code, error = results[json.dumps(shlex.split(command))]
+    assert (code, error.count("\n")) == (2, 1), error
+    assert error.startswith("error: ")
+    assert MISTAKES[command] in error
+    assert " hint: " in error
