@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         code = 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(explain(error) or "", file=sys.stderr)
         code = 130
     except Exception as error:
         message = explain(error)

@@ -59,6 +59,10 @@ class TrainingError(RadqError, ArithmeticError):
     """A training run whose loss or weights became NaN or infinite."""
 
 
+class StoppedError(RadqError, KeyboardInterrupt):
+    """A training run that Ctrl-C has stopped, with a checkpoint to go on from."""
+
+
 class WriteError(RadqError, OSError):
     """A file that cannot be written, for example because the disk is full."""
 

@@ -38,6 +38,7 @@ from radq.models.loading import (
     find_tokenizer,
     hidden_size,
     load_causal_lm,
+    load_output_embedding,
     load_weights,
     max_positions,
     resolve,
@@ -391,22 +392,24 @@ class RadQ(RewardModel):
 
     @classmethod
     def from_teacher(cls, teacher: "RadV", head: str = "linear") -> "RadQ":
-        """Make a student from a copy of the teacher's backbone; its baseline begins as the teacher's head."""
-        backbone = teacher.config.backbone
-        if backbone is None or not backbone.tie_word_embeddings or teacher.config.lora_rank:
-            raise OptionError(
-                "the teacher keeps no output embedding, or only adapters.", "name the backbone it was made from."
-            )
-        options = ("attributes", "backbone", "response_range", "label_scales", "bos_token_id", "vocabulary")
+        """Make a student from a copy of the teacher's backbone; its baseline begins as the teacher's head.
+
+        Where the teacher has adapters, the student has a copy of them, and only they and the head are trained.
+        """
+        backbone, origin = teacher.config.backbone, teacher.config.origin
+        if backbone is None or not (backbone.tie_word_embeddings or origin.name):
+            raise OptionError("the teacher keeps no output embedding.", "name the backbone it was made from.")
+        kept = ("attributes", "backbone", "response_range", "label_scales", "bos_token_id", "vocabulary", "lora_rank")
         with no_init_weights():
             student = cls(
-                RewardModelConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in options})
+                RewardModelConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in kept})
             )
         student.backbone = copy.deepcopy(teacher.backbone)
-        student.init_head(student.embedding)
+        student.init_head(student.embedding if backbone.tie_word_embeddings else load_output_embedding(origin.name))
         if student.head.has_baseline:
             student.head.baseline_weight.data.copy_(teacher.head.weight.data)
         student.tokenizer = teacher.tokenizer
+        student.config.set_origin(origin)
         student.freeze_embeddings()
         return student.to(teacher.dtype).eval()  # pyright: ignore[reportArgumentType]
 

@@ -36,6 +36,8 @@ FIXED = (  # fields that `trainer:` must not set, since radq relies on their val
     *("label_smoothing_factor", "train_sampling_strategy", "dataloader_drop_last", "prediction_loss_only"),
     *("batch_eval_metrics", "eval_do_concat_batches", "include_for_metrics", "average_tokens_across_devices"),
 )
+STEPS_BETWEEN_CHECKPOINTS = 500  # of several processes, which do not save by the clock
+NEVER = 2**31 - 1  # more steps than a run has
 # Fields that are set after TrainingArguments is made, which would refuse their combinations.
 BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
@@ -53,7 +55,7 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
         "learning_rate": config.learning_rate,
         "lr_scheduler_type": "linear",
         "warmup_steps": config.warmup_steps,
-        "optim": "adamw_torch_fused" if device == "cuda" else "adamw_torch",
+        "optim": "adamw_torch_fused" if device in ("cuda", "cpu") else "adamw_torch",
         "weight_decay": config.weight_decay,
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,
@@ -68,7 +70,7 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
         "eval_strategy": "steps" if evaluates else "no",
         "eval_steps": config.eval_steps,
         "save_strategy": "steps",
-        "save_steps": config.save_steps,
+        "save_steps": config.save_steps or NEVER,
         "report_to": config.report_to,
         "disable_tqdm": not progress,
         "remove_unused_columns": False,
@@ -85,6 +87,8 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
             f"transformers' Trainer refuses these settings: {reason}", "change the values under `trainer:` in the YAML."
         ) from error
     _set_batches(made, config)
+    if config.save_steps is None and made.world_size > 1:
+        made.save_steps = STEPS_BETWEEN_CHECKPOINTS
     if config.chooses_best:  # TrainingArguments would ask for equal eval_steps and save_steps, which radq does not need
         made.load_best_model_at_end = True
         made.metric_for_best_model = config.best_metric
@@ -94,6 +98,7 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
 
 
 def _set_batches(made: TrainingArguments, config: TrainingConfig) -> None:
+    assert config.batch_size is not None
     micro = config.micro_batch_size or -(-config.batch_size // made.world_size)
     made.per_device_train_batch_size = micro
     made.per_device_eval_batch_size = micro

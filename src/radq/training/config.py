@@ -11,6 +11,7 @@ from radq.settings import COUNT, Range, check_values, names_in_table
 RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
 BELOW_ONE = Range(0, 1, without_high=True)
 DType = Literal["float32", "bfloat16", "float16"]
+Recipe = Literal["auto", "paper"]
 if TYPE_CHECKING:
     from radq.data.label_scale import LabelRules
 
@@ -32,9 +33,12 @@ class TrainingConfig:
     out: str = ""
     """Folder to write: the trained model, config.yaml, metrics.jsonl and checkpoints."""
     backbone: str = ""
-    """Language model to start from: a hub name or a folder."""
+    """Language model to start from: a hub name, a folder, or embedded."""
+    recipe: Recipe = "auto"
+    """Where settings come from that are left open. auto chooses them from the number of rows and tokens, the backbone,
+    LoRA or not, and CPU or GPU, and prints them; paper takes those of the paper, which need a GPU and many rows."""
     num_layers: Annotated[int | None, COUNT] = None
-    """Number of the backbone's first layers to keep; by default all."""
+    """Number of the backbone's first layers to keep. By default all on a GPU; on a CPU 4 to 12, fewer for more data."""
     text: str = "text"
     """Column with the texts."""
     prompt: str | None = None
@@ -51,26 +55,28 @@ class TrainingConfig:
     """Leave numbers as they are, also outside 0 to 1, which --loss mse allows."""
     skip_empty: bool = False
     """Skip rows with an empty text instead of stopping with an error."""
-    max_length: Annotated[int, COUNT] = 512
-    """Largest number of tokens of a text; longer texts are cut off."""
+    max_length: Annotated[int | None, COUNT] = None
+    """Largest number of tokens of a text; longer texts are cut off. By default 512; on a CPU 128 or 64."""
     eval_data: list[str] = field(default_factory=list)
     """Files or hub data sets to evaluate on during training."""
-    eval_share: Annotated[float, BELOW_ONE] = 0.0
-    """Share of the rows that is kept for evaluation, if there is no --eval-data."""
+    eval_share: Annotated[float | None, BELOW_ONE] = None
+    """Share of the rows that is kept for evaluation, if there is no --eval-data. By default 0.1, at most 1,000 rows."""
     cache: str | None = None
     """Folder for tokenised data; by default a folder in the user's cache."""
-    epochs: Annotated[float, Range(0, 1_000_000, without_low=True)] = 5.0
-    """Number of passes over the data."""
+    epochs: Annotated[float | None, Range(0, 1_000_000, without_low=True)] = None
+    """Number of passes over the data. By default as many as take some minutes, at most 6 on a CPU and 3 on a GPU, or
+    more for a table of few rows."""
     max_steps: Annotated[int, Range(1, 2**31 - 1, also=-1)] = -1
     """Number of optimizer steps after which training stops; -1 leaves this to --epochs."""
-    batch_size: Annotated[int, COUNT] = 100
-    """Number of texts per optimizer step, in all processes together."""
+    batch_size: Annotated[int | None, COUNT] = None
+    """Number of texts per optimizer step, in all processes together. By default 32 on a GPU, 16 or 8 on a CPU."""
     micro_batch_size: Annotated[int | None, COUNT] = None
     """Number of texts per forward pass of a process; gradients are accumulated up to --batch-size. By default all."""
-    learning_rate: Annotated[float, RATE] = 1e-5
-    """Learning rate of AdamW; it falls linearly to 0."""
-    warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Number of first steps in which the learning rate rises from 0."""
+    learning_rate: Annotated[float | None, RATE] = None
+    """Learning rate of AdamW; it falls linearly to 0. By default smaller for wider and deeper backbones: 2e-4 for 12
+    layers of width 576, and 1e-3 for LoRA adapters of that width."""
+    warmup_steps: Annotated[int | None, Range(0, 2**31 - 1)] = None
+    """Number of first steps in which the learning rate rises from 0. By default a tenth of all steps."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
     """AdamW weight decay."""
     adam_beta1: Annotated[float, BELOW_ONE] = 0.9
@@ -92,8 +98,10 @@ class TrainingConfig:
     """Number of steps between lines of metrics.jsonl."""
     eval_steps: Annotated[int, COUNT] = 500
     """Number of steps between evaluations."""
-    save_steps: Annotated[int, COUNT] = 500
-    """Number of steps between checkpoints."""
+    save_steps: Annotated[int | None, COUNT] = None
+    """Number of steps between checkpoints, beside those of --save-minutes. By default none."""
+    save_minutes: Annotated[float, Range(0, 1_000_000, without_low=True)] = 5.0
+    """Minutes between checkpoints. Ctrl-C and the end of a run save one, too."""
     load_best_model_at_end: bool = False
     """End with the weights of the best evaluation instead of the last weights."""
     metric: str | None = None
@@ -139,7 +147,8 @@ class TrainingConfig:
         if len(set(self.attributes)) != len(self.attributes):
             raise OptionError(f"labels must name each column once, got {self.labels!r}.", "remove the repeated names.")
         _ = self.label_rules
-        if self.chooses_best and not (self.eval_data or self.eval_share):
+        none_held_out = self.eval_share == 0 or (self.eval_share is None and self.recipe == "paper")
+        if self.chooses_best and not self.eval_data and none_held_out:
             raise OptionError(
                 "load_best_model_at_end, metric and early_stopping need data to evaluate on, and there is none.",
                 "give --eval-data or --eval-share.",
@@ -148,12 +157,13 @@ class TrainingConfig:
 
 @dataclass
 class RewardTrainingConfig(TrainingConfig):
-    """Settings of the training of a reward model. The defaults are those of the paper."""
+    """Settings of the training of a reward model."""
 
     labels: str = ""
     """Columns with the labels, separated by commas; their names become the attributes of the reward model."""
     backbone: str = ""
-    """Language model to start from: a hub name or a folder. With --teacher, the default is the teacher's backbone."""
+    """Language model to start from: a hub name, a folder, or embedded. With --teacher, the default is a copy of the
+    teacher, with its layers and its LoRA adapters."""
     init: str = ""
     """Reward model to start from instead of a backbone, for a second stage of training."""
     teacher: str = ""
@@ -162,14 +172,15 @@ class RewardTrainingConfig(TrainingConfig):
     """Kind of reward model: q (RAD-Q) scores all next tokens in one forward pass, v (RAD-V) reads each of them."""
     head: HeadName = "linear"
     """Head of a RAD-Q, which computes rewards from hidden states."""
-    lora_rank: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Rank of LoRA adapters that are trained beside a frozen backbone; 0 trains the backbone itself."""
+    lora_rank: Annotated[int | None, Range(0, 2**31 - 1)] = None
+    """Rank of LoRA adapters that are trained beside a frozen backbone; 0 trains the backbone itself. By default 0, or
+    the rank of the --teacher."""
     backbone_dtype: DType = "float32"
     """Precision of the weights of a frozen backbone; adapters and head stay float32. Only with --lora-rank."""
     loss: LossName = "mse"
     """Loss on the labels: mse (squared error) takes any labels, ce (cross-entropy) takes labels from 0 to 1."""
     head_learning_rate: Annotated[float | None, RATE] = None
-    """Learning rate of the head; by default --learning-rate. With adapters, a smaller rate for the head helps."""
+    """Learning rate of the head. By default --learning-rate, or a tenth of it with adapters."""
     reg_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of the regulariser that keeps the marginal rewards of random tokens near 0, for RAD-Q only."""
     cache_targets: bool = False
@@ -181,7 +192,7 @@ class RewardTrainingConfig(TrainingConfig):
             raise OptionError("there are no labels.", "give --labels with one or more columns.")
         if not self.backbone and not self.init and not self.teacher:
             raise OptionError("there is no model to start from.", "give --backbone or --init.")
-        if self.lora_rank and not self.backbone:
+        if self.lora_rank and not self.backbone and not self.teacher:
             raise OptionError(
                 f"lora_rank must be 0 without a backbone, got {self.lora_rank}.", "give the --backbone of the adapters."
             )
@@ -200,6 +211,9 @@ class RewardTrainingConfig(TrainingConfig):
 class ExpertTrainingConfig(TrainingConfig):
     """Settings of the training of language models for the baselines DExperts and GeDi."""
 
+    recipe: Recipe = "paper"
+    """Where settings come from that are left open. paper takes those of the paper; auto chooses as for reward models,
+    from the number of rows and tokens, the backbone, and CPU or GPU."""
     labels: str = ""
     """Column with the label."""
     method: Literal["dexperts", "gedi"] = "dexperts"

@@ -1,44 +1,87 @@
-"""Data of a training run: the rows to train on and the rows to evaluate on, with labels on one scale."""
+"""Data of a training run: the rows to train on and the rows to evaluate on, with labels on one scale.
+
+The settings that are left open depend on the data, so they are chosen here (`radq.training.recipe`).
+"""
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from radq.data.dataset import DataColumns, RewardData, load_data
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
-from radq.training.config import TrainingConfig
+from radq.models.loading import find_device
 from radq.training.losses import LOSSES
+from radq.training.recipe import LONGEST, Config, Task, complete, held_out_share
+
+Scales = Sequence[LabelScale | None] | None
 
 
-def load_run_data(
-    config: TrainingConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None,
-    progress: bool,
-    scales: Sequence[LabelScale | None] | None = None,
-) -> tuple[RewardData, RewardData | None]:
-    """Load the data to train on and, if the settings ask for it, the data to evaluate on.
+@dataclass
+class Start:
+    """What is known of a model before it is trained, or even loaded.
 
-    Texts are cut to the smaller of `config.max_length` and `max_tokens`, the room that the model has. Unless `scales`
-    are known, the data to train on decide how labels become numbers, also those of the evaluation.
+    Args:
+        max_tokens: the room for a text; None without a limit.
+        may_cut_layers: False for a model that was trained before, whose layers all stay.
     """
-    max_length = min(config.max_length, max_tokens or config.max_length)
+
+    tokenizer: PreTrainedTokenizerBase
+    backbone: PreTrainedConfig
+    max_tokens: int | None
+    may_cut_layers: bool = True
+
+
+@dataclass
+class RunData(Generic[Config]):
+    """The data of a run, with the settings that were completed for them."""
+
+    config: Config
+    train: RewardData
+    evaluation: RewardData | None
+
+
+def load_run_data(config: Config, start: Start, progress: bool, scales: Scales = None) -> RunData[Config]:
+    """Load the data to train on and to evaluate on, and choose the settings that are open.
+
+    Texts are cut to the smaller of `config.max_length` and the room that the model has. Unless `scales` are known, the
+    data to train on decide how labels become numbers, also those of the evaluation.
+    """
+    found = _load_parts(replace(config, max_length=config.max_length or LONGEST), start, scales, progress)
+    whole_backbone = start.backbone.get_text_config()
+    task = Task(
+        found.train.lengths,
+        whole_backbone.hidden_size,
+        whole_backbone.num_hidden_layers,
+        "cpu" if config.trainer.get("use_cpu") or find_device("auto") == "cpu" else "gpu",
+        bool(getattr(config, "lora_rank", 0)),
+        start.may_cut_layers,
+        may_cut_texts=config.prompt is None,
+    )
+    completed = complete(replace(config, eval_share=found.config.eval_share), task)
+    if completed.max_length != found.config.max_length:  # texts are tokenised again, as if this length had been given
+        found = _load_parts(completed, start, found.train.scales, progress)
+    if progress:
+        _describe(found)
+    return RunData(completed, found.train, found.evaluation)
+
+
+def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) -> RunData[Config]:
+    assert config.max_length is not None
+    max_length = min(config.max_length, start.max_tokens or config.max_length)
     columns = DataColumns(
         config.text, config.attributes, config.prompt, config.weight, config.label_rules, config.skip_empty
     )
 
-    def load(sources: list[str], scales: Sequence[LabelScale | None] | None) -> RewardData:
-        return load_data(sources, tokenizer, columns, max_length, config.cache, progress, scales)
+    def load(sources: list[str], scales: Scales) -> RewardData:
+        return load_data(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
     data = load(config.data, scales)
-    if progress:
-        counts = data.counts
-        print(f"{counts.rows} rows, {counts.tokens} tokens; {counts.truncated} cut off, {counts.empty} empty left out")
-        for name, scale in zip(config.attributes, data.scales, strict=True):
-            print(scale.describe(name))
+    config = replace(config, eval_share=held_out_share(config, len(data)))
     eval_data = load(config.eval_data, data.scales) if config.eval_data else None
     if eval_data is None and config.eval_share:
         data, eval_data = data.split(config.eval_share, config.seed)
@@ -46,7 +89,14 @@ def load_run_data(
         if part is not None and not part.weights[part.rows].any():
             kind = "train" if part is data else "evaluate"
             raise DataError(f"{config.weight!r} is 0 in all rows to {kind} on.", "give some rows a weight above 0.")
-    return data, eval_data
+    return RunData(config, data, eval_data)
+
+
+def _describe(found: RunData[Config]) -> None:
+    counts = found.train.counts
+    print(f"{counts.rows} rows, {counts.tokens} tokens; {counts.truncated} cut off, {counts.empty} empty left out")
+    for name, scale in zip(found.config.attributes, found.train.scales, strict=True):
+        print(scale.describe(name))
 
 
 def check_labels(data: RewardData, attributes: list[str], loss: str) -> None:

@@ -29,9 +29,18 @@ from radq.models.vocabulary import find_bos
 from radq.training.arguments import make_arguments
 from radq.training.checks import check_run
 from radq.training.config import ExpertTrainingConfig
-from radq.training.data import load_run_data
+from radq.training.data import Start, load_run_data
 from radq.training.expert_trainer import ExpertTrainer, TextFormat
-from radq.training.run_folder import begin_run, check_resumed, delete_run, find_resumed_checkpoint, read_scales
+from radq.training.plan import describe_plan
+from radq.training.recipe import LONGEST
+from radq.training.run_folder import (
+    begin_run,
+    check_resumed,
+    delete_run,
+    find_resumed_checkpoint,
+    read_scales,
+    take_settings_of_run,
+)
 
 
 def train_experts(
@@ -48,13 +57,14 @@ def train_experts(
     out = Path(config.out)
     processes = PartialState()
     processes.wait_for_everyone()  # all have looked before one writes
+    config = take_settings_of_run(out, config) if resume else config
     tokenizer = load_tokenizer(config.backbone)
     text_format = _make_format(config, tokenizer)
     with processes.main_process_first():
         scales = read_scales(out, config) if resume else None
-        data, eval_data = load_run_data(
-            config, tokenizer, text_format.max_length, progress and processes.is_main_process, scales
-        )
+        start = Start(tokenizer, load_config(config.backbone), text_format.max_length)
+        found = load_run_data(config, start, progress and processes.is_main_process, scales)
+    config, data, eval_data = found.config, found.train, found.evaluation
     parts = list(_split(config, data, eval_data))
     contents = {"data": data.fingerprint} | ({} if eval_data is None else {"eval_data": eval_data.fingerprint})
     if resume:
@@ -127,6 +137,8 @@ def _train_part(
     model = load_causal_lm(config.backbone, config.num_layers, torch.float32)
     use_cache = model.config.use_cache
     trainer = ExpertTrainer(model, replace(config, out=str(folder)), text_format, part.data, part.eval_data, progress)
+    if progress and trainer.is_world_process_zero():
+        print(describe_plan(trainer))
     metrics = trainer.train_and_evaluate(checkpoint)
     if trainer.is_world_process_zero():
         model.config.use_cache = use_cache  # the Trainer has turned it off
@@ -161,9 +173,10 @@ def _make_format(config: ExpertTrainingConfig, tokenizer: PreTrainedTokenizerBas
         )
     beginnings = [[bos, *code] for code in codes]
     longest = max(map(len, beginnings))
-    positions = getattr(backbone, "max_position_embeddings", None) or config.max_length + longest
+    max_length = config.max_length or LONGEST
+    positions = getattr(backbone, "max_position_embeddings", None) or max_length + longest
     end: Any = tokenizer.eos_token_id
-    return TextFormat(beginnings, end, min(config.max_length, positions - longest))
+    return TextFormat(beginnings, end, min(max_length, positions - longest))
 
 
 def _encode_code(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -5,9 +5,9 @@
 If several processes are launched, each of them calls `train`, and the first one writes.
 """
 
-import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,20 @@ from radq.data.label_scale import LabelRules
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
+from radq.models.loading import find_tokenizer, load_config, max_positions
 from radq.models.reward import RadQ, RadV, RewardModel
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import check_labels, load_run_data, scales_of_model
+from radq.training.data import RunData, Start, check_labels, load_run_data, scales_of_model
+from radq.training.plan import describe_plan
 from radq.training.reward_trainer import RewardTrainer
-from radq.training.run_folder import begin_run, check_resumed, find_resumed_checkpoint, read_scales
+from radq.training.run_folder import (
+    begin_run,
+    check_resumed,
+    find_resumed_checkpoint,
+    read_scales,
+    take_settings_of_run,
+)
 from radq.training.teacher import cache_targets, check_teacher, fingerprint_teacher, target_shape
 
 
@@ -41,11 +49,15 @@ def train(
     out = Path(config.out)
     processes = PartialState()
     processes.wait_for_everyone()  # all have looked before one writes
-    teacher = RadV.from_pretrained(config.teacher) if config.teacher else None
-    torch.manual_seed(config.seed)
-    model = _make_model(config, teacher)
+    config = take_settings_of_run(out, config) if resume else config
+    teacher: Any = RadV.from_pretrained(config.teacher) if config.teacher else None
+    config = replace(config, lora_rank=_find_rank(config, teacher))
+    model = _start_from_trained(config, teacher)
     with processes.main_process_first():  # the others find the data tokenised
-        data, eval_data = _load_data(config, model, resume, progress and processes.is_main_process)
+        found = _load_data(config, model, teacher, resume, progress and processes.is_main_process)
+    config, data, eval_data = found.config, found.train, found.evaluation
+    model = _make_model(config, model, teacher)
+    _note_labels(model, data, config)
     contents = _fingerprint_contents(data, eval_data, model, teacher)
     if resume:
         check_resumed(out, config, contents)
@@ -57,23 +69,52 @@ def train(
         for part in (data, eval_data):
             if part is not None:
                 part.targets = _map_targets(part, teacher, contents["teacher"], trainer, progress)
+    if progress and processes.is_main_process:
+        print(describe_plan(trainer))
     metrics = trainer.train_and_evaluate(checkpoint)
     _save_model(model, trainer, out)
-    if trainer.is_world_process_zero():
-        _compare_with_constants(metrics)
     return metrics
 
 
 # --- the model ---
 
 
-def _make_model(config: RewardTrainingConfig, teacher: RewardModel | None) -> RewardModel:
-    """The reward model with which training starts."""
-    model = _start_model(config, teacher)
+def _find_rank(config: RewardTrainingConfig, teacher: RewardModel | None) -> int:
+    """Rank of the adapters; a copy of the teacher has those of the teacher."""
+    if not _copies_teacher(config) or teacher is None:
+        return config.lora_rank or 0
+    depth = teacher.config.backbone.num_hidden_layers  # pyright: ignore[reportOptionalMemberAccess]
+    for name, own in {"lora_rank": teacher.config.lora_rank, "num_layers": depth}.items():
+        given = getattr(config, name)
+        if given not in (None, own):
+            raise OptionError(
+                f"{name} is {given}, but the student starts as a copy of {config.teacher!r}, where it is {own}.",
+                f"leave --{name.replace('_', '-')} out, or name the --backbone of another student.",
+            )
+    return teacher.config.lora_rank
+
+
+def _copies_teacher(config: RewardTrainingConfig) -> bool:
+    return bool(config.teacher) and not config.backbone and not config.init
+
+
+def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> RewardModel | None:
+    """A reward model to train further, or a copy of the teacher with a new head; None if a backbone is to be loaded."""
+    torch.manual_seed(config.seed)
+    if config.init:
+        model = RewardModel.from_pretrained(config.init, dtype=torch.float32)
+        if isinstance(model, RadQ) != (config.kind == "q"):
+            raise OptionError(
+                f"kind is {config.kind!r}, but {config.init!r} is a {type(model).__name__}.", "change --kind or --init."
+            )
+        return model
+    return RadQ.from_teacher(teacher, config.head).float() if teacher is not None and _copies_teacher(config) else None
+
+
+def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teacher: RewardModel | None) -> RewardModel:
+    """The reward model with which training starts: a trained one, or a new head over a language model."""
+    model = trained or _start_from_backbone(config, teacher)
     model.config.loss = "mse" if config.teacher else config.loss  # also of a model that was trained otherwise before
-    if model.tokenizer is None:
-        source = config.backbone or config.init or config.teacher
-        raise ModelError(f"{source!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
     if config.attributes and config.attributes != model.config.attributes:
         raise OptionError(
             f"labels must be the attributes of {config.init or config.teacher!r}, "
@@ -84,23 +125,14 @@ def _make_model(config: RewardTrainingConfig, teacher: RewardModel | None) -> Re
         check_teacher(teacher, model, config.teacher, config.backbone or config.init)
         model.config.response_range = teacher.config.response_range
         model.config.label_scales = teacher.config.label_scales
-    if config.lora_rank:
+    if config.lora_rank and not model.config.lora_rank:
         _check_rank(config.lora_rank, model)
         model.add_lora(config.lora_rank, config.backbone)
     return model
 
 
-def _start_model(config: RewardTrainingConfig, teacher: RewardModel | None) -> RewardModel:
-    """A trained reward model, a copy of the teacher with a new head, or a new head over a language model."""
-    if config.init:
-        model = RewardModel.from_pretrained(config.init, dtype=torch.float32)
-        if isinstance(model, RadQ) != (config.kind == "q"):
-            raise OptionError(
-                f"kind is {config.kind!r}, but {config.init!r} is a {type(model).__name__}.", "change --kind or --init."
-            )
-        return model
-    if isinstance(teacher, RadV) and not config.backbone:
-        return RadQ.from_teacher(teacher, config.head).float()
+def _start_from_backbone(config: RewardTrainingConfig, teacher: RewardModel | None) -> RewardModel:
+    torch.manual_seed(config.seed)
     attributes = config.attributes or (teacher.config.attributes if teacher is not None else [])
     dtype = getattr(torch, config.backbone_dtype)
     if config.kind == "q":
@@ -131,18 +163,35 @@ def _save_model(model: RewardModel, trainer: RewardTrainer, out: Path) -> None:
 
 
 def _load_data(
-    config: RewardTrainingConfig, model: RewardModel, resume: bool, progress: bool
-) -> tuple[RewardData, RewardData | None]:
-    assert model.tokenizer is not None
+    config: RewardTrainingConfig, model: RewardModel | None, teacher: RewardModel | None, resume: bool, progress: bool
+) -> RunData[RewardTrainingConfig]:
     scales = read_scales(Path(config.out), config) if resume else None
-    if scales is None and config.teacher and config.attributes and config.label_rules == LabelRules():
-        scales = scales_of_model(model.config, config.teacher)  # labels are compared with the teacher's rewards
-    data, eval_data = load_run_data(config, model.tokenizer, model.max_tokens, progress, scales)
-    check_labels(data, config.attributes, config.loss)
+    if scales is None and teacher is not None and config.attributes and config.label_rules == LabelRules():
+        scales = scales_of_model(teacher.config, config.teacher)  # labels are compared with the teacher's rewards
+    found = load_run_data(config, _describe_start(config, model), progress, scales)
+    check_labels(found.train, config.attributes, config.loss)
+    return found
+
+
+def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> Start:
+    if model is not None:
+        tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.max_tokens
+    else:
+        tokenizer, backbone = find_tokenizer(config.backbone), load_config(config.backbone)
+        positions = max_positions(backbone)
+        max_tokens = None if positions is None else positions - 1  # a BOS stands before each text
+    if tokenizer is None:
+        source = config.backbone or config.init or config.teacher
+        raise ModelError(f"{source!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
+    assert backbone is not None
+    return Start(tokenizer, backbone, max_tokens, may_cut_layers=model is None)
+
+
+def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingConfig) -> None:
+    """Store the range and the scales of the labels with the model; a student has those of its teacher."""
     if not config.teacher:
         model.config.response_range = simplify_ranges(data.label_ranges, len(data.label_ranges))
         model.config.label_scales = [asdict(scale) for scale in data.scales]
-    return data, eval_data
 
 
 def _fingerprint_contents(
@@ -164,16 +213,5 @@ def _map_targets(
     """The teacher's rewards of all tokens of these rows, (tokens, a), as a memory-mapped file of the run folder."""
     folder = Path(trainer.config.out) / "targets"
     with trainer.args.main_process_first():
-        file = cache_targets(folder, data, teacher, fingerprint, trainer.config.batch_size, progress)
+        file = cache_targets(folder, data, teacher, fingerprint, trainer.args.train_batch_size, progress)
     return np.memmap(file, np.float32, "r", shape=target_shape(data, teacher))
-
-
-def _compare_with_constants(metrics: dict[str, float]) -> None:
-    """Warn if the model is no better than a constant: the mean of the labels or of the teacher's rewards."""
-    worse = []
-    for name, error in metrics.items():
-        own = metrics.get(name.replace("eval_constant_", "eval_"))
-        if name.startswith("eval_constant_") and own is not None and own >= error:
-            worse.append(f"{name.removeprefix('eval_constant_')} is {own:.4g}, that of a constant {error:.4g}")
-    if worse:
-        warnings.warn(f"on the evaluation data the model does not beat a constant: {'; '.join(worse)}.", stacklevel=2)

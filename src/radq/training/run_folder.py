@@ -6,10 +6,11 @@ evaluation data, teacher and frozen weights. labels.json says how the labels of 
 
 import json
 import shutil
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -21,12 +22,17 @@ from radq.settings import read_yaml
 from radq.training.checkpoints import find_checkpoints, find_newest_undamaged
 from radq.training.config import TrainingConfig
 
+Config = TypeVar("Config", bound=TrainingConfig)
+
 SETTINGS = "config.yaml"
 FINGERPRINTS = "fingerprints.json"
 LABELS = "labels.json"
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
 FINGERPRINTED = ("data", "eval_data", "teacher", "backbone")  # a resumed run may name them otherwise
-CHANGEABLE = ("out", "cache", "log_steps", "save_steps", "report_to", "micro_batch_size", "gradient_checkpointing")
+CHANGEABLE = (
+    *("out", "cache", "log_steps", "save_steps", "save_minutes", "report_to", "micro_batch_size"),
+    "gradient_checkpointing",
+)
 
 
 def is_run(folder: Path) -> bool:
@@ -50,8 +56,20 @@ def check_run_folder(out: Path, resume: bool, overwrite: bool) -> None:
 
 
 def find_resumed_checkpoint(out: Path, resume: bool) -> Path | None:
-    """The checkpoint from which a run goes on; None if it starts at the beginning."""
-    return find_newest_undamaged(out) if resume else None
+    """The checkpoint from which a run goes on; None if it starts at the beginning, which a warning says if wanted."""
+    checkpoint = find_newest_undamaged(out) if resume else None
+    if resume and checkpoint is None:
+        warnings.warn(f"{str(out)!r} has no checkpoint to go on from: training starts at the beginning.", stacklevel=2)
+    return checkpoint
+
+
+def take_settings_of_run(out: Path, config: Config) -> Config:
+    """Take settings that are open from the run that is resumed, for which they were chosen when it began."""
+    if not is_run(out):
+        return config
+    begun = _read_settings(out, type(config))
+    chosen = {option.name: getattr(begun, option.name) for option in fields(config)}
+    return replace(config, **{name: value for name, value in chosen.items() if getattr(config, name) is None})
 
 
 def begin_run(
@@ -86,13 +104,7 @@ def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str]) -
     """Refuse to resume a run with other data or other settings; the error names the changes."""
     if not is_run(out):
         return
-    try:
-        begun = read_yaml(out / SETTINGS, type(config))
-    except OptionError as error:
-        raise OptionError(
-            f"another command began the run in {str(out)!r}: {error.message}",
-            "resume it with the command that began it.",
-        ) from error
+    begun = _read_settings(out, type(config))
     known = _read_fingerprints(out)
     changed = [
         f"{option.name} from {getattr(begun, option.name)!r} to {getattr(config, option.name)!r}"
@@ -108,6 +120,16 @@ def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str]) -
             f"the run in {str(out)!r} cannot go on: {'; '.join(changed)} changed.",
             f"give the values it began with, or delete it with --overwrite; only {', '.join(CHANGEABLE)} may change.",
         )
+
+
+def _read_settings(out: Path, kind: type[Config]) -> Config:
+    try:
+        return read_yaml(out / SETTINGS, kind)
+    except OptionError as error:
+        raise OptionError(
+            f"another command began the run in {str(out)!r}: {error.message}",
+            "resume it with the command that began it.",
+        ) from error
 
 
 def read_scales(out: Path, config: TrainingConfig) -> list[LabelScale] | None:

@@ -22,18 +22,15 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 
 from radq.data.dataset import GlobalBatches, RewardData
-from radq.errors import DataError, OptionError, RadqError, TrainingError
-from radq.files import append_lines, explained_writing, read_lines, whole_file
+from radq.errors import OptionError, RadqError, StoppedError, TrainingError
+from radq.files import explained_writing
 from radq.models.hub import quiet
 from radq.numerics import without_emulation_notice
 from radq.training.arguments import make_arguments
+from radq.training.callbacks import EpochCallback, MetricsCallback, RunCallback, SavingCallback, point_to_best
 from radq.training.checkpoints import STATE, find_checkpoints, write_checksums
 from radq.training.config import TrainingConfig
 
@@ -65,6 +62,7 @@ class BatchTrainer(Trainer):
         eval_dataset: RewardData | None = None,
         progress: bool = False,
     ):
+        assert config.batch_size is not None
         self.settings = config
         self.tokens_seen = 0
         self.unchecked: list[StepLoss] = []
@@ -87,12 +85,15 @@ class BatchTrainer(Trainer):
             self.args.world_size,
             config.seed,
         )
-        self.add_callback(_EpochCallback(self.batches))
-        self.add_callback(_RunCallback(config))
+        self.add_callback(EpochCallback(self.batches))
+        self.add_callback(RunCallback(config))
+        self.saving = SavingCallback(config.save_minutes)
+        if self.args.world_size == 1:
+            self.add_callback(self.saving)
         if not progress:
             self.remove_callback(PrinterCallback)
         if self.is_world_process_zero():
-            self.add_callback(_MetricsCallback(Path(config.out) / "metrics.jsonl"))
+            self.add_callback(MetricsCallback(Path(config.out) / "metrics.jsonl"))
         if config.chooses_best and config.best_metric not in (names := ["loss", *self.metric_names()]):
             raise OptionError(
                 f"metric must be one of {', '.join(names)}, got {config.best_metric!r}.", "choose one of these."
@@ -102,9 +103,10 @@ class BatchTrainer(Trainer):
         """Train, from a checkpoint if one is given, evaluate the weights at the end, and return the metrics of both."""
         with without_emulation_notice():
             try:
-                result = self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+                with self._stopped_by_signals():
+                    result = self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
                 self._check_losses()
-                metrics = dict(result.metrics) | (self.evaluate() if self.eval_dataset is not None else {})
+                metrics = dict(result.metrics) | self._evaluate_end()
             except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
                 if isinstance(error, RadqError) or not self.settings.trainer:
                     raise
@@ -116,6 +118,30 @@ class BatchTrainer(Trainer):
         if self.settings.chooses_best and self.state.best_global_step:
             metrics["best_step"] = self.state.best_global_step
         return metrics
+
+    @contextlib.contextmanager
+    def _stopped_by_signals(self) -> Iterator[None]:
+        """Let Ctrl-C inside the block stop the run with a checkpoint; then say so, instead of going on."""
+        if self.args.world_size > 1:
+            yield
+            return
+        with self.saving.stopped_by_signals():
+            yield
+        if self.saving.stop and self.state.global_step < self.state.max_steps:
+            raise StoppedError(
+                f"stopped after step {self.state.global_step} of {self.state.max_steps}; {self._last_checkpoint()}.",
+                f"go on with --resume --out {self.settings.out}.",
+            )
+
+    def _evaluate_end(self) -> dict[str, float]:
+        """Metrics of the weights at the end, from the log if an evaluation in the run was about these weights."""
+        if self.eval_dataset is None:
+            return {}
+        chosen = self.state.best_global_step if self.settings.chooses_best else None
+        for line in reversed(self.state.log_history):
+            if "eval_loss" in line and line["step"] == (chosen or self.state.global_step):
+                return {name: value for name, value in line.items() if name.startswith("eval_")}
+        return self.evaluate()
 
     @abstractmethod
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -262,72 +288,6 @@ class BatchTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
-def point_to_best(state: TrainerState, out: Path) -> None:
-    """Set the folder of the best checkpoint: the Trainer remembers the folder in which it was saved before the move."""
-    if state.best_global_step:
-        state.best_model_checkpoint = str(out / f"checkpoint-{state.best_global_step}")
-
-
 def count_items(loss_mask: Tensor) -> Float[Tensor, "2"]:
     """Number of texts and of positions in a mask."""
     return torch.stack([loss_mask.any(1).sum(), loss_mask.sum()]).float()
-
-
-class _EpochCallback(TrainerCallback):
-    """Tells the sampler of batches which epoch it is."""
-
-    def __init__(self, batches: GlobalBatches):
-        self.batches = batches
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.batches.epoch = int((state.epoch or 0) + 1e-6)
-
-
-class _RunCallback(TrainerCallback):
-    """Takes log, evaluation and save steps from the settings, not from a checkpoint, and evaluates the last weights."""
-
-    def __init__(self, config: TrainingConfig):
-        self.config = config
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        state.compute_steps(args, state.max_steps)
-        point_to_best(state, Path(self.config.out))
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.config.chooses_best and state.global_step >= state.max_steps:
-            control.should_evaluate = True
-
-
-class _MetricsCallback(TrainerCallback):
-    """Writes a line of metrics.jsonl per log. A resumed run first drops the lines of steps that it repeats."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in self._read() if row["step"] <= state.global_step]
-        with whole_file(self.file) as temporary, temporary.open("wb") as stream:
-            append_lines(stream, kept)
-
-    def _read(self) -> Iterator[dict[str, Any]]:
-        """Rows up to the first damaged line; metrics are a record, so damage does not keep a run from going on."""
-        with contextlib.suppress(FileNotFoundError, DataError):
-            yield from read_lines(self.file)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        with self.file.open("ab") as stream:
-            append_lines(stream, [{"step": state.global_step, "epoch": state.epoch, **(logs or {})}])

@@ -1,0 +1,76 @@
+"""The plan of a run in one line: its settings, whether chosen or given, and the time that it will take."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from radq.training.recipe import num_steps
+from radq.training.trainer import BatchTrainer
+
+MORE_THAN_STEPS = 1.1  # a run also updates weights, evaluates and saves
+
+
+def describe_plan(trainer: BatchTrainer) -> str:
+    """Say what is trained with which settings, and how long it will take on this machine."""
+    config, model = trainer.settings, _parts(trainer).model
+    rows, held_out = len(_parts(trainer).train_dataset), len(_parts(trainer).eval_dataset or ())
+    backbone = getattr(model.config, "backbone", model.config)
+    rank = getattr(config, "lora_rank", 0)
+    steps = num_steps(config, rows)
+    parts = [
+        f"{backbone.num_hidden_layers} layers" + (f" with LoRA of rank {rank}" if rank else ""),
+        f"texts of at most {config.max_length} tokens",
+        f"{rows} to train on and {held_out or 'none'} held out",
+        f"{config.epochs:g} passes in {steps} steps" if config.max_steps < 0 else f"{steps} steps",
+        f"{config.batch_size} texts a step",
+        f"learning rate {config.learning_rate:g}",
+    ]
+    seconds = estimate_seconds(trainer, steps)
+    duration = "" if seconds is None else f"; about {format_duration(seconds)} on this machine"
+    return f"recipe {config.recipe}: {', '.join(parts)}{duration}"
+
+
+def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
+    """Time of all steps, from that of one batch of average size; None for several processes, which step together.
+
+    The random numbers are put back, so that the estimate does not change the run.
+    """
+    if trainer.args.world_size > 1 or trainer.is_fsdp_enabled:
+        return None
+    plan = trainer.batches.plan()
+    sizes = np.array([len(batch) * trainer.batches.lengths[batch].max() for batch in plan])  # with padding
+    typical = int(np.abs(sizes - sizes.mean()).argmin())
+    rows = plan[typical][: trainer.args.per_device_train_batch_size]
+    batch = _parts(trainer).train_dataset.batch(rows.tolist())
+    with torch.random.fork_rng():
+        seconds = min(_time_step(trainer, batch) for _ in range(1 if trainer.args.device.type == "cpu" else 3))
+    return seconds * len(plan[typical]) / len(rows) * sizes.mean() / sizes[typical] * steps * MORE_THAN_STEPS
+
+
+def _time_step(trainer: BatchTrainer, batch: dict[str, torch.Tensor]) -> float:
+    """Seconds of a forward and a backward pass, whose gradients are thrown away."""
+    model = _parts(trainer).model.to(trainer.args.device).train()
+    began, tokens_seen = time.perf_counter(), trainer.tokens_seen
+    with trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+    loss.backward()
+    loss.item()  # waits for a GPU
+    model.zero_grad()
+    trainer.tokens_seen = tokens_seen
+    return time.perf_counter() - began
+
+
+def _parts(trainer: BatchTrainer) -> Any:
+    """The trainer without the types of transformers, for which model and data may be missing."""
+    return trainer
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in words, such as "2 min 40 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{max(1, rest)} s"
