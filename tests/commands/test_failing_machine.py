@@ -23,6 +23,7 @@ from radq.errors import MemoryLimitError, explain
 
 COMMANDS = find_commands()
 WRITERS = [command for command, call in CALLS.items() if "out" in call]
+SMALL_WRITERS = [("judge", "train"), ("score",)]  # what they write is smaller than 3000 bytes
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,8 @@ def world(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("command", "free_bytes"),
-    [(command, free) for command in WRITERS for free in (0, 3000) if (*command, free) != ("judge", "train", 3000)],
-)  # a judge is smaller than that
+    [(command, free) for command in WRITERS for free in (0, 3000) if not free or command not in SMALL_WRITERS],
+)
 def test_a_full_disk_is_one_line(command: tuple[str, ...], free_bytes: int, world: Path) -> None:
     with odd_files() as here:
         argv = write_call(command, COMMANDS[command], CALLS[command], world=world, here=here)

@@ -259,9 +259,10 @@ def _scale_words(cells: LabelCells, column: int, name: str) -> LabelScale:
             return LabelScale(dict(zip(pair, (0.0, 1.0), strict=True)))
     if len(words) == 2 and not any(word[0].isdigit() for word in words):
         return LabelScale(dict(zip(_order_two(*words), (0.0, 1.0), strict=True)))
+    example = f"for example --label-map {suggest_map(words)}"
     raise DataError(
         f"label {name!r} has the word{'s' * (len(words) > 1)} {_list_words(words)}, whose numbers are not known.",
-        f"give numbers from 0 to 1, for example --label-map {suggest_map(words)}",
+        f"give numbers from 0 to 1, {example}" if len(words) <= WORDS_SHOWN else "name a column with labels.",
     )
 
 
@@ -277,7 +278,7 @@ def _order_two(one: str, two: str) -> tuple[str, str]:
 def suggest_map(words: Sequence[str]) -> str:
     """A map to begin with, for the shell: evenly spaced numbers, in the order of the alphabet between known words."""
     lows, highs = ({pair[side] for pair in PAIRS} for side in (0, 1))
-    ordered = sorted(words[:WORDS_SHOWN], key=lambda word: ((word in highs) - (word in lows), word))
+    ordered = sorted(words, key=lambda word: ((word in highs) - (word in lows), word))
     numbers = np.linspace(0, 1, max(2, len(ordered)))
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(f"{w}={n:.3g}" for w, n in zip(ordered, numbers, strict=False))
