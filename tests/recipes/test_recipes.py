@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -30,6 +31,7 @@ from radq.settings import read_yaml
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import baseline_loss, squared_loss
+from radq.training.recipe import Task, complete
 from radq.training.reward import train
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -111,8 +113,12 @@ def test_a_recipe_is_in_the_readme(name: str) -> None:
     assert after == (f"`{OUTS[needed]}`" if needed else "")
 
 
-def test_the_defaults_are_the_papers() -> None:
-    settings = RewardTrainingConfig()
+def completed(settings: RewardTrainingConfig) -> RewardTrainingConfig:
+    return complete(settings, Task(np.full(1000, 20), 768, 12, "gpu"))
+
+
+def test_the_recipe_named_paper_is_the_papers() -> None:
+    settings = completed(RewardTrainingConfig(recipe="paper"))
     assert (settings.adam_beta1, settings.adam_beta2, settings.adam_epsilon) == (0.9, 0.95, 1e-12)
     assert (settings.weight_decay, settings.batch_size) == (0.01, 100)
     assert (settings.learning_rate, settings.warmup_steps, settings.epochs) == (1e-5, 0, 5)
@@ -120,7 +126,7 @@ def test_the_defaults_are_the_papers() -> None:
 
 
 def test_the_papers_other_numbers() -> None:
-    for name, settings in RECIPES.items():
+    for name, settings in ((name, completed(settings)) for name, settings in RECIPES.items()):
         assert settings.learning_rate == (2e-6 if "sst2" in name else 1e-5)
         assert settings.epochs == (1 if "1-amazon" in name else 5)
         assert len(settings.attributes) == (0 if settings.teacher else 1 if "sentiment" in name else 7)

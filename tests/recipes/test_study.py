@@ -60,7 +60,7 @@ def write_sweep(folder: Path, guides: tuple[str, ...], groups: tuple[str, ...], 
     cells = [make_cell(*cell, seed=0) for cell in product(("none",), (None,), (20, 40))]
     cells += [make_cell(guide, beta, k, 0) for guide, beta, k in product(guides, (10.0, 50.0, 100.0), (20, 40))]
     skills = dict.fromkeys(guides, 1.0)
-    rows = [cell | measure_cell(cell, group, skills, (f"[{judge}]",)) for cell, group in product(cells, groups)]
+    rows = [cell | measure_cell(cell, group, skills, (f"[{judge}]",), None) for cell, group in product(cells, groups)]
     write_lines(folder / "metrics.jsonl", rows)
     pairs = [
         {"first": guides[i], "second": guides[j], "metric": f"{metric}[{judge}]", "group": group, "top_k": k, "seed": 0}

@@ -4,7 +4,7 @@ import math
 import string
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,7 @@ from radq.toy import make_reviews
 from radq.training.arguments import FIXED, MANAGED, choose_precision, make_arguments
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 from radq.training.losses import LOSSES
+from radq.training.recipe import PAPER
 
 COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "train-experts": ExpertTrainingConfig}
 
@@ -35,7 +36,6 @@ COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "tra
         ("skip_empty: maybe", "skip_empty must be true or false, got 'maybe'"),
         ("batch_size: 7.9", "batch_size must be a whole number, got 7.9"),
         ("batch_size: true", "batch_size must be a whole number, got True"),
-        ("batch_size: null", "batch_size must be a whole number, got None"),
         ("epochs: 0", "epochs must be more than 0.*got 0"),
         ("learning_rate: .nan", "learning_rate must be a finite number, got nan"),
         ("learning_rate: -1", "learning_rate must be at least 0 .*got -1"),
@@ -138,8 +138,9 @@ def test_fields_and_reports_that_do_not_exist_are_named() -> None:
         ({"report_to": "nowhere"}, "report_to must be .*got 'nowhere'"),
     ]:
         with pytest.raises(OptionError, match=message):
-            make_arguments(config(**changes), False, False)
-    made = make_arguments(config(batch_size=100, micro_batch_size=30, trainer={"optim": "adafactor"}), False, False)
+            make_arguments(replace(config(**changes), **PAPER), False, False)
+    settings = replace(config(micro_batch_size=30, trainer={"optim": "adafactor"}), **PAPER)
+    made = make_arguments(settings, False, False)
     assert (made.gradient_accumulation_steps, made.optim) == (4, "adafactor")
 
 

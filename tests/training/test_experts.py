@@ -146,7 +146,8 @@ def test_the_folders_are_plain_language_models(method: str, settings: ExpertTrai
         assert (folder / "tokenizer.json").exists()
         assert str(settings.backbone) not in (folder / "config.json").read_text()
     stored = read_yaml(Path(settings.out) / "config.yaml", ExpertTrainingConfig)
-    assert stored == settings
+    assert all(getattr(stored, name) == given for name, given in vars(settings).items() if given is not None)
+    assert (stored.warmup_steps, stored.max_length) == (0, 512)  # the recipe of the paper fills what is open
     if method == "gedi":
         gedi = json.loads((folders[0] / "config.json").read_text())["gedi"]
         assert len(gedi["codes"]) == 2

@@ -28,6 +28,7 @@ def settings(calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
     write(tmp_path / "train.csv", [1 + 4 * praise for _, praise in make_reviews(16)])
     write(tmp_path / "eval.csv", [2 + praise for _, praise in make_reviews(16)])
     return RewardTrainingConfig(
+        recipe="paper",
         data=[str(tmp_path / "train.csv")],
         eval_data=[str(tmp_path / "eval.csv")],
         labels="mood",

@@ -41,6 +41,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(reviews: Path, calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
     return RewardTrainingConfig(
+        recipe="paper",
         data=[str(reviews)],
         labels="praise",
         backbone=str(calm_toy),
@@ -147,9 +148,39 @@ def test_a_student_starts_from_its_teacher(calm_toy: Path) -> None:
         student.head.weight.zero_()
         torch.testing.assert_close(student.token_rewards(ids)[:, 1:], values[:, :-1])
     assert student.backbone is not teacher.backbone
+
+
+def test_a_student_takes_backbone_layers_and_rank_from_a_teacher_with_adapters(
+    settings: RewardTrainingConfig, tmp_path: Path
+) -> None:
+    train(changed(settings, kind="v", lora_rank=2, num_layers=1))
+    student = changed(settings, backbone="", labels="", teacher=settings.out, out=str(tmp_path / "student"))
+    train(student)
+    stored = RewardModel.from_pretrained(student.out)
+    assert isinstance(stored, RadQ)
+    assert (stored.config.lora_rank, stored.config.backbone.num_hidden_layers) == (2, 1)  # pyright: ignore
+    assert not (Path(student.out) / "model.safetensors").exists()  # adapters alone
+    for name, given in (("num_layers", 2), ("lora_rank", 0)):
+        with pytest.raises(OptionError, match=f"{name} is {given}, but the student starts as a copy of .* where it is"):
+            train(changed(student, **{name: given}, out=str(tmp_path / "other")))
+
+
+def test_a_student_of_adapters_starts_with_them(calm_toy: Path) -> None:
+    teacher = RadV.from_backbone(calm_toy, attributes=["a"])
     teacher.add_lora(2, str(calm_toy))
-    with pytest.raises(OptionError, match="only adapters"):
-        RadQ.from_teacher(teacher)
+    with torch.no_grad():
+        for name, parameter in teacher.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    student = RadQ.from_teacher(teacher)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        values = teacher.token_rewards(ids) - teacher.head.bias
+        student.head.weight.zero_()
+        torch.testing.assert_close(student.token_rewards(ids)[:, 1:], values[:, :-1])
+    trained = {name for name, parameter in student.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name or name.startswith("head.") for name in trained)
+    assert any("lora_" in name for name in trained)
 
 
 def test_a_second_stage_goes_on_from_the_first(settings: RewardTrainingConfig, tmp_path: Path) -> None:
@@ -341,7 +372,7 @@ def test_a_killed_run_resumes_to_the_same_weights(settings: RewardTrainingConfig
 
 
 def test_a_run_folder_tells_what_happened(settings: RewardTrainingConfig) -> None:
-    with pytest.warns(UserWarning, match="does not beat a constant: weighted_mse is 0.*, that of a constant 0"):
+    with pytest.warns(UserWarning, match="does not beat a constant: its .* to the labels is 0.*, that of a constant 0"):
         metrics = train(changed(settings, eval_share=0.2, eval_steps=5, save_steps=4))
     assert metrics["eval_constant_loss"] == pytest.approx(metrics["eval_constant_weighted_mse"])
     out = Path(settings.out)

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:on the evaluation data the model
 def settings(calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
     pandas.DataFrame(make_reviews(64), columns=["text", "praise"]).to_csv(tmp_path / "reviews.csv", index=False)
     return RewardTrainingConfig(
+        recipe="paper",
         data=[str(tmp_path / "reviews.csv")],
         labels="praise",
         backbone=str(calm_toy),

@@ -1,4 +1,4 @@
-"""radq train --data reviews.csv --labels praise --backbone gpt2 --out praise"""
+"""radq train --data reviews.csv --labels praise --backbone embedded --out praise"""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ from radq.training.config import RewardTrainingConfig
 
 @dataclass
 class Arguments(RunOptions, RewardTrainingConfig):
-    """Train a reward model on texts with labels. The defaults are those of the paper."""
+    """Train a reward model on texts with labels. Settings that are left open are chosen from the data, the backbone and
+    the device (--recipe)."""
 
 
 def defaults(argv: list[str]) -> Arguments:
@@ -26,3 +27,17 @@ def run(arguments: Arguments) -> None:
         from radq.training.reward import train
     metrics = train(settings, arguments.resume, arguments.overwrite, progress=not arguments.json)
     show_metrics(f"{'RAD-Q' if settings.kind == 'q' else 'RAD-V'} → {settings.out}", metrics, arguments.json)
+    show_outcome(settings, metrics, arguments.json)
+
+
+def show_outcome(settings: RewardTrainingConfig, metrics: dict[str, float], as_json: bool) -> None:
+    """Say what the figures mean, and which commands come next."""
+    from radq.commands.console import is_first_process
+    from radq.models.stored import read_config
+    from radq.training.outcome import describe_outcome, next_commands
+
+    if as_json or not is_first_process():
+        return
+    attributes = read_config(settings.out)["attributes"]
+    print(*describe_outcome(metrics, attributes), sep="\n")
+    print("next:", *next_commands(settings, attributes), sep="\n  ")

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from scipy.stats import rankdata
 
 NUM_BINS = 10
+ONE_OF_TWENTY = 1.645  # standard deviations that a normal variable exceeds in one of twenty cases
 
 
 class Bin(NamedTuple):
@@ -80,6 +81,16 @@ def area_under_curve(scores: Float[np.ndarray, " n"], high: Bool[np.ndarray, " n
     """
     num_high, num_low = int(high.sum()), int((~high).sum())
     return float((rankdata(scores)[high].sum() - num_high * (num_high + 1) / 2) / (num_high * num_low))
+
+
+def chance_auc(num_high: int, num_low: int) -> float:
+    """The AUC that random scores exceed in one of twenty cases, from the normal limit of its distribution."""
+    return 0.5 + ONE_OF_TWENTY * float(np.sqrt((num_high + num_low + 1) / (12 * num_high * num_low)))
+
+
+def chance_correlation(num_texts: int) -> float:
+    """The rank correlation that random scores exceed in one of twenty cases, from the normal limit."""
+    return ONE_OF_TWENTY / float(np.sqrt(num_texts - 1))
 
 
 def rank_correlation(one: Float[np.ndarray, " n"], two: Float[np.ndarray, " n"]) -> float | None:

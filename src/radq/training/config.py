@@ -148,7 +148,11 @@ class TrainingConfig:
             raise OptionError(f"labels must name each column once, got {self.labels!r}.", "remove the repeated names.")
         _ = self.label_rules
         none_held_out = self.eval_share == 0 or (self.eval_share is None and self.recipe == "paper")
-        if self.chooses_best and not self.eval_data and none_held_out:
+        self.check_evaluation(bool(self.eval_data) or not none_held_out)
+
+    def check_evaluation(self, evaluates: bool) -> None:
+        """Refuse to choose the best of no evaluations."""
+        if self.chooses_best and not evaluates:
             raise OptionError(
                 "load_best_model_at_end, metric and early_stopping need data to evaluate on, and there is none.",
                 "give --eval-data or --eval-share.",

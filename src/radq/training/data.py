@@ -62,6 +62,7 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
         start.may_cut_layers,
         may_cut_texts=config.prompt is None,
     )
+    config.check_evaluation(found.evaluation is not None)
     completed = complete(replace(config, eval_share=found.config.eval_share), task)
     if completed.max_length != found.config.max_length:  # texts are tokenised again, as if this length had been given
         found = _load_parts(completed, start, found.train.scales, progress)

@@ -54,7 +54,7 @@ def _time_step(trainer: BatchTrainer, batch: dict[str, torch.Tensor]) -> float:
     model = _parts(trainer).model.to(trainer.args.device).train()
     began, tokens_seen = time.perf_counter(), trainer.tokens_seen
     with trainer.compute_loss_context_manager():
-        loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+        loss: Any = trainer.compute_loss(model, trainer._prepare_inputs(batch))
     loss.backward()
     loss.item()  # waits for a GPU
     model.zero_grad()

@@ -26,16 +26,16 @@ PAPER: dict[str, Any] = {
 LONGEST = 512  # tokens of a text that are tokenised, unless the user asks for another number
 HELD_OUT_SHARE, HELD_OUT_MOST, HELD_OUT_LEAST_ROWS = 0.1, 1000, 20
 
-WORK = {"cpu": 1.9e13, "gpu": 2e16}  # operations of a run: some minutes on two cores, or on a GPU
+WORK = {"cpu": 1.5e13, "gpu": 2e16}  # operations of a run: some minutes on two cores, or on a GPU
 LEAST_PASSES = {"cpu": 0.0, "gpu": 1.0}
 MOST_PASSES = {"cpu": 6.0, "gpu": 3.0}
 LEAST_STEPS, MOST_PASSES_FOR_STEPS = 150, 20.0  # a small table is read more often, until there are enough steps
 BATCH_SIZE = {"cpu": 16, "gpu": 32}
-SMALL_BATCH, FEW_STEPS = 8, 200  # below this number of steps, smaller batches learn more from the same tokens
+SMALL_BATCH, FEW_STEPS = 8, 150  # below this number of steps, smaller batches learn more from the same tokens
 CPU_LENGTHS = (128, 64)
 CPU_LAYERS = (12, 8, 6, 4)
 CPU_LAYERS_LONG = 6  # texts are cut shorter rather than the backbone below this number of layers
-WANTED_PASSES = 1.15  # on a CPU, so many passes over the data are worth more than deeper layers
+WANTED_PASSES = 1.5  # on a CPU, so many passes over the data are worth more than deeper layers
 RATE, RATE_WIDTH, RATE_LAYERS, HIGHEST_RATE = 2e-4, 576, 12, 1e-3  # of a whole backbone of this width and depth
 LORA_RATE, HIGHEST_LORA_RATE, LORA_HEAD_SHARE = 1e-3, 5e-3, 0.1
 WARMUP_SHARE = 0.1
@@ -85,7 +85,8 @@ def complete(config: Config, task: Task) -> Config:
     batch_size = config.batch_size or _choose_batch(task, passes)
     if config.epochs is None and config.max_steps < 0:  # passes over a small table until there are enough steps
         passes = max(passes, min(MOST_PASSES_FOR_STEPS, LEAST_STEPS * batch_size / len(task.lengths)))
-    rate = config.learning_rate or float(f"{_choose_rate(task, num_layers):.2g}")
+    rate = config.learning_rate
+    rate = float(f"{_choose_rate(task, num_layers):.2g}") if rate is None else rate
     config = _fill(config, epochs=float(f"{passes:.2g}"), batch_size=batch_size, learning_rate=rate)
     if task.lora:
         config = _fill(config, head_learning_rate=rate * LORA_HEAD_SHARE)

@@ -23,6 +23,7 @@ from radq.models.reward import RadQ, RadV, RewardModel
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
 from radq.training.data import RunData, Start, check_labels, load_run_data, scales_of_model
+from radq.training.outcome import warn_of_chance
 from radq.training.plan import describe_plan
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.run_folder import (
@@ -73,6 +74,8 @@ def train(
         print(describe_plan(trainer))
     metrics = trainer.train_and_evaluate(checkpoint)
     _save_model(model, trainer, out)
+    if processes.is_main_process:
+        warn_of_chance(metrics, model.config.attributes)
     return metrics
 
 

@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 from radq.data.dataset import RewardData
 from radq.models.reward import RewardModel
 from radq.numerics import take_last
-from radq.training.agreement import area_under_curve
+from radq.training.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
 from radq.training.trainer import BatchTrainer, count_items
@@ -160,7 +160,8 @@ class RewardTrainer(BatchTrainer):
         width = a * (1 + bool(labels.shape[1])) + (2 + 2 * a) * bool(self.config.teacher)
         label_ids: Any = np.concatenate([labels, weights[:, None]], axis=1)
         names = self.metrics(EvalPrediction(np.ones((len(data), width)), label_ids))
-        return [name for name in names if not name.startswith("constant_")]  # training does not change these
+        unchanging = ("constant_", "chance_")  # training does not change these
+        return [name for name in names if not name.startswith(unchanging)]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
@@ -186,7 +187,10 @@ def random_tokens(inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: 
 
 
 def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """Compute means over texts from the statistics of `prediction_step`; for binary labels also AUC and accuracy."""
+    """Compute means over texts from the statistics of `prediction_step`.
+
+    For binary labels also AUC and accuracy, for other labels the rank correlation with them.
+    """
     a = len(attributes)
     metrics: dict[str, float] = {}
     if labels.shape[1]:
@@ -198,6 +202,8 @@ def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]
             if set(np.unique(label)) == {0.0, 1.0}:
                 metrics[f"auc_{attribute}"] = area_under_curve(last[:, column], label > 0.5)
                 metrics[f"accuracy_{attribute}"] = float(((last[:, column] > 0.5) == (label > 0.5)).mean())
+            elif len(label) > 1 and np.ptp(label) > 0:
+                metrics[f"spearman_{attribute}"] = rank_correlation(last[:, column], label) or 0.0
     rest = stats[:, a * (2 if labels.shape[1] else 1) :]
     if rest.shape[1]:
         distances, tokens, *sums = rest.astype(np.float64).sum(0)
@@ -212,10 +218,16 @@ def constant_metrics(
 ) -> dict[str, float]:
     """Metrics of a predictor that always answers `constant`, (a,), with its loss if `loss` names one on labels.
 
+    Beside them the AUC or rank correlation that random answers reach in one of twenty cases.
     The mean of the training labels is the best constant under squared error and under cross-entropy.
     """
     errors = (labels - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
     metrics = _with_each("constant_weighted_mse", errors, attributes)
+    for label, attribute in zip(labels.T, attributes, strict=True):
+        if set(np.unique(label)) == {0.0, 1.0}:
+            metrics[f"chance_auc_{attribute}"] = chance_auc(int(label.sum()), int((1 - label).sum()))
+        elif len(label) > 1 and np.ptp(label) > 0:
+            metrics[f"chance_spearman_{attribute}"] = chance_correlation(len(label))
     if loss is not None:
         outputs = LOSSES[loss].head_output(torch.from_numpy(constant)).expand(len(labels), 1, -1)
         one_token = torch.ones(len(labels), 1)

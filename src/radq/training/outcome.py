@@ -1,0 +1,89 @@
+"""The outcome of a run in words: what its figures mean, whether it has learned anything, and how to go on.
+
+The figures are those of texts that were held out, beside those of a constant, which always answers the mean label.
+"""
+
+import shlex
+import warnings
+from pathlib import Path
+
+from radq.errors import OptionError
+from radq.settings import read_yaml
+from radq.training.config import RewardTrainingConfig
+from radq.training.run_folder import SETTINGS
+
+ERRORS = {"weighted_mse": "the labels", "distillation_mse": "the teacher's rewards"}
+HINT = "look at the labels of some rows, give more rows, more --epochs, or another --learning-rate"
+
+
+def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[str]:
+    """Sentences about the figures of each attribute and their meaning."""
+    if "eval_loss" not in metrics:
+        return ["no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"]
+    lines = []
+    for attribute in attributes:
+        if (auc := metrics.get(f"eval_auc_{attribute}")) is not None:
+            meaning = f"ranks a random high text above a random low one {auc:.0%} of the time; chance does so 50%"
+            lines.append(f"{attribute}: AUC {auc:.2f}: {meaning}")
+        if (correlation := metrics.get(f"eval_spearman_{attribute}")) is not None:
+            meaning = "1 is the order of the labels, 0 is chance"
+            lines.append(f"{attribute}: rank correlation {correlation:.2f}: {meaning}")
+    for name, targets in ERRORS.items():
+        if f"eval_{name}" in metrics and f"eval_constant_{name}" in metrics:
+            own, constant = metrics[f"eval_{name}"], metrics[f"eval_constant_{name}"]
+            lines.append(f"mean squared distance to {targets}: {own:.4f}; that of a constant is {constant:.4f}")
+    return lines
+
+
+def warn_of_chance(metrics: dict[str, float], attributes: list[str]) -> None:
+    """Warn if the model is no better than chance, or than a constant: the mean of the labels or teacher's rewards."""
+    problems = []
+    for attribute in attributes:
+        for name, title in {"auc": "AUC", "spearman": "rank correlation"}.items():
+            value = metrics.get(f"eval_{name}_{attribute}")
+            chance = metrics.get(f"eval_chance_{name}_{attribute}")
+            if value is not None and chance is not None and value <= chance:
+                problems.append(
+                    f"the {title} of {attribute!r} is {value:.2f}, which is no better than chance: random answers "
+                    f"reach {chance:.2f} in one of twenty cases"
+                )
+    for name, targets in ERRORS.items():
+        own, constant = metrics.get(f"eval_{name}"), metrics.get(f"eval_constant_{name}")
+        if own is not None and constant is not None and own >= constant:
+            problems.append(
+                f"the model does not beat a constant: its mean squared distance to {targets} is {own:.4g}, that of a "
+                f"constant {constant:.4g}"
+            )
+    if problems:
+        warnings.warn(f"on the held-out texts {'; '.join(problems)}. hint: {HINT}.", stacklevel=2)
+
+
+def next_commands(config: RewardTrainingConfig, attributes: list[str]) -> list[str]:
+    """Commands that use the model: to score, to generate, and to distil a RAD-V into a faster RAD-Q."""
+    base = find_language_model(config)
+    out, data = shlex.quote(config.out), shlex.quote(config.data[0])
+    column = "" if config.text == "text" else f" --text-column {shlex.quote(config.text)}"
+    guide = shlex.quote(f"{config.out}:{attributes[0]}=20")
+    commands = [
+        f"radq score --reward {out} --data {data}{column}",
+        f'radq generate --base {shlex.quote(base)} --guide {guide} --prompt "I think that"',
+    ]
+    if config.kind == "v":
+        column = "" if config.text == "text" else f" --text {shlex.quote(config.text)}"
+        commands.append(f"radq distill --teacher {out} --data {data}{column} --out {shlex.quote(config.out + '-q')}")
+    return commands
+
+
+def find_language_model(config: RewardTrainingConfig) -> str:
+    """The language model that the reward model began as, perhaps several runs ago; BASE if no run folder says."""
+    seen = {config.out}
+    while not config.backbone:
+        before = config.init or config.teacher
+        if before in seen:
+            return "BASE"
+        seen.add(before)
+        try:
+            config = read_yaml(Path(before) / SETTINGS, RewardTrainingConfig)
+        except OptionError:
+            return "BASE"
+    return config.backbone
