@@ -323,7 +323,7 @@ def test_random_tokens_belong_to_rows_and_are_uniform() -> None:
 def arguments(settings: RewardTrainingConfig, **more: Any) -> list[str]:
     values = {"data": settings.data[0], "labels": settings.labels, "backbone": settings.backbone, "out": settings.out}
     values |= {"cache": settings.cache, "epochs": settings.epochs, "batch_size": settings.batch_size, "log_steps": 1}
-    values |= {"learning_rate": settings.learning_rate, **more}
+    values |= {"learning_rate": settings.learning_rate, "recipe": settings.recipe, **more}
     return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 

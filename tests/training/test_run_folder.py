@@ -192,8 +192,9 @@ def rising(settings: RewardTrainingConfig, **changes: Any) -> RewardTrainingConf
 
 
 def evaluations(run: str | Path) -> dict[int, float]:
-    """By step; the last line has the evaluation of the weights that the run ends with."""
-    *found, _ = [line for line in lines(run) if "eval_weighted_mse" in line]
+    """The evaluations of a run by their steps, each of which has one."""
+    found = [line for line in lines(run) if "eval_weighted_mse" in line]
+    assert len({line["step"] for line in found}) == len(found)
     return {line["step"]: line["eval_weighted_mse"] for line in found}
 
 
