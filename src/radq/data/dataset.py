@@ -241,6 +241,19 @@ class GlobalBatches(torch.utils.data.Sampler[list[int]]):
                 yield parts[micro_batch * self.world_size + self.rank].tolist()
 
 
+class LongestFirst(torch.utils.data.Sampler[int]):
+    """All rows, the longest first, so that batches need little padding and full memory shows in the first one."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.order = np.argsort(-lengths, kind="stable").tolist()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
 def load_data(
     sources: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,

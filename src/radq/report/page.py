@@ -63,7 +63,7 @@ class PageContent:
 
 def render_page(content: PageContent) -> str:
     """Render the page as html."""
-    jinja2 = require_package("jinja2", "eval")
+    jinja2 = require_package("jinja2", "report")
     folder = files("radq.report")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

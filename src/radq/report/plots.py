@@ -220,7 +220,7 @@ def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
 
 
 def _label_axes(axes: Any, fluency: str) -> None:
-    ticker = require_package("matplotlib.ticker", "eval")
+    ticker = require_package("matplotlib.ticker", "report")
     against, model = metric_and_judge(fluency)
     axes.set_xlabel(_axis_label(against, model))
     axes.margins(0.08)
@@ -234,7 +234,7 @@ def _label_axes(axes: Any, fluency: str) -> None:
 
 def _add_legends(figure: Any, curves: list[Curve], drawn: dict[str, Any]) -> float:
     """Add a legend of all curves above, and one of the paper's curves below; return the height of both."""
-    empty = require_package("matplotlib.lines", "eval").Line2D([], [], ls="none")
+    empty = require_package("matplotlib.lines", "report").Line2D([], [], ls="none")
     labels = [curve.label for curve in curves]
     ours = {label if label in drawn else f"{label}: not measured": drawn.get(label, empty) for label in labels}
     theirs = {label: line for label, line in drawn.items() if label not in labels}
@@ -303,14 +303,14 @@ def is_decided(pair: GuideDifference) -> bool:
 @contextmanager
 def plot_style(name: str) -> Iterator[None]:
     """Use the style of radq's plots inside the block; `name` makes the ids of the SVG reproducible."""
-    matplotlib = require_package("matplotlib", "eval")
+    matplotlib = require_package("matplotlib", "report")
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about names with letters that the font of the PNG lacks
         yield
 
 
 def make_figure() -> Any:
-    return require_package("matplotlib.figure", "eval").Figure(layout="constrained")
+    return require_package("matplotlib.figure", "report").Figure(layout="constrained")
 
 
 def render(figure: Any, name: str, title: str) -> Plot:

@@ -27,6 +27,7 @@ LONGEST = 512  # tokens of a text that are tokenised, unless the user asks for a
 HELD_OUT_SHARE, HELD_OUT_MOST, HELD_OUT_LEAST_ROWS = 0.1, 1000, 20
 
 WORK = {"cpu": 1.5e13, "gpu": 2e16}  # operations of a run: some minutes on two cores, or on a GPU
+TRAINED_SHARE = 0.5  # of this work is enough for a model that was trained before, such as the copy of a teacher
 LEAST_PASSES = {"cpu": 0.0, "gpu": 1.0}
 MOST_PASSES = {"cpu": 6.0, "gpu": 3.0}
 LEAST_STEPS, MOST_PASSES_FOR_STEPS = 150, 20.0  # a small table is read more often, until there are enough steps
@@ -60,7 +61,8 @@ class Task:
     def passes(self, max_length: int, num_layers: int) -> float:
         """Number of passes over the data that the work of a run allows."""
         work_per_token = 6 * 12 * self.width**2 * num_layers  # 12 d² weights in a layer: 2 operations forward, 4 back
-        return WORK[self.device] / (work_per_token * max(1, self.tokens(max_length)))
+        work = WORK[self.device] * (1 if self.may_cut_layers else TRAINED_SHARE)
+        return work / (work_per_token * max(1, self.tokens(max_length)))
 
 
 def held_out_share(config: TrainingConfig, num_rows: int) -> float:

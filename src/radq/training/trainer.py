@@ -24,7 +24,7 @@ from transformers import (
     Trainer,
 )
 
-from radq.data.dataset import GlobalBatches, RewardData
+from radq.data.dataset import GlobalBatches, LongestFirst, RewardData
 from radq.errors import OptionError, RadqError, StoppedError, TrainingError
 from radq.files import explained_writing
 from radq.models.hub import quiet
@@ -166,6 +166,10 @@ class BatchTrainer(Trainer):
             collate_fn=self.collate,
             pin_memory=self.args.device.type == "cuda",
         )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Evaluate rows in the order of their lengths, which needs less padding."""
+        return LongestFirst(eval_dataset.lengths)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Number of texts and of positions in the whole optimizer step, over all micro-batches and processes."""
