@@ -36,8 +36,9 @@ class Arguments:
     """Choose each token among the most likely ones that together hold this probability, also within the top k."""
     temperature: float = 1.0
     """Divide the logits of the language model by this number, but not the rewards; 0 always takes the best token."""
-    kl_budget: float | None = None
-    """Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it."""
+    kl_budget: float | Literal["none"] = 0.5
+    """Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it, so
+    that a β which is too large for a guide does not break sentences. none leaves β as it is."""
     clamp: bool = True
     """Clamp rewards to the range of the labels that the reward model was trained on."""
     num_samples: int = 1
@@ -83,7 +84,7 @@ def run(arguments: Arguments) -> None:
         max_new_tokens=arguments.max_new_tokens,
         num_samples=arguments.num_samples,
         seed=arguments.seed,
-        kl_budget=arguments.kl_budget,
+        kl_budget=_kl_budget(arguments),
         batch_size=arguments.batch_size,
         progress=not arguments.json,
     )
@@ -93,6 +94,10 @@ def run(arguments: Arguments) -> None:
         _print_table(generations, tokenizer)
 
 
+def _kl_budget(arguments: Arguments) -> float | None:
+    return None if arguments.kl_budget == "none" else arguments.kl_budget
+
+
 def _check(arguments: Arguments) -> list[str]:
     """Refuse what can be refused before torch is imported; return the prompts."""
     from radq.decoding.config import Steering, check_counts
@@ -100,7 +105,7 @@ def _check(arguments: Arguments) -> list[str]:
     from radq.models.stored import check_language_model
 
     prompts = _read_prompts(arguments)
-    Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, arguments.kl_budget)
+    Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, _kl_budget(arguments))
     check_counts(
         max_new_tokens=arguments.max_new_tokens, num_samples=arguments.num_samples, batch_size=arguments.batch_size
     )

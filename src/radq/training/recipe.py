@@ -32,11 +32,11 @@ LEAST_PASSES = {"cpu": 0.0, "gpu": 1.0}
 MOST_PASSES = {"cpu": 6.0, "gpu": 3.0}
 LEAST_STEPS, MOST_PASSES_FOR_STEPS = 150, 20.0  # a small table is read more often, until there are enough steps
 BATCH_SIZE = {"cpu": 16, "gpu": 32}
-SMALL_BATCH, FEW_STEPS = 8, 150  # below this number of steps, smaller batches learn more from the same tokens
+SMALL_BATCH, FEW_STEPS, SHORT = 8, 200, 48  # few steps of short texts on average learn more in smaller batches
 CPU_LENGTHS = (128, 64)
 CPU_LAYERS = (12, 8, 6, 4)
 CPU_LAYERS_LONG = 6  # texts are cut shorter rather than the backbone below this number of layers
-WANTED_PASSES = 1.5  # on a CPU, so many passes over the data are worth more than deeper layers
+WANTED_PASSES = 1.4  # on a CPU, so many passes over the data are worth more than deeper layers
 RATE, RATE_WIDTH, RATE_LAYERS, HIGHEST_RATE = 2e-4, 576, 12, 1e-3  # of a whole backbone of this width and depth
 LORA_RATE, HIGHEST_LORA_RATE, LORA_HEAD_SHARE = 1e-3, 5e-3, 0.1
 WARMUP_SHARE = 0.1
@@ -84,7 +84,7 @@ def complete(config: Config, task: Task) -> Config:
     if task.may_cut_layers:
         config = _fill(config, num_layers=num_layers)
     passes = config.epochs or _choose_passes(task, max_length, num_layers)
-    batch_size = config.batch_size or _choose_batch(task, passes)
+    batch_size = config.batch_size or _choose_batch(task, max_length, passes)
     if config.epochs is None and config.max_steps < 0:  # passes over a small table until there are enough steps
         passes = max(passes, min(MOST_PASSES_FOR_STEPS, LEAST_STEPS * batch_size / len(task.lengths)))
     rate = config.learning_rate
@@ -127,10 +127,11 @@ def _choose_passes(task: Task, max_length: int, num_layers: int) -> float:
     return float(np.clip(task.passes(max_length, num_layers), LEAST_PASSES[task.device], MOST_PASSES[task.device]))
 
 
-def _choose_batch(task: Task, passes: float) -> int:
+def _choose_batch(task: Task, max_length: int, passes: float) -> int:
     batch_size = BATCH_SIZE[task.device]
-    few = task.device == "cpu" and passes * len(task.lengths) / batch_size < FEW_STEPS
-    return SMALL_BATCH if few else batch_size
+    few = passes * len(task.lengths) / batch_size < FEW_STEPS
+    short = task.tokens(max_length) < SHORT * len(task.lengths)
+    return SMALL_BATCH if task.device == "cpu" and few and short else batch_size
 
 
 def _choose_rate(task: Task, num_layers: int) -> float:
