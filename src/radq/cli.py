@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         code = 0
     except KeyboardInterrupt as error:
-        print(explain(error) or "", file=sys.stderr)
+        if message := explain(error):
+            print(message, file=sys.stderr)
         code = 130
     except Exception as error:
         message = explain(error)

@@ -66,7 +66,7 @@ def test_the_work_of_a_cpu_is_limited_unless_steps_are_few(rows: int, length: in
     assert settings.epochs is not None
     work = settings.epochs / task.passes(settings.max_length or 0, settings.num_layers or 0) * WORK["cpu"]
     steps = num_steps(settings, rows)
-    assert work <= 1.1 * WORK["cpu"] or steps <= 1.1 * LEAST_STEPS  # epochs are rounded to two digits
+    assert work <= 1.1 * WORK["cpu"] or steps <= 1.25 * LEAST_STEPS  # epochs are rounded, and so are steps
     assert steps >= min(LEAST_STEPS, 20 * rows / (settings.batch_size or 1)) * 0.94
 
 
