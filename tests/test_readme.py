@@ -146,7 +146,7 @@ def test_the_commands_of_the_readme_run_in_order(
     assert main([*judge, "--out", "judge"]) == 0
     monkeypatch.setattr(judge_models, "judge_folder", lambda name: tmp_path / "judge")
     (block,) = (block for block in blocks(README, "sh") if block.startswith("radq train"))
-    for command in block.splitlines():
+    for command in block.replace("\\\n", "").splitlines():
         assert main(shlex.split(command)[1:]) == 0, command
     said = capsys.readouterr().out
     assert "praise: rank correlation" in said
