@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from radq.settings import check_values, read_yaml
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
-from radq.training.recipe import CPU_LAYERS, LEAST_STEPS, PAPER, WORK, Task, complete, held_out_share, num_steps
+from radq.training.recipe import (
+    CPU_LAYERS,
+    HIGHEST_LORA_RATE,
+    LEAST_STEPS,
+    LORA_HEAD_SHARE,
+    PAPER,
+    WORK,
+    Task,
+    complete,
+    held_out_share,
+    num_steps,
+)
 from radq.training.reward import train
 
 SMOLLM = {"width": 576, "num_layers": 30}
@@ -120,3 +131,21 @@ def test_the_defaults_learn(kind: str, calm_toy: Path, tmp_path: Path) -> None:
     resumed = train(replace(settings), resume=True)  # open settings are those of the run
     assert resumed["eval_auc_praise"] > 0.9
     assert read_yaml(tmp_path / "run" / "config.yaml", RewardTrainingConfig) == stored
+
+
+def test_adapters_that_are_trained_further_have_their_rate(calm_toy: Path, tmp_path: Path) -> None:
+    pandas.DataFrame(make_reviews(60), columns=["text", "praise"]).to_csv(tmp_path / "reviews.csv", index=False)
+    first = RewardTrainingConfig(
+        data=[str(tmp_path / "reviews.csv")],
+        labels="praise",
+        backbone=str(calm_toy),
+        out=str(tmp_path / "first"),
+        cache=str(tmp_path / "cache"),
+        lora_rank=2,
+        max_steps=2,
+    )
+    train(first)
+    train(replace(first, backbone="", lora_rank=None, init=first.out, out=str(tmp_path / "second")))
+    rates = [read_yaml(tmp_path / name / "config.yaml", RewardTrainingConfig) for name in ("first", "second")]
+    assert [stored.learning_rate for stored in rates] == [HIGHEST_LORA_RATE] * 2
+    assert [stored.head_learning_rate for stored in rates] == [HIGHEST_LORA_RATE * LORA_HEAD_SHARE] * 2

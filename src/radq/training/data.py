@@ -28,12 +28,14 @@ class Start:
     Args:
         max_tokens: the room for a text; None without a limit.
         may_cut_layers: False for a model that was trained before, whose layers all stay.
+        lora: whether adapters are trained beside a frozen backbone.
     """
 
     tokenizer: PreTrainedTokenizerBase
     backbone: PreTrainedConfig
     max_tokens: int | None
     may_cut_layers: bool = True
+    lora: bool = False
 
 
 @dataclass
@@ -58,7 +60,7 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
         whole_backbone.hidden_size,
         whole_backbone.num_hidden_layers,
         "cpu" if config.trainer.get("use_cpu") or find_device("auto") == "cpu" else "gpu",
-        bool(getattr(config, "lora_rank", 0)),
+        start.lora,
         start.may_cut_layers,
         may_cut_texts=config.prompt is None,
     )

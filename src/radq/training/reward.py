@@ -177,8 +177,10 @@ def _load_data(
 
 
 def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> Start:
+    rank = config.lora_rank
     if model is not None:
         tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.max_tokens
+        rank = model.config.lora_rank
     else:
         tokenizer, backbone = find_tokenizer(config.backbone), load_config(config.backbone)
         positions = max_positions(backbone)
@@ -187,7 +189,7 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
         source = config.backbone or config.init or config.teacher
         raise ModelError(f"{source!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
     assert backbone is not None
-    return Start(tokenizer, backbone, max_tokens, may_cut_layers=model is None)
+    return Start(tokenizer, backbone, max_tokens, may_cut_layers=model is None, lora=bool(rank))
 
 
 def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingConfig) -> None:
