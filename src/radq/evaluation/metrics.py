@@ -5,7 +5,7 @@
 A new metric is a function that returns `Sums`, and a line in the table `METRICS` at the end: sweeps, tables, plots and
 reports read that table.
 
-Axes: p prompts, n samples of each, d features, c points of a guide's curve over β, r resamples.
+Axes: p prompts, n samples of each, d features, r resamples.
 
 Every metric but MAUVE is a ratio of two sums over prompts (`Sums`), so that resampling the prompts is a matrix product.
 A blank sample has neither score, perplexity, n-grams nor features: it is left out and counted. A prompt whose samples
@@ -331,96 +331,6 @@ def _silent_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-# --- two guides ---
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean difference of a metric between two guides at the same perplexity, first minus second."""
-
-    value: float
-    low: float
-    high: float
-    perplexity_range: tuple[float, float]  # reached by both guides
-    without_overlap: int  # resamples without a common range, which are left out of the interval
-
-
-def compare_at_equal_perplexity(
-    first: Sequence[ScoredTexts], second: Sequence[ScoredTexts], metric: str, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP
-) -> Difference:
-    """Average the difference of two guides' curves of a metric over log perplexity, over their common range.
-
-    Each item of `first` and `second` holds the texts of a guide at one β. A curve joins the points of one guide, in the
-    order of their perplexity, by straight lines. Both guides continued the same prompts, in the same order, and each
-    resample takes the same prompts of both.
-    """
-    curves = [_Curve(points, metric) for points in (first, second)]
-    sizes = sorted({len(sums.totals) for curve in curves for sums in curve.sums})
-    if len(sizes) > 1:
-        raise OptionError(
-            f"both guides must have the same prompts, got {sizes[0]} to {sizes[-1]} of them.",
-            "compare guides on the same prompts.",
-        )
-    value, (low, high) = mean_difference(*curves[0].points(), *curves[1].points())
-    if low >= high:
-        spans = ["{:.4g} to {:.4g}".format(*np.exp(curve.points()[0][[0, -1]])) for curve in curves]
-        raise OptionError(
-            f"the guides have no common perplexity: {spans[0]} for one and {spans[1]} for the other.",
-            "sweep more values of β until the ranges overlap.",
-        )
-    drawn = [curve.resampled_points(bootstrap) for curve in curves]
-    differences = np.array([mean_difference(x, y, u, v)[0] for x, y, u, v in zip(*drawn[0], *drawn[1], strict=True)])
-    interval = bootstrap.interval(differences) if sizes[0] > 1 else (float("nan"), float("nan"))
-    return Difference(value, *interval, (float(np.exp(low)), float(np.exp(high))), _count(np.isnan(differences)))
-
-
-class _Curve:
-    """The points (log perplexity, metric) of a guide at several β, in the order of their perplexity."""
-
-    def __init__(self, texts: Sequence[ScoredTexts], metric: str):
-        check_metric(metric)
-        attribute = METRICS[metric].sums
-        if attribute is None:
-            raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
-        if len(texts) < 2:
-            raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
-        fluency = METRICS["perplexity"].sums
-        assert fluency is not None
-        self.sums = [sums(one) for one in texts for sums in (fluency, attribute)]
-
-    def points(self) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, " c"]]:
-        values = np.array([[sums.value for sums in self.sums]])
-        x, y = self._ordered(values)
-        return x[0], y[0]
-
-    def resampled_points(self, bootstrap: Bootstrap) -> tuple[Float[np.ndarray, "r c"], Float[np.ndarray, "r c"]]:
-        columns = np.stack([column for sums in self.sums for column in (sums.totals, sums.weights)], axis=1)
-        drawn = bootstrap.sums(columns)  # (r, 2 · 2c)
-        values = [sums.divide(drawn[:, 2 * n], drawn[:, 2 * n + 1]) for n, sums in enumerate(self.sums)]
-        return self._ordered(np.stack(values, axis=1))
-
-    def _ordered(self, values: Float[np.ndarray, "r m"]) -> tuple[Float[np.ndarray, "r c"], Float[np.ndarray, "r c"]]:
-        x, y = np.log(values[:, 0::2]), values[:, 1::2]
-        order = x.argsort(1, kind="stable")
-        return np.take_along_axis(x, order, 1), np.take_along_axis(y, order, 1)
-
-
-def mean_difference(
-    x: Float[np.ndarray, " c"], y: Float[np.ndarray, " c"], u: Float[np.ndarray, " e"], v: Float[np.ndarray, " e"]
-) -> tuple[float, tuple[float, float]]:
-    """Average y(x) − v(u) over the range that both curves have; return the mean (NaN if there is none) and that range.
-
-    Both are linear between their points, so the trapezoid rule over all points of both is exact.
-    """
-    low, high = float(max(x[0], u[0])), float(min(x[-1], u[-1]))
-    if not low < high:
-        return float("nan"), (low, high)
-    inner = np.concatenate([x, u])
-    knots = np.sort(np.concatenate([[low, high], inner[(inner > low) & (inner < high)]]))
-    gaps = np.interp(knots, x, y) - np.interp(knots, u, v)
-    return float(np.trapezoid(gaps, knots) / (high - low)), (low, high)
 
 
 def _count(which: Any) -> int:

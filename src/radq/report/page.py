@@ -12,19 +12,10 @@ from math import isfinite
 
 from radq.errors import require_package
 from radq.evaluation.metrics import METRICS, TRUSTED_PROMPTS, Estimate
+from radq.report.curves import Step, find_curves
 from radq.report.plots import Plot
 from radq.report.published import published_calls
-from radq.report.results import (
-    GuideDifference,
-    PromptSamples,
-    Result,
-    Run,
-    Sample,
-    Step,
-    find_curves,
-    metric_and_judge,
-    unique,
-)
+from radq.report.results import GuideDifference, PromptSamples, Result, Run, Sample, metric_and_judge, unique
 from radq.report.summary import (
     MAX_PERPLEXITY_RATIO,
     Change,

@@ -21,8 +21,9 @@ from jaxtyping import Float
 
 from radq.errors import require_package
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, Estimate
+from radq.report.curves import Curve, find_curves
 from radq.report.published import PublishedCurve
-from radq.report.results import Curve, GuideDifference, Result, find_curves, metric_and_judge, unique
+from radq.report.results import GuideDifference, Result, metric_and_judge, unique
 from radq.report.summary import is_trusted, name_group
 
 COLOURS = (

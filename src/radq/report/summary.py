@@ -13,7 +13,8 @@ from typing import Any
 
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, TRUSTED_PROMPTS, Estimate
 from radq.models.embedded import EMBEDDED, HUB_NAME
-from radq.report.results import NAN, Curve, Result, Run, Step, find_curves, metric_and_judge, printable, unique
+from radq.report.curves import Curve, Step, find_curves
+from radq.report.results import NAN, Result, Run, metric_and_judge, printable, unique
 from radq.report.tables import Entry, Table, interval, metric_order, number
 
 MAX_PERPLEXITY_RATIO = 1.5  # guided to unguided: each guide is shown at its strongest β that stays below

@@ -23,7 +23,7 @@ Scales = Sequence[LabelScale | None] | None
 
 @dataclass
 class Start:
-    """What is known of a model before it is trained, or even loaded.
+    """A start holds what is known of a model before it is trained, or even loaded.
 
     Args:
         max_tokens: the room for a text; None without a limit.

@@ -26,7 +26,7 @@ PAPER: dict[str, Any] = {
 LONGEST = 512  # tokens of a text that are tokenised, unless the user asks for another number
 HELD_OUT_SHARE, HELD_OUT_MOST, HELD_OUT_LEAST_ROWS = 0.1, 1000, 20
 
-WORK = {"cpu": 1.8e13, "gpu": 2e16}  # operations of a run: some minutes on two cores, or on a GPU
+WORK = {"cpu": 2e13, "gpu": 2e16}  # operations of a run: some minutes on two cores, or on a GPU
 TRAINED_SHARE = 0.5  # of this work is enough for a model that was trained before, such as the copy of a teacher
 LEAST_PASSES = {"cpu": 0.0, "gpu": 1.0}
 MOST_PASSES = {"cpu": 6.0, "gpu": 3.0}
@@ -44,7 +44,7 @@ WARMUP_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """What the choice depends on: the data, the model and the device."""
+    """A task holds what the choice depends on: the data, the model and the device."""
 
     lengths: np.ndarray  # (n,): tokens of each row
     width: int  # of the hidden states

@@ -25,6 +25,7 @@ from scipy.stats import spearmanr
 from radq.errors import DataError, ModelError, OptionError, require_package
 from radq.evaluation.judges.base import CARD
 from radq.files import whole_folder
+from radq.training.agreement import area_under_curve
 
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 MAX_ITERATIONS = 10_000
@@ -79,7 +80,7 @@ class LinearModel:
         best = int(np.argmin(losses))
         logits, targets = models[best].logits(features[split.measured_on]), labels[split.measured_on]
         metrics = {
-            "auc": float(require_package("sklearn.metrics", "eval").roc_auc_score(targets > 0.5, logits)),
+            "auc": area_under_curve(logits, targets > 0.5),
             "accuracy": float(((logits > 0) == (targets > 0.5)).mean()),
             "positive_share": float((targets > 0.5).mean()),
             "log_loss": log_loss(logits, targets),
