@@ -25,6 +25,13 @@ class NoState:
     def select(self, rows: Tensor) -> "NoState":
         return self
 
+    def map_readings(self, change: Any) -> "NoState":
+        return self
+
+    @staticmethod
+    def join(states: "Sequence[NoState]") -> "NoState":
+        return states[0]
+
 
 class ConstantGuide(Guide):
     """Adds fixed numbers to the tokens' logits, and allows a fixed set of candidates, whatever the text."""

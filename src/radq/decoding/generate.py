@@ -3,9 +3,12 @@
 Axes: b rows, k candidates, v vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +18,16 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from radq.decoding.config import DEFAULT_STEERING, Steering, check_counts
-from radq.decoding.steering import Proposal, Strengths, check_width, choose, propose
+from radq.decoding.decoder import NUMBERS
+from radq.decoding.engine import Engine, Request, Ticket
+from radq.decoding.steering import Proposal, check_width, not_finite
+from radq.decoding.text import GrowingText
 from radq.errors import ContextLengthError, OptionError
 from radq.guides import Guide
-from radq.models.loading import Wrappable, evaluating, max_positions, name_positions, num_logits
-from radq.models.reading import Reader
-from radq.models.vocabulary import Vocabulary, find_bos, tokenise
-from radq.numerics import log_probabilities, pad_left
+from radq.models.loading import Wrappable, max_positions, name_positions, num_logits
+from radq.models.vocabulary import find_bos, tokenise
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, its tokens, or the messages of a chat
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,15 @@ class Generation:
         text: the continuation, without the prompt and without special tokens.
         token_ids: the tokens of the continuation; a stop token at the end is one of them.
         shifts: the number that the guide added to the logit of each of these tokens; 0 without a guide.
-        finish_reason: "stop" if the text ended with a stop token, "length" if it reached `max_new_tokens`.
+        finish_reason: "stop" if the text ended with a stop token or at a stop text, "length" if it reached
+            `max_new_tokens`, "error" if the guide gave no numbers for it.
         kl: mean over the tokens of KL(guided ‖ base), over the candidates and in nats: how far the guide has moved the
             distributions that the tokens were drawn from.
         clipped: mean over the tokens of the share of candidates whose reward was clamped to the range of the training
             labels, from 0 to 1.
         nll: minus the log-probability of the tokens, without a stop token, under the base model alone: over the whole
             vocabulary, at temperature 1.
+        num_text_tokens: the number of tokens, without a final stop token.
     """
 
     prompt: str
@@ -73,17 +81,13 @@ class Generation:
     kl: float
     clipped: float
     nll: float
-
-    @property
-    def num_text_tokens(self) -> int:
-        """The number of tokens, without a final stop token."""
-        return len(self.token_ids) - (self.finish_reason == "stop")
+    num_text_tokens: int
 
 
 def generate(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     guide: Guide | None = None,
     top_k: int | None = 20,
     top_p: float | None = None,
@@ -94,7 +98,8 @@ def generate(
     *,
     kl_budget: float | None = None,
     stop_token_ids: Sequence[int] | None = None,
-    batch_size: int = 64,
+    stop: Sequence[str] = (),
+    batch_size: int | None = None,
     first_prompt: int = 0,
     progress: bool = False,
 ) -> list[Generation]:
@@ -109,7 +114,9 @@ def generate(
         lm: the base model, a causal language model of transformers, maybe inside PEFT or torch.compile; it is not
             changed.
         tokenizer: the tokenizer of the base model.
-        prompts: one or more texts to continue; with an empty text the model starts from its BOS token.
+        prompts: one or more texts to continue; with an empty text the model starts from its BOS token. A prompt may
+            also be a list of token ids, or a list of chat messages, {"role": …, "content": …}, which the tokenizer's
+            chat template turns into a text.
         guide: steers the base model; None samples from the base model alone.
         top_k: each token is chosen among the k most likely ones of the base model; None takes the whole vocabulary.
         top_p: of these, only the smallest set that holds this probability are candidates; None keeps all.
@@ -121,78 +128,87 @@ def generate(
         kl_budget: the most nats per token between the guided distribution and that of the base model; the shift of each
             token is scaled down to it. None leaves it as it is.
         stop_token_ids: tokens that end a text; by default the model's end-of-text tokens.
-        batch_size: the most rows (prompts × samples) that are decoded together; samples of a prompt may be spread over
-            batches.
+        stop: texts that end a continuation before them.
+        batch_size: the most rows (prompts × samples) that are decoded together; by default as many as fit into free
+            memory.
         first_prompt: the number p of the first prompt, for callers that continue a long list part by part and want the
             same texts as for the whole list.
         progress: show a progress bar on standard error, if it takes more than a second.
     """
     steering = Steering(top_k, top_p, temperature, kl_budget)
     stops = _stop_tokens(lm, tokenizer, stop_token_ids)
-    steps = stream(
-        lm, tokenizer, prompts, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt
+    encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
+    engine, tickets = _submit(
+        *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
+        stop=_check_stop(stop),
     )
-    record = _Record(len(prompts) * num_samples, max_new_tokens, stops)
-    with tqdm(total=record.tokens.size, unit="token", desc="generating", delay=1, disable=not progress) as bar:
-        for step in steps:
-            bar.update(record.add(step))
-    token_ids = [ids[:n].tolist() for ids, n in zip(record.tokens, record.lengths, strict=True)]
-    texts = decode_texts(tokenizer, encode_prompts(lm.config, tokenizer, prompts, max_new_tokens), token_ids)
+    total = len(tickets) * max_new_tokens
+    with tqdm(total=total, unit="token", desc="generating", delay=1, disable=not progress) as bar:
+        for step in engine.run():
+            bar.update(min(len(step.tickets), total - bar.n))
+    _keep_engine(engine)
+    warn_of_errors(tickets)
+    token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
+    texts = decode_texts(tokenizer, encoded, token_ids)
+    pairs = zip(prompts, encoded, strict=True)
+    shown = [prompt if isinstance(prompt, str) else tokenizer.decode(ids) for prompt, ids in pairs]
     return [
-        record.generation(row, prompts[row // num_samples], text, ids)
-        for row, (text, ids) in enumerate(zip(texts, token_ids, strict=True))
+        _make_generation(ticket, shown[row // num_samples], _cut(text, stop), ids)
+        for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))
     ]
 
 
-class _Record:
-    """Collects the tokens and numbers of all texts in arrays with one row per text, step by step."""
+def _check_stop(stop: Sequence[str]) -> Sequence[str]:
+    if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+        raise OptionError(f"stop must be a list of texts that are not empty, got {stop!r}.", "give a list of texts.")
+    return stop
 
-    def __init__(self, num_rows: int, max_new_tokens: int, stops: Sequence[int]):
-        self.stops = list(stops)
-        self.lengths = np.zeros(num_rows, dtype=np.int64)
-        self.stopped = np.zeros(num_rows, dtype=bool)
-        self.tokens = np.zeros((num_rows, max_new_tokens), dtype=np.int64)
-        self.shifts = np.zeros((num_rows, max_new_tokens))
-        self.sums = np.zeros((num_rows, 3))  # sums over the tokens of kl, clipped and nll; nll leaves out a stop token
 
-    def add(self, step: Step) -> int:
-        """Add a step; return its progress in tokens. A row that stops counts with all tokens it might have had."""
-        measures = torch.stack([step.shifts, step.proposal.kl, step.proposal.clipped, -step.log_probabilities], dim=1)
-        rows, tokens, numbers = step.rows.cpu().numpy(), step.tokens.cpu().numpy(), measures.double().cpu().numpy()
-        places, stops = self.lengths[rows], np.isin(tokens, self.stops)
-        self.tokens[rows, places] = tokens
-        self.shifts[rows, places] = numbers[:, 0]
-        numbers[stops, 3] = 0.0
-        self.sums[rows] += numbers[:, 1:]
-        self.lengths[rows] += 1
-        self.stopped[rows] = stops
-        return len(rows) + int((self.tokens.shape[1] - 1 - places)[stops].sum())
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    places = [place for place in map(text.find, stop) if place >= 0]
+    return text[: min(places)] if places else text
 
-    def generation(self, row: int, prompt: str, text: str, token_ids: list[int]) -> Generation:
-        kl, clipped, nll = self.sums[row].tolist()
-        return Generation(
-            prompt=prompt,
-            text=text,
-            token_ids=token_ids,
-            shifts=self.shifts[row, : len(token_ids)].tolist(),
-            finish_reason="stop" if self.stopped[row] else "length",
-            kl=kl / len(token_ids),
-            clipped=clipped / len(token_ids),
-            nll=nll,
+
+def warn_of_errors(tickets: Sequence[Ticket]) -> None:
+    """Warn of texts for which the guide gave no numbers; raise an error if all texts are like that."""
+    failed = sum(ticket.finish_reason == "error" for ticket in tickets)
+    if failed == len(tickets):
+        raise not_finite()
+    if failed:
+        warnings.warn(
+            f"{failed} of {len(tickets)} texts end early with the finish_reason 'error': {not_finite()}", stacklevel=3
         )
+
+
+def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int]) -> Generation:
+    numbers = np.array(ticket.rows).reshape(-1, len(NUMBERS))
+    stopped = bool(token_ids) and token_ids[-1] in ticket.request.stops
+    counted = max(1, len(token_ids))
+    return Generation(
+        prompt=prompt,
+        text=text,
+        token_ids=token_ids,
+        shifts=numbers[:, 1].tolist(),
+        finish_reason=ticket.finish_reason or "",
+        kl=float(numbers[:, 2].sum()) / counted,
+        clipped=float(numbers[:, 3].sum()) / counted,
+        nll=-float(numbers[: len(numbers) - stopped, 4].sum()),
+        num_text_tokens=len(token_ids) - stopped,
+    )
 
 
 def stream(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     guide: Guide | None = None,
     steering: Steering = DEFAULT_STEERING,
     max_new_tokens: int = 20,
     num_samples: int = 1,
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     first_prompt: int = 0,
 ) -> Iterator[Step]:
     """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, before the first step.
@@ -203,93 +219,150 @@ def stream(
     >>> for step in radq.stream(lm, tokenizer, ["The film was"], guide, steering, max_new_tokens=10):
     ...     print(tokenizer.decode(step.tokens), step.shifts.tolist())
 
-    Rows come in batches: after the last step of one batch follows the first step of the next one.
+    At most `batch_size` rows run together. When one has ended, another may begin.
 
     Args:
         lm, tokenizer, prompts, guide: as for `generate`.
         steering: top_k, top_p, temperature and kl_budget.
         max_new_tokens, num_samples, seed, stop_token_ids, batch_size, first_prompt: as for `generate`.
     """
-    check_counts(max_new_tokens=max_new_tokens, num_samples=num_samples, batch_size=batch_size)
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
-    vocab_size = num_logits(lm)
-    if guide is not None:
-        check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
-    check_width(steering.top_k, vocab_size)
-    stops = torch.tensor(_stop_tokens(lm, tokenizer, stop_token_ids), dtype=torch.long, device=lm.device)
-    uniforms = _uniforms(seed, first_prompt, len(prompts), num_samples, max_new_tokens).to(lm.device)  # (p, s, steps)
+    stops = _stop_tokens(lm, tokenizer, stop_token_ids)
+    engine, tickets = _submit(
+        *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
+        details=True,
+    )
+
+    number_of = {ticket: row for row, ticket in enumerate(tickets)}
 
     def steps() -> Iterator[Step]:
-        by_length = sorted(range(len(encoded)), key=lambda p: len(encoded[p]))  # for little padding
-        order = [p * num_samples + s for p in by_length for s in range(num_samples)]
-        for batch in (order[first : first + batch_size] for first in range(0, len(order), batch_size)):
-            place = {p: n for n, p in enumerate(dict.fromkeys(row // num_samples for row in batch))}
-            rows = torch.tensor(batch, device=lm.device)
-            with evaluating(lm):
-                decoder = _Decoder(lm, guide, [encoded[p] for p in place])
-                if len(batch) > len(place):  # samples share the reading of their prompt
-                    decoder.select(torch.tensor([place[row // num_samples] for row in batch], device=lm.device))
-                yield from _decode(decoder, steering, rows, uniforms.flatten(0, 1)[rows], stops)
+        for result in engine.run():
+            assert result.drawn is not None
+            rows = torch.tensor([number_of[ticket] for ticket in result.tickets], device=lm.device)
+            yield Step(rows, result.drawn.proposal, result.drawn.choice, result.drawn.numbers[:, 4])
 
     return steps()
 
 
-def _decode(
-    decoder: "_Decoder",
+def _submit(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: list[list[int]],
+    guide: Guide | None,
     steering: Steering,
-    rows: Int[Tensor, " b"],
-    uniforms: Float[Tensor, "b steps"],
-    stops: Int[Tensor, " s"],
-) -> Iterator[Step]:
-    """Decode one batch; a row leaves the batch after its stop token."""
-    strengths = Strengths.repeat(steering, decoder.guide, decoder.base.last)
-    for position in range(uniforms.shape[1]):
-        proposal = decoder.propose(strengths)
-        choice = choose(proposal, strengths, uniforms[:, position])
-        tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
-        yield Step(rows, proposal, choice, log_probabilities(decoder.base.last, tokens))
-        running = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
-        if len(running) == 0 or position + 1 == uniforms.shape[1]:
-            return
-        if len(running) < len(rows):
-            decoder.select(running)
-            rows, tokens, uniforms = rows[running], tokens[running], uniforms[running]
-            strengths = strengths.select(running)
-        decoder.advance(tokens)
+    max_new_tokens: int,
+    num_samples: int,
+    seed: int,
+    stops: Sequence[int],
+    batch_size: int | None,
+    first_prompt: int,
+    stop: Sequence[str] = (),
+    details: bool = False,
+) -> tuple[Engine, list[Ticket]]:
+    """Check the arguments, and submit all texts to a new engine; the tickets are in the order of the prompts."""
+    check_counts(
+        max_new_tokens=max_new_tokens, num_samples=num_samples, batch_size=1 if batch_size is None else batch_size
+    )
+    if guide is not None:
+        check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
+    check_width(steering.top_k, num_logits(lm))
+    uniforms = _uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
+    engine = Engine(lm, guide, batch_size, details=True) if details else _take_engine(lm, guide, batch_size)
+    tickets: dict[int, Ticket] = {}
+    for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
+        for s in range(num_samples):
+            watch = _watch(GrowingText(tokenizer, encoded[p], stop)) if stop else None
+            request = Request(encoded[p], steering, max_new_tokens, uniforms[p, s], None, frozenset(stops), watch)
+            tickets[p * num_samples + s] = engine.submit(request)
+    return engine, [tickets[row] for row in range(len(tickets))]
 
 
-class _Decoder:
-    """A base model and a guide that read the same batch of texts."""
+def _watch(text: GrowingText) -> Callable[[int], bool]:
+    """A function that adds tokens to a text, and says whether it has reached a stop string."""
 
-    def __init__(self, lm: Wrappable, guide: Guide | None, prompts: list[list[int]]):
-        input_ids, attention_mask = pad_left(prompts, device=lm.device)
-        reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
-        self.base = reader.read(input_ids, attention_mask)  # `base.last` holds the logits of the next token
-        self.guide = guide
-        self.state = None if guide is None else guide.start(input_ids, attention_mask)
+    def watch(token: int) -> bool:
+        text.add(token)
+        return text.stopped
 
-    @torch.no_grad()
-    def propose(self, strengths: Strengths) -> Proposal:
-        proposal = propose(self.base.last, self.guide, self.state, strengths)
-        self.state = proposal.state
-        return proposal
+    return watch
 
-    @torch.no_grad()
-    def advance(self, tokens: Int[Tensor, " b"]) -> None:
-        self.base = self.base.read(tokens)
-        if self.guide is not None:
-            self.state = self.guide.advance(self.state, tokens)
 
-    def select(self, rows: Int[Tensor, " r"]) -> None:
-        self.base = self.base.select(rows)
-        if self.state is not None:
-            self.state = self.state.select(rows)
+def stream_text(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    guide: Guide | None = None,
+    steering: Steering = DEFAULT_STEERING,
+    max_new_tokens: int = 20,
+    seed: int = 0,
+    *,
+    stop_token_ids: Sequence[int] | None = None,
+    stop: Sequence[str] = (),
+) -> Iterator[str]:
+    """Continue a prompt, and yield its text piece by piece, as it is written.
+
+    >>> lm, tokenizer = radq.load("embedded")
+    >>> guide = radq.load_guide("embedded:sentiment=35")
+    >>> for piece in radq.stream_text(lm, tokenizer, "The film was", guide, stop=["."]):
+    ...     print(piece, end="")
+
+    The pieces together are the text that `generate` returns. Arguments are those of `generate` and `stream`, and are
+    checked at the call.
+    """
+    encoded = encode_prompts(lm.config, tokenizer, [prompt], max_new_tokens)
+    stops = _stop_tokens(lm, tokenizer, stop_token_ids)
+    engine, (ticket,) = _submit(
+        lm, tokenizer, encoded, guide, steering, max_new_tokens, 1, seed, stops, None, 0, stop=_check_stop(stop)
+    )
+    text = GrowingText(tokenizer, encoded[0], stop)
+
+    def pieces() -> Iterator[str]:
+        for token in ticket:
+            if token.id not in ticket.request.stops and (piece := text.add(token.id)):
+                yield piece
+        if piece := text.end():
+            yield piece
+        _keep_engine(engine)
+
+    return pieces()
+
+
+async def astream_text(*arguments: Any, **options: Any) -> AsyncIterator[str]:
+    """Yield the pieces of `stream_text`, which takes the same arguments, while other tasks of the event loop go on."""
+    pieces = stream_text(*arguments, **options)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
+class _Kept:
+    """An engine with its captured steps, kept beside its base model for the next call, but not copied with it."""
+
+    def __init__(self, engine: Engine | None = None):
+        self.engine = engine
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+MOST_KEPT = 2**30  # bytes of slots
+
+
+def _take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None) -> Engine:
+    engine = vars(lm).pop("_radq_kept", _Kept()).engine
+    if engine is None or engine.guide is not guide or engine.max_rows != batch_size:
+        return Engine(lm, guide, batch_size)
+    return engine
+
+
+def _keep_engine(engine: Engine) -> None:
+    if engine.decoder.captures and engine.decoder.nbytes <= MOST_KEPT:
+        vars(engine.lm)["_radq_kept"] = _Kept(engine.rest())
 
 
 def encode_prompts(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     max_new_tokens: int,
     context: int | None = None,
 ) -> list[list[int]]:
@@ -304,7 +377,7 @@ def encode_prompts(
             f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
         )
     bos = find_bos(config, tokenizer)
-    encoded = [ids or [bos] for ids in tokenise(tokenizer, prompts, bos)]
+    encoded = [ids or [bos] for ids in _tokens_of(prompts, tokenizer, bos, config.get_text_config().vocab_size)]
     positions, room = max_positions(config), name_positions(config)
     if context is not None:
         positions, room = context, f"context of {context} tokens"
@@ -316,6 +389,38 @@ def encode_prompts(
                 "shorten the prompt or lower max_new_tokens.",
             )
     return encoded
+
+
+def _tokens_of(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, bos: int, vocab_size: int
+) -> Iterator[list[int]]:
+    """The tokens of texts, of lists of token ids, and of chats."""
+    texts = iter(tokenise(tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)], bos))
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            yield next(texts)
+        elif all(isinstance(message, Mapping) for message in prompt) and prompt:
+            yield _read_chat(tokenizer, prompt, number)
+        elif all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
+            yield [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
+        else:
+            raise OptionError(
+                f"prompt {number} is neither a text, nor a list of token ids below {vocab_size}, nor a list of chat "
+                f"messages: {str(prompt)[:60]}.",
+                'a chat is a list such as [{"role": "user", "content": "Hello"}].',
+            )
+
+
+def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int) -> list[int]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise OptionError(
+            f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
+        )
+    try:
+        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise errors of their own about roles and their order
+        raise OptionError(f"the chat template refuses prompt {number}: {error}.", "check its messages.") from error
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def check_guide(
@@ -356,13 +461,11 @@ def _stop_tokens(lm: Wrappable, tokenizer: PreTrainedTokenizerBase, stop_token_i
 
 
 @lru_cache(maxsize=4)  # a sweep continues the same prompts with many guides
-def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> Float[Tensor, "p s steps"]:
-    """Draw the random numbers of each sample from a stream of its own, so that other samples do not change a text."""
+def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> np.ndarray:
+    """Draw random numbers, (p, s, steps), each sample's from a stream of its own, whatever the other samples."""
 
     def draw(prompt: int, sample: int) -> np.ndarray:
         key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).random(steps)
 
-    return torch.from_numpy(
-        np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)])
-    )
+    return np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)])

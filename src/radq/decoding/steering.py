@@ -7,7 +7,8 @@ has the same effect on z at every T.
 Axes: b rows, k candidates, v vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +21,48 @@ from radq.errors import OptionError, RewardValueError
 from radq.guides import Guide
 from radq.numerics import at_least_float32
 
-KL_BISECTIONS = 30  # finds the scale of the shift to 1 part in 10⁹
+KL_PRECISION = 1e9  # finds the scale of the shift to 1 part in 10⁹
+MOST_SECTIONS, SECTION_NUMBERS = 32, 4096  # sections computed at once: fewer where there are many candidates
 COLDEST = 1e-5  # logits divided by less may leave the range of float32
 
 
 @dataclass(frozen=True)
-class Strengths:
-    """The steerings and strengths β of a batch, one row for each request."""
+class Plan:
+    """What the rows of a batch need computed. It is known before the step, so that the step never waits for a device.
 
-    steerings: tuple[Steering, ...]
+    More than a row needs does not change its result.
+    """
+
+    widest: int | None  # the largest top_k of any row; None if a row takes the whole vocabulary
+    same_width: bool  # whether all rows have this top_k
+    limited: bool  # by top_p, in some row
+    tempered: bool  # whether some row has a temperature other than 0 and 1
+    greedy: bool  # whether some row takes the best candidate
+    sampled: bool  # whether some row draws one
+    budgeted: bool  # by KL, in some row
+
+    @classmethod
+    def of(cls, steerings: Iterable[Steering]) -> "Plan":
+        found = set(steerings)
+        widths = {steering.top_k for steering in found}
+        return cls(
+            widest=None if None in widths else max((width for width in widths if width is not None), default=1),
+            same_width=len(widths) == 1,
+            limited=any(steering.top_p is not None for steering in found),
+            tempered=any(steering.temperature not in (0, 1) for steering in found),
+            greedy=any(steering.temperature == 0 for steering in found),
+            sampled=any(steering.temperature != 0 for steering in found),
+            budgeted=any(steering.kl_budget is not None for steering in found),
+        )
+
+
+@dataclass(frozen=True)
+class Strengths:
+    """The settings and strengths β of a batch, one row for each request."""
+
+    plan: Plan
     beta: Float[Tensor, "b s"]  # the strengths of the guide
-    top_k: Int[Tensor, " b"]
+    top_k: Int[Tensor, " b"]  # the size of the vocabulary where there is no limit
     top_p: Float[Tensor, " b"]  # infinite where there is no limit
     temperature: Float[Tensor, " b"]
     kl_budget: Float[Tensor, " b"]  # infinite where there is no budget
@@ -46,7 +78,7 @@ class Strengths:
             return torch.tensor(numbers, dtype=torch.float64, device=device)
 
         return cls(
-            steerings=tuple(steerings),
+            plan=Plan.of(steerings),
             beta=torch.tensor(beta, dtype=torch.float64, device=device).view(len(steerings), -1),
             top_k=column((steering.top_k for steering in steerings), vocab_size).long(),
             top_p=column((steering.top_p for steering in steerings), torch.inf),
@@ -60,17 +92,10 @@ class Strengths:
         beta = () if guide is None else guide.beta
         return cls.stack([steering] * len(logits), [beta] * len(logits), logits.shape[1], logits.device)
 
-    def select(self, rows: Int[Tensor, " r"]) -> "Strengths":
-        return Strengths(
-            tuple(self.steerings[row] for row in rows.tolist()),
-            *(values[rows] for values in (self.beta, self.top_k, self.top_p, self.temperature, self.kl_budget)),
-        )
-
-    @property
-    def widest(self) -> int | None:
-        """The largest top_k of any row; None if a row takes the whole vocabulary."""
-        counts = [steering.top_k for steering in self.steerings]
-        return None if None in counts else max(count for count in counts if count is not None)
+    def map(self, change: Callable[[Tensor], Tensor], plan: Plan | None = None) -> "Strengths":
+        """The same with other tensors, such as the first rows of all of them."""
+        rows = (self.beta, self.top_k, self.top_p, self.temperature, self.kl_budget)
+        return Strengths(plan or self.plan, *map(change, rows))
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,7 @@ class Proposal:
     base: Float[Tensor, "b k"]  # z_LM / T; −∞ where a row has fewer than k candidates
     shift: Float[Tensor, "b k"]  # of the guide, scaled to the KL budget; −∞ for a candidate that the guide forbids
     clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
+    finite: Bool[Tensor, " b"]  # False in rows for which the guide gave no numbers; they are not steered
     state: Any = None  # the guide's state to go on from
 
     @property
@@ -91,6 +117,12 @@ class Proposal:
     def kl(self) -> Float[Tensor, " b"]:
         return kl_divergence(self.logits, self.base)
 
+    def require_finite(self) -> "Proposal":
+        """Raise if the guide gave no numbers for some row. This waits for the device."""
+        if not bool(self.finite.all()):
+            raise not_finite()
+        return self
+
 
 def choose_candidates(
     logits: Float[Tensor, "b v"], strengths: Strengths
@@ -99,23 +131,24 @@ def choose_candidates(
 
     Rows with fewer candidates than others are filled with tokens whose logits are −∞.
     """
-    v, widest = logits.shape[-1], strengths.widest
-    check_width(widest, v)
-    limited = any(steering.top_p is not None for steering in strengths.steerings)
-    if not limited and all(steering.top_k in (None, v) for steering in strengths.steerings):
-        return torch.arange(v, device=logits.device).expand_as(logits), at_least_float32(logits)  # no need to sort
-    values, candidates = logits.topk(widest or v)  # before upcasting, since half precision takes half the time
+    v, plan = logits.shape[-1], strengths.plan
+    check_width(plan.widest, v)
+    whole = torch.arange(v, device=logits.device).expand_as(logits)
+    if not plan.limited and plan.same_width and plan.widest in (None, v):
+        return whole, at_least_float32(logits)  # no need to sort
+    values, candidates = logits.topk(plan.widest or v)  # before upcasting, since half precision takes half the time
+    if plan.widest is None:  # a row of the whole vocabulary draws the same token whatever the other rows are
+        unlimited = ((strengths.top_k == v) & strengths.top_p.isinf())[:, None]
+        candidates, values = torch.where(unlimited, whole, candidates), torch.where(unlimited, logits, values)
     values = at_least_float32(values)
-    if not limited and all(steering.top_k == widest for steering in strengths.steerings):
+    if not plan.limited and plan.same_width:
         return candidates, values
     outside = torch.arange(values.shape[1], device=values.device) >= strengths.top_k[:, None]
-    if limited:
+    if plan.limited:
         probabilities = values.masked_fill(outside, -torch.inf).softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier candidates
         outside = outside | (before >= strengths.top_p[:, None])
         outside[:, 0] = False
-        width = int((~outside).sum(-1).max())
-        values, candidates, outside = values[:, :width], candidates[:, :width], outside[:, :width]
     return candidates, values.masked_fill(outside, -torch.inf)
 
 
@@ -134,22 +167,22 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, stren
     """
     candidates, values = choose_candidates(logits, strengths)
     base = divide(values, strengths)
-    none = torch.zeros_like(base[:, 0])
+    none, fine = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0], dtype=torch.bool)
     if guide is None:
-        return Proposal(candidates, base, torch.zeros_like(base), none)
+        return Proposal(candidates, base, torch.zeros_like(base), none, fine)
     advice = guide.advise(state, candidates, strengths.beta)
-    shift = advice.shift.to(base.dtype)
-    _check_finite(candidates, shift)
+    finite = advice.shift.isfinite().all(-1)
+    shift = advice.shift.to(base.dtype).masked_fill(~finite[:, None], 0.0)
     barrier = _barrier(base, None if advice.allowed is None else advice.allowed(base + shift))
-    if any(steering.kl_budget is not None for steering in strengths.steerings):
+    if strengths.plan.budgeted:
         barrier, scale = fit_budget(base, shift, barrier, strengths.kl_budget)
         shift = shift * scale[:, None]
     shift = shift + barrier
     if advice.clipped is None:
-        return Proposal(candidates, base, shift, none, advice.state)
+        return Proposal(candidates, base, shift, none, finite, advice.state)
     possible = ~base.isneginf()
     share = (advice.clipped.to(base.device) & possible).sum(-1) / possible.sum(-1)
-    return Proposal(candidates, base, shift, share, advice.state)
+    return Proposal(candidates, base, shift, share, finite, advice.state)
 
 
 def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, "b k"]:
@@ -158,7 +191,7 @@ def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, 
     Below `COLDEST` the quotients might overflow. The largest logit of the row is then subtracted first, which does
     not change the probabilities.
     """
-    if all(steering.temperature in (0, 1) for steering in strengths.steerings):
+    if not strengths.plan.tempered:
         return values
     t = torch.where(strengths.temperature == 0, 1.0, strengths.temperature).to(values.dtype)[:, None]
     t = t.clamp(min=torch.finfo(values.dtype).tiny)
@@ -193,18 +226,24 @@ def kl_scale(
 ) -> Float[Tensor, " b"]:
     """The largest c in [0, 1] with KL(softmax(base + c·shift + barrier) ‖ softmax(base)) ≤ budget, for each row.
 
-    The divergence grows with c, so bisection finds it.
+    The divergence grows with c, so its place among evenly spaced c is found again and again, each time in the section
+    that the last time has left. All sections of a round are computed at once.
     """
-    low, high = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0])
     fits = kl_divergence(base + shift + barrier, base) <= budget
-    for _ in range(KL_BISECTIONS):
-        middle = (low + high) / 2
-        within = kl_divergence(base + middle[:, None] * shift + barrier, base) <= budget
-        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
+    sections = max(2, min(MOST_SECTIONS, SECTION_NUMBERS // base.shape[1]))
+    low, size = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0])
+    places = torch.arange(1, sections, device=base.device, dtype=base.dtype)  # (c,)
+    around = (base + barrier)[:, None]  # (b, 1, k)
+    for _ in range(math.ceil(math.log(KL_PRECISION, sections))):
+        size = size / sections
+        scales = low[:, None] + places * size[:, None]  # (b, c)
+        guided = around + scales[..., None] * shift[:, None]
+        within = kl_divergence(guided, base[:, None]) <= budget[:, None]
+        low = low + within.sum(1) * size
     return torch.where(fits, 1.0, low)
 
 
-def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
+def kl_divergence(guided: Float[Tensor, "*#b k"], base: Float[Tensor, "*#b k"]) -> Float[Tensor, "*b"]:
     """KL(softmax(guided) ‖ softmax(base)) of each row, in nats."""
     log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # the terms nearly cancel
     terms = log_guided.exp() * (log_guided - log_base)
@@ -213,11 +252,13 @@ def kl_divergence(guided: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> F
 
 def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
     """Choose a candidate for each row: the best one in greedy rows, else a sample that a number in [0, 1) decides."""
-    greedy = [steering.temperature == 0 for steering in strengths.steerings]
-    if not any(greedy):
+    plan = strengths.plan
+    if not plan.greedy:
         return sample(proposal.logits, uniforms)
     best = proposal.logits.argmax(-1)
-    return best if all(greedy) else torch.where(strengths.temperature == 0, best, sample(proposal.logits, uniforms))
+    if not plan.sampled:
+        return best
+    return torch.where(strengths.temperature == 0, best, sample(proposal.logits, uniforms))
 
 
 def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
@@ -227,12 +268,9 @@ def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[T
     return torch.searchsorted(cumulated, thresholds, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
 
 
-def _check_finite(candidates: Int[Tensor, "b k"], shift: Float[Tensor, "b k"]) -> None:
-    finite = shift.isfinite()
-    if not bool(finite.all()):
-        row, column = (~finite).nonzero()[0].tolist()
-        value, token = shift[row, column].item(), candidates[row, column].item()
-        raise RewardValueError(
-            f"a guide's shift must be finite, got {value} for token {token}.",
-            "the reward model may have diverged in training, or overflows in float16: try another checkpoint or dtype.",
-        )
+def not_finite() -> RewardValueError:
+    """The error for texts that a guide cannot score."""
+    return RewardValueError(
+        "a guide's shift must be finite, and it is not.",
+        "the reward model may have diverged in training, or overflows in float16: try another checkpoint or dtype.",
+    )

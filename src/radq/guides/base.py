@@ -24,7 +24,11 @@ from radq.models.reading import Reader
 
 
 class State(Protocol):
-    """The state of a guide after a batch of texts. It is a value: all methods return a new one."""
+    """The state of a guide after a batch of texts.
+
+    It is a value, and all methods return a new one, as long as its readings are values (`Reading`). With readings in
+    slots (`radq.models.slots`) all methods consume the state.
+    """
 
     def select(self, rows: Int[Tensor, " r"]) -> "State":
         """The given rows, in that order and maybe several times: samples, beams, batches whose finished rows leave."""
@@ -37,6 +41,10 @@ class State(Protocol):
 
     def rewind(self, n: int) -> "State":
         """The state before the last n tokens of every row, all of them known to the guide."""
+        ...
+
+    def map_readings(self, change: Callable[[Any], Any]) -> Any:
+        """The state with other readings: `change` is called for the reading of each transformer."""
         ...
 
 
@@ -123,6 +131,9 @@ class States:
 
     def rewind(self, n: int) -> "States":
         return States(tuple(part.rewind(n) for part in self.parts))
+
+    def map_readings(self, change: Callable[[Any], Any]) -> "States":
+        return States(tuple(part.map_readings(change) for part in self.parts))
 
 
 @final

@@ -31,7 +31,7 @@ class Expert:
         self.reader = Reader(lm, "logits", "expert", vocabulary, tokenizer, overhead=1 + max(map(len, codes)))
 
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None) -> Reading:
-        """The state after a batch of texts: the rows of the first code, then those of the next."""
+        """The state after a batch of texts: for each text one row for each code, side by side."""
         return self.reader.read(*self._put_codes_before(input_ids, attention_mask))
 
     def read_scored(
@@ -61,7 +61,8 @@ class Expert:
             return torch.cat([gap, head, input_ids], dim=1), torch.cat([gap, torch.ones_like(head), mask], dim=1)
 
         rows, masks = zip(*map(put_before, self.codes), strict=True)
-        return kv_cache.pack_right(torch.cat(rows), torch.cat(masks))
+        both = torch.stack(rows, dim=1).flatten(0, 1), torch.stack(masks, dim=1).flatten(0, 1)
+        return kv_cache.pack_right(*both)
 
 
 def candidate_logits(reading: Reading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
@@ -72,7 +73,7 @@ def candidate_logits(reading: Reading, candidates: Int[Tensor, "b k"]) -> Float[
     candidates = candidates.to(reading.last.device)
     known = candidates < reading.reader.num_known
     logits = at_least_float32(reading.last.gather(1, candidates * known))
-    return logits if bool(known.all()) else torch.where(known, logits, log_normaliser(reading))
+    return torch.where(known, logits, log_normaliser(reading))
 
 
 def log_normaliser(reading: Reading) -> Float[Tensor, "b 1"]:

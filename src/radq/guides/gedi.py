@@ -1,14 +1,12 @@
 """GeDi (Krause et al. 2021): Bayes' rule over one language model that was trained with two control codes."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,48 +16,45 @@ from radq.guides.base import Advice, Guide
 from radq.guides.expert import Expert, candidate_logits, class_log_posterior, log_normaliser
 from radq.guides.folders import read_codes
 from radq.models.loading import find_tokenizer, load_causal_lm
-from radq.models.reading import Reader, Reading
+from radq.models.reading import Reader
 
 
 @dataclass(frozen=True)
 class GeDiState:
-    """A batch of b texts read twice: the rows of the first class, then those of the second."""
+    """A batch of texts, each of which is read twice: a row for the first class, and one for the second beside it.
 
-    reading: Reading
-    scores: Float[Tensor, "rows n"]  # log P of each token of the text; 0 at padding, BOS and control code
-    lengths: Int[Tensor, " b"]  # the number of tokens of each text
+    The notes of the reading hold, for each row, log P of the tokens of its text, without BOS and control code, and the
+    number of these tokens.
+    """
+
+    reading: Any  # a Reading or SlotReading
 
     def select(self, rows: Int[Tensor, " r"]) -> "GeDiState":
-        rows = rows.to(self.lengths.device)
-        both = torch.cat([rows, rows + len(self.lengths)])
-        return GeDiState(self.reading.select(both), self.scores[both], self.lengths[rows])
+        both = 2 * rows[:, None] + torch.arange(2, device=rows.device)
+        return GeDiState(self.reading.select(both.flatten()))
 
     @staticmethod
     def join(states: "Sequence[GeDiState]") -> "GeDiState":
-        halves = [
-            (state, c * len(state.lengths) + torch.arange(len(state.lengths))) for c in (0, 1) for state in states
-        ]
-        reading = Reading.join([state.reading.select(rows) for state, rows in halves])
-        scores = [_fit_columns(state.scores[rows], reading.length) for state, rows in halves]
-        return GeDiState(reading, torch.cat(scores), torch.cat([state.lengths for state in states]))
+        return GeDiState(states[0].reading.join([state.reading for state in states]))
+
+    def map_readings(self, change: Callable[[Any], Any]) -> "GeDiState":
+        return GeDiState(change(self.reading))
 
     def rewind(self, n: int) -> "GeDiState":
-        kept = self.scores.shape[1] - n
-        return GeDiState(self.reading.rewind(n), self.scores[:, :kept], self.lengths - n)
+        reading, scores = self.reading.rewind_scored(n)
+        return GeDiState(reading.note(self.reading.notes - torch.stack([scores, torch.full_like(scores, n)], dim=1)))
+
+    @property
+    def scores(self) -> Float[Tensor, "rows 1"]:
+        return self.reading.notes[:, :1]
+
+    @property
+    def lengths(self) -> Float[Tensor, "rows 1"]:
+        return self.reading.notes[:, 1:]
 
     def log_probabilities(self, tokens: Int[Tensor, "rows k"]) -> Float[Tensor, "rows k"]:
         """The log-probabilities of next tokens; 0 for unknown ones."""
-        return candidate_logits(self.reading, tokens) - self._log_normaliser
-
-    @cached_property
-    def _log_normaliser(self) -> Float[Tensor, "rows 1"]:
-        """It takes the whole vocabulary, and both the advice and the next step need it."""
-        return log_normaliser(self.reading)
-
-
-def _fit_columns(scores: Float[Tensor, "rows n"], columns: int) -> Float[Tensor, "rows columns"]:
-    """Add padding on the left, or take it away there."""
-    return F.pad(scores, (columns - scores.shape[1], 0))
+        return candidate_logits(self.reading, tokens) - log_normaliser(self.reading)
 
 
 @final
@@ -132,17 +127,18 @@ class GeDiGuide(Guide):
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> GeDiState:
         reading, scores = self.expert.read_scored(input_ids, attention_mask)
-        heads = [1 + len(code) for code in self.expert.codes for _ in range(len(input_ids))]
+        heads = [1 + len(code) for code in self.expert.codes] * len(input_ids)
         lengths = reading.prefix.attention_mask.sum(1) - scores.new_tensor(heads).long()  # (2b,)
         columns = torch.arange(scores.shape[1], 0, -1, device=scores.device)  # how far from the end
-        return GeDiState(reading, scores * (columns <= lengths[:, None]), lengths[: len(input_ids)])
+        sums = (scores * (columns <= lengths[:, None])).sum(1)
+        return GeDiState(replace(reading, notes=torch.stack([sums, lengths.to(sums)], dim=1), copies=2))
 
     def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
         """log P(c | x, v) of both classes c. If the model does not know the token v, it is log P(c | x)."""
         candidates = candidates.to(state.scores.device)
-        both = state.log_probabilities(candidates.repeat(2, 1)) + state.scores.sum(1, keepdim=True)  # (2b, k)
-        sums = both.view(2, *candidates.shape)
-        lengths = state.lengths[:, None] + (candidates < self.vocab_size).long()  # (b, k)
+        both = state.log_probabilities(candidates.repeat_interleave(2, dim=0)) + state.scores  # (2b, k)
+        sums = both.view(-1, 2, candidates.shape[1]).transpose(0, 1)
+        lengths = state.lengths[::2] + (candidates < self.vocab_size)  # (b, k)
         return class_log_posterior(sums, lengths.clamp(min=1), self.scale, self._log_prior)
 
     def advise(
@@ -159,15 +155,10 @@ class GeDiGuide(Guide):
         return Advice(omega.abs() * wanted, state, allowed=allowed if self.filter_p else None)
 
     def advance(self, state: GeDiState, tokens: Int[Tensor, " b"]) -> GeDiState:
-        both = tokens.to(state.scores.device).repeat(2)
-        unknown = both >= self.vocab_size
-        if bool(unknown.all()):
-            return state
-        longer = torch.cat([state.scores, state.log_probabilities(both[:, None])], dim=1)
-        scores = torch.where(unknown[:, None], F.pad(state.scores, (1, 0)), longer)  # as the prefix's columns move
-        reading = state.reading.advance(both)
-        lengths = state.lengths + (~unknown[: len(tokens)]).long()
-        return GeDiState(reading, _fit_columns(scores, reading.length), lengths)
+        both = tokens.to(state.scores.device).repeat_interleave(2)[:, None]
+        scores = state.log_probabilities(both)
+        notes = state.reading.notes + torch.cat([scores, (both < self.vocab_size).to(scores)], dim=1)
+        return GeDiState(state.reading.advance(both.squeeze(1)).note(notes))
 
 
 def filter_candidates(

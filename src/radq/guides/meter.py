@@ -87,3 +87,11 @@ class Meter(Guide):
 
     def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
         return self.guide.advance(state, tokens)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """What was counted so far, prompts aside: steps, texts in all steps, calls, and tokens read."""
+        return self.steps, self.tokens, self.continuations.calls, int(self.continuations.tokens)
+
+    def set_counts(self, counts: tuple[int, int, int, int]) -> None:
+        """Count what happened where no hook is called, in a captured step."""
+        self.steps, self.tokens, self.continuations.calls, self.continuations.tokens = counts

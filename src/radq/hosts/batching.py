@@ -251,7 +251,7 @@ class Batch:
         steerings = [_limit_width(request.guidance.steering, vocab_size) for request in self.requests]
         betas = [request.guidance.beta for request in self.requests]
         strengths = Strengths.stack(steerings, betas, vocab_size, logits.device)
-        proposal = propose(logits.float(), self.guide, self._state, strengths)
+        proposal = propose(logits.float(), self.guide, self._state, strengths).require_finite()
         self._state = proposal.state
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None]
         scaled = proposal.logits * temperature.to(proposal.logits.dtype)

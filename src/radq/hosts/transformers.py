@@ -65,7 +65,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
             self.guide.check_vocabulary(scores.shape[1], self.tokenizer, "the base model")
         self._follow(self._with_padding(input_ids))
         strengths = Strengths.repeat(self.steering, self.guide, scores)
-        proposal = propose(scores.float(), self.guide, self._state, strengths)
+        proposal = propose(scores.float(), self.guide, self._state, strengths).require_finite()
         self._state = proposal.state
         guided = torch.full_like(scores, -torch.inf)
         return guided.scatter(1, proposal.candidates, proposal.logits.to(scores.dtype))

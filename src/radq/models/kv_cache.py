@@ -251,11 +251,12 @@ def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k
         additive = torch.zeros(allowed.shape, dtype=backbone.dtype, device=allowed.device)
         return additive.masked_fill(~allowed, torch.finfo(backbone.dtype).min)[:, None]
 
-    masks = {layer_type: build(layer_type) for layer_type in _layer_types(backbone)}
+    masks = {layer_type: build(layer_type) for layer_type in layer_types(backbone)}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
-def _layer_types(backbone: PreTrainedModel) -> set[str]:
+def layer_types(backbone: Wrappable) -> set[str]:
+    """The types of a model's layers, each of which has a mask of its own."""
     window = getattr(backbone.config, "sliding_window", None)
     return set(getattr(backbone.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
 
@@ -270,7 +271,7 @@ _TAKES_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def takes_siblings(backbone: PreTrainedModel) -> bool:
     """Whether a sibling mask gives this backbone's true hidden states."""
     if backbone not in _TAKES_SIBLINGS:
-        _TAKES_SIBLINGS[backbone] = _layer_types(backbone) <= MASKED_TYPES and _try_siblings(backbone)
+        _TAKES_SIBLINGS[backbone] = layer_types(backbone) <= MASKED_TYPES and _try_siblings(backbone)
     return _TAKES_SIBLINGS[backbone]
 
 
@@ -281,7 +282,7 @@ def _try_siblings(backbone: PreTrainedModel) -> bool:
     _, prefix = start(backbone, input_ids, torch.ones_like(input_ids))
     expected = _read_rows(backbone, prefix, candidates).hidden
     try:
-        return _agree(_read_masked(backbone, prefix, candidates).hidden, expected)
+        return agree(_read_masked(backbone, prefix, candidates).hidden, expected)
     except Exception:  # whatever a backbone raises when handed a mask it does not understand
         return False
 
@@ -314,10 +315,10 @@ def _try_padding(model: Wrappable) -> bool:
             :, -1
         ]
 
-    return _agree(read(4), read(0))
+    return agree(read(4), read(0))
 
 
-def _agree(actual: Tensor, expected: Tensor) -> bool:
+def agree(actual: Tensor, expected: Tensor) -> bool:
     """Whether numbers are equal to rounding. Where the expected ones have overflowed, they count as equal."""
     tolerance = 1e-4 if torch.finfo(actual.dtype).eps < 1e-6 else 0.05
     error = (actual - expected).abs().max() / expected.abs().max()

@@ -4,7 +4,7 @@ A `Reader` is a transformer and what radq must know about it. A `Reading` is its
 so that an old one stays usable for samples, beams, rollback and requests that come and go. Axes: b rows, t time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.errors import ContextLengthError
 from radq.models import kv_cache
-from radq.models.kv_cache import Prefix
+from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
+from radq.numerics import log_probabilities
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Reader:
 
     def fits(self, columns: int) -> bool:
         """Whether the model has positions for so many tokens, with those that the reader puts before a text."""
-        return self._max_positions is None or columns <= self._max_positions
+        return self.max_positions is None or columns <= self.max_positions
 
     @cached_property
-    def _max_positions(self) -> int | None:
+    def max_positions(self) -> int | None:
         return max_positions(self.model.config)  # too slow to be asked for at every token
 
     def check_length(self, num_tokens: int, hint: str = "shorten the prompt or lower max_new_tokens.") -> None:
@@ -108,6 +109,8 @@ class Reading:
     reader: Reader
     prefix: Prefix
     last: Float[Tensor, "b n"]  # the output at the last token of each text
+    notes: Float[Tensor, "b m"] | None = None  # numbers that a guide keeps beside each row
+    copies: int = 1  # rows of one text, side by side: GeDi reads each text once for each class
 
     @property
     def length(self) -> int:
@@ -117,14 +120,38 @@ class Reading:
     def select(self, rows: Int[Tensor, " r"]) -> "Reading":
         """The given rows, in that order and maybe several times."""
         rows = rows.to(self.last.device)
-        return replace(self, prefix=self.prefix.select(rows), last=self.last[rows])
+        notes = None if self.notes is None else self.notes[rows]
+        return replace(self, prefix=self.prefix.select(rows), last=self.last[rows], notes=notes)
 
     @staticmethod
     def join(readings: "Sequence[Reading]") -> "Reading":
         """The rows of all readings as one batch, in that order."""
         kv_cache.check_padding(readings[0].reader.model)
         prefix = kv_cache.join([reading.prefix for reading in readings])
-        return replace(readings[0], prefix=prefix, last=torch.cat([reading.last for reading in readings]))
+        notes = [reading.notes for reading in readings if reading.notes is not None]
+        return replace(
+            readings[0],
+            prefix=prefix,
+            last=torch.cat([reading.last for reading in readings]),
+            notes=torch.cat(notes) if notes else None,
+        )
+
+    def map_readings(self, change: Callable[["Reading"], Any]) -> Any:
+        """A reading is a guide's state by itself."""
+        return change(self)
+
+    def resize(self, texts: int) -> "Reading":
+        """A reading holds no more rows than it has texts; only slots do."""
+        return self
+
+    def note(self, notes: Float[Tensor, "b m"]) -> "Reading":
+        """The same reading with other numbers beside each row."""
+        return replace(self, notes=notes)
+
+    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "ReadSiblings":
+        """Read candidates for the next token, none of which sees another."""
+        self.reader.check_columns(self.length + 1)
+        return ReadSiblings(self, kv_cache.read_siblings(self.reader.model, self.prefix, candidates))
 
     @torch.no_grad()
     def read(self, tokens: Int[Tensor, " b"]) -> "Reading":
@@ -156,3 +183,37 @@ class Reading:
     def rewind(self, n: int) -> "Reading":
         """The state before the last n tokens of every row, all of which the model knows."""
         return replace(self, prefix=self.prefix.crop(n + 1)).read(self.prefix.input_ids[:, -n - 1])
+
+    @torch.no_grad()
+    def rewind_scored(self, n: int) -> tuple["Reading", Float[Tensor, " b"]]:
+        """The same for a language model, and the log-probability of the n tokens of each row."""
+        tokens = self.prefix.input_ids[:, -n - 1 :]
+        output, _ = kv_cache.extend(self.reader.model, self.prefix.crop(n + 1), tokens)
+        logits = output[self.reader.output]  # (b, n + 1, v)
+        scores = log_probabilities(logits[:, :-1], tokens[:, 1:]).sum(1)
+        return replace(self, prefix=self.prefix.crop(n), last=logits[:, 0].clone()), scores
+
+
+@dataclass(frozen=True)
+class ReadSiblings:
+    """Candidates that were read after a batch of texts, with which a reading can go on without another forward."""
+
+    reading: Reading
+    siblings: Siblings
+
+    @property
+    def hidden(self) -> Float[Tensor, "b k d"]:
+        return self.siblings.hidden
+
+    def select(self, rows: Int[Tensor, " r"]) -> "ReadSiblings":
+        return ReadSiblings(self.reading.select(rows), self.siblings.select(rows))
+
+    def advance(self, tokens: Int[Tensor, " b"], candidates: Int[Tensor, "b k"]) -> Reading:
+        """The reading after one more token per row, with a forward where one of them was no candidate."""
+        match = candidates == tokens[:, None]
+        if not bool(match.any(1).all()):
+            return self.reading.advance(tokens)
+        index = match.int().argmax(1)
+        rows = torch.arange(len(index), device=index.device)
+        longer = replace(self.reading, prefix=self.siblings.choose(index), last=self.hidden[rows, index])
+        return self.reading.hold(tokens >= self.reading.reader.num_known, longer)

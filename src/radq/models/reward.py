@@ -12,7 +12,7 @@ Axes: b batch, t time, k candidates, d hidden, a attributes.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from radq.models import kv_cache
 from radq.models.config import RewardModelConfig
 from radq.models.heads import ValueHead, build_head, score_candidates, score_tokens
 from radq.models.hub import HUB_OPTIONS, explained, quiet
-from radq.models.kv_cache import LeftPacked, Siblings
+from radq.models.kv_cache import LeftPacked
 from radq.models.loading import (
     find_backbone,
     find_tokenizer,
@@ -45,7 +45,7 @@ from radq.models.loading import (
 )
 from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
 from radq.models.origins import find_backbone_source, identify_backbone
-from radq.models.reading import Reader, Reading
+from radq.models.reading import Reader
 from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
 from radq.numerics import at_least_float32
@@ -65,9 +65,9 @@ class RewardOutput(ModelOutput):
 class RewardState:
     """A reward model's state after a batch of prefixes."""
 
-    reading: Reading  # its last output is the hidden state at the last token
+    reading: Any  # a Reading or SlotReading, whose last output is the hidden state at the last token
     candidates: Int[Tensor, "b k"] | None = None  # those that RAD-V has read after the prefix,
-    siblings: Siblings | None = None  # with which it can go on without another forward
+    siblings: Any = None  # with which it can go on without another forward
 
     def select(self, rows: Int[Tensor, " r"]) -> "RewardState":
         rows = rows.to(self.reading.last.device)
@@ -77,21 +77,13 @@ class RewardState:
 
     @staticmethod
     def join(states: "Sequence[RewardState]") -> "RewardState":
-        return RewardState(Reading.join([state.reading for state in states]))
+        return RewardState(states[0].reading.join([state.reading for state in states]))
+
+    def map_readings(self, change: Callable[[Any], Any]) -> "RewardState":
+        return RewardState(change(self.reading))
 
     def rewind(self, n: int) -> "RewardState":
         return RewardState(self.reading.rewind(n))
-
-    def choose(self, tokens: Int[Tensor, " b"]) -> Reading | None:
-        """The reading after one of the candidates in each row; None where one of the tokens was no candidate."""
-        if self.candidates is None or self.siblings is None:
-            return None
-        match = self.candidates == tokens[:, None]
-        if not bool(match.any(1).all()):
-            return None
-        index = match.int().argmax(1)
-        rows = torch.arange(len(index), device=index.device)
-        return replace(self.reading, prefix=self.siblings.choose(index), last=self.siblings.hidden[rows, index])
 
 
 class RewardModel(PreTrainedModel):
@@ -347,10 +339,9 @@ class RewardModel(PreTrainedModel):
     @torch.no_grad()
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
         """The state after one more token per row, without a forward if RAD-V has scored all of them as candidates."""
-        chosen = state.choose(tokens)
-        if chosen is None:
+        if state.siblings is None:
             return RewardState(state.reading.advance(tokens))
-        return RewardState(state.reading.hold(tokens >= self.num_known, chosen))
+        return RewardState(state.siblings.advance(tokens, state.candidates))
 
     @property
     def max_tokens(self) -> int | None:
@@ -499,17 +490,16 @@ class RadV(RewardModel):
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
         reading = state.reading
-        reading.reader.check_columns(reading.length + 1)
         if candidates is None:
             b = len(reading.last)
             candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
         if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
-            siblings = kv_cache.read_siblings(self.backbone, reading.prefix, candidates)
+            siblings = reading.read_siblings(candidates)
             return self.head(siblings.hidden), RewardState(reading, candidates, siblings)
         # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
         # token chosen in the end is read once more.
         chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
-        hidden = (kv_cache.read_siblings(self.backbone, reading.prefix, chunk).hidden for chunk in chunks)
+        hidden = (reading.read_siblings(chunk).hidden for chunk in chunks)
         return torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
 
     def _score_prefix(self, hidden: Float[Tensor, "b d"]) -> Float[Tensor, "b a"]:

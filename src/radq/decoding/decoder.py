@@ -1,0 +1,321 @@
+"""The part of decoding that runs on the device: a base model and a guide that continue the same rows of texts.
+
+A step has two halves. `draw` chooses a token for each row and writes it down with numbers about it; `read` lets both
+models read these tokens. Neither waits for the device. On a CUDA device both halves are captured as graphs when the
+same number of rows is decoded with the same number of columns for the second time; the base model and the guide then
+read on two streams. What cannot be captured runs step by step, by the same code.
+
+Axes: b rows, k candidates, s strengths.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from radq.decoding.config import Steering
+from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
+from radq.guides import Guide
+from radq.guides.meter import Meter
+from radq.models.loading import Wrappable, num_logits
+from radq.models.reading import Reader
+from radq.models.reward import SIBLINGS_PER_FORWARD
+from radq.models.slots import SlotReading, settle
+from radq.models.vocabulary import Vocabulary
+from radq.numerics import log_probabilities, pad_left
+
+NUMBERS = ("token", "shift", "kl", "clipped", "log_probability", "guided_log_probability", "finite")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One token for each row, on the device. Captured steps write into the same tensors again and again."""
+
+    proposal: Proposal
+    choice: Int[Tensor, " b"]  # the index of the chosen candidate
+    tokens: Int[Tensor, " b"]
+    numbers: Float[Tensor, "b 7"]  # in the order of `NUMBERS`
+
+    def copy(self, rows: int) -> "Drawn":
+        """The first rows, in memory of their own, which the next step does not change."""
+        fields = {name: values for name, values in vars(self.proposal).items() if isinstance(values, Tensor)}
+        proposal = Proposal(**{name: values[:rows].clone() for name, values in fields.items()})
+        return Drawn(proposal, *(values[:rows].clone() for values in (self.choice, self.tokens, self.numbers)))
+
+
+@dataclass(frozen=True)
+class _Capture:
+    draw: Any  # a CUDA graph
+    read: Any
+    drawn: Drawn
+    rows: int
+    counted: tuple[int, ...]  # by a meter, in one step of these rows
+
+
+class Decoder:
+    """Rows of texts that a base model and a guide continue together."""
+
+    def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = True):
+        self.lm, self.guide = lm, guide
+        self.device = lm.device
+        self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
+        self.captures = captures and self.device.type == "cuda"
+        self.base: Any = None  # a Reading or SlotReading
+        self.state: Any = None  # the guide's
+        self.count = 0  # rows
+        self._rows: Strengths | None = None  # of all slots
+        self._steerings: list[Steering] = []
+        self._plan = Plan.of([])
+        self._uniforms = torch.zeros(0, 0, dtype=torch.float64, device=self.device)  # (slots, steps)
+        self._done = torch.zeros(0, dtype=torch.long, device=self.device)  # (slots,): tokens drawn
+        self._graphs: dict[Any, _Capture | None] = {}
+        self._pool: Any = None
+        self._side: Any = None
+        self._current: _Capture | None = None
+        self._drawn: Drawn | None = None
+
+    # --- rows ---
+
+    @torch.no_grad()
+    def add(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        steerings: Sequence[Steering],
+        betas: Sequence[Sequence[float]],
+        uniforms: np.ndarray,
+        capacity: int,
+        width: int,
+    ) -> None:
+        """Read prompts, and add rows: the number of its prompt, its settings and its random numbers for each row.
+
+        Args:
+            capacity: the number of rows for which there should be room.
+            width: the number of tokens for which there should be room in each row.
+        """
+        input_ids, attention_mask = pad_left(prompts, device=self.device)
+        index = None if list(rows) == list(range(len(prompts))) else torch.tensor(rows, device=self.device)
+        self._join("base", self.reader.read(input_ids, attention_mask), index, capacity, width)
+        if self.guide is not None:
+            self._join("state", self.guide.start(input_ids, attention_mask), index, capacity, width)
+        strengths = Strengths.stack(steerings, betas, self.reader.vocabulary.size, self.device)
+        first, last = self.count, self.count + len(rows)
+        self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
+        for name in ("beta", "top_k", "top_p", "temperature", "kl_budget"):
+            getattr(self._rows, name)[first:last] = getattr(strengths, name)
+        self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
+        self._done[first:last] = 0
+        self._steerings += steerings
+        self._plan = Plan.of(self._steerings)
+        self.count = last
+
+    def _join(self, name: str, new: Any, index: Tensor | None, capacity: int, width: int) -> None:
+        """Join new rows of the base model or of the guide to those that there are."""
+        new = new if index is None else new.select(index)
+        old = getattr(self, name)
+        if old is None:
+            joined = new.map_readings(lambda reading: settle(reading, capacity, width))
+        else:
+            old = old.map_readings(lambda reading: reading.resize(self.count))
+            joined = old.join([old, new])
+        setattr(self, name, joined)
+
+    def _grow_rows(self, capacity: int, steps: int, like: Strengths) -> None:
+        """Make the tensors of settings and random numbers large enough."""
+        if self._rows is None or capacity > len(self._done) or steps > self._uniforms.shape[1]:
+            before, kept = self._rows, self.count
+            capacity, steps = max(capacity, len(self._done)), max(steps, self._uniforms.shape[1])
+            uniforms, done = self._uniforms, self._done
+            self._rows = like.map(lambda values: values.new_zeros(capacity, *values.shape[1:]))
+            self._rows.temperature.fill_(1.0)
+            self._rows.top_k.fill_(1)
+            self._uniforms = uniforms.new_zeros(capacity, steps)
+            self._done = done.new_zeros(capacity)
+            self._graphs.clear()
+            if before is not None:
+                for name in ("beta", "top_k", "top_p", "temperature", "kl_budget"):
+                    getattr(self._rows, name)[:kept] = getattr(before, name)[:kept]
+                self._uniforms[:kept, : uniforms.shape[1]] = uniforms[:kept]
+                self._done[:kept] = done[:kept]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order. Rows that keep their places are not copied."""
+        self.base = self.base.map_readings(lambda reading: reading.resize(self.count))
+        index = torch.tensor(rows, dtype=torch.long)
+        self.base = self.base.select(index)
+        if self.guide is not None:
+            self.state = self.state.map_readings(lambda reading: reading.resize(self.count)).select(index)
+        index = index.to(self.device)
+        assert self._rows is not None
+        for values in (*vars(self._rows).values(), self._uniforms, self._done):
+            if isinstance(values, Tensor):
+                values[: len(rows)] = values[index]
+        self._steerings = [self._steerings[row] for row in rows]
+        self.count = len(rows)
+
+    def empty(self) -> None:
+        """Forget all rows. Slots stay for others, and captured steps with them."""
+        if not self._in_slots:
+            self.clear()
+            return
+        for reading in self.slots:
+            reading.resize(self.count).select(torch.zeros(0, dtype=torch.long))
+        self._steerings, self.count = [], 0
+
+    def clear(self) -> None:
+        """Forget all rows and give their memory back."""
+        self.__init__(self.lm, self.guide, self.captures)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the slots hold."""
+        return sum(reading.nbytes for reading in self.slots)
+
+    # --- steps ---
+
+    @property
+    def _in_slots(self) -> bool:
+        """Whether all models work with slots."""
+        return len(self.slots) == 1 + (0 if self.guide is None else len(self.guide.readers))
+
+    @property
+    def slots(self) -> list[SlotReading]:
+        """The readings in slots; a model that cannot work with them has none."""
+        if self.base is None:
+            return []
+        found: list[SlotReading] = []
+
+        def collect(reading: Any) -> Any:
+            if isinstance(reading, SlotReading):
+                found.append(reading)
+            return reading
+
+        self.base.map_readings(collect)
+        if self.guide is not None:
+            self.state.map_readings(collect)
+        return found
+
+    @torch.no_grad()
+    def draw(self) -> Drawn:
+        """Choose the next token of each row."""
+        slots, in_slots = self.slots, self._in_slots
+        computed = _round_rows(self.count, len(self._done)) if self.captures and in_slots else self.count
+        siblings = min(SIBLINGS_PER_FORWARD, self._plan.widest or SIBLINGS_PER_FORWARD)
+        for reading in slots:
+            reading.resize(computed).reserve(siblings if reading.reader.output == "last_hidden_state" else 0)
+        self._current = self._find_capture(computed, slots) if self.captures and in_slots else None
+        if self._current is None:
+            self._drawn = self._draw(computed)
+        else:
+            self._current.draw.replay()
+            self._drawn = self._current.drawn
+            self._count(self._current)
+        return self._drawn
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Let both models read the tokens that were drawn."""
+        assert self._drawn is not None
+        if self._current is not None:
+            self._current.read.replay()
+        else:
+            self._read(self._drawn.tokens)
+
+    def _draw(self, rows: int) -> Drawn:
+        assert self._rows is not None
+        strengths = self._rows.map(lambda values: values[:rows], self._plan)
+        logits = self.base.last
+        proposal = propose(logits, self.guide, self.state, strengths)
+        self.state = proposal.state if self.guide is not None else None
+        done = self._done[:rows]
+        place = done.clamp(max=self._uniforms.shape[1] - 1)[:, None]
+        choice = choose(proposal, strengths, self._uniforms[:rows].gather(1, place).squeeze(1))
+        tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
+        done.add_(1)
+        return Drawn(proposal, choice, tokens, _measure(proposal, choice, tokens, logits))
+
+    def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
+        """Read one token per row; the guide reads on another stream where one is given."""
+        if self.guide is not None and side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.state = self.guide.advance(self.state, tokens)
+            self.base = self.base.read(tokens)
+            torch.cuda.current_stream().wait_stream(side)
+            return
+        self.base = self.base.read(tokens)
+        if self.guide is not None:
+            self.state = self.guide.advance(self.state, tokens)
+
+    # --- captured steps ---
+
+    def _find_capture(self, rows: int, slots: list[SlotReading]) -> _Capture | None:
+        """The captured step for this number of rows and columns; None where it is yet to run step by step."""
+        key = (rows, self._plan, *((reading.window, reading.epoch) for reading in slots))
+        if key not in self._graphs:
+            self._graphs[key] = None  # the first step warms up what the capture may not do
+            return None
+        if self._graphs[key] is None:
+            try:
+                self._graphs[key] = self._capture(rows)
+            except Exception as error:  # whatever a model does that a graph cannot hold
+                self.captures = False
+                torch.cuda.synchronize()
+                warnings.warn(
+                    f"this step cannot be captured as a CUDA graph, so it runs without one, which is slower: {error}",
+                    stacklevel=2,
+                )
+        return self._graphs[key]
+
+    def _capture(self, rows: int) -> _Capture:
+        if self._pool is None:
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        draw, read = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        before = self.guide.counts() if isinstance(self.guide, Meter) else ()
+        with torch.cuda.graph(draw, pool=self._pool):
+            drawn = self._draw(rows)
+        with torch.cuda.graph(read, pool=self._pool):
+            self._read(drawn.tokens, self._side)
+        counted: tuple[int, ...] = ()
+        if isinstance(self.guide, Meter):
+            counted = tuple(new - old for new, old in zip(self.guide.counts(), before, strict=True))
+            self.guide.set_counts(before)  # pyright: ignore[reportArgumentType]
+        return _Capture(draw, read, drawn, rows, counted)
+
+    def _count(self, capture: _Capture) -> None:
+        """Tell a meter what a captured step has read for the rows in use; it sees nothing itself."""
+        if isinstance(self.guide, Meter):
+            steps, texts, calls, tokens = capture.counted
+            before = self.guide.counts()
+            share = self.count / capture.rows
+            added = (steps, round(texts * share), calls, round(tokens * share))
+            self.guide.set_counts(tuple(old + new for old, new in zip(before, added, strict=True)))  # pyright: ignore
+
+
+def _measure(
+    proposal: Proposal, choice: Int[Tensor, " b"], tokens: Int[Tensor, " b"], logits: Float[Tensor, "b v"]
+) -> Float[Tensor, "b 7"]:
+    """The numbers about each token; log-probabilities are those of the base model alone and of the candidates."""
+    guided = log_probabilities(proposal.logits, choice)
+    shift = proposal.shift.gather(1, choice[:, None]).squeeze(1)
+    columns = (
+        tokens,
+        shift,
+        proposal.kl,
+        proposal.clipped,
+        log_probabilities(logits, tokens),
+        guided,
+        proposal.finite,
+    )
+    return torch.stack([column.double() for column in columns], dim=1)
+
+
+def _round_rows(count: int, capacity: int) -> int:
+    """The number of rows to compute: few different ones, since each needs a captured step."""
+    step = max(1, 2 ** (count.bit_length() - 1) // 16)
+    return min(-(-count // step) * step, capacity)

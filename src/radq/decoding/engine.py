@@ -1,0 +1,347 @@
+"""Continuous batching: requests join and leave the running rows at any step.
+
+    engine = Engine(lm, guide)
+    ticket = engine.submit(Request(prompt=[5, 9], steering=Steering(), max_new_tokens=20, uniforms=numbers))
+    for token in ticket:             # decodes all running requests until this one has its next token
+        print(token.id, token.shift)
+
+An engine works when somebody iterates over a ticket, calls `step`, or calls `run`. A text depends on its own prompt,
+settings and random numbers, and not on the requests beside it (but for the rounding of half precision).
+
+On a GPU the numbers of a step come to the host some steps later, so that the device never waits: a text may run a few
+tokens past its stop, and they are thrown away.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radq.decoding.config import Steering
+from radq.decoding.decoder import Decoder, Drawn
+from radq.decoding.steering import not_finite
+from radq.errors import MemoryLimitError
+from radq.guides import Guide
+from radq.models.loading import Wrappable, evaluating
+from radq.numerics import available_memory, empty_cache
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+LAG = 2  # steps between the work of a GPU and the reading of its results
+PROMPT_TOKENS = {"cpu": 4096, "cuda": 16384}  # of prompts that are read together
+MOST_ROWS = {"cpu": 64, "cuda": 8192}
+MEMORY_SHARE = 0.7  # of the free memory may be filled with rows
+FEWER = 0.75  # rows are moved together when so few of them are still running
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A text to be continued.
+
+    Attributes:
+        prompt: its tokens.
+        steering: candidates, temperature and KL budget.
+        max_new_tokens: the most tokens of the continuation.
+        uniforms: a random number in [0, 1) for each of them.
+        beta: the strengths of the guide; None takes the guide's own.
+        stops: tokens that end the text.
+        watch: a function that is told every token, and says whether the text ends with it.
+    """
+
+    prompt: Sequence[int]
+    steering: Steering
+    max_new_tokens: int
+    uniforms: np.ndarray
+    beta: tuple[float, ...] | None = None
+    stops: frozenset[int] = frozenset()
+    watch: Callable[[int], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that was drawn, and numbers about it.
+
+    Attributes:
+        id: its number in the vocabulary.
+        shift: what the guide added to its logit.
+        kl: KL(guided ‖ base) over the candidates, in nats.
+        clipped: the share of candidates whose reward was clamped.
+        log_probability: under the base model, over the whole vocabulary, at temperature 1.
+        guided_log_probability: under the distribution it was drawn from, over the candidates.
+    """
+
+    id: int
+    shift: float
+    kl: float
+    clipped: float
+    log_probability: float
+    guided_log_probability: float
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in an engine, and what has come of it so far. Iterating over it yields its tokens."""
+
+    engine: "Engine"
+    request: Request
+    rows: list[np.ndarray] = field(default_factory=list)  # of numbers, (7,) each
+    finish_reason: FinishReason | None = None
+    place: int | None = None  # its row, while it runs
+    watched: int = 0  # tokens that the request's own function has seen; a text may have begun again
+
+    def __iter__(self) -> Iterator[Token]:
+        place = 0
+        while True:
+            while place < len(self.rows):
+                row = self.rows[place]
+                yield Token(int(row[0]), *row[1:6].tolist())
+                place += 1
+            if self.finish_reason is not None:
+                if self.finish_reason == "error":
+                    raise not_finite()
+                return
+            self.engine.step()
+
+    def cancel(self) -> None:
+        """Stop this text; its row is free for others from the next step on."""
+        self.engine.finish(self, "cancelled")
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """The numbers of a step on their way to the host, and the tickets of its rows."""
+
+    tickets: list[Ticket]
+    numbers: Tensor
+    event: Any
+    drawn: Drawn | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of the engine has brought: the tickets of its rows, and their numbers, (b, 7)."""
+
+    tickets: list[Ticket]
+    numbers: np.ndarray
+    drawn: Drawn | None  # on the device, for callers that asked for it
+
+
+class Engine:
+    """Continues the texts of all requests together, with one base model and one guide."""
+
+    def __init__(
+        self,
+        lm: Wrappable,
+        guide: Guide | None = None,
+        max_rows: int | None = None,
+        captures: bool = True,
+        details: bool = False,
+    ):
+        """
+        Args:
+            max_rows: the most texts that are decoded together; by default as many as fit into free memory.
+            captures: whether steps on a CUDA device are captured as graphs.
+            details: whether the results of steps hold all candidates, which are then read at once.
+        """
+        self.lm, self.guide, self.max_rows, self.details = lm, guide, max_rows, details
+        self.decoder = Decoder(lm, guide, captures)
+        self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
+        self.lag = LAG if lm.device.type == "cuda" and not details else 0
+        self.waiting: deque[Ticket] = deque()
+        self.running: list[Ticket] = []  # in the order of the decoder's rows; some of them may have ended
+        self._left = np.zeros(0, dtype=np.int64)  # tokens still to be drawn in each row; 0 if it has ended
+        self._in_flight: deque[_InFlight] = deque()
+        self._fitting: int | None = None  # rows that fit into memory
+
+    # --- requests ---
+
+    def submit(self, request: Request) -> Ticket:
+        """Add a request; it joins the running ones at the next step that has room."""
+        ticket = Ticket(self, request)
+        self.waiting.append(ticket)
+        return ticket
+
+    def finish(self, ticket: Ticket, reason: FinishReason) -> None:
+        """End a text. Its row is free for others from the next step on."""
+        if ticket.finish_reason is None:
+            ticket.finish_reason = reason
+            if ticket.place is not None:
+                self._left[ticket.place] = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self._in_flight or self._left.any())
+
+    def rest(self) -> "Engine":
+        """Let all rows leave; the engine can be used again."""
+        for ticket in [*self.running, *self.waiting]:
+            self.finish(ticket, "cancelled")
+        self.waiting.clear()
+        self._in_flight.clear()
+        self._keep([])
+        return self
+
+    def run(self) -> Iterator[StepResult]:
+        """Work until all requests have ended; yield the result of each step."""
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[StepResult]:
+        """Draw a token for every running request; return the results that have arrived, maybe of earlier steps."""
+        with evaluating(self.lm):
+            try:
+                self._arrange()
+                if self._left.any():
+                    self._draw()
+            except torch.OutOfMemoryError as error:
+                self._begin_again_with_half(error)
+        behind = self.lag if self._left.any() else 0
+        results = []
+        while len(self._in_flight) > behind:
+            results.append(self._receive(self._in_flight.popleft()))
+        return results
+
+    # --- rows ---
+
+    def _arrange(self) -> None:
+        """Let rows leave that have ended, and others join."""
+        running = int((self._left > 0).sum())
+        if any(ticket.finish_reason is not None for ticket in self.waiting):
+            self.waiting = deque(ticket for ticket in self.waiting if ticket.finish_reason is None)
+        room = self._room() - running if self.waiting else 0
+        few = self.kind == "cpu" or running <= FEWER * len(self.running) or room > 0
+        if running < len(self.running) and few:
+            self._keep(np.flatnonzero(self._left).tolist())
+        while self.waiting and room > 0:
+            room -= self._admit(room)
+
+    def _keep(self, alive: list[int]) -> None:
+        """Move the last rows into the places of those that have ended, so that few rows are copied."""
+        staying = set(alive)
+        movers = [row for row in alive if row >= len(alive)]
+        rows = [place if place in staying else movers.pop() for place in range(len(alive))]
+        for place, ticket in enumerate(self.running):
+            ticket.place = ticket.place if place in staying else None
+        self.running, self._left = [self.running[row] for row in rows], self._left[rows]
+        for place, ticket in enumerate(self.running):
+            ticket.place = place
+        if rows:
+            self.decoder.keep(rows)
+        else:
+            self.decoder.empty()
+
+    def _room(self) -> int:
+        """The number of rows that may run together."""
+        most = self.max_rows or MOST_ROWS[self.kind]
+        if self.max_rows is None and self._fitting is None and self.decoder.slots:
+            self._fitting = self._count_fitting()
+        return min(most, self._fitting or most)
+
+    def _count_fitting(self) -> int | None:
+        """How many rows fit into the free memory, with those that there is room for already."""
+        free = available_memory(str(self.lm.device))
+        if free is None:
+            return None
+        slots = self.decoder.slots
+        per_row = sum(reading.nbytes / reading.capacity * reading.copies for reading in slots)
+        per_row += 64 * self.decoder.reader.vocabulary.size  # logits, in several precisions
+        return max(1, len(self.running) + int(MEMORY_SHARE * free / per_row))
+
+    def _admit(self, room: int) -> int:
+        """Read the prompts of some waiting requests, and let them join; return their number."""
+        chosen: list[Ticket] = []
+        places: dict[tuple[int, ...], int] = {}
+        longest = 0
+        while self.waiting and len(chosen) < room:
+            prompt = tuple(self.waiting[0].request.prompt)
+            longest = max(longest, len(prompt))
+            if prompt not in places and places and longest * (len(places) + 1) > PROMPT_TOKENS[self.kind]:
+                break
+            places.setdefault(prompt, len(places))
+            chosen.append(self.waiting.popleft())
+        requests = [ticket.request for ticket in chosen]
+        own = () if self.guide is None else self.guide.beta
+        steps = max(request.max_new_tokens for request in requests)
+        uniforms = np.zeros((len(requests), steps))
+        for row, request in enumerate(requests):
+            uniforms[row, : len(request.uniforms)] = request.uniforms[:steps]
+        overhead = 0 if self.guide is None else max((reader.overhead for reader in self.guide.readers), default=0)
+        siblings = requests[0].steering.top_k or 0
+        for place, ticket in enumerate(chosen, start=len(self.running)):
+            ticket.place = place
+        self.running += chosen
+        self._left = np.concatenate([self._left, [request.max_new_tokens for request in requests]])
+        self.decoder.add(
+            list(places),
+            [places[tuple(request.prompt)] for request in requests],
+            [request.steering for request in requests],
+            [own if request.beta is None else request.beta for request in requests],
+            uniforms,
+            capacity=min(self._room(), len(self.running) + len(self.waiting)),
+            width=longest + steps + overhead + siblings + 8,
+        )
+        return len(chosen)
+
+    # --- steps ---
+
+    def _draw(self) -> None:
+        drawn = self.decoder.draw()
+        self._left = np.maximum(self._left - 1, 0)
+        numbers = drawn.numbers[: len(self.running)]  # made anew by each step that is not captured
+        event = None
+        if self.lag:
+            numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+        details = drawn.copy(len(self.running)) if self.details else None
+        self._in_flight.append(_InFlight(list(self.running), numbers, event, details))
+        if self._left.any():
+            self.decoder.read()
+
+    def _receive(self, step: _InFlight) -> StepResult:
+        """Give tokens to their tickets, and end those that have a stop token, all their tokens, or no numbers."""
+        if step.event is not None:
+            step.event.synchronize()
+        numbers = step.numbers.cpu().numpy()
+        for ticket, row in zip(step.tickets, numbers, strict=True):
+            if ticket.finish_reason is not None:
+                continue
+            if not row[6]:
+                self.finish(ticket, "error")
+                continue
+            ticket.rows.append(row)
+            request, token = ticket.request, int(row[0])
+            if token in request.stops or self._watch(ticket, token):
+                self.finish(ticket, "stop")
+            elif len(ticket.rows) == request.max_new_tokens:
+                self.finish(ticket, "length")
+        return StepResult(step.tickets, numbers, step.drawn)
+
+    def _watch(self, ticket: Ticket, token: int) -> bool:
+        """Show a token to the request's own function; return whether the text ends."""
+        if ticket.request.watch is None or len(ticket.rows) <= ticket.watched:
+            return False
+        ticket.watched += 1
+        return ticket.request.watch(token)
+
+    def _begin_again_with_half(self, error: Exception) -> None:
+        """Free all rows, and begin their texts again, half as many at once: they will be the same texts."""
+        rows = len(self.running)
+        if rows <= 1:
+            raise MemoryLimitError(
+                "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
+            ) from error
+        self.max_rows = rows // 2
+        self._in_flight.clear()
+        for ticket in reversed(self.running):
+            ticket.place = None
+            if ticket.finish_reason is None:
+                ticket.rows.clear()
+                self.waiting.appendleft(ticket)
+        self.running, self._left = [], np.zeros(0, dtype=np.int64)
+        self.decoder.clear()
+        empty_cache()
+        warnings.warn(f"the memory is full, so radq decodes {self.max_rows} texts at once from now on.", stacklevel=2)

@@ -1,0 +1,62 @@
+"""Text from tokens as they come: pieces that are final, and texts that end at a stop string.
+
+text = GrowingText(tokenizer, prompt, stops=["\\n"])
+for token in ticket:
+    print(text.add(token.id), end="")
+print(text.end(), end="")
+"""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+UNFINISHED = "\ufffd"  # what tokenizers write for the first bytes of a character
+
+
+class GrowingText:
+    """The text of a continuation. Pieces are given out as soon as later tokens can no longer change them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str] = ()):
+        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
+        self.text = ""  # up to a stop string, which is not part of it
+        self.stopped = False
+        # Decoded together with some tokens before, since some tokenizers drop a space at the beginning of a text.
+        self._window = list(prompt[-8:])
+        self._before = self._decode(self._window)
+        self._given = 0
+
+    def add(self, token: int) -> str:
+        """Add a token; return the piece of text that has become final."""
+        if self.stopped:
+            return ""
+        self._window.append(token)
+        whole = self._decode(self._window)
+        if whole.endswith(UNFINISHED):
+            return ""
+        self.text += whole[len(self._before) :]
+        self._window = self._window[-8:]
+        self._before = self._decode(self._window)
+        places = [place for place in (self.text.find(stop) for stop in self.stops) if place >= 0]
+        if places:
+            self.stopped, self.text = True, self.text[: min(places)]
+        return self._give(len(self.text) if self.stopped else len(self.text) - self._held_back())
+
+    def end(self) -> str:
+        """The rest of the text, when no more tokens will come."""
+        if not self.stopped:
+            self.text += self._decode(self._window)[len(self._before) :]
+            self._before = self._decode(self._window)
+        return self._give(len(self.text))
+
+    def _give(self, end: int) -> str:
+        begin, self._given = self._given, max(self._given, end)
+        return self.text[begin : self._given]
+
+    def _held_back(self) -> int:
+        """The number of last characters with which a stop string may have begun."""
+        longest = min(max((len(stop) for stop in self.stops), default=1) - 1, len(self.text))
+        ends = (self.text[len(self.text) - n :] for n in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self.stops)), 0)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,360 @@
+"""Slots: the keys and values of many texts in one store per model, which is written in place.
+
+    slots = settle(reading, capacity=25, width=64)   # a `Reading` becomes 25 slots of at least 64 columns
+    slots.reserve()                                   # before each token: room for it
+    slots.advance(tokens)                             # reads one token of every text
+
+A `SlotReading` has the methods of a `Reading`, but they consume it: all of them change it and return it. Row r writes
+its next token at column `lengths[r]`, so rows need no padding, stopping or joining moves no other row, and a token that
+is not to be kept is simply overwritten. What lies behind the end of a row is finite and is never seen.
+
+Nothing between `reserve` and the next `reserve` waits for the device, and all tensors stay where they are until a row
+joins or leaves, so a step can be captured as a CUDA graph.
+Axes: b rows, k candidates, n new tokens, w columns, d hidden.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from radq.models import kv_cache
+from radq.models.grouped_attention import grouped_heads
+from radq.models.loading import evaluating
+from radq.models.reading import Reader, Reading
+
+ALIGNED = 8  # fused attention wants masks of such widths
+
+
+class SlotReading:
+    """A transformer's state after a batch of texts, in slots."""
+
+    def __init__(self, reading: Reading, capacity: int, width: int):
+        """Make empty slots for texts like those of a reading."""
+        self.reader, self.copies = reading.reader, reading.copies
+        self.count = 0  # slots in use, and those that a captured step computes along
+        self.window = 0  # columns that the next forward sees
+        self.epoch = 0  # changes whenever tensors move
+        self.device = reading.last.device
+        self.layers = [_SlotLayer(self) for _ in reading.prefix.layers]
+        self.cache = Cache(layers=self.layers)
+        self.columns: Any = None  # (b, n): where the forward in progress writes
+        self._shapes = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in reading.prefix.layers]
+        self._like = reading
+        self._limit = reading.reader.max_positions
+        self._types = kv_cache.layer_types(reading.reader.model)
+        self.bounds = np.zeros(0, dtype=np.int64)  # at most so many tokens has each row
+        self._allocate(capacity * self.copies, width)
+
+    # --- memory ---
+
+    def _allocate(self, capacity: int, width: int) -> None:
+        """Make the store larger, and keep what it holds."""
+        before = vars(self).copy()
+        like, kept = self._like, self.count
+        keys = like.prefix.layers[0][0]
+        self.capacity, self.width = capacity, width
+        self.epoch += 1
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        self._lengths = zeros(capacity, dtype=torch.long)
+        self._input_ids = zeros(capacity, width, dtype=torch.long)
+        self._last = zeros(capacity, like.last.shape[1], dtype=like.last.dtype)
+        self._notes = None if like.notes is None else zeros(capacity, like.notes.shape[1], dtype=like.notes.dtype)
+        self._stores: list[Tensor] = []  # keys and values of all layers with the same shape, (layers, slots, …)
+        for shape in dict.fromkeys(self._shapes):
+            members = [layer for layer, own in zip(self.layers, self._shapes, strict=True) if own == shape]
+            heads, *sizes = shape
+            pair = [zeros(len(members), capacity, heads, width, size, dtype=keys.dtype) for size in sizes]
+            self._stores += pair
+            for number, layer in enumerate(members):
+                layer.keys, layer.values = pair[0][number], pair[1][number]
+        self.bounds = np.concatenate([self.bounds, np.zeros(capacity - len(self.bounds), dtype=np.int64)])
+        if not kept:
+            return
+        self._lengths[:kept] = before["_lengths"][:kept]
+        self._input_ids[:kept, : before["width"]] = before["_input_ids"][:kept]
+        self._last[:kept] = before["_last"][:kept]
+        if self._notes is not None:
+            self._notes[:kept] = before["_notes"][:kept]
+        for old, new in zip(before["_stores"], self._stores, strict=True):
+            new[:, :kept, :, : before["width"]] = old[:, :kept]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.numel() * store.element_size() for store in self._stores)
+
+    def reserve(self, siblings: int = 0) -> None:
+        """Make room for one more token of every row, and for candidates that RAD-V reads beside each other."""
+        self.window = _round_window(int(self.bounds[: self.count].max(initial=0)) + 1, self.device.type)
+        wanted = self.window + _align(siblings)
+        if wanted > self.width:
+            self._allocate(self.capacity, max(wanted, 2 * self.width))
+        self.bounds[: self.count] += 1
+
+    # --- rows ---
+
+    @property
+    def last(self) -> Float[Tensor, "b n"]:
+        """The output at the last token of each text."""
+        return self._last[: self.count]
+
+    @property
+    def notes(self) -> Float[Tensor, "b m"] | None:
+        return None if self._notes is None else self._notes[: self.count]
+
+    @property
+    def lengths(self) -> Int[Tensor, " b"]:
+        return self._lengths[: self.count]
+
+    def map_readings(self, change: Callable[["SlotReading"], Any]) -> Any:
+        return change(self)
+
+    def resize(self, texts: int) -> "SlotReading":
+        """Compute the first slots alone, or some free slots along."""
+        self.count = texts * self.copies
+        return self
+
+    def note(self, notes: Float[Tensor, "b m"]) -> "SlotReading":
+        """Keep other numbers beside each row."""
+        assert self._notes is not None
+        self._notes[: self.count].copy_(notes)
+        return self
+
+    def select(self, rows: Int[Tensor, " r"]) -> "SlotReading":
+        """The given rows, in that order. A row that keeps its place is not copied."""
+        sources = rows.tolist()
+        moved = [(target, source) for target, source in enumerate(sources) if target != source]
+        if len(sources) > self.capacity:
+            self._allocate(len(sources), self.width)
+        if moved:
+            targets, origins = (torch.tensor(part, device=self.device) for part in zip(*moved, strict=True))
+            for values, dim in self._row_tensors():
+                values.index_copy_(dim, targets, values.index_select(dim, origins))
+        self.bounds[: len(sources)] = self.bounds[sources]
+        self.bounds[len(sources) :] = 0
+        self._lengths[len(sources) :] = 0
+        self.count = len(sources)
+        return self
+
+    def _row_tensors(self) -> Iterator[tuple[Tensor, int]]:
+        """All tensors with a row for each slot, and the axis of the rows."""
+        for values in (self._lengths, self._input_ids, self._last, self._notes):
+            if values is not None:
+                yield values, 0
+        for store in self._stores:
+            yield store, 1
+
+    @staticmethod
+    def join(readings: "Sequence[SlotReading | Reading]") -> "SlotReading":
+        """Put the rows of readings into free slots of the first one."""
+        slots, *others = readings
+        assert isinstance(slots, SlotReading)
+        for reading in others:
+            assert isinstance(reading, Reading)
+            slots.add(reading)
+        return slots
+
+    def add(self, reading: Reading) -> "SlotReading":
+        """Copy the rows of a reading into free slots; what was padding on the left ends up behind the text."""
+        prefix, first = reading.prefix, self.count
+        lengths = prefix.attention_mask.sum(1)
+        longest, rows = int(lengths.max()), slice(first, first + len(lengths))
+        if rows.stop > self.capacity or longest > self.width:
+            self._allocate(max(rows.stop, self.capacity), max(longest, self.width))
+        t = prefix.input_ids.shape[1]
+        columns = (torch.arange(longest, device=self.device) + (t - lengths)[:, None]).clamp(max=t - 1)  # (b, longest)
+        self._lengths[rows] = lengths
+        self._input_ids[rows, :longest] = prefix.input_ids.gather(1, columns)
+        self._last[rows] = reading.last
+        if self._notes is not None:
+            self._notes[rows] = reading.notes
+        same = bool((lengths == lengths[0]).all())
+        for layer, pair in zip(self.layers, prefix.layers, strict=True):
+            for store, values in zip((layer.keys, layer.values), pair, strict=True):
+                if same:
+                    store[rows, :, :longest] = values[:, :, t - longest :]
+                else:
+                    index = columns[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
+                    store[rows, :, :longest] = values.gather(2, index)
+        self.bounds[rows] = lengths.cpu().numpy()
+        self.count = rows.stop
+        return self
+
+    # --- reading ---
+
+    @torch.no_grad()
+    def read(self, tokens: Int[Tensor, " b"]) -> "SlotReading":
+        """Read one more token of each row, all of which the model knows."""
+        self._last[: self.count] = self._read(tokens)
+        self.lengths.add_(1)
+        return self
+
+    @torch.no_grad()
+    def advance(self, tokens: Int[Tensor, " b"]) -> "SlotReading":
+        """Read one more token of each row; rows whose token the model does not know stay as they are."""
+        tokens = tokens.to(self.device)
+        known = tokens < self.reader.num_known
+        self._keep(known, self._read(tokens * known))
+        return self
+
+    def _read(self, tokens: Int[Tensor, " b"]) -> Float[Tensor, "b d"]:
+        """The output at one more token of each row, whose length is not changed."""
+        columns = self.lengths.clamp(max=self.window - 1)[:, None]  # (b, 1)
+        self._input_ids[: self.count].scatter_(1, columns, tokens[:, None])
+        seen = torch.arange(self.window, device=self.device) <= columns[..., None]  # (b, 1, w)
+        output = self._forward(tokens[:, None], columns, columns, seen)
+        return output[self.reader.output][:, -1]
+
+    def _keep(self, known: Bool[Tensor, " b"], output: Float[Tensor, "b d"]) -> None:
+        """Make rows one token longer where their token is known."""
+        self._last[: self.count] = torch.where(known[:, None], output, self.last)
+        self.lengths.add_(known)
+
+    @torch.no_grad()
+    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "SlotSiblings":
+        """Read candidates for the next token, none of which sees another, in columns behind those of the texts."""
+        b, k = candidates.shape
+        columns = torch.arange(self.window, self.window + k, device=self.device).expand(b, k)
+        positions = self.lengths[:, None].expand(b, k)
+        before = torch.arange(self.window, device=self.device) < self.lengths[:, None]  # (b, w)
+        itself = torch.eye(k, _align(k), dtype=torch.bool, device=self.device).expand(b, k, -1)
+        seen = torch.cat([before[:, None].expand(b, k, -1), itself], dim=2)
+        output = self._forward(candidates, columns, positions, seen)
+        return SlotSiblings(self, candidates, output.last_hidden_state)
+
+    def rewind(self, n: int) -> "SlotReading":
+        """Go back to the state before the last n tokens of every row, all of which the model knows."""
+        self.lengths.sub_(n + 1)
+        return self.read(self._input_ids[: self.count].gather(1, self.lengths[:, None]).squeeze(1))
+
+    def _forward(
+        self, tokens: Int[Tensor, "b n"], columns: Tensor, positions: Tensor, seen: Bool[Tensor, "b n w"]
+    ) -> Any:
+        self.columns, self.seen_width = columns, seen.shape[2]
+        model = self.reader.model
+        extra: dict[str, Any] = dict(self.reader.last_only)
+        if kv_cache.accepts(model, "position_ids"):
+            extra["position_ids"] = positions if self._limit is None else positions.clamp(max=self._limit - 1)
+        masks = {kind: self._mask(kind, positions, seen) for kind in self._types}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        with grouped_heads(model):
+            return model(input_ids=tokens, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra)
+
+    def _mask(self, kind: str, positions: Tensor, seen: Bool[Tensor, "b n w"]) -> Float[Tensor, "b 1 n w"]:
+        """The additive mask of a type of layer; a sliding window counts the token itself."""
+        if kind == "sliding_attention":
+            size: int = self.reader.model.config.get_text_config().sliding_window
+            near = torch.arange(seen.shape[2], device=self.device) > positions[..., None] - size
+            near[..., self.window :] = True  # candidates stand at the end of the text, whatever their column
+            seen = seen & near
+        dtype = self._stores[0].dtype
+        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
+
+
+class SlotSiblings:
+    """k candidates after the texts of slots. Going on with one of them is no further forward."""
+
+    def __init__(self, slots: SlotReading, candidates: Int[Tensor, "b k"], hidden: Float[Tensor, "b k d"]):
+        self.slots, self.candidates, self.hidden = slots, candidates, hidden
+
+    @torch.no_grad()
+    def advance(self, tokens: Int[Tensor, " b"], candidates: Int[Tensor, "b k"]) -> SlotReading:
+        """Go on with these tokens, which must be among the candidates; unknown ones are left out."""
+        slots, b = self.slots, len(tokens)
+        index = (candidates == tokens[:, None]).int().argmax(1)  # (b,)
+        columns = slots.lengths.clamp(max=slots.window - 1)
+        for store in slots._stores:  # (layers, slots, heads, w, size)
+            rows = store[:, :b]
+            shape = (*rows.shape[:3], 1, rows.shape[4])
+            chosen = rows.gather(3, (slots.window + index).view(1, b, 1, 1, 1).expand(shape))
+            rows.scatter_(3, columns.view(1, b, 1, 1, 1).expand(shape), chosen)
+        slots._input_ids[:b].scatter_(1, columns[:, None], tokens[:, None])
+        hidden = self.hidden.gather(1, index.view(b, 1, 1).expand(b, 1, self.hidden.shape[2])).squeeze(1)
+        slots._keep(tokens < slots.reader.num_known, hidden)
+        return slots
+
+
+class _SlotLayer(DynamicLayer):
+    """One layer of the store, as transformers' models write and read it."""
+
+    def __init__(self, slots: SlotReading):
+        super().__init__()
+        self.slots = slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """The store is there already."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        b, width, columns = len(key_states), self.slots.seen_width, self.slots.columns
+        index = columns[:, None, :, None]
+        keys, values = self.keys[:b, :, :width], self.values[:b, :, :width]  # pyright: ignore[reportOptionalSubscript]
+        keys.scatter_(2, index.expand_as(key_states), key_states)
+        values.scatter_(2, index.expand_as(value_states), value_states)
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        return self.slots.seen_width, 0
+
+
+def _align(number: int) -> int:
+    return -(-number // ALIGNED) * ALIGNED
+
+
+def _round_window(columns: int, device: str) -> int:
+    """The number of columns to compute with. On a GPU few different ones, since each needs a captured step."""
+    if device == "cpu":
+        return _align(columns)
+    step = 64
+    while columns > 4 * step:
+        step *= 2
+    return -(-columns // step) * step
+
+
+def settle(reading: Reading, capacity: int, width: int) -> "SlotReading | Reading":
+    """Move a reading into new slots, or leave it as it is where its model cannot work with slots."""
+    if not takes_slots(reading.reader):
+        return reading
+    slots = SlotReading(reading, max(capacity, -(-len(reading.last) // reading.copies)), width)
+    return slots.add(reading)
+
+
+_TAKES_SLOTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def takes_slots(reader: Reader) -> bool:
+    """Whether a model reads the same in slots as alone. It is tried once: no configuration tells."""
+    model = reader.model
+    if model not in _TAKES_SLOTS:
+        known = kv_cache.layer_types(model) <= kv_cache.MASKED_TYPES
+        with evaluating(model):
+            _TAKES_SLOTS[model] = known and _try_slots(reader)
+    return _TAKES_SLOTS[model]
+
+
+@torch.no_grad()
+def _try_slots(reader: Reader) -> bool:
+    def start(*tokens: int) -> Reading:
+        text = torch.tensor([tokens], device=reader.device)
+        return reader.read(text, torch.ones_like(text))
+
+    try:
+        short, long = start(3), start(3, 4, 5)
+        slots = SlotReading(short, 2, 8).add(short).add(long)
+        expected = [reading.read(torch.tensor([6], device=reader.device)).last for reading in (short, long)]
+        slots.reserve()
+        slots.read(torch.tensor([6, 6], device=reader.device))
+        return kv_cache.agree(slots.last, torch.cat(expected))
+    except Exception:  # whatever a model raises when handed a cache or mask that it does not understand
+        return False

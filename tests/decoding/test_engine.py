@@ -1,0 +1,201 @@
+"""The engine: requests that join and leave are continued as alone, and no step waits for the device."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from baselines import make_guide
+from families import EOS, VOCAB, make_lm, make_reward
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from radq.decoding.config import Steering
+from radq.decoding.decoder import Decoder
+from radq.decoding.engine import Engine, Request, Ticket
+from radq.errors import MemoryLimitError, RewardValueError
+from radq.guides import Guide, RewardGuide
+
+STEERINGS = [
+    Steering(top_k=5),
+    Steering(top_k=None),
+    Steering(top_k=8, top_p=0.7, temperature=1.3),
+    Steering(top_k=3, temperature=0.0),
+    Steering(top_k=20, kl_budget=0.2),
+]
+
+
+def make_request(number: int, length: int = 8, **changes: Any) -> Request:
+    """A request with a prompt, settings and random numbers of its own."""
+    random = np.random.default_rng(number)
+    options: dict[str, Any] = {
+        "prompt": random.integers(3, VOCAB, 1 + number % 6).tolist(),
+        "steering": STEERINGS[number % len(STEERINGS)],
+        "max_new_tokens": length,
+        "uniforms": random.random(length),
+        "stops": frozenset([EOS, 7]),
+    }
+    return Request(**(options | changes))
+
+
+def make_any_guide(name: str, lm_folders: dict[str, Path]) -> Guide | None:
+    if name == "none":
+        return None
+    if name in ("q", "v"):
+        return RewardGuide(make_reward(name, lm_folders["llama"]).double(), {"nice": 4.0, "rude": -6.0})
+    if name == "sum":
+        return make_any_guide("q", lm_folders) + make_guide("dexperts", "llama")  # pyright: ignore
+    return make_guide(name, "llama")
+
+
+def continue_alone(lm: Any, guide: Guide | None, request: Request) -> Ticket:
+    ticket = Engine(lm, guide).submit(request)
+    assert len(list(ticket)) >= 1
+    return ticket
+
+
+@pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
+def test_requests_that_join_and_leave_are_continued_as_alone(name: str, lm_folders: dict[str, Path]) -> None:
+    lm, guide = make_lm("llama").double(), make_any_guide(name, lm_folders)
+    requests = [make_request(number, length=2 + number % 9) for number in range(25)]
+    engine, random = Engine(lm, guide, max_rows=6), np.random.default_rng(0)
+    tickets: list[Ticket] = []
+    while len(tickets) < len(requests) or engine.busy:
+        for _ in range(random.integers(0, 3)):
+            if len(tickets) < len(requests):
+                tickets.append(engine.submit(requests[len(tickets)]))
+        engine.step()
+        assert len(engine.running) <= 6
+    for ticket in tickets:
+        alone = continue_alone(lm, guide, ticket.request)
+        assert [row[0] for row in ticket.rows] == [row[0] for row in alone.rows]
+        assert ticket.finish_reason == alone.finish_reason
+        np.testing.assert_allclose(np.array(ticket.rows), np.array(alone.rows), rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 4))
+def test_texts_do_not_depend_on_the_number_of_rows(numbers: list[int], max_rows: int) -> None:
+    lm = make_lm("gpt2").double()
+    engine = Engine(lm, max_rows=max_rows)
+    tickets = [engine.submit(make_request(number)) for number in numbers]
+    for _ in engine.run():
+        pass
+    for ticket in tickets:
+        assert [row[0] for row in ticket.rows] == [row[0] for row in continue_alone(lm, None, ticket.request).rows]
+
+
+def test_strengths_belong_to_requests(lm_folders: dict[str, Path]) -> None:
+    lm, model = make_lm("llama").double(), make_reward("q", lm_folders["llama"]).double()
+    engine = Engine(lm, RewardGuide(model, {"nice": 1.0}))
+    tickets = [engine.submit(make_request(4, beta=(beta,))) for beta in (0.0, 5.0, -30.0)]
+    for _ in engine.run():
+        pass
+    for ticket in tickets:
+        own = RewardGuide(model, {"nice": float(ticket.request.beta[0])})  # pyright: ignore[reportOptionalSubscript]
+        alone = continue_alone(lm, own, make_request(4))
+        assert [row[0] for row in ticket.rows] == [row[0] for row in alone.rows]
+
+
+# --- no waiting ---
+
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
+
+
+class CountWaiting(TorchDispatchMode):
+    """Counts operations whose result the host must wait for on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in WAITING):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
+def test_no_step_waits_for_the_device(name: str, lm_folders: dict[str, Path]) -> None:
+    lm, guide = make_lm("llama").double().eval(), make_any_guide(name, lm_folders)
+    beta = () if guide is None else guide.beta
+    decoder = Decoder(lm, guide)
+    decoder.add([[5, 6, 7], [8]], [0, 1, 1], STEERINGS[:3], [beta] * 3, np.full((3, 9), 0.4), capacity=3, width=64)
+    decoder.draw()
+    decoder.read()
+    with CountWaiting() as count:
+        for _ in range(3):
+            decoder.draw()
+            decoder.read()
+    assert count.found == []
+
+
+def test_the_count_of_waiting_operations_can_fail() -> None:
+    with CountWaiting() as count:
+        assert bool((torch.ones(3) > 0).all())
+    assert count.found
+
+
+# --- bad input ---
+
+
+def test_a_row_without_numbers_ends_alone(lm_folders: dict[str, Path]) -> None:
+    lm, model = make_lm("llama").double(), make_reward("q", lm_folders["llama"]).double()
+    guide = RewardGuide(model, {"nice": 1.0}, clamp=False)
+    engine = Engine(lm, guide)
+    good, bad = engine.submit(make_request(4)), engine.submit(make_request(4, beta=(float("inf"),)))
+    with pytest.raises(RewardValueError, match="finite"):
+        list(bad)
+    assert bad.finish_reason == "error"
+    assert [token.id for token in good] == [row[0] for row in continue_alone(lm, guide, make_request(4)).rows]
+
+
+def test_a_client_that_goes_away_frees_its_row() -> None:
+    engine = Engine(make_lm("gpt2"), max_rows=2)
+    first, second, third = (engine.submit(make_request(n, length=30, stops=frozenset())) for n in range(3))
+    engine.step()
+    assert third in engine.waiting
+    first.cancel()
+    engine.step()
+    assert engine.running == [second, third]
+    assert len(list(first)) == 1
+    assert first.finish_reason == "cancelled"
+    assert len(list(third)) == 30
+
+
+def test_full_memory_halves_the_rows_and_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_lm("gpt2").double()
+    requests = [make_request(number, length=6) for number in range(8)]
+    expected = [[row[0] for row in continue_alone(lm, None, request).rows] for request in requests]
+    draw = Decoder.draw
+
+    def draw_few(self: Decoder) -> Any:
+        if self.count > 3 and self._steerings:
+            raise torch.OutOfMemoryError("no memory")
+        return draw(self)
+
+    monkeypatch.setattr(Decoder, "draw", draw_few)
+    engine = Engine(lm)
+    tickets = [engine.submit(request) for request in requests]
+    with pytest.warns(UserWarning, match="2 texts at once"):
+        for _ in engine.run():
+            pass
+    assert [[row[0] for row in ticket.rows] for ticket in tickets] == expected
+    monkeypatch.setattr(Decoder, "draw", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    with pytest.raises(MemoryLimitError, match="a single text"):
+        list(Engine(lm).submit(requests[0]))
+
+
+def test_functions_that_watch_end_a_text_and_see_each_token_once() -> None:
+    seen: list[int] = []
+
+    def watch(token: int) -> bool:
+        seen.append(token)
+        return len(seen) == 3
+
+    ticket = Engine(make_lm("gpt2")).submit(make_request(0, length=9, stops=frozenset(), watch=watch))
+    assert [token.id for token in ticket] == seen
+    assert len(seen) == 3
+    assert ticket.finish_reason == "stop"
