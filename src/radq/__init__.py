@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from radq.decoding.best_of_n import best_of_n
     from radq.decoding.config import Steering
-    from radq.decoding.generate import Generation, generate, stream
+    from radq.decoding.engine import Engine, Request
+    from radq.decoding.generate import Generation, astream_text, generate, stream, stream_text
     from radq.errors import RadqError
     from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
     from radq.guides.meter import Meter
@@ -31,6 +32,10 @@ _HOME = {
     "Generation": "radq.decoding.generate",
     "generate": "radq.decoding.generate",
     "stream": "radq.decoding.generate",
+    "stream_text": "radq.decoding.generate",
+    "astream_text": "radq.decoding.generate",
+    "Engine": "radq.decoding.engine",
+    "Request": "radq.decoding.engine",
     "Steering": "radq.decoding.config",
     "RadqError": "radq.errors",
     "train_experts": "radq.training.experts",
@@ -55,6 +60,7 @@ _HOME = {
 
 __all__ = [
     "DExpertsGuide",
+    "Engine",
     "ExpertTrainingConfig",
     "GeDiGuide",
     "Generation",
@@ -64,17 +70,20 @@ __all__ = [
     "RadQ",
     "RadV",
     "RadqError",
+    "Request",
     "RewardGuide",
     "RewardModel",
     "RewardModelConfig",
     "RewardTrainer",
     "RewardTrainingConfig",
     "Steering",
+    "astream_text",
     "best_of_n",
     "generate",
     "load",
     "load_guide",
     "stream",
+    "stream_text",
     "train",
     "train_experts",
 ]

@@ -15,7 +15,8 @@ from proposals import ConstantGuide, NoState, propose_all
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.decoding.generate import encode_prompts, generate, stream
+from radq.decoding.generate import generate, stream
+from radq.decoding.prompts import encode_prompts
 from radq.decoding.steering import (
     Plan,
     Steering,

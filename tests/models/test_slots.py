@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from radq.guides import RewardGuide
+from radq.models import reading
 from radq.models.reading import Reader, Reading
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
+from radq.numerics import pad_left
 
 TEXTS = [[5, 9, 3, 12, 30, 7, 8], [11], [6, 31, 14]]
 
@@ -105,8 +107,8 @@ def test_models_that_cannot_use_slots_stay_as_they_are() -> None:
     config = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2)
     reader = Reader(AutoModelForCausalLM.from_config(config).eval(), "logits", "base model", Vocabulary(VOCAB))
     assert not takes_slots(reader)  # ALiBi finds positions from a mask with two axes
-    reading = read_alone(reader, [5, 6])
-    assert settle(reading, 4, 8) is reading
+    state = read_alone(reader, [5, 6])
+    assert settle(state, 4, 8) is state
 
 
 def test_nothing_moves_while_rows_stay() -> None:
@@ -120,3 +122,14 @@ def test_nothing_moves_while_rows_stay() -> None:
     found = [store.data_ptr() for store in slots._stores] + [slots.last.data_ptr(), slots.lengths.data_ptr()]
     assert found == places
     assert slots.epoch == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_prompts_are_read_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = make_reader(family)
+    padded = pad_left(TEXTS)
+    whole = reader.read(*padded)
+    monkeypatch.setattr(reading, "TOKENS_PER_FORWARD", 6)
+    parts = reader.read(*padded)
+    torch.testing.assert_close(parts.last, whole.last)
+    torch.testing.assert_close(parts.read(torch.tensor([5, 6, 7])).last, whole.read(torch.tensor([5, 6, 7])).last)

@@ -2,13 +2,14 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from radq.decoding.config import Steering
     from radq.decoding.generate import Generation
 
 
@@ -45,8 +46,12 @@ class Arguments:
     """Number of continuations of each prompt."""
     max_new_tokens: int = 20
     """Largest number of tokens of a continuation."""
-    batch_size: int = 64
-    """Number of continuations that are decoded together; more are faster and need more memory."""
+    stop: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
+    """Text that ends a continuation before it; repeat the option for more texts."""
+    batch_size: int | None = None
+    """Number of continuations that are decoded together; by default as many as fit into free memory."""
+    stream: bool = False
+    """Print one continuation of each prompt as it is written, instead of a table at the end."""
     seed: int = 0
     """Seed of the random numbers: the same seed gives the same texts."""
     device: str = "auto"
@@ -73,6 +78,9 @@ def run(arguments: Arguments) -> None:
     device = find_device(arguments.device)
     guide = load_guides(arguments.guide, device, arguments.dtype, arguments.clamp)
     lm, tokenizer = load(arguments.base, device, arguments.dtype)
+    if arguments.stream:
+        _print_streams(arguments, prompts, lm, tokenizer, guide)
+        return
     generations = generate(
         lm,
         tokenizer,
@@ -85,6 +93,7 @@ def run(arguments: Arguments) -> None:
         num_samples=arguments.num_samples,
         seed=arguments.seed,
         kl_budget=_kl_budget(arguments),
+        stop=arguments.stop,
         batch_size=arguments.batch_size,
         progress=not arguments.json,
     )
@@ -94,21 +103,53 @@ def run(arguments: Arguments) -> None:
         _print_table(generations, tokenizer)
 
 
+def _print_streams(arguments: Arguments, prompts: list[str], lm: Any, tokenizer: Any, guide: Any) -> None:
+    """Print a continuation of each prompt while it is written; the same texts as without --stream."""
+    from radq.decoding.generate import stream_text
+
+    for number, prompt in enumerate(prompts):
+        print(prompt, end="", flush=True)
+        pieces = stream_text(
+            lm,
+            tokenizer,
+            prompt,
+            guide,
+            _steering(arguments),
+            arguments.max_new_tokens,
+            arguments.seed,
+            stop=arguments.stop,
+            first_prompt=number,
+        )
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+
+
+def _steering(arguments: Arguments) -> "Steering":
+    from radq.decoding.config import Steering
+
+    return Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, _kl_budget(arguments))
+
+
 def _kl_budget(arguments: Arguments) -> float | None:
     return None if arguments.kl_budget == "none" else arguments.kl_budget
 
 
 def _check(arguments: Arguments) -> list[str]:
     """Refuse what can be refused before torch is imported; return the prompts."""
-    from radq.decoding.config import Steering, check_counts
+    from radq.decoding.config import check_counts, check_stop
+    from radq.errors import OptionError
     from radq.guides.spec import check_guide, parse_guide
     from radq.models.stored import check_language_model
 
     prompts = _read_prompts(arguments)
-    Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, _kl_budget(arguments))
-    check_counts(
-        max_new_tokens=arguments.max_new_tokens, num_samples=arguments.num_samples, batch_size=arguments.batch_size
-    )
+    _steering(arguments)
+    counts = {"max_new_tokens": arguments.max_new_tokens, "num_samples": arguments.num_samples}
+    check_counts(**counts, **({} if arguments.batch_size is None else {"batch_size": arguments.batch_size}))
+    check_stop(arguments.stop)
+    if arguments.stream and (arguments.json or arguments.num_samples > 1):
+        other = "--json" if arguments.json else f"--num-samples {arguments.num_samples}"
+        raise OptionError(f"--stream prints one text of each prompt, and {other} is given.", "give one of the two.")
     for specification in arguments.guide:
         check_guide(*parse_guide(specification))
     check_language_model(arguments.base)

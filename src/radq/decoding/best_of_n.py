@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.generate import Generation, check_guide, encode_prompts, generate
+from radq.decoding.generate import Generation, check_guide, generate
+from radq.decoding.prompts import encode_prompts
 from radq.errors import OptionError
 from radq.guides import RewardGuide
 from radq.models.kv_cache import leave_out_unknown
@@ -34,7 +35,7 @@ def best_of_n(
     num_samples: int = 1,
     seed: int = 0,
     *,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     **options: Any,
 ) -> list[Generation]:
     """Draw n unguided continuations for each one returned, and keep the one with the highest Σ_a β_a r̂_a at its end.
@@ -42,7 +43,8 @@ def best_of_n(
     The reward is that of the last token of prompt and continuation, without a stop token, since training texts end
     without one. So an empty continuation has the reward of its prompt. Among equal rewards, the first one drawn is
     kept. Sample s of prompt p is the best of the samples n·s to n·s + n − 1 that `generate` draws with the same seed.
-    At most `batch_size` texts are drawn, or scored, at once. Other options are those of `generate`.
+    At most `batch_size` texts are drawn, or scored, at once; by default as many as fit into memory are drawn, and 64
+    scored. Other options are those of `generate`.
     """
     if n < 1:
         raise OptionError(f"n must be at least 1, got {n}.", "give a larger n.")
@@ -57,7 +59,7 @@ def best_of_n(
         encoded[row // (n * num_samples)] + generation.token_ids[: generation.num_text_tokens]
         for row, generation in enumerate(drawn)
     ]
-    scores = score_texts(model, beta, texts, batch_size)
+    scores = score_texts(model, beta, texts, batch_size or 64)
     best = scores.view(-1, n).numpy().argmax(1)  # argmax takes the first among equal scores
     return [drawn[group * n + index] for group, index in enumerate(best)]
 

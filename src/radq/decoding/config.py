@@ -1,5 +1,6 @@
 """Settings of guided decoding, checked when they are made. Importing this module imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radq.errors import OptionError
@@ -45,3 +46,10 @@ def check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise OptionError(f"{name} must be at least 1, got {value}.", f"give a larger {name}.")
+
+
+def check_stop(stop: Sequence[str]) -> Sequence[str]:
+    """Refuse stop texts that are no list of texts, or empty."""
+    if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+        raise OptionError(f"stop must be a list of texts that are not empty, got {stop!r}.", "give a list of texts.")
+    return stop

@@ -60,7 +60,7 @@ class _Capture:
 class Decoder:
     """Rows of texts that a base model and a guide continue together."""
 
-    def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = True):
+    def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = False):
         self.lm, self.guide = lm, guide
         self.device = lm.device
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))

@@ -12,11 +12,14 @@ On a GPU the numbers of a step come to the host some steps later, so that the de
 tokens past its stop, and they are thrown away.
 """
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,6 +39,9 @@ PROMPT_TOKENS = {"cpu": 4096, "cuda": 16384}  # of prompts that are read togethe
 MOST_ROWS = {"cpu": 64, "cuda": 8192}
 MEMORY_SHARE = 0.7  # of the free memory may be filled with rows
 FEWER = 0.75  # rows are moved together when so few of them are still running
+
+
+_HALVED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +144,7 @@ class Engine:
         lm: Wrappable,
         guide: Guide | None = None,
         max_rows: int | None = None,
-        captures: bool = True,
+        captures: bool = False,
         details: bool = False,
     ):
         """
@@ -148,6 +154,8 @@ class Engine:
             details: whether the results of steps hold all candidates, which are then read at once.
         """
         self.lm, self.guide, self.max_rows, self.details = lm, guide, max_rows, details
+        if not lm.training:
+            lm.eval()  # also those of its parts that are not
         self.decoder = Decoder(lm, guide, captures)
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" and not details else 0
@@ -192,7 +200,7 @@ class Engine:
 
     def step(self) -> list[StepResult]:
         """Draw a token for every running request; return the results that have arrived, maybe of earlier steps."""
-        with evaluating(self.lm):
+        with evaluating(self.lm) if self.lm.training else nullcontext():
             try:
                 self._arrange()
                 if self._left.any():
@@ -236,7 +244,7 @@ class Engine:
 
     def _room(self) -> int:
         """The number of rows that may run together."""
-        most = self.max_rows or MOST_ROWS[self.kind]
+        most = min(self.max_rows or MOST_ROWS[self.kind], _HALVED.get(self.lm, sys.maxsize))
         if self.max_rows is None and self._fitting is None and self.decoder.slots:
             self._fitting = self._count_fitting()
         return min(most, self._fitting or most)
@@ -334,7 +342,7 @@ class Engine:
             raise MemoryLimitError(
                 "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
             ) from error
-        self.max_rows = rows // 2
+        _HALVED[self.lm] = rows // 2
         self._in_flight.clear()
         for ticket in reversed(self.running):
             ticket.place = None
@@ -344,4 +352,32 @@ class Engine:
         self.running, self._left = [], np.zeros(0, dtype=np.int64)
         self.decoder.clear()
         empty_cache()
-        warnings.warn(f"the memory is full, so radq decodes {self.max_rows} texts at once from now on.", stacklevel=2)
+        warnings.warn(f"the memory is full, so radq decodes {rows // 2} texts at once from now on.", stacklevel=2)
+
+
+# --- engines that are used again ---
+
+
+class _Kept:
+    """An engine with its captured steps, kept beside its base model for the next call, but not copied with it."""
+
+    def __init__(self, engine: Engine | None = None):
+        self.engine = engine
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+MOST_KEPT = 2**30  # bytes of slots
+
+
+def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None) -> Engine:
+    engine = vars(lm).pop("_radq_kept", _Kept()).engine
+    if engine is None or engine.guide is not guide or engine.max_rows != batch_size:
+        return Engine(lm, guide, batch_size)
+    return engine
+
+
+def keep_engine(engine: Engine) -> None:
+    if engine.decoder.captures and engine.decoder.nbytes <= MOST_KEPT:
+        vars(engine.lm)["_radq_kept"] = _Kept(engine.rest())

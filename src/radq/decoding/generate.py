@@ -5,7 +5,7 @@ Axes: b rows, k candidates, v vocabulary.
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,19 +15,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.config import DEFAULT_STEERING, Steering, check_counts
+from radq.decoding.config import DEFAULT_STEERING, Steering, check_counts, check_stop
 from radq.decoding.decoder import NUMBERS
-from radq.decoding.engine import Engine, Request, Ticket
+from radq.decoding.engine import Engine, Request, Ticket, keep_engine, take_engine
+from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
 from radq.decoding.steering import Proposal, check_width, not_finite
 from radq.decoding.text import GrowingText
-from radq.errors import ContextLengthError, OptionError
 from radq.guides import Guide
-from radq.models.loading import Wrappable, max_positions, name_positions, num_logits
-from radq.models.vocabulary import find_bos, tokenise
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, its tokens, or the messages of a chat
+from radq.models.loading import Wrappable, num_logits
 
 
 @dataclass(frozen=True)
@@ -136,17 +133,17 @@ def generate(
         progress: show a progress bar on standard error, if it takes more than a second.
     """
     steering = Steering(top_k, top_p, temperature, kl_budget)
-    stops = _stop_tokens(lm, tokenizer, stop_token_ids)
+    stops = find_stops(lm, tokenizer, stop_token_ids)
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     engine, tickets = _submit(
         *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
-        stop=_check_stop(stop),
+        stop=check_stop(stop),
     )
     total = len(tickets) * max_new_tokens
     with tqdm(total=total, unit="token", desc="generating", delay=1, disable=not progress) as bar:
         for step in engine.run():
             bar.update(min(len(step.tickets), total - bar.n))
-    _keep_engine(engine)
+    keep_engine(engine)
     warn_of_errors(tickets)
     token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
     texts = decode_texts(tokenizer, encoded, token_ids)
@@ -156,12 +153,6 @@ def generate(
         _make_generation(ticket, shown[row // num_samples], _cut(text, stop), ids)
         for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))
     ]
-
-
-def _check_stop(stop: Sequence[str]) -> Sequence[str]:
-    if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
-        raise OptionError(f"stop must be a list of texts that are not empty, got {stop!r}.", "give a list of texts.")
-    return stop
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
@@ -227,7 +218,7 @@ def stream(
         max_new_tokens, num_samples, seed, stop_token_ids, batch_size, first_prompt: as for `generate`.
     """
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
-    stops = _stop_tokens(lm, tokenizer, stop_token_ids)
+    stops = find_stops(lm, tokenizer, stop_token_ids)
     engine, tickets = _submit(
         *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
         details=True,
@@ -267,7 +258,7 @@ def _submit(
         check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
     check_width(steering.top_k, num_logits(lm))
     uniforms = _uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
-    engine = Engine(lm, guide, batch_size, details=True) if details else _take_engine(lm, guide, batch_size)
+    engine = Engine(lm, guide, batch_size, details=True) if details else take_engine(lm, guide, batch_size)
     tickets: dict[int, Ticket] = {}
     for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
         for s in range(num_samples):
@@ -298,6 +289,7 @@ def stream_text(
     *,
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
+    first_prompt: int = 0,
 ) -> Iterator[str]:
     """Continue a prompt, and yield its text piece by piece, as it is written.
 
@@ -310,9 +302,20 @@ def stream_text(
     checked at the call.
     """
     encoded = encode_prompts(lm.config, tokenizer, [prompt], max_new_tokens)
-    stops = _stop_tokens(lm, tokenizer, stop_token_ids)
+    stops = find_stops(lm, tokenizer, stop_token_ids)
     engine, (ticket,) = _submit(
-        lm, tokenizer, encoded, guide, steering, max_new_tokens, 1, seed, stops, None, 0, stop=_check_stop(stop)
+        lm,
+        tokenizer,
+        encoded,
+        guide,
+        steering,
+        max_new_tokens,
+        1,
+        seed,
+        stops,
+        None,
+        first_prompt,
+        stop=check_stop(stop),
     )
     text = GrowingText(tokenizer, encoded[0], stop)
 
@@ -322,7 +325,7 @@ def stream_text(
                 yield piece
         if piece := text.end():
             yield piece
-        _keep_engine(engine)
+        keep_engine(engine)
 
     return pieces()
 
@@ -334,130 +337,12 @@ async def astream_text(*arguments: Any, **options: Any) -> AsyncIterator[str]:
         yield piece
 
 
-class _Kept:
-    """An engine with its captured steps, kept beside its base model for the next call, but not copied with it."""
-
-    def __init__(self, engine: Engine | None = None):
-        self.engine = engine
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
-
-MOST_KEPT = 2**30  # bytes of slots
-
-
-def _take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None) -> Engine:
-    engine = vars(lm).pop("_radq_kept", _Kept()).engine
-    if engine is None or engine.guide is not guide or engine.max_rows != batch_size:
-        return Engine(lm, guide, batch_size)
-    return engine
-
-
-def _keep_engine(engine: Engine) -> None:
-    if engine.decoder.captures and engine.decoder.nbytes <= MOST_KEPT:
-        vars(engine.lm)["_radq_kept"] = _Kept(engine.rest())
-
-
-def encode_prompts(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    context: int | None = None,
-) -> list[list[int]]:
-    """Tokenise prompts, with the special tokens that the base model expects; an empty prompt becomes a BOS.
-
-    Args:
-        config: the base model's.
-        context: the longest text that is allowed, with the new tokens; by default what the base model has room for.
-    """
-    if isinstance(prompts, str) or not prompts:
-        raise OptionError(
-            f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
-        )
-    bos = find_bos(config, tokenizer)
-    encoded = [ids or [bos] for ids in _tokens_of(prompts, tokenizer, bos, config.get_text_config().vocab_size)]
-    positions, room = max_positions(config), name_positions(config)
-    if context is not None:
-        positions, room = context, f"context of {context} tokens"
-    for number, ids in enumerate(encoded):
-        if positions is not None and len(ids) + max_new_tokens > positions:
-            raise ContextLengthError(
-                f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones it exceeds the base model's "
-                f"{room}.",
-                "shorten the prompt or lower max_new_tokens.",
-            )
-    return encoded
-
-
-def _tokens_of(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, bos: int, vocab_size: int
-) -> Iterator[list[int]]:
-    """The tokens of texts, of lists of token ids, and of chats."""
-    texts = iter(tokenise(tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)], bos))
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            yield next(texts)
-        elif all(isinstance(message, Mapping) for message in prompt) and prompt:
-            yield _read_chat(tokenizer, prompt, number)
-        elif all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
-            yield [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
-        else:
-            raise OptionError(
-                f"prompt {number} is neither a text, nor a list of token ids below {vocab_size}, nor a list of chat "
-                f"messages: {str(prompt)[:60]}.",
-                'a chat is a list such as [{"role": "user", "content": "Hello"}].',
-            )
-
-
-def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int) -> list[int]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise OptionError(
-            f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
-        )
-    try:
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise errors of their own about roles and their order
-        raise OptionError(f"the chat template refuses prompt {number}: {error}.", "check its messages.") from error
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
 def check_guide(
     guide: Guide, lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> None:
     """Raise if a guide has another vocabulary than the base model, or no room for the texts."""
     guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
     guide.check_length(max(map(len, prompts)) + max_new_tokens)
-
-
-def decode_texts(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], continuations: list[list[int]]
-) -> list[str]:
-    """Turn continuations into texts that can be appended to their prompts.
-
-    Prompt and continuation are decoded together, since some tokenizers drop a space at the beginning of a text.
-    """
-    num_samples = len(continuations) // len(prompts)
-    begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
-    rows = [prompts[row // num_samples] + tokens for row, tokens in enumerate(continuations)]
-    wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    return [
-        whole[len(begin) :]
-        if whole.startswith(begin)
-        else tokenizer.batch_decode([tokens], skip_special_tokens=True)[0]
-        for begin, whole, tokens in zip(begins, wholes, continuations, strict=True)
-    ]
-
-
-def _stop_tokens(lm: Wrappable, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None) -> list[int]:
-    if stop_token_ids is not None:
-        return list(stop_token_ids)
-    generation_config = getattr(lm, "generation_config", None)
-    for end in (getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id):
-        if end is not None:
-            return list(end) if isinstance(end, Sequence) else [end]
-    return []
 
 
 @lru_cache(maxsize=4)  # a sweep continues the same prompts with many guides

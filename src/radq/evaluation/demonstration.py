@@ -17,7 +17,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.decoding.generate import Generation, encode_prompts, generate
+from radq.decoding.generate import Generation, generate
+from radq.decoding.prompts import encode_prompts
 from radq.evaluation.judges.base import Judge
 from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.judges.models import LinearJudge

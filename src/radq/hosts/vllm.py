@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import yaml
 
-from radq.decoding.generate import decode_texts, encode_prompts
+from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, OptionError, require_package
 from radq.hosts.batching import Guidance, Registry, Request, Slots, Steerer
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve

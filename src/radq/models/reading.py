@@ -21,6 +21,8 @@ from radq.models.loading import Wrappable, max_positions, name_positions
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
 from radq.numerics import log_probabilities
 
+TOKENS_PER_FORWARD = 16384  # of prompts
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -76,9 +78,19 @@ class Reader:
 
     @torch.no_grad()
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> "Reading":
-        """Read a left-padded batch of texts, in which nothing is missing that stands before a text."""
-        self.check_columns(input_ids.shape[1])
-        output, prefix = kv_cache.start(self.model, input_ids, attention_mask, **self.last_only)
+        """Read a left-padded batch of texts, in which nothing is missing that stands before a text.
+
+        Long texts are read in several forwards, so that memory holds the activations of few tokens at once.
+        """
+        b, t = input_ids.shape
+        self.check_columns(t)
+        size = max(1, TOKENS_PER_FORWARD // b)
+        output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **self.last_only)
+        for first in range(size, t, size):
+            part = slice(first, first + size)
+            output, prefix = kv_cache.extend(
+                self.model, prefix, input_ids[:, part], attention_mask[:, part], **self.last_only
+            )
         return Reading(self, prefix, output[self.output][:, -1])
 
     @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from radq.decoding.best_of_n import best_of_n
@@ -15,7 +14,7 @@ from radq.guides.meter import Meter
 from radq.guides.spec import guide_maker
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RewardModel
-from radq.numerics import empty_cache, in_smaller_batches, reset_peak_memory
+from radq.numerics import empty_cache, reset_peak_memory
 
 if TYPE_CHECKING:
     from radq.hosts.vllm import VllmGeneration
@@ -50,36 +49,25 @@ class Engine(ABC):
 class TransformersEngine(Engine):
     """Decodes with transformers. The base model is loaded once; of the guides, the last one stays loaded.
 
-    Where the GPU's memory runs out, fewer texts are decoded together from then on. The texts are the same but for
-    rounding.
+    Where memory runs out, fewer texts are decoded together from then on. They are the same but for rounding.
     """
 
     def __init__(self, sweep: Sweep, device: str):
         super().__init__(sweep, device)
         self.lm = load_causal_lm(sweep.base, dtype=sweep.dtype, device=device)
         self.tokenizer = load_tokenizer(sweep.base)
-        self.batch_size = sweep.batch_size
         self._loaded: tuple[str, Any] = ("", None)
 
     def options(self, cell: SweepCell) -> dict[str, Any]:
-        return super().options(cell) | {"batch_size": self.batch_size}
+        return super().options(cell) | {"batch_size": self.sweep.batch_size}
 
     def prepare(self, cell: SweepCell) -> Produce:
         reset_peak_memory(self.device)
         if cell.guide == UNGUIDED:
-            return partial(self._fit_memory, self._unguided(cell))
+            return self._unguided(cell)
         if cell.best_of is not None:
-            return partial(self._fit_memory, self._best_of(cell, cell.best_of))
-        return partial(self._fit_memory, self._guided(cell))
-
-    def _fit_memory(self, produce: Produce, prompts: Sequence[str], first: int) -> Produced:
-        """Call `produce`, with smaller batches where the GPU's memory runs out."""
-
-        def work(batch_size: int) -> Produced:
-            self.batch_size = batch_size
-            return produce(prompts, first)
-
-        return in_smaller_batches(work, self.batch_size)[0]
+            return self._best_of(cell, cell.best_of)
+        return self._guided(cell)
 
     def _unguided(self, cell: SweepCell) -> Produce:
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:

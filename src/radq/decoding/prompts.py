@@ -1,0 +1,110 @@
+"""Prompts as tokens, and tokens as text: what stands before the loop over tokens and after it.
+
+    encode_prompts(lm.config, tokenizer, ["The film was", [464, 2646], [{"role": "user", "content": "Hello"}]], 20)
+
+A prompt is a text, a list of token ids, or a list of chat messages.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from radq.errors import ContextLengthError, OptionError
+from radq.models.loading import Wrappable, max_positions, name_positions
+from radq.models.vocabulary import find_bos, tokenise
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+def encode_prompts(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    context: int | None = None,
+) -> list[list[int]]:
+    """Tokenise prompts, with the special tokens that the base model expects; an empty prompt becomes a BOS.
+
+    Args:
+        config: the base model's.
+        context: the longest text that is allowed, with the new tokens; by default what the base model has room for.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise OptionError(
+            f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
+        )
+    bos = find_bos(config, tokenizer)
+    encoded = [ids or [bos] for ids in _tokens_of(prompts, tokenizer, bos, config.get_text_config().vocab_size)]
+    positions, room = max_positions(config), name_positions(config)
+    if context is not None:
+        positions, room = context, f"context of {context} tokens"
+    for number, ids in enumerate(encoded):
+        if positions is not None and len(ids) + max_new_tokens > positions:
+            raise ContextLengthError(
+                f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones it exceeds the base model's "
+                f"{room}.",
+                "shorten the prompt or lower max_new_tokens.",
+            )
+    return encoded
+
+
+def _tokens_of(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, bos: int, vocab_size: int
+) -> Iterator[list[int]]:
+    """The tokens of texts, of lists of token ids, and of chats."""
+    texts = iter(tokenise(tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)], bos))
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            yield next(texts)
+        elif all(isinstance(message, Mapping) for message in prompt) and prompt:
+            yield _read_chat(tokenizer, prompt, number)
+        elif all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
+            yield [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
+        else:
+            raise OptionError(
+                f"prompt {number} is neither a text, nor a list of token ids below {vocab_size}, nor a list of chat "
+                f"messages: {str(prompt)[:60]}.",
+                'a chat is a list such as [{"role": "user", "content": "Hello"}].',
+            )
+
+
+def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int) -> list[int]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise OptionError(
+            f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
+        )
+    try:
+        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise errors of their own about roles and their order
+        raise OptionError(f"the chat template refuses prompt {number}: {error}.", "check its messages.") from error
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def find_stops(lm: Wrappable, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None) -> list[int]:
+    if stop_token_ids is not None:
+        return list(stop_token_ids)
+    generation_config = getattr(lm, "generation_config", None)
+    for end in (getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        if end is not None:
+            return list(end) if isinstance(end, Sequence) else [end]
+    return []
+
+
+def decode_texts(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], continuations: list[list[int]]
+) -> list[str]:
+    """Turn continuations into texts that can be appended to their prompts.
+
+    Prompt and continuation are decoded together, since some tokenizers drop a space at the beginning of a text.
+    """
+    num_samples = len(continuations) // len(prompts)
+    begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
+    rows = [prompts[row // num_samples] + tokens for row, tokens in enumerate(continuations)]
+    wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    return [
+        whole[len(begin) :]
+        if whole.startswith(begin)
+        else tokenizer.batch_decode([tokens], skip_special_tokens=True)[0]
+        for begin, whole, tokens in zip(begins, wholes, continuations, strict=True)
+    ]
