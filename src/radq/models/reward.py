@@ -46,6 +46,7 @@ from radq.models.loading import (
 from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
 from radq.models.origins import find_backbone_source, identify_backbone
 from radq.models.reading import Reader
+from radq.models.slots import AnyReading
 from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
 from radq.numerics import at_least_float32
@@ -65,7 +66,7 @@ class RewardOutput(ModelOutput):
 class RewardState:
     """A reward model's state after a batch of prefixes."""
 
-    reading: Any  # a Reading or SlotReading, whose last output is the hidden state at the last token
+    reading: AnyReading  # its last output is the hidden state at the last token
     candidates: Int[Tensor, "b k"] | None = None  # those that RAD-V has read after the prefix,
     siblings: Any = None  # with which it can go on without another forward
 

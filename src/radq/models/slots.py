@@ -308,6 +308,9 @@ class _SlotLayer(DynamicLayer):
         return self.slots.seen_width, 0
 
 
+AnyReading = Reading | SlotReading  # a state that is a value, or one in slots, with the same methods
+
+
 def _align(number: int) -> int:
     return -(-number // ALIGNED) * ALIGNED
 
@@ -322,7 +325,7 @@ def _round_window(columns: int, device: str) -> int:
     return -(-columns // step) * step
 
 
-def settle(reading: Reading, capacity: int, width: int) -> "SlotReading | Reading":
+def settle(reading: Reading, capacity: int, width: int) -> AnyReading:
     """Move a reading into new slots, or leave it as it is where its model cannot work with slots."""
     if not takes_slots(reading.reader):
         return reading
