@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-COUNT = 1600
+COUNT = 1000
 SEED = 7
 
 GREAT = "wonderful, excellent, superb, fantastic, outstanding, delightful, marvellous, perfect, a joy, first-rate"

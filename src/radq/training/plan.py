@@ -9,6 +9,7 @@ import torch
 from radq.training.recipe import num_steps
 from radq.training.trainer import BatchTrainer
 
+TRIALS = 3  # the fastest counts: other programs may disturb one of them
 MORE_THAN_STEPS = 1.1  # a run also updates weights, evaluates and saves
 
 
@@ -45,7 +46,7 @@ def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
     rows = plan[typical][: trainer.args.per_device_train_batch_size]
     batch = _parts(trainer).train_dataset.batch(rows.tolist())
     with torch.random.fork_rng():
-        seconds = min(_time_step(trainer, batch) for _ in range(1 if trainer.args.device.type == "cpu" else 3))
+        seconds = min(_time_step(trainer, batch) for _ in range(TRIALS))
     return seconds * len(plan[typical]) / len(rows) * sizes.mean() / sizes[typical] * steps * MORE_THAN_STEPS
 
 

@@ -27,7 +27,7 @@ LONGEST = 512  # tokens of a text that are tokenised, unless the user asks for a
 HELD_OUT_SHARE, HELD_OUT_MOST, HELD_OUT_LEAST_ROWS = 0.1, 1000, 20
 
 WORK = {"cpu": 2e13, "gpu": 2e16}  # operations of a run: some minutes on two cores, or on a GPU
-TRAINED_SHARE = 0.5  # of this work is enough for a model that was trained before, such as the copy of a teacher
+TRAINED_SHARE = 0.4  # of this work, and of the least steps, is enough for a model that was trained before, such as the copy of a teacher
 LEAST_PASSES = {"cpu": 0.0, "gpu": 1.0}
 MOST_PASSES = {"cpu": 6.0, "gpu": 3.0}
 LEAST_STEPS, MOST_PASSES_FOR_STEPS = 150, 20.0  # a small table is read more often, until there are enough steps
@@ -86,7 +86,8 @@ def complete(config: Config, task: Task) -> Config:
     passes = config.epochs or _choose_passes(task, max_length, num_layers)
     batch_size = config.batch_size or _choose_batch(task, max_length, passes)
     if config.epochs is None and config.max_steps < 0:  # passes over a small table until there are enough steps
-        passes = max(passes, min(MOST_PASSES_FOR_STEPS, LEAST_STEPS * batch_size / len(task.lengths)))
+        least = LEAST_STEPS * (1 if task.may_cut_layers else TRAINED_SHARE)
+        passes = max(passes, min(MOST_PASSES_FOR_STEPS, least * batch_size / len(task.lengths)))
     rate = config.learning_rate
     rate = float(f"{_choose_rate(task, num_layers):.2g}") if rate is None else rate
     config = _fill(config, epochs=float(f"{passes:.2g}"), batch_size=batch_size, learning_rate=rate)
