@@ -17,12 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
+from radq.decoding.decoder import Decoder
 from radq.errors import DataError, OptionError
-from radq.evaluation.sweep import engines
 from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCell, find_changes, load_sweep
 from radq.evaluation.sweep.costs import read_costs
 from radq.files import drop_partial_last_line, read_lines
-from radq.models.reward import RadQ, RadV
+from radq.models.reward import RadQ, RadV, RewardModel
 
 PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the acting", "it was"]
 
@@ -446,22 +446,18 @@ def test_kills_change_nothing(run: Path, world: Path, write: Any, tmp_path: Path
 def test_full_memory_means_smaller_batches(
     run: Path, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They give the same texts, and what experts read is not counted twice."""
-    asked: list[int] = []
+    """They give the same texts at the same costs per token."""
+    draw = Decoder.draw
 
-    def crowded(*arguments: Any, batch_size: int, **options: Any) -> Any:
-        asked.append(batch_size)
-        texts = generate(*arguments, batch_size=batch_size, **options)
-        if batch_size > 4:
+    def crowded(self: Decoder) -> Any:
+        if self.count > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return texts
+        return draw(self)
 
-    monkeypatch.setattr(engines, "generate", crowded)
+    monkeypatch.setattr(Decoder, "draw", crowded)
     argv = ["--config", write(batch_size=16), "--out", str(tmp_path / "run"), "--cache", str(tmp_path), "--json"]
     with pytest.warns(UserWarning, match="texts at once from now on"):
         assert main(["eval", *argv]) == 0
-    assert asked[:3] == [16, 8, 4]
-    assert set(asked[2:]) == {4}
     assert (tmp_path / "run" / "generations.jsonl").read_bytes() == (run / "generations.jsonl").read_bytes()
     wanted, found = read_costs(run), read_costs(tmp_path / "run")
     for cell in ("rad-q β=5 k=8 seed=0", "rad-v β=20 k=8 seed=0"):
@@ -469,7 +465,7 @@ def test_full_memory_means_smaller_batches(
 
 
 @pytest.mark.parametrize("draws", ["generate", "best_of_n"])
-@pytest.mark.filterwarnings("ignore:the GPU's memory is full")
+@pytest.mark.filterwarnings("ignore:the (GPU's )?memory is full")
 def test_no_memory_for_one_text(
     draws: str,
     write: Any,
@@ -480,7 +476,10 @@ def test_no_memory_for_one_text(
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(engines, draws, full)
+    if draws == "generate":
+        monkeypatch.setattr(Decoder, "draw", full)
+    else:
+        monkeypatch.setattr(RewardModel, "token_rewards", full)
     out = tmp_path / "run"
     error = fails(capsys, "eval", "--config", write(), "--out", str(out))
     assert "no memory for a single text" in error

@@ -18,7 +18,7 @@ from radq.guides import RewardGuide
 from radq.models.kv_cache import leave_out_unknown
 from radq.models.loading import Wrappable
 from radq.models.reward import RewardModel
-from radq.numerics import pad_left, take_last
+from radq.numerics import in_smaller_batches, pad_left, take_last
 
 
 def best_of_n(
@@ -71,10 +71,16 @@ def score_texts(
     """Compute Σ_a β_a r̂_a at the last token of each text. Tokens that the reward model does not know are left out."""
     columns = [model.config.attributes.index(name) for name in beta]
     strengths = torch.tensor(list(beta.values()), dtype=torch.float64)
-    scores = []
-    for first in range(0, len(texts), batch_size):
-        padded = pad_left(texts[first : first + batch_size], device=model.device)
+    scores: list[Tensor] = []
+
+    def score(size: int) -> Float[Tensor, " size"]:
+        first = sum(map(len, scores))
+        padded = pad_left(texts[first : first + size], device=model.device)
         input_ids, attention_mask = leave_out_unknown(*padded, model.num_known)
         rewards = model.token_rewards(input_ids, attention_mask)  # (texts, t, a)
-        scores.append(take_last(rewards, attention_mask)[:, columns].double().cpu() @ strengths)
+        return take_last(rewards, attention_mask)[:, columns].double().cpu() @ strengths
+
+    while sum(map(len, scores)) < len(texts):
+        some, batch_size = in_smaller_batches(score, batch_size)
+        scores.append(some)
     return torch.cat(scores)

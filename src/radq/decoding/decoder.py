@@ -77,7 +77,7 @@ class Decoder:
         self._pool: Any = None
         self._side: Any = None
         self._current: _Capture | None = None
-        self._drawn: Drawn | None = None
+        self._tokens: Tensor | None = None  # that were drawn and are to be read
 
     # --- rows ---
 
@@ -157,6 +157,13 @@ class Decoder:
                 values[: len(rows)] = values[index]
         self._steerings = [self._steerings[row] for row in rows]
         self.count = len(rows)
+        if self._tokens is not None:
+            self._tokens = self._tokens[index]
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether rows may leave between the halves of a step; a captured step has them all."""
+        return self.device.type == "cpu" and self._current is None
 
     def empty(self) -> None:
         """Forget all rows. Slots stay for others, and captured steps with them."""
@@ -210,21 +217,23 @@ class Decoder:
             reading.resize(computed).reserve(siblings if reading.reader.output == "last_hidden_state" else 0)
         self._current = self._find_capture(computed, slots) if self.captures and in_slots else None
         if self._current is None:
-            self._drawn = self._draw(computed)
+            drawn = self._draw(computed)
         else:
             self._current.draw.replay()
-            self._drawn = self._current.drawn
+            drawn = self._current.drawn
             self._count(self._current)
-        return self._drawn
+        self._tokens = drawn.tokens
+        return drawn
 
     @torch.no_grad()
     def read(self) -> None:
         """Let both models read the tokens that were drawn."""
-        assert self._drawn is not None
+        assert self._tokens is not None
         if self._current is not None:
             self._current.read.replay()
         else:
-            self._read(self._drawn.tokens)
+            self._read(self._tokens)
+        self._tokens = None
 
     def _draw(self, rows: int) -> Drawn:
         assert self._rows is not None

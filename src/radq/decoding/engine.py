@@ -200,18 +200,20 @@ class Engine:
 
     def step(self) -> list[StepResult]:
         """Draw a token for every running request; return the results that have arrived, maybe of earlier steps."""
+        results: list[StepResult] = []
         with evaluating(self.lm) if self.lm.training else nullcontext():
             try:
                 self._arrange()
                 if self._left.any():
                     self._draw()
+                    results += self._receive(self.lag if self._left.any() else 0)
+                    if self.decoder.may_leave:
+                        self._leave()  # what has ended need not be read
+                    if self._left.any():
+                        self.decoder.read()
             except torch.OutOfMemoryError as error:
                 self._begin_again_with_half(error)
-        behind = self.lag if self._left.any() else 0
-        results = []
-        while len(self._in_flight) > behind:
-            results.append(self._receive(self._in_flight.popleft()))
-        return results
+        return results + self._receive(self.lag if self._left.any() else 0)
 
     # --- rows ---
 
@@ -221,11 +223,16 @@ class Engine:
         if any(ticket.finish_reason is not None for ticket in self.waiting):
             self.waiting = deque(ticket for ticket in self.waiting if ticket.finish_reason is None)
         room = self._room() - running if self.waiting else 0
-        few = self.kind == "cpu" or running <= FEWER * len(self.running) or room > 0
-        if running < len(self.running) and few:
-            self._keep(np.flatnonzero(self._left).tolist())
+        if self.kind == "cpu" or running <= FEWER * len(self.running) or room > 0:
+            self._leave()
         while self.waiting and room > 0:
             room -= self._admit(room)
+
+    def _leave(self) -> None:
+        """Let rows leave that have ended."""
+        alive = np.flatnonzero(self._left).tolist()
+        if len(alive) < len(self.running):
+            self._keep(alive)
 
     def _keep(self, alive: list[int]) -> None:
         """Move the last rows into the places of those that have ended, so that few rows are copied."""
@@ -306,10 +313,15 @@ class Engine:
             event.record()
         details = drawn.copy(len(self.running)) if self.details else None
         self._in_flight.append(_InFlight(list(self.running), numbers, event, details))
-        if self._left.any():
-            self.decoder.read()
 
-    def _receive(self, step: _InFlight) -> StepResult:
+    def _receive(self, behind: int) -> list[StepResult]:
+        """Take the results of all steps but the last ones."""
+        results = []
+        while len(self._in_flight) > behind:
+            results.append(self._take(self._in_flight.popleft()))
+        return results
+
+    def _take(self, step: _InFlight) -> StepResult:
         """Give tokens to their tickets, and end those that have a stop token, all their tokens, or no numbers."""
         if step.event is not None:
             step.event.synchronize()

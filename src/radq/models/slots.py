@@ -265,6 +265,10 @@ class SlotSiblings:
     def __init__(self, slots: SlotReading, candidates: Int[Tensor, "b k"], hidden: Float[Tensor, "b k d"]):
         self.slots, self.candidates, self.hidden = slots, candidates, hidden
 
+    def select(self, rows: Int[Tensor, " r"]) -> "SlotSiblings":
+        """The candidates of the given rows, to which the slots have been moved already."""
+        return SlotSiblings(self.slots, self.candidates[rows], self.hidden[rows])
+
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, " b"], candidates: Int[Tensor, "b k"]) -> SlotReading:
         """Go on with these tokens, which must be among the candidates; unknown ones are left out."""
