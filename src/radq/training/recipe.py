@@ -27,7 +27,7 @@ LONGEST = 512  # tokens of a text that are tokenised, unless the user asks for a
 HELD_OUT_SHARE, HELD_OUT_MOST, HELD_OUT_LEAST_ROWS = 0.1, 1000, 20
 
 WORK = {"cpu": 2e13, "gpu": 2e16}  # operations of a run: some minutes on two cores, or on a GPU
-TRAINED_SHARE = 0.4  # of this work, and of the least steps, is enough for a model that was trained before, such as the copy of a teacher
+TRAINED_SHARE = 0.4  # of this work, and of the least steps: enough for the copy of a teacher, or for a second stage
 LEAST_PASSES = {"cpu": 0.0, "gpu": 1.0}
 MOST_PASSES = {"cpu": 6.0, "gpu": 3.0}
 LEAST_STEPS, MOST_PASSES_FOR_STEPS = 150, 20.0  # a small table is read more often, until there are enough steps
