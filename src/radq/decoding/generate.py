@@ -148,7 +148,7 @@ def generate(
     token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
     texts = decode_texts(tokenizer, encoded, token_ids)
     pairs = zip(prompts, encoded, strict=True)
-    shown = [prompt if isinstance(prompt, str) else tokenizer.decode(ids) for prompt, ids in pairs]
+    shown = [prompt if isinstance(prompt, str) else str(tokenizer.decode(ids)) for prompt, ids in pairs]
     return [
         _make_generation(ticket, shown[row // num_samples], _cut(text, stop), ids)
         for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))

@@ -59,4 +59,4 @@ class GrowingText:
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self.stops)), 0)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

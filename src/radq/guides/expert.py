@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader, Reading
-from radq.models.slots import AnyReading
+from radq.models.slots import AnyReading, takes_slots
 from radq.models.vocabulary import find_bos, read_vocabulary
 from radq.numerics import at_least_float32, log_probabilities
 
@@ -25,11 +25,12 @@ class Expert:
     def __init__(
         self, lm: Wrappable, tokenizer: PreTrainedTokenizerBase | None = None, codes: Sequence[Sequence[int]] = ((),)
     ):
-        kv_cache.takes_padding(lm)  # tried here, so that the trial is no part of a first step
+        kv_cache.takes_padding(lm)  # tried here, so that trials are no part of a first step
         self.lm, self.codes = lm.eval(), codes
         self.bos = find_bos(lm.config, tokenizer)
         vocabulary = read_vocabulary(num_logits(lm), tokenizer)
         self.reader = Reader(lm, "logits", "expert", vocabulary, tokenizer, overhead=1 + max(map(len, codes)))
+        takes_slots(self.reader)
 
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None) -> Reading:
         """The state after a batch of texts: for each text one row for each code, side by side."""

@@ -17,7 +17,6 @@ from radq.guides.expert import Expert, candidate_logits, class_log_posterior, lo
 from radq.guides.folders import read_codes
 from radq.models.loading import find_tokenizer, load_causal_lm
 from radq.models.reading import Reader
-from radq.models.slots import AnyReading
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class GeDiState:
     number of these tokens.
     """
 
-    reading: AnyReading
+    reading: Any  # a Reading or SlotReading, with notes
 
     def select(self, rows: Int[Tensor, " r"]) -> "GeDiState":
         both = 2 * rows[:, None] + torch.arange(2, device=rows.device)

@@ -14,6 +14,7 @@ from radq.models.kv_cache import takes_padding, takes_siblings
 from radq.models.lora import fold_adapters
 from radq.models.reading import Reader
 from radq.models.reward import RadV, RewardModel, RewardState
+from radq.models.slots import takes_slots
 from radq.models.stored import require_attributes
 
 
@@ -36,7 +37,8 @@ class RewardGuide(Guide):
         fold_adapters(model.backbone)
         self.attributes, self.beta = tuple(beta), tuple(beta.values())
         self.clamp = clamp
-        takes_padding(model.backbone)  # tried here, so that the trial is no part of a first step
+        takes_padding(model.backbone)  # tried here, so that trials are no part of a first step
+        takes_slots(model.reader)
         if isinstance(model, RadV):
             takes_siblings(model.backbone)
         self._columns = [model.config.attributes.index(name) for name in beta]

@@ -78,7 +78,8 @@ class RewardState:
 
     @staticmethod
     def join(states: "Sequence[RewardState]") -> "RewardState":
-        return RewardState(states[0].reading.join([state.reading for state in states]))
+        readings: list[Any] = [state.reading for state in states]
+        return RewardState(readings[0].join(readings))
 
     def map_readings(self, change: Callable[[Any], Any]) -> "RewardState":
         return RewardState(change(self.reading))

@@ -42,7 +42,7 @@ class SlotReading:
         self.epoch = 0  # changes whenever tensors move
         self.device = reading.last.device
         self.layers = [_SlotLayer(self) for _ in reading.prefix.layers]
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=[*self.layers])
         self.columns: Any = None  # (b, n): where the forward in progress writes
         self._shapes = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in reading.prefix.layers]
         self._like = reading
@@ -174,11 +174,12 @@ class SlotReading:
         self._lengths[rows] = lengths
         self._input_ids[rows, :longest] = prefix.input_ids.gather(1, columns)
         self._last[rows] = reading.last
-        if self._notes is not None:
+        if self._notes is not None and reading.notes is not None:
             self._notes[rows] = reading.notes
         same = bool((lengths == lengths[0]).all())
         for layer, pair in zip(self.layers, prefix.layers, strict=True):
-            for store, values in zip((layer.keys, layer.values), pair, strict=True):
+            stores: Any = (layer.keys, layer.values)
+            for store, values in zip(stores, pair, strict=True):
                 if same:
                     store[rows, :, :longest] = values[:, :, t - longest :]
                 else:
@@ -308,7 +309,7 @@ class _SlotLayer(DynamicLayer):
     def get_seq_length(self, *_: Any) -> int:
         return 0
 
-    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.seen_width, 0
 
 
