@@ -23,6 +23,7 @@ from radq.models import embedded, loading, stored
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 TRAINING = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+ENGINE = (REPOSITORY / "docs" / "engine.md").read_text(encoding="utf-8")
 DECODING = (REPOSITORY / "docs" / "decoding.md").read_text(encoding="utf-8")
 DOCUMENTS = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
 DOCUMENTS += [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "recipes" / "study").glob("*.md")]
@@ -122,7 +123,10 @@ def toy_plays_embedded(toy: Path, toy_rewards: dict[str, Path], monkeypatch: pyt
 @pytest.mark.usefixtures("toy_plays_embedded")
 @pytest.mark.parametrize(
     "entry",
-    [radq.load, radq.load_guide, radq.generate, radq.stream, radq.Generation, radq.RewardModel.from_pretrained],
+    [
+        *(radq.load, radq.load_guide, radq.generate, radq.stream, radq.stream_text, radq.Generation),
+        radq.RewardModel.from_pretrained,
+    ],
     ids=lambda entry: entry.__qualname__,
 )
 def test_the_examples_of_docstrings_run(entry: Any) -> None:
@@ -157,6 +161,12 @@ def test_the_commands_of_the_readme_run_in_order(
 @pytest.mark.usefixtures("toy_plays_embedded")
 def test_the_first_example_of_decoding_runs(tmp_path: Path) -> None:
     assert run_example(blocks(DECODING, "python")[0], tmp_path).count("The film was") == 3
+
+
+@pytest.mark.usefixtures("toy_plays_embedded")
+def test_the_examples_of_the_engine_run(tmp_path: Path) -> None:
+    first, second = (block for block in blocks(ENGINE, "python"))
+    assert run_example(f"{first}\n{second}", tmp_path).count("\n") >= 1
 
 
 # --- all documents ---

@@ -45,9 +45,11 @@ def test_pieces_make_the_text_before_the_first_stop(
         pieces.append(growing.add(token))
         assert "\ufffd" not in pieces[-1]
     pieces.append(growing.end())
-    ends = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    assert "".join(pieces) == growing.text == (text[: min(ends)] if ends else text)
-    assert growing.stopped == bool(ends)
+    beginnings = (text[:n] for n in range(len(text) + 1))
+    first = next((begin for begin in beginnings if any(stop in begin for stop in stops)), None)
+    expected = text if first is None else first[: min(first.find(stop) for stop in stops if stop in first)]
+    assert "".join(pieces) == growing.text == expected
+    assert growing.stopped == (first is not None)
 
 
 def test_a_piece_is_given_out_as_soon_as_no_stop_can_begin_in_it(byte_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -121,7 +121,8 @@ class Decoder:
         if old is None:
             joined = new.map_readings(lambda reading: settle(reading, capacity, width))
         else:
-            old = old.map_readings(lambda reading: reading.resize(self.count))
+            for reading in self.slots:
+                reading.resize(self.count)
             joined = old.join([old, new])
         setattr(self, name, joined)
 
@@ -145,11 +146,12 @@ class Decoder:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Rows that keep their places are not copied."""
-        self.base = self.base.map_readings(lambda reading: reading.resize(self.count))
         index = torch.tensor(rows, dtype=torch.long)
+        for reading in self.slots:
+            reading.resize(self.count)
         self.base = self.base.select(index)
         if self.guide is not None:
-            self.state = self.state.map_readings(lambda reading: reading.resize(self.count)).select(index)
+            self.state = self.state.select(index)
         index = index.to(self.device)
         assert self._rows is not None
         for values in (*vars(self._rows).values(), self._uniforms, self._done):

@@ -152,10 +152,6 @@ class Reading:
         """A reading is a guide's state by itself."""
         return change(self)
 
-    def resize(self, texts: int) -> "Reading":
-        """A reading holds no more rows than it has texts; only slots do."""
-        return self
-
     def note(self, notes: Float[Tensor, "b m"]) -> "Reading":
         """The same reading with other numbers beside each row."""
         return replace(self, notes=notes)
