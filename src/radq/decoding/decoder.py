@@ -216,7 +216,7 @@ class Decoder:
         computed = _round_rows(self.count, len(self._done)) if self.captures and in_slots else self.count
         siblings = min(SIBLINGS_PER_FORWARD, self._plan.widest or SIBLINGS_PER_FORWARD)
         for reading in slots:
-            reading.resize(computed).reserve(siblings if reading.reader.output == "last_hidden_state" else 0)
+            reading.resize(computed).reserve(siblings if reading.reader.reads_candidates else 0)
         self._current = self._find_capture(computed, slots) if self.captures and in_slots else None
         if self._current is None:
             drawn = self._draw(computed)

@@ -35,6 +35,7 @@ class Reader:
         vocabulary: the tokens it was trained with. Tokens beyond them, which a base model may have, are not read.
         tokenizer: the model's own.
         overhead: the number of tokens that the reader puts before every text, such as a BOS.
+        reads_candidates: whether it reads candidates for the next token, as RAD-V does, beside each other.
     """
 
     model: Wrappable
@@ -43,6 +44,7 @@ class Reader:
     vocabulary: Vocabulary
     tokenizer: PreTrainedTokenizerBase | None = None
     overhead: int = 0
+    reads_candidates: bool = False
 
     @property
     def num_known(self) -> int:

@@ -290,8 +290,15 @@ class RewardModel(PreTrainedModel):
 
     @property
     def reader(self) -> Reader:
-        overhead = int(self.config.prepend_bos)
-        return Reader(self.backbone, "last_hidden_state", "reward model", self.vocabulary, self.tokenizer, overhead)
+        return Reader(
+            self.backbone,
+            "last_hidden_state",
+            "reward model",
+            self.vocabulary,
+            self.tokenizer,
+            overhead=int(self.config.prepend_bos),
+            reads_candidates=self.config.kind == "v",
+        )
 
     @property
     def num_known(self) -> int:
