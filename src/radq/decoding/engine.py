@@ -129,7 +129,7 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step of the engine has brought: the tickets of its rows, and their numbers, (b, 7)."""
+    """A result holds what one step has drawn: the tickets of its rows, and the numbers about their tokens, (b, 7)."""
 
     tickets: list[Ticket]
     numbers: np.ndarray

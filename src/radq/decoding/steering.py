@@ -28,7 +28,8 @@ COLDEST = 1e-5  # logits divided by less may leave the range of float32
 
 @dataclass(frozen=True)
 class Plan:
-    """What the rows of a batch need computed. It is known before the step, so that the step never waits for a device.
+    """A plan says what a step must compute for the rows of a batch. It is made before the step, on the host, so that
+    the step never waits for a device.
 
     More than a row needs does not change its result.
     """
