@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,6 +31,13 @@ def log_probabilities(logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"
     """
     logits = at_least_float32(logits)
     return logits.gather(-1, token_ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+@cache
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of numbers that never change. It is made once: copying numbers to a GPU makes the program wait for it,
+    and cannot be captured in a graph."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def take_last(values: Float[Tensor, "b t a"], mask: Int[Tensor, "b t"]) -> Float[Tensor, "b a"]:

@@ -75,6 +75,22 @@ def test_requests_that_join_and_leave_are_continued_as_alone(name: str, lm_folde
         np.testing.assert_allclose(np.array(ticket.rows), np.array(alone.rows), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["none", "v", "gedi"])
+def test_results_that_come_late_change_no_text(name: str, lm_folders: dict[str, Path]) -> None:
+    """As on a GPU: rows run past their stop tokens, and what they draw there is thrown away."""
+    lm, guide = make_lm("llama").double(), make_any_guide(name, lm_folders)
+    engine = Engine(lm, guide, max_rows=4)
+    engine.lag = 2
+    stops = frozenset(range(0, VOCAB, 5))
+    tickets = [engine.submit(make_request(number, length=2 + number % 9, stops=stops)) for number in range(15)]
+    drawn = sum(len(result.tickets) for result in engine.run())
+    for ticket in tickets:
+        alone = continue_alone(lm, guide, ticket.request)
+        assert [row[0] for row in ticket.rows] == [row[0] for row in alone.rows]
+        assert ticket.finish_reason == alone.finish_reason
+    assert drawn > sum(len(ticket.rows) for ticket in tickets)
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 4))
 def test_texts_do_not_depend_on_the_number_of_rows(numbers: list[int], max_rows: int) -> None:
@@ -123,11 +139,11 @@ def test_no_step_waits_for_the_device(name: str, lm_folders: dict[str, Path]) ->
     beta = () if guide is None else guide.beta
     decoder = Decoder(lm, guide)
     decoder.add([[5, 6, 7], [8]], [0, 1, 1], STEERINGS[:3], [beta] * 3, np.full((3, 9), 0.4), capacity=3, width=64)
-    decoder.draw()
+    decoder.draw(np.ones(decoder.count, dtype=bool))
     decoder.read()
     with CountWaiting() as count:
         for _ in range(3):
-            decoder.draw()
+            decoder.draw(np.ones(decoder.count, dtype=bool))
             decoder.read()
     assert count.found == []
 
@@ -171,10 +187,10 @@ def test_full_memory_halves_the_rows_and_changes_no_text(monkeypatch: pytest.Mon
     expected = [[row[0] for row in continue_alone(lm, None, request).rows] for request in requests]
     draw = Decoder.draw
 
-    def draw_few(self: Decoder) -> Any:
+    def draw_few(self: Decoder, alive: np.ndarray) -> Any:
         if self.count > 3 and self._steerings:
             raise torch.OutOfMemoryError("no memory")
-        return draw(self)
+        return draw(self, alive)
 
     monkeypatch.setattr(Decoder, "draw", draw_few)
     engine = Engine(lm)
@@ -183,7 +199,7 @@ def test_full_memory_halves_the_rows_and_changes_no_text(monkeypatch: pytest.Mon
         for _ in engine.run():
             pass
     assert [[row[0] for row in ticket.rows] for ticket in tickets] == expected
-    monkeypatch.setattr(Decoder, "draw", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    monkeypatch.setattr(Decoder, "draw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(MemoryLimitError, match="a single text"):
         list(Engine(lm).submit(requests[0]))
 

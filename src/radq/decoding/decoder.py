@@ -1,14 +1,12 @@
 """The part of decoding that runs on the device: a base model and a guide that continue the same rows of texts.
 
 A step has two halves. `draw` chooses a token for each row and writes it down with numbers about it; `read` lets both
-models read these tokens. Neither waits for the device. On a CUDA device both halves are captured as graphs when the
-same number of rows is decoded with the same number of columns for the second time; the base model and the guide then
-read on two streams. What cannot be captured runs step by step, by the same code.
+models read these tokens. Neither waits for the device. On a CUDA device both halves are captured as graphs, in which
+the base model and the guide read at the same time, on two streams.
 
 Axes: b rows, k candidates, s strengths.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
 from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
-from radq.guides.meter import Meter
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.reward import SIBLINGS_PER_FORWARD
@@ -48,23 +46,15 @@ class Drawn:
         return Drawn(proposal, *(values[:rows].clone() for values in (self.choice, self.tokens, self.numbers)))
 
 
-@dataclass(frozen=True)
-class _Capture:
-    draw: Any  # a CUDA graph
-    read: Any
-    drawn: Drawn
-    rows: int
-    counted: tuple[int, ...]  # by a meter, in one step of these rows
-
-
 class Decoder:
     """Rows of texts that a base model and a guide continue together."""
 
-    def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = False):
+    def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = True):
         self.lm, self.guide = lm, guide
         self.device = lm.device
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
-        self.captures = captures and self.device.type == "cuda"
+        models = [lm, *(reader.model for reader in (guide.readers if guide is not None else ()))]
+        self.captures = Captures(models, guide, captures and self.device.type == "cuda")
         self.base: Any = None  # a Reading or SlotReading
         self.state: Any = None  # the guide's
         self.count = 0  # rows
@@ -73,11 +63,8 @@ class Decoder:
         self._plan = Plan.of([])
         self._uniforms = torch.zeros(0, 0, dtype=torch.float64, device=self.device)  # (slots, steps)
         self._done = torch.zeros(0, dtype=torch.long, device=self.device)  # (slots,): tokens drawn
-        self._graphs: dict[Any, _Capture | None] = {}
-        self._pool: Any = None
-        self._side: Any = None
-        self._current: _Capture | None = None
-        self._tokens: Tensor | None = None  # that were drawn and are to be read
+        self._current: Capture | None = None
+        self._tokens: Tensor | None = None  # that were drawn and are still to be read
 
     # --- rows ---
 
@@ -137,7 +124,7 @@ class Decoder:
             self._rows.top_k.fill_(1)
             self._uniforms = uniforms.new_zeros(capacity, steps)
             self._done = done.new_zeros(capacity)
-            self._graphs.clear()
+            self.captures.clear()
             if before is not None:
                 for name in ("beta", "top_k", "top_p", "temperature", "kl_budget"):
                     getattr(self._rows, name)[:kept] = getattr(before, name)[:kept]
@@ -178,7 +165,12 @@ class Decoder:
 
     def clear(self) -> None:
         """Forget all rows and give their memory back."""
-        self.__init__(self.lm, self.guide, self.captures)
+        self.__init__(self.lm, self.guide, self.captures.on)
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows for which there is room."""
+        return len(self._done)
 
     @property
     def nbytes(self) -> int:
@@ -210,20 +202,24 @@ class Decoder:
         return found
 
     @torch.no_grad()
-    def draw(self) -> Drawn:
-        """Choose the next token of each row."""
-        slots, in_slots = self.slots, self._in_slots
-        computed = _round_rows(self.count, len(self._done)) if self.captures and in_slots else self.count
+    def draw(self, alive: np.ndarray) -> Drawn:
+        """Choose the next token of each row. Rows that are not alive are computed along, and may hold anything."""
+        slots = self.slots
+        captured = self.captures.on and self._in_slots
+        rows = _round_rows(self.count, len(self._done)) if captured else self.count
         siblings = min(SIBLINGS_PER_FORWARD, self._plan.widest or SIBLINGS_PER_FORWARD)
         for reading in slots:
-            reading.resize(computed).reserve(siblings if reading.reader.reads_candidates else 0)
-        self._current = self._find_capture(computed, slots) if self.captures and in_slots else None
+            reading.resize(rows).reserve(alive, siblings if reading.reader.reads_candidates else 0)
+        self._current = None
+        if captured:
+            shape = (rows, *((reading.window, reading.epoch) for reading in slots))
+            self._current = self.captures.find(self._plan, shape, lambda: self._draw(rows), self._read)
         if self._current is None:
-            drawn = self._draw(computed)
+            drawn = self._draw(rows)
         else:
             self._current.draw.replay()
             drawn = self._current.drawn
-            self._count(self._current)
+            self.captures.count(self._current, self.count / rows)
         self._tokens = drawn.tokens
         return drawn
 
@@ -252,60 +248,18 @@ class Decoder:
 
     def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
-        if self.guide is not None and side is not None:
+        if self.guide is None:
+            self.base = self.base.read(tokens)
+        elif side is None:
+            self.base = self.base.read(tokens)
+            self.state = self.guide.advance(self.state, tokens)
+        else:
+            before = self.state  # its memory must not be used again while the other stream reads it
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self.state = self.guide.advance(self.state, tokens)
+                self.state = self.guide.advance(before, tokens)
             self.base = self.base.read(tokens)
             torch.cuda.current_stream().wait_stream(side)
-            return
-        self.base = self.base.read(tokens)
-        if self.guide is not None:
-            self.state = self.guide.advance(self.state, tokens)
-
-    # --- captured steps ---
-
-    def _find_capture(self, rows: int, slots: list[SlotReading]) -> _Capture | None:
-        """The captured step for this number of rows and columns; None where it is yet to run step by step."""
-        key = (rows, self._plan, *((reading.window, reading.epoch) for reading in slots))
-        if key not in self._graphs:
-            self._graphs[key] = None  # the first step warms up what the capture may not do
-            return None
-        if self._graphs[key] is None:
-            try:
-                self._graphs[key] = self._capture(rows)
-            except Exception as error:  # whatever a model does that a graph cannot hold
-                self.captures = False
-                torch.cuda.synchronize()
-                warnings.warn(
-                    f"this step cannot be captured as a CUDA graph, so it runs without one, which is slower: {error}",
-                    stacklevel=2,
-                )
-        return self._graphs[key]
-
-    def _capture(self, rows: int) -> _Capture:
-        if self._pool is None:
-            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        draw, read = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        before = self.guide.counts() if isinstance(self.guide, Meter) else ()
-        with torch.cuda.graph(draw, pool=self._pool):
-            drawn = self._draw(rows)
-        with torch.cuda.graph(read, pool=self._pool):
-            self._read(drawn.tokens, self._side)
-        counted: tuple[int, ...] = ()
-        if isinstance(self.guide, Meter):
-            counted = tuple(new - old for new, old in zip(self.guide.counts(), before, strict=True))
-            self.guide.set_counts(before)  # pyright: ignore[reportArgumentType]
-        return _Capture(draw, read, drawn, rows, counted)
-
-    def _count(self, capture: _Capture) -> None:
-        """Tell a meter what a captured step has read for the rows in use; it sees nothing itself."""
-        if isinstance(self.guide, Meter):
-            steps, texts, calls, tokens = capture.counted
-            before = self.guide.counts()
-            share = self.count / capture.rows
-            added = (steps, round(texts * share), calls, round(tokens * share))
-            self.guide.set_counts(tuple(old + new for old, new in zip(before, added, strict=True)))  # pyright: ignore
 
 
 def _measure(

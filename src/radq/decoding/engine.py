@@ -12,6 +12,7 @@ On a GPU the numbers of a step come to the host some steps later, so that the de
 tokens past its stop, and they are thrown away.
 """
 
+import gc
 import sys
 import warnings
 from collections import deque
@@ -39,6 +40,7 @@ PROMPT_TOKENS = {"cpu": 4096, "cuda": 16384}  # of prompts that are read togethe
 MOST_ROWS = {"cpu": 64, "cuda": 8192}
 MEMORY_SHARE = 0.7  # of the free memory may be filled with rows
 FEWER = 0.75  # rows are moved together when so few of them are still running
+KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.kept`
 
 
 _HALVED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
@@ -144,13 +146,13 @@ class Engine:
         lm: Wrappable,
         guide: Guide | None = None,
         max_rows: int | None = None,
-        captures: bool = False,
+        captures: bool = True,
         details: bool = False,
     ):
         """
         Args:
             max_rows: the most texts that are decoded together; by default as many as fit into free memory.
-            captures: whether steps on a CUDA device are captured as graphs.
+            captures: whether steps on a CUDA device are captured as graphs, which is faster and gives the same texts.
             details: whether the results of steps hold all candidates, which are then read at once.
         """
         self.lm, self.guide, self.max_rows, self.details = lm, guide, max_rows, details
@@ -192,6 +194,16 @@ class Engine:
         self._in_flight.clear()
         self._keep([])
         return self
+
+    @property
+    def nbytes(self) -> int:
+        """About the memory that the engine holds between steps."""
+        return self.decoder.nbytes + self.decoder.capacity * self._scratch
+
+    @property
+    def _scratch(self) -> int:
+        """Bytes of each row for logits, in several precisions."""
+        return 64 * self.decoder.reader.vocabulary.size
 
     def run(self) -> Iterator[StepResult]:
         """Work until all requests have ended; yield the result of each step."""
@@ -263,8 +275,7 @@ class Engine:
             return None
         slots = self.decoder.slots
         per_row = sum(reading.nbytes / reading.capacity * reading.copies for reading in slots)
-        per_row += 64 * self.decoder.reader.vocabulary.size  # logits, in several precisions
-        return max(1, len(self.running) + int(MEMORY_SHARE * free / per_row))
+        return max(1, len(self.running) + int(MEMORY_SHARE * free / (per_row + self._scratch)))
 
     def _admit(self, room: int) -> int:
         """Read the prompts of some waiting requests, and let them join; return their number."""
@@ -304,11 +315,11 @@ class Engine:
     # --- steps ---
 
     def _draw(self) -> None:
-        drawn = self.decoder.draw()
+        drawn = self.decoder.draw(self._left > 0)
         self._left = np.maximum(self._left - 1, 0)
         numbers = drawn.numbers[: len(self.running)]  # made anew by each step that is not captured
         event = None
-        if self.lag:
+        if self.lag and numbers.is_cuda:
             numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
         details = drawn.copy(len(self.running)) if self.details else None
@@ -363,33 +374,7 @@ class Engine:
                 self.waiting.appendleft(ticket)
         self.running, self._left = [], np.zeros(0, dtype=np.int64)
         self.decoder.clear()
+        vars(self.lm).pop(KEPT, None)
+        gc.collect()  # engines and models refer to each other
         empty_cache()
         warnings.warn(f"the memory is full, so radq decodes {rows // 2} texts at once from now on.", stacklevel=2)
-
-
-# --- engines that are used again ---
-
-
-class _Kept:
-    """An engine with its captured steps, kept beside its base model for the next call, but not copied with it."""
-
-    def __init__(self, engine: Engine | None = None):
-        self.engine = engine
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
-
-MOST_KEPT = 2**30  # bytes of slots
-
-
-def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None) -> Engine:
-    engine = vars(lm).pop("_radq_kept", _Kept()).engine
-    if engine is None or engine.guide is not guide or engine.max_rows != batch_size:
-        return Engine(lm, guide, batch_size)
-    return engine
-
-
-def keep_engine(engine: Engine) -> None:
-    if engine.decoder.captures and engine.decoder.nbytes <= MOST_KEPT:
-        vars(engine.lm)["_radq_kept"] = _Kept(engine.rest())

@@ -16,7 +16,7 @@ from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader, Reading
 from radq.models.slots import AnyReading, takes_slots
 from radq.models.vocabulary import find_bos, read_vocabulary
-from radq.numerics import at_least_float32, log_probabilities
+from radq.numerics import at_least_float32, constant, log_probabilities
 
 
 class Expert:
@@ -90,5 +90,5 @@ def class_log_posterior(
 
     P(c | x_1..x_T) ∝ P(c) · Π_j P(x_j | x_<j, c)^(scale / T)
     """
-    prior = sums.new_tensor(list(log_prior)).view(2, *[1] * (sums.dim() - 1))
+    prior = constant(tuple(log_prior), sums.dtype, sums.device).view(2, *[1] * (sums.dim() - 1))
     return (scale * sums / lengths + prior).log_softmax(0)

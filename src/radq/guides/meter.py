@@ -88,10 +88,23 @@ class Meter(Guide):
     def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
         return self.guide.advance(state, tokens)
 
+    # --- steps that are repeated without Python, so that no hook is called ---
+
+    @property
     def counts(self) -> tuple[int, int, int, int]:
         """What was counted so far, prompts aside: steps, texts in all steps, calls, and tokens read."""
         return self.steps, self.tokens, self.continuations.calls, int(self.continuations.tokens)
 
-    def set_counts(self, counts: tuple[int, int, int, int]) -> None:
-        """Count what happened where no hook is called, in a captured step."""
-        self.steps, self.tokens, self.continuations.calls, self.continuations.tokens = counts
+    def take_back(self, before: tuple[int, ...]) -> tuple[int, ...]:
+        """Count again from earlier counts; return what was counted since then."""
+        since = tuple(new - old for new, old in zip(self.counts, before, strict=True))
+        self.steps, self.tokens, self.continuations.calls, self.continuations.tokens = before
+        return since
+
+    def add(self, counted: tuple[int, ...], share: float) -> None:
+        """Count a repeated step, of whose rows only a share is in use."""
+        steps, texts, calls, tokens = counted
+        self.steps += steps
+        self.tokens += round(texts * share)
+        self.continuations.calls += calls
+        self.continuations.tokens += round(tokens * share)

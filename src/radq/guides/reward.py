@@ -16,6 +16,7 @@ from radq.models.reading import Reader
 from radq.models.reward import RadV, RewardModel, RewardState
 from radq.models.slots import takes_slots
 from radq.models.stored import require_attributes
+from radq.numerics import constant
 
 
 @final
@@ -41,9 +42,9 @@ class RewardGuide(Guide):
         takes_slots(model.reader)
         if isinstance(model, RadV):
             takes_siblings(model.backbone)
-        self._columns = [model.config.attributes.index(name) for name in beta]
+        self._columns = tuple(model.config.attributes.index(name) for name in beta)
         ranges = [model.config.attribute_ranges[column] for column in self._columns]
-        self._low, self._high = torch.tensor(ranges, dtype=torch.float64).T  # (s,) each
+        self._low, self._high = zip(*ranges, strict=True)  # s numbers each
 
     @property
     def readers(self) -> list[Reader]:
@@ -57,10 +58,10 @@ class RewardGuide(Guide):
         self, state: RewardState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         rewards, state = self.model.score(state, candidates.to(self.model.device))
-        rewards = rewards[..., self._columns]  # (b, k, s)
+        rewards = rewards.index_select(2, constant(self._columns, torch.long, rewards.device))  # (b, k, s)
         clipped = None
         if self.clamp:
-            low, high = self._low.to(rewards), self._high.to(rewards)
+            low, high = (constant(ends, rewards.dtype, rewards.device) for ends in (self._low, self._high))
             clipped = ((rewards < low) | (rewards > high)).any(-1).to(candidates.device)
             rewards = rewards.clamp(low, high)
         shift = torch.einsum("bks,bs->bk", rewards, self.beta_rows(beta, rewards))

@@ -91,9 +91,16 @@ class SlotReading:
     def nbytes(self) -> int:
         return sum(store.numel() * store.element_size() for store in self._stores)
 
-    def reserve(self, siblings: int = 0) -> None:
-        """Make room for one more token of every row, and for candidates that RAD-V reads beside each other."""
-        self.window = _round_window(int(self.bounds[: self.count].max(initial=0)) + 1, self.device.type)
+    def reserve(self, alive: np.ndarray | None = None, siblings: int = 0) -> None:
+        """Make room for one more token of every row, and for candidates that RAD-V reads beside each other.
+
+        Args:
+            alive: whether each text goes on. The others may overwrite their own tokens; by default all go on.
+        """
+        bounds = self.bounds[: self.count] if alive is None else self.bounds[: len(alive) * self.copies]
+        if alive is not None:
+            bounds = bounds[np.repeat(alive, self.copies)]
+        self.window = _round_window(int(bounds.max(initial=0)) + 1, self.device.type)
         wanted = self.window + _align(siblings)
         if wanted > self.width:
             self._allocate(self.capacity, max(wanted, 2 * self.width))

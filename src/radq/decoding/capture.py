@@ -1,0 +1,104 @@
+"""Steps that are captured as CUDA graphs, so that a GPU runs one after the other without waiting for Python.
+
+A graph repeats the same operations on the same tensors, so there is one for each number of rows and columns. It is
+captured when a step of this shape comes for the first time, and kept. What cannot be captured runs step by step, by the
+same code.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radq.guides.base import Guide
+from radq.guides.meter import Meter
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Both halves of a captured step, and the tensors that the first one writes."""
+
+    draw: Any  # a CUDA graph
+    read: Any
+    drawn: Any
+    counted: tuple[int, ...]  # by a meter, in one step
+
+
+class Captures:
+    """The captured steps of a decoder."""
+
+    def __init__(self, models: Sequence[nn.Module], guide: Guide | None, on: bool):
+        self.on = on and not any(map(is_watched, models))
+        if on and not self.on:
+            warnings.warn(
+                "steps are not captured as CUDA graphs, which is slower: a hook of a model is called in each.",
+                stacklevel=2,
+            )
+        self.meter = guide if isinstance(guide, Meter) else None
+        self._kept: dict[Hashable, Capture] = {}
+        self._warm: set[Hashable] = set()
+        self._pool: Any = None
+        self._side: Any = None
+
+    def find(
+        self, kind: Hashable, shape: Hashable, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]
+    ) -> Capture | None:
+        """The captured step of a kind and shape; None where it must run step by step.
+
+        The first step of every kind is not captured: libraries set themselves up in it, which no graph may hold.
+
+        Args:
+            draw: the first half of the step.
+            read: the second half, given the tokens of the first and a stream that may be used beside the current one.
+        """
+        if not self.on:
+            return None
+        if kind not in self._warm:
+            self._warm.add(kind)
+            return None
+        if (kind, shape) not in self._kept:
+            try:
+                self._kept[kind, shape] = self._capture(draw, read)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model does that a graph cannot hold
+                self.on = False
+                torch.cuda.synchronize()
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                warnings.warn(
+                    f"this model cannot be captured as a CUDA graph, so each token takes longer: {reason}", stacklevel=2
+                )
+                return None
+        return self._kept[kind, shape]
+
+    def _capture(self, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]) -> Capture:
+        if self._pool is None:
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        before = None if self.meter is None else self.meter.counts
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[0], pool=self._pool, capture_error_mode="thread_local"):
+            drawn = draw()
+        with torch.cuda.graph(graphs[1], pool=self._pool, capture_error_mode="thread_local"):
+            read(drawn.tokens, self._side)
+        counted = () if self.meter is None or before is None else self.meter.take_back(before)
+        return Capture(*graphs, drawn, counted)
+
+    def count(self, capture: Capture, share: float) -> None:
+        """Tell a meter what a captured step has read for the rows in use, which are a share of its rows."""
+        if self.meter is not None:
+            self.meter.add(capture.counted, share)
+
+    def clear(self) -> None:
+        """Forget all captured steps, since their tensors have moved."""
+        self._kept.clear()
+
+
+def is_watched(model: nn.Module) -> bool:
+    """Whether a function of somebody else is called at forwards of a model: a captured step would not call it."""
+    hooks = [
+        hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    ]
+    return any(not isinstance(getattr(hook, "__self__", None), Meter) for hook in hooks)
