@@ -27,8 +27,12 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def log_probabilities(logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
     """Log-probability of one token at each position, under the softmax of the logits over the whole vocabulary.
 
-    log_softmax would keep a second tensor of the logits' size for the backward pass; logsumexp keeps the logits alone.
+    log_softmax is one operation, but would keep a second tensor of the logits' size for the backward pass; logsumexp
+    keeps the logits alone.
     """
+    if not torch.is_grad_enabled():
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return logits.log_softmax(-1, dtype=dtype).gather(-1, token_ids[..., None]).squeeze(-1)
     logits = at_least_float32(logits)
     return logits.gather(-1, token_ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
 

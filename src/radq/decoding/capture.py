@@ -5,8 +5,10 @@ captured when a step of this shape comes for the first time, and kept. What cann
 same code.
 """
 
+import gc
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +81,12 @@ class Captures:
             self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         before = None if self.meter is None else self.meter.counts
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[0], pool=self._pool, capture_error_mode="thread_local"):
-            drawn = draw()
-        with torch.cuda.graph(graphs[1], pool=self._pool, capture_error_mode="thread_local"):
-            read(drawn.tokens, self._side)
+        options: Any = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        with collecting_later():
+            with torch.cuda.graph(graphs[0], **options):
+                drawn = draw()
+            with torch.cuda.graph(graphs[1], **options):
+                read(drawn.tokens, self._side)
         counted = () if self.meter is None or before is None else self.meter.take_back(before)
         return Capture(*graphs, drawn, counted)
 
@@ -94,6 +98,19 @@ class Captures:
     def clear(self) -> None:
         """Forget all captured steps, since their tensors have moved."""
         self._kept.clear()
+        self._pool = None  # a pool ends with its last graph
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Let no garbage be collected inside the block: a graph that is deleted during a capture ends the capture."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def is_watched(model: nn.Module) -> bool:

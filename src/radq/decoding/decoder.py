@@ -8,7 +8,7 @@ Axes: b rows, k candidates, s strengths.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,8 @@ class Drawn:
 
     def copy(self, rows: int) -> "Drawn":
         """The first rows, in memory of their own, which the next step does not change."""
-        fields = {name: values for name, values in vars(self.proposal).items() if isinstance(values, Tensor)}
-        proposal = Proposal(**{name: values[:rows].clone() for name, values in fields.items()})
+        values = {field.name: getattr(self.proposal, field.name) for field in fields(Proposal) if field.name != "state"}
+        proposal = Proposal(**{name: tensor[:rows].clone() for name, tensor in values.items()})
         return Drawn(proposal, *(values[:rows].clone() for values in (self.choice, self.tokens, self.numbers)))
 
 
@@ -85,6 +85,8 @@ class Decoder:
             capacity: the number of rows for which there should be room.
             width: the number of tokens for which there should be room in each row.
         """
+        self._steerings += steerings
+        self._plan = Plan.of(self._steerings)
         input_ids, attention_mask = pad_left(prompts, device=self.device)
         index = None if list(rows) == list(range(len(prompts))) else torch.tensor(rows, device=self.device)
         self._join("base", self.reader.read(input_ids, attention_mask), index, capacity, width)
@@ -97,16 +99,18 @@ class Decoder:
             getattr(self._rows, name)[first:last] = getattr(strengths, name)
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
         self._done[first:last] = 0
-        self._steerings += steerings
-        self._plan = Plan.of(self._steerings)
         self.count = last
+
+    def _siblings(self, reader: Reader) -> int:
+        """The number of candidates that a model reads beside each other."""
+        return min(SIBLINGS_PER_FORWARD, self._plan.widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
 
     def _join(self, name: str, new: Any, index: Tensor | None, capacity: int, width: int) -> None:
         """Join new rows of the base model or of the guide to those that there are."""
         new = new if index is None else new.select(index)
         old = getattr(self, name)
         if old is None:
-            joined = new.map_readings(lambda reading: settle(reading, capacity, width))
+            joined = new.map_readings(lambda reading: settle(reading, capacity, width, self._siblings(reading.reader)))
         else:
             for reading in self.slots:
                 reading.resize(self.count)
@@ -207,9 +211,8 @@ class Decoder:
         slots = self.slots
         captured = self.captures.on and self._in_slots
         rows = _round_rows(self.count, len(self._done)) if captured else self.count
-        siblings = min(SIBLINGS_PER_FORWARD, self._plan.widest or SIBLINGS_PER_FORWARD)
         for reading in slots:
-            reading.resize(rows).reserve(alive, siblings if reading.reader.reads_candidates else 0)
+            reading.resize(rows).reserve(alive, self._siblings(reading.reader))
         self._current = None
         if captured:
             shape = (rows, *((reading.window, reading.epoch) for reading in slots))
@@ -244,7 +247,8 @@ class Decoder:
         choice = choose(proposal, strengths, self._uniforms[:rows].gather(1, place).squeeze(1))
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
         done.add_(1)
-        return Drawn(proposal, choice, tokens, _measure(proposal, choice, tokens, logits))
+        numbers = _measure(proposal, choice, tokens, logits, self.guide is not None)
+        return Drawn(proposal, choice, tokens, numbers)
 
     def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
@@ -263,21 +267,23 @@ class Decoder:
 
 
 def _measure(
-    proposal: Proposal, choice: Int[Tensor, " b"], tokens: Int[Tensor, " b"], logits: Float[Tensor, "b v"]
+    proposal: Proposal, choice: Int[Tensor, " b"], tokens: Int[Tensor, " b"], logits: Float[Tensor, "b v"], guided: bool
 ) -> Float[Tensor, "b 7"]:
-    """The numbers about each token; log-probabilities are those of the base model alone and of the candidates."""
-    guided = log_probabilities(proposal.logits, choice)
+    """The numbers about each token; log-probabilities are those of the base model alone and of the candidates.
+
+    All of them are exact in float32: no vocabulary has more than 2²⁴ tokens.
+    """
     shift = proposal.shift.gather(1, choice[:, None]).squeeze(1)
     columns = (
         tokens,
         shift,
-        proposal.kl,
+        proposal.kl if guided else shift,  # without a guide, both are 0
         proposal.clipped,
         log_probabilities(logits, tokens),
-        guided,
+        log_probabilities(proposal.logits, choice),
         proposal.finite,
     )
-    return torch.stack([column.double() for column in columns], dim=1)
+    return torch.stack([column.to(proposal.base.dtype) for column in columns], dim=1)
 
 
 def _round_rows(count: int, capacity: int) -> int:

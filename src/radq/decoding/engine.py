@@ -159,6 +159,7 @@ class Engine:
         if not lm.training:
             lm.eval()  # also those of its parts that are not
         self.decoder = Decoder(lm, guide, captures)
+        self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" and not details else 0
         self.waiting: deque[Ticket] = deque()
@@ -296,7 +297,6 @@ class Engine:
         for row, request in enumerate(requests):
             uniforms[row, : len(request.uniforms)] = request.uniforms[:steps]
         overhead = 0 if self.guide is None else max((reader.overhead for reader in self.guide.readers), default=0)
-        siblings = requests[0].steering.top_k or 0
         for place, ticket in enumerate(chosen, start=len(self.running)):
             ticket.place = place
         self.running += chosen
@@ -308,7 +308,7 @@ class Engine:
             [own if request.beta is None else request.beta for request in requests],
             uniforms,
             capacity=min(self._room(), len(self.running) + len(self.waiting)),
-            width=longest + steps + overhead + siblings + 8,
+            width=longest + steps + overhead + 1,
         )
         return len(chosen)
 

@@ -4,7 +4,7 @@ Captured steps go on reading the tensors that they were captured with. So an eng
 changed since then in the base model and in the guide: neither tensors, nor settings, adapters or hooks.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ class _Kept:
     """Engines and what they were made with. Copies of the base model, also pickled ones, begin without any."""
 
     def __init__(self) -> None:
-        self.engines: list[tuple[Engine, Hashable]] = []
+        self.engines: list[Engine] = []
 
     def __reduce__(self) -> Any:
         return _Kept, ()
@@ -29,21 +29,23 @@ class _Kept:
 
 def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None) -> Engine:
     """An engine that was kept, or a new one. One that is taken belongs to the caller alone."""
-    kept = vars(lm).get(KEPT)
-    if kept is not None:
-        found = describe(lm), describe(guide)
-        for place, (engine, made_with) in enumerate(kept.engines):
-            if engine.guide is guide and engine.max_rows == batch_size and made_with == found:
-                del kept.engines[place]
-                return engine
-    return Engine(lm, guide, batch_size)
+    if lm.device.type != "cuda":
+        return Engine(lm, guide, batch_size)
+    kept = vars(lm).setdefault(KEPT, _Kept())
+    made_with = describe(lm), describe(guide)
+    for place, engine in enumerate(kept.engines):
+        if engine.guide is guide and engine.max_rows == batch_size and engine.made_with == made_with:
+            return kept.engines.pop(place)
+    engine = Engine(lm, guide, batch_size)
+    engine.made_with = made_with
+    return engine
 
 
 def keep_engine(engine: Engine) -> None:
     """Keep an engine that has ended all texts, if its captured steps are worth it."""
     if engine.decoder.captures.on and engine.rest().nbytes <= MOST_BYTES:
         kept = vars(engine.lm).setdefault(KEPT, _Kept())
-        kept.engines.append((engine, (describe(engine.lm), describe(engine.guide))))
+        kept.engines.append(engine)
         del kept.engines[:-MOST_KEPT]
 
 
@@ -51,37 +53,31 @@ def describe(thing: Any) -> Hashable:
     """All that a captured step of a model or guide depends on."""
     if isinstance(thing, nn.Module):
         config = getattr(thing, "config", None)
-        return type(thing), tuple(_parts(thing)), tuple(_settings(vars(config))) if config is not None else ()
+        parts = tuple(map(_describe_part, thing.modules()))
+        return type(thing), parts, () if config is None else _settings(vars(config))
     if hasattr(thing, "__dict__") and type(thing).__module__.startswith("radq."):
         return type(thing), tuple((name, describe(value)) for name, value in vars(thing).items())
-    return _simple(thing)
+    return _settings({"": thing})
 
 
-def _parts(module: nn.Module) -> Iterator[Hashable]:
-    for part in module.modules():
-        hooks = (*part._forward_hooks, *part._forward_pre_hooks)
-        tensors = (*part._parameters.values(), *part._buffers.values())
-        places = tuple(_place(tensor) for tensor in tensors if tensor is not None)
-        yield type(part), hooks, places, tuple(_settings(vars(part)))
+def _describe_part(part: nn.Module) -> Hashable:
+    """The tensors, settings and hooks of a module itself. There may be a thousand modules, so this is quick."""
+    tensors = (*part._parameters.values(), *part._buffers.values())
+    places = [(tensor.data_ptr(), _version(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
+    return type(part), tuple(places), (*part._forward_hooks, *part._forward_pre_hooks), _settings(vars(part))
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.dtype, tensor.device, tuple(tensor.shape)
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def _settings(values: dict[str, Any]) -> Iterator[tuple[str, Hashable]]:
-    """The numbers, names and flags among attributes."""
-    for name, value in values.items():
-        found = _simple(value)
-        if found is not None:
-            yield name, found
+SIMPLE = {bool, int, float, str}
 
 
-def _simple(value: Any) -> Hashable:
-    """A number, name or flag as it is, lists of them as tuples; None for anything else."""
-    if isinstance(value, bool | int | float | str):
-        return type(value).__name__, value
-    if isinstance(value, list | tuple | set | frozenset):
-        return tuple(_simple(one) for one in value)
-    return None
+def _settings(values: dict[str, Any]) -> tuple[Hashable, ...]:
+    """The numbers, names and flags among attributes, and lists of them."""
+    return tuple(
+        (name, value if type(value) in SIMPLE else repr(value))
+        for name, value in values.items()
+        if type(value) in SIMPLE or (type(value) in (list, tuple) and all(type(one) in SIMPLE for one in value))
+    )

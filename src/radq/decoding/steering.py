@@ -10,6 +10,7 @@ Axes: b rows, k candidates, v vocabulary.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class Proposal:
     finite: Bool[Tensor, " b"]  # False in rows for which the guide gave no numbers; they are not steered
     state: Any = None  # the guide's state to go on from
 
-    @property
+    @cached_property
     def logits(self) -> Float[Tensor, "b k"]:
         return self.base + self.shift
 
@@ -173,17 +174,22 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, stren
         return Proposal(candidates, base, torch.zeros_like(base), none, fine)
     advice = guide.advise(state, candidates, strengths.beta)
     finite = advice.shift.isfinite().all(-1)
-    shift = advice.shift.to(base.dtype).masked_fill(~finite[:, None], 0.0)
-    barrier = _barrier(base, None if advice.allowed is None else advice.allowed(base + shift))
+    shift = torch.where(finite[:, None], advice.shift.to(base.dtype), 0.0)
+    barrier = None if advice.allowed is None else _barrier(base, advice.allowed(base + shift))
     if strengths.plan.budgeted:
         barrier, scale = fit_budget(base, shift, barrier, strengths.kl_budget)
         shift = shift * scale[:, None]
-    shift = shift + barrier
-    if advice.clipped is None:
-        return Proposal(candidates, base, shift, none, finite, advice.state)
+    shift = shift if barrier is None else shift + barrier
+    clipped = none if advice.clipped is None else _share(advice.clipped.to(base.device), base, strengths.plan)
+    return Proposal(candidates, base, shift, clipped, finite, advice.state)
+
+
+def _share(clipped: Bool[Tensor, "b k"], base: Float[Tensor, "b k"], plan: Plan) -> Float[Tensor, " b"]:
+    """The share of each row's candidates that were clipped."""
+    if plan.same_width and not plan.limited:
+        return clipped.to(base.dtype).mean(-1)
     possible = ~base.isneginf()
-    share = (advice.clipped.to(base.device) & possible).sum(-1) / possible.sum(-1)
-    return Proposal(candidates, base, shift, share, finite, advice.state)
+    return ((clipped & possible).sum(-1) / possible.sum(-1)).to(base.dtype)
 
 
 def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, "b k"]:
@@ -200,20 +206,22 @@ def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, 
     return lowered / t
 
 
-def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"] | None) -> Float[Tensor, "b k"]:
+def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"]) -> Float[Tensor, "b k"]:
     """A shift of −∞ for candidates that a guide forbids, 0 for others and in rows where it forbids all candidates."""
-    barrier = torch.zeros_like(base)
-    if allowed is None:
-        return barrier
     allowed = allowed.to(base.device)
     some_left = (allowed & ~base.isneginf()).any(-1, keepdim=True)
-    return barrier.masked_fill(~allowed & some_left, -torch.inf)
+    return torch.zeros_like(base).masked_fill(~allowed & some_left, -torch.inf)
 
 
 def fit_budget(
-    base: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], barrier: Float[Tensor, "b k"], budget: Float[Tensor, " b"]
-) -> tuple[Float[Tensor, "b k"], Float[Tensor, " b"]]:
+    base: Float[Tensor, "b k"],
+    shift: Float[Tensor, "b k"],
+    barrier: Float[Tensor, "b k"] | None,
+    budget: Float[Tensor, " b"],
+) -> tuple[Float[Tensor, "b k"] | None, Float[Tensor, " b"]]:
     """Remove the barrier from rows where it alone exceeds the budget; also return the scale of each row's shift."""
+    if barrier is None:
+        return None, kl_scale(base, shift, budget)
     affordable = kl_divergence(base + barrier, base) <= budget
     barrier = torch.where(affordable[:, None], barrier, 0.0)
     return barrier, kl_scale(base, shift, budget, barrier)

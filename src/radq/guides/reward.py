@@ -58,12 +58,14 @@ class RewardGuide(Guide):
         self, state: RewardState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         rewards, state = self.model.score(state, candidates.to(self.model.device))
-        rewards = rewards.index_select(2, constant(self._columns, torch.long, rewards.device))  # (b, k, s)
+        if self._columns != tuple(range(rewards.shape[2])):
+            rewards = rewards.index_select(2, constant(self._columns, torch.long, rewards.device))  # (b, k, s)
         clipped = None
         if self.clamp:
+            free = rewards
             low, high = (constant(ends, rewards.dtype, rewards.device) for ends in (self._low, self._high))
-            clipped = ((rewards < low) | (rewards > high)).any(-1).to(candidates.device)
-            rewards = rewards.clamp(low, high)
+            rewards = free.clamp(low, high)
+            clipped = (free != rewards).any(-1).to(candidates.device)
         shift = torch.einsum("bks,bs->bk", rewards, self.beta_rows(beta, rewards))
         return Advice(shift.to(candidates.device), state, clipped)
 

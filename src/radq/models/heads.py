@@ -109,8 +109,10 @@ def score_candidates(
         return torch.einsum("bkd,bad->bka", rows, features)
     # One product reads the table once, which is faster than gathering as many rows as it has.
     # (v, d) @ (d, b·a) is 1.7 times as fast as its transpose on CPUs.
+    # The fast kernels of GPUs want rows of results that begin at multiples of 16 bytes.
     b, a, d = features.shape
-    rewards = (table.to(features.dtype) @ features.reshape(b * a, d).T).view(-1, b, a).transpose(0, 1)  # (b, v, a)
+    vectors = F.pad(features.reshape(b * a, d), (0, 0, 0, -(b * a) % 8 if features.is_cuda else 0))
+    rewards = (table.to(features.dtype) @ vectors.T)[:, : b * a].view(-1, b, a).transpose(0, 1)  # (b, v, a)
     if candidates is None:
         return rewards
     return rewards.gather(1, candidates[..., None].expand(-1, -1, a))

@@ -20,7 +20,7 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
@@ -326,24 +326,19 @@ class RewardModel(PreTrainedModel):
         An unknown candidate has the reward of the prefix itself.
         """
         if candidates is None:
-            outputs, state = self._score(state, None)
-            known = torch.arange(outputs.shape[1], device=outputs.device) < self.num_known
+            tokens = torch.arange(self.vocabulary.size, device=state.reading.last.device)[None]
+            outputs, state = self._score(state, None, tokens < self.num_known)
         else:
             known = candidates < self.num_known
-            outputs, state = self._score(state, candidates * known)
+            outputs, state = self._score(state, candidates * known, known)
             state = state if state.siblings is None else replace(state, candidates=candidates)
-        outputs = torch.where(known[..., None], outputs, self._score_prefix(state.reading.last)[:, None])
         return self.link(outputs), state
 
     @abstractmethod
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        """Head outputs of candidates that are all known, and the state to go on from."""
-
-    @abstractmethod
-    def _score_prefix(self, hidden: Float[Tensor, "b d"]) -> Float[Tensor, "b a"]:
-        """Head outputs of the prefix itself, whatever comes next."""
+        """Head outputs of candidates, or of the prefix itself where one is not known, and the state to go on from."""
 
     @torch.no_grad()
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
@@ -451,15 +446,12 @@ class RadQ(RewardModel):
         return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)))
 
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
         hidden = state.reading.last
         features = self.head.features(hidden, self.embedding)  # (b, a, d)
         marginals = score_candidates(features, self.head.table(self.embedding), candidates)
-        return marginals + self.head.baseline(hidden)[:, None], state
-
-    def _score_prefix(self, hidden: Float[Tensor, "b d"]) -> Float[Tensor, "b a"]:
-        return self.head.baseline(hidden)
+        return torch.where(known[..., None], marginals, 0.0) + self.head.baseline(hidden)[:, None], state
 
 
 @final
@@ -496,23 +488,23 @@ class RadV(RewardModel):
         return RewardOutput(packed.unpack(self.head(hidden))[:, hidden.shape[1] - input_ids.shape[1] :])
 
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
         reading = state.reading
         if candidates is None:
             b = len(reading.last)
             candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
+        prefix = self.head(reading.last)[:, None]  # (b, 1, a)
         if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
             siblings = reading.read_siblings(candidates)
-            return self.head(siblings.hidden), RewardState(reading, candidates, siblings)
-        # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
-        # token chosen in the end is read once more.
-        chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
-        hidden = (reading.read_siblings(chunk).hidden for chunk in chunks)
-        return torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
-
-    def _score_prefix(self, hidden: Float[Tensor, "b d"]) -> Float[Tensor, "b a"]:
-        return self.head(hidden)
+            outputs, state = self.head(siblings.hidden), RewardState(reading, candidates, siblings)
+        else:
+            # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
+            # token chosen in the end is read once more.
+            chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
+            hidden = (reading.read_siblings(chunk).hidden for chunk in chunks)
+            outputs, state = torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
+        return torch.where(known[..., None], outputs, prefix), state
 
 
 def _load_beside_backbone(

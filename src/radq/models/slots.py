@@ -34,8 +34,8 @@ ALIGNED = 8  # fused attention wants masks of such widths
 class SlotReading:
     """A transformer's state after a batch of texts, in slots."""
 
-    def __init__(self, reading: Reading, capacity: int, width: int):
-        """Make empty slots for texts like those of a reading."""
+    def __init__(self, reading: Reading, capacity: int, width: int, siblings: int = 0):
+        """Make empty slots for texts like those of a reading, of `width` tokens, and for candidates behind them."""
         self.reader, self.copies = reading.reader, reading.copies
         self.count = 0  # slots in use, and those that a captured step computes along
         self.window = 0  # columns that the next forward sees
@@ -49,7 +49,7 @@ class SlotReading:
         self._limit = reading.reader.max_positions
         self._types = kv_cache.layer_types(reading.reader.model)
         self.bounds = np.zeros(0, dtype=np.int64)  # at most so many tokens has each row
-        self._allocate(capacity * self.copies, width)
+        self._allocate(capacity * self.copies, _round_window(width, self.device.type) + _align(siblings))
 
     # --- memory ---
 
@@ -337,11 +337,11 @@ def _round_window(columns: int, device: str) -> int:
     return -(-columns // step) * step
 
 
-def settle(reading: Reading, capacity: int, width: int) -> AnyReading:
+def settle(reading: Reading, capacity: int, width: int, siblings: int = 0) -> AnyReading:
     """Move a reading into new slots, or leave it as it is where its model cannot work with slots."""
     if not takes_slots(reading.reader):
         return reading
-    slots = SlotReading(reading, max(capacity, -(-len(reading.last) // reading.copies)), width)
+    slots = SlotReading(reading, max(capacity, -(-len(reading.last) // reading.copies)), width, siblings)
     return slots.add(reading)
 
 
