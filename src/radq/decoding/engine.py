@@ -124,6 +124,7 @@ class _InFlight:
     """The numbers of a step on their way to the host, and the tickets of its rows."""
 
     tickets: list[Ticket]
+    last: np.ndarray  # whether this is the last token of a row at the latest
     numbers: Tensor
     event: Any
     drawn: Drawn | None
@@ -167,6 +168,8 @@ class Engine:
         self._left = np.zeros(0, dtype=np.int64)  # tokens still to be drawn in each row; 0 if it has ended
         self._in_flight: deque[_InFlight] = deque()
         self._fitting: int | None = None  # rows that fit into memory
+        self._stops: set[int] = set()  # tokens that end some text
+        self._watches = False  # whether some request has a function that is told every token
 
     # --- requests ---
 
@@ -174,6 +177,8 @@ class Engine:
         """Add a request; it joins the running ones at the next step that has room."""
         ticket = Ticket(self, request)
         self.waiting.append(ticket)
+        self._stops |= request.stops
+        self._watches = self._watches or request.watch is not None
         return ticket
 
     def finish(self, ticket: Ticket, reason: FinishReason) -> None:
@@ -193,6 +198,7 @@ class Engine:
             self.finish(ticket, "cancelled")
         self.waiting.clear()
         self._in_flight.clear()
+        self._stops, self._watches = set(), False
         self._keep([])
         return self
 
@@ -323,7 +329,7 @@ class Engine:
             numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
         details = drawn.copy(len(self.running)) if self.details else None
-        self._in_flight.append(_InFlight(list(self.running), numbers, event, details))
+        self._in_flight.append(_InFlight(list(self.running), self._left == 0, numbers, event, details))
 
     def _receive(self, behind: int) -> list[StepResult]:
         """Take the results of all steps but the last ones."""
@@ -337,19 +343,26 @@ class Engine:
         if step.event is not None:
             step.event.synchronize()
         numbers = step.numbers.cpu().numpy()
-        for ticket, row in zip(step.tickets, numbers, strict=True):
-            if ticket.finish_reason is not None:
-                continue
-            if not row[6]:
-                self.finish(ticket, "error")
-                continue
-            ticket.rows.append(row)
-            request, token = ticket.request, int(row[0])
-            if token in request.stops or self._watch(ticket, token):
-                self.finish(ticket, "stop")
-            elif len(ticket.rows) == request.max_new_tokens:
-                self.finish(ticket, "length")
+        for ticket, row in zip(step.tickets, numbers, strict=True):  # thousands of rows, so this loop does no more
+            if ticket.finish_reason is None:
+                ticket.rows.append(row)
+        stops = np.fromiter(self._stops, dtype=np.int64)
+        ends = step.last | np.isin(numbers[:, 0], stops) | (numbers[:, 6] == 0)
+        for place in range(len(ends)) if self._watches else np.flatnonzero(ends):
+            if step.tickets[place].finish_reason is None:
+                self._end(step.tickets[place])
         return StepResult(step.tickets, numbers, step.drawn)
+
+    def _end(self, ticket: Ticket) -> None:
+        """End a text if its last token is a stop token, has no numbers, or is the last one that was asked for."""
+        request, row = ticket.request, ticket.rows[-1]
+        if not row[6]:
+            ticket.rows.pop()
+            self.finish(ticket, "error")
+        elif int(row[0]) in request.stops or self._watch(ticket, int(row[0])):
+            self.finish(ticket, "stop")
+        elif len(ticket.rows) == request.max_new_tokens:
+            self.finish(ticket, "length")
 
     def _watch(self, ticket: Ticket, token: int) -> bool:
         """Show a token to the request's own function; return whether the text ends."""
