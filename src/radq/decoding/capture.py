@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,37 +21,12 @@ from radq.guides.meter import Meter
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured step: the graph that draws tokens, and those in which base model and guide read them.
-
-    The two models read at the same time, on two streams. One graph with two branches would be simpler, but GPUs run
-    graphs without branches with shorter pauses between kernels.
-    """
+    """Both halves of a captured step, and the tensors that the first one writes."""
 
     draw: Any  # a CUDA graph
-    read_base: Any
-    read_guide: Any  # None without a guide
-    side: Any  # the stream of the guide
-    drawn: Any  # the tensors that the first graph writes
+    read: Any
+    drawn: Any
     counted: tuple[int, ...]  # by a meter, in one step
-
-    def read(self) -> None:
-        """Let both models read the tokens that were drawn."""
-        if self.read_guide is not None:
-            self.side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.side):
-                self.read_guide.replay()
-        self.read_base.replay()
-        if self.read_guide is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a step, as functions: drawing, and the reading of the tokens drawn."""
-
-    draw: Callable[[], Any]
-    read_base: Callable[[Tensor], None]
-    read_guide: Callable[[Tensor], None] | None
 
 
 class Captures:
@@ -68,13 +42,19 @@ class Captures:
         self.meter = guide if isinstance(guide, Meter) else None
         self._kept: dict[Hashable, Capture] = {}
         self._warm: set[Hashable] = set()
-        self._pools: Any = None
+        self._pool: Any = None
         self._side: Any = None
 
-    def find(self, kind: Hashable, shape: Hashable, parts: Parts) -> Capture | None:
+    def find(
+        self, kind: Hashable, shape: Hashable, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]
+    ) -> Capture | None:
         """The captured step of a kind and shape; None where it must run step by step.
 
         The first step of every kind is not captured: libraries set themselves up in it, which no graph may hold.
+
+        Args:
+            draw: the first half of the step.
+            read: the second half, given the tokens of the first and a stream that may be used beside the current one.
         """
         if not self.on:
             return None
@@ -83,7 +63,7 @@ class Captures:
             return None
         if (kind, shape) not in self._kept:
             try:
-                self._kept[kind, shape] = self._capture(parts)
+                self._kept[kind, shape] = self._capture(draw, read)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a model does that a graph cannot hold
@@ -96,26 +76,19 @@ class Captures:
                 return None
         return self._kept[kind, shape]
 
-    def _capture(self, parts: Parts) -> Capture:
-        if self._pools is None:  # graphs that run at the same time may not share memory
-            self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-            self._side = torch.cuda.Stream()
+    def _capture(self, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]) -> Capture:
+        if self._pool is None:
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         before = None if self.meter is None else self.meter.counts
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        options: Any = {"pool": self._pool, "capture_error_mode": "thread_local"}
         with collecting_later():
-            draw, drawn = self._record(parts.draw, 0)
-            guide = None
-            if parts.read_guide is not None:
-                guide, _ = self._record(partial(parts.read_guide, drawn.tokens), 1)
-            base, _ = self._record(partial(parts.read_base, drawn.tokens), 0)
+            with torch.cuda.graph(graphs[0], **options):
+                drawn = draw()
+            with torch.cuda.graph(graphs[1], **options):
+                read(drawn.tokens, self._side)
         counted = () if self.meter is None or before is None else self.meter.take_back(before)
-        return Capture(draw, base, guide, self._side, drawn, counted)
-
-    def _record(self, part: Callable[[], Any], pool: int) -> tuple[Any, Any]:
-        """Capture a part of a step; return its graph and its result."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pools[pool], capture_error_mode="thread_local"):
-            result = part()
-        return graph, result
+        return Capture(*graphs, drawn, counted)
 
     def count(self, capture: Capture, share: float) -> None:
         """Tell a meter what a captured step has read for the rows in use, which are a share of its rows."""
@@ -125,7 +98,7 @@ class Captures:
     def clear(self) -> None:
         """Forget all captured steps, since their tensors have moved."""
         self._kept.clear()
-        self._pools = None  # a pool ends with its last graph
+        self._pool = None  # a pool ends with its last graph
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from radq.decoding.capture import Capture, Captures, Parts
+from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
 from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
@@ -216,8 +216,7 @@ class Decoder:
         self._current = None
         if captured:
             shape = (rows, *((reading.window, reading.epoch) for reading in slots))
-            parts = Parts(lambda: self._draw(rows), self._read_base, None if self.guide is None else self._read_guide)
-            self._current = self.captures.find(self._plan, shape, parts)
+            self._current = self.captures.find(self._plan, shape, lambda: self._draw(rows), self._read)
         if self._current is None:
             drawn = self._draw(rows)
         else:
@@ -232,11 +231,9 @@ class Decoder:
         """Let both models read the tokens that were drawn."""
         assert self._tokens is not None
         if self._current is not None:
-            self._current.read()
+            self._current.read.replay()
         else:
-            self._read_base(self._tokens)
-            if self.guide is not None:
-                self._read_guide(self._tokens)
+            self._read(self._tokens)
         self._tokens = None
 
     def _draw(self, rows: int) -> Drawn:
@@ -253,12 +250,20 @@ class Decoder:
         numbers = _measure(proposal, choice, tokens, logits, self.guide is not None)
         return Drawn(proposal, choice, tokens, numbers)
 
-    def _read_base(self, tokens: Int[Tensor, " b"]) -> None:
-        self.base = self.base.read(tokens)
-
-    def _read_guide(self, tokens: Int[Tensor, " b"]) -> None:
-        assert self.guide is not None
-        self.state = self.guide.advance(self.state, tokens)
+    def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
+        """Read one token per row; the guide reads on another stream where one is given."""
+        if self.guide is None:
+            self.base = self.base.read(tokens)
+        elif side is None:
+            self.base = self.base.read(tokens)
+            self.state = self.guide.advance(self.state, tokens)
+        else:
+            before = self.state  # its memory must not be used again while the other stream reads it
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.state = self.guide.advance(before, tokens)
+            self.base = self.base.read(tokens)
+            torch.cuda.current_stream().wait_stream(side)
 
 
 def _measure(
