@@ -1,5 +1,6 @@
 """Upcasting, log-probabilities of tokens, padding of token ids, memory of the machine."""
 
+import gc
 import resource
 import sys
 import warnings
@@ -100,6 +101,18 @@ def same_kernels() -> Iterator[None]:
         yield
     finally:
         kernels.enabled = before
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Let no garbage be collected inside the block: a graph that is deleted during a capture ends the capture."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 # --- memory ---

@@ -5,10 +5,8 @@ captured when a step of this shape comes for the first time, and kept. What cann
 same code.
 """
 
-import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from radq.guides.base import Guide
 from radq.guides.meter import Meter
+from radq.numerics import collecting_later
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Captures:
         self._kept: dict[Hashable, Capture] = {}
         self._warm: set[Hashable] = set()
         self._pool: Any = None
+        self._main: Any = None
         self._side: Any = None
 
     def find(
@@ -78,10 +78,11 @@ class Captures:
 
     def _capture(self, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]) -> Capture:
         if self._pool is None:
-            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+            self._main, self._side = torch.cuda.Stream(priority=-1), torch.cuda.Stream()  # the base model goes first
         before = None if self.meter is None else self.meter.counts
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        options: Any = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        options: Any = {"pool": self._pool, "stream": self._main, "capture_error_mode": "thread_local"}
         with collecting_later():
             with torch.cuda.graph(graphs[0], **options):
                 drawn = draw()
@@ -99,18 +100,6 @@ class Captures:
         """Forget all captured steps, since their tensors have moved."""
         self._kept.clear()
         self._pool = None  # a pool ends with its last graph
-
-
-@contextmanager
-def collecting_later() -> Iterator[None]:
-    """Let no garbage be collected inside the block: a graph that is deleted during a capture ends the capture."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def is_watched(model: nn.Module) -> bool:

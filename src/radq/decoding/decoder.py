@@ -8,6 +8,7 @@ Axes: b rows, k candidates, s strengths.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,9 +22,10 @@ from radq.decoding.config import Steering
 from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
+from radq.models.prompt_graphs import PromptGraphs
 from radq.models.reading import Reader
 from radq.models.reward import SIBLINGS_PER_FORWARD
-from radq.models.slots import SlotReading, settle
+from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import log_probabilities, pad_left
 
@@ -55,6 +57,8 @@ class Decoder:
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
         models = [lm, *(reader.model for reader in (guide.readers if guide is not None else ()))]
         self.captures = Captures(models, guide, captures and self.device.type == "cuda")
+        readers = [self.reader, *(guide.readers if guide is not None else ())]
+        self._prompts = PromptGraphs([reader.model for reader in readers if self.captures.on and takes_slots(reader)])
         self.base: Any = None  # a Reading or SlotReading
         self.state: Any = None  # the guide's
         self.count = 0  # rows
@@ -89,9 +93,10 @@ class Decoder:
         self._plan = Plan.of(self._steerings)
         input_ids, attention_mask = pad_left(prompts, device=self.device)
         index = None if list(rows) == list(range(len(prompts))) else torch.tensor(rows, device=self.device)
-        self._join("base", self.reader.read(input_ids, attention_mask), index, capacity, width)
-        if self.guide is not None:
-            self._join("state", self.guide.start(input_ids, attention_mask), index, capacity, width)
+        with self._prompts.used() if self.captures.on else nullcontext():
+            self._join("base", self.reader.read(input_ids, attention_mask), index, capacity, width)
+            if self.guide is not None:
+                self._join("state", self.guide.start(input_ids, attention_mask), index, capacity, width)
         strengths = Strengths.stack(steerings, betas, self.reader.vocabulary.size, self.device)
         first, last = self.count, self.count + len(rows)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)

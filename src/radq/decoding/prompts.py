@@ -101,7 +101,7 @@ def decode_texts(
     """
     num_samples = len(continuations) // len(prompts)
     begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
-    rows = [np.array(prompts[row // num_samples] + tokens) for row, tokens in enumerate(continuations)]
+    rows: Any = [np.array(prompts[row // num_samples] + tokens) for row, tokens in enumerate(continuations)]
     wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)  # faster with arrays than with lists
     return [
         whole[len(begin) :]

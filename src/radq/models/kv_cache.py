@@ -160,6 +160,27 @@ def extend(
     return output, Prefix(torch.cat([prefix.input_ids, input_ids], dim=1), full_mask, layers)
 
 
+def read_with_masks(
+    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: Any
+) -> tuple[Any, Prefix]:
+    """Do what `start` does, with masks that are written here: transformers' own make the program wait for the GPU."""
+    t = input_ids.shape[1]
+    places = torch.arange(t, device=input_ids.device)
+    distance = places[:, None] - places  # (t, t), from a token back to another
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+
+    def build(layer_type: str) -> Tensor:
+        seen = (distance >= 0) & attention_mask.bool()[:, None]  # (b, t, t)
+        if layer_type == "sliding_attention":
+            seen = seen & (distance < model.config.sliding_window)
+        return torch.zeros_like(seen, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)[:, None]
+
+    masks = {layer_type: build(layer_type) for layer_type in layer_types(model)}
+    mask = masks if len(masks) > 1 else masks.popitem()[1]
+    output, layers = _forward(model, (), input_ids, mask, positions, **kwargs)
+    return output, Prefix(input_ids, attention_mask, layers)
+
+
 @dataclass(frozen=True)
 class Siblings(ABC):
     """k candidates read after one prefix, none of them seeing another."""

@@ -18,6 +18,7 @@ from radq.errors import ContextLengthError
 from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
+from radq.models.prompt_graphs import prompt_graphs
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
 from radq.numerics import log_probabilities
 
@@ -86,6 +87,14 @@ class Reader:
         """
         b, t = input_ids.shape
         self.check_columns(t)
+        graphs = prompt_graphs()
+        captured = (
+            None
+            if graphs is None
+            else graphs.read(self.model, input_ids, attention_mask, self.take_last, self.last_only)
+        )
+        if captured is not None:
+            return Reading(self, captured[1], captured[0])
         size = max(1, TOKENS_PER_FORWARD // b)
         output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **self.last_only)
         for first in range(size, t, size):
@@ -93,7 +102,11 @@ class Reader:
             output, prefix = kv_cache.extend(
                 self.model, prefix, input_ids[:, part], attention_mask[:, part], **self.last_only
             )
-        return Reading(self, prefix, output[self.output][:, -1])
+        return Reading(self, prefix, self.take_last(output))
+
+    def take_last(self, output: Any) -> Float[Tensor, "b n"]:
+        """What is kept of a forward: the output at the last token."""
+        return output[self.output][:, -1]
 
     @torch.no_grad()
     def read_everywhere(
