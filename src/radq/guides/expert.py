@@ -90,5 +90,5 @@ def class_log_posterior(
 
     P(c | x_1..x_T) ∝ P(c) · Π_j P(x_j | x_<j, c)^(scale / T)
     """
-    prior = sums.new_tensor(list(log_prior)).view(2, *[1] * (sums.dim() - 1))
-    return (scale * sums / lengths + prior).log_softmax(0)
+    prior = torch.stack([sums.new_full((), value) for value in log_prior])  # without a copy from main memory
+    return (scale * sums / lengths + prior.view(2, *[1] * (sums.dim() - 1))).log_softmax(0)
