@@ -10,6 +10,7 @@ from baselines import make_guide
 from families import EOS, VOCAB, make_lm, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruments import CountWaiting
 
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
@@ -99,66 +100,6 @@ def test_strengths_belong_to_requests(lm_folders: dict[str, Path]) -> None:
 
 
 # --- no waiting ---
-
-@pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
-def test_requests_that_join_and_leave_are_continued_as_alone(name: str, lm_folders: dict[str, Path]) -> None:
-    lm, guide = make_lm("llama").double(), make_any_guide(name, lm_folders)
-    requests = [make_request(number, length=2 + number % 9) for number in range(25)]
-    engine, random = Engine(lm, guide, max_rows=6), np.random.default_rng(0)
-    tickets: list[Ticket] = []
-    while len(tickets) < len(requests) or engine.busy:
-        for _ in range(random.integers(0, 3)):
-            if len(tickets) < len(requests):
-                tickets.append(engine.submit(requests[len(tickets)]))
-        engine.step()
-        assert len(engine.running) <= 6
-    for ticket in tickets:
-        alone = continue_alone(lm, guide, ticket.request)
-        assert [row[0] for row in ticket.rows] == [row[0] for row in alone.rows]
-        assert ticket.finish_reason == alone.finish_reason
-        np.testing.assert_allclose(np.array(ticket.rows), np.array(alone.rows), rtol=1e-6, atol=1e-6)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 4))
-def test_texts_do_not_depend_on_the_number_of_rows(numbers: list[int], max_rows: int) -> None:
-    lm = make_lm("gpt2").double()
-    engine = Engine(lm, max_rows=max_rows)
-    tickets = [engine.submit(make_request(number)) for number in numbers]
-    for _ in engine.run():
-        pass
-    for ticket in tickets:
-        assert [row[0] for row in ticket.rows] == [row[0] for row in continue_alone(lm, None, ticket.request).rows]
-
-
-def test_strengths_belong_to_requests(lm_folders: dict[str, Path]) -> None:
-    lm, model = make_lm("llama").double(), make_reward("q", lm_folders["llama"]).double()
-    engine = Engine(lm, RewardGuide(model, {"nice": 1.0}))
-    tickets = [engine.submit(make_request(4, beta=(beta,))) for beta in (0.0, 5.0, -30.0)]
-    for _ in engine.run():
-        pass
-    for ticket in tickets:
-        own = RewardGuide(model, {"nice": float(ticket.request.beta[0])})  # pyright: ignore[reportOptionalSubscript]
-        alone = continue_alone(lm, own, make_request(4))
-        assert [row[0] for row in ticket.rows] == [row[0] for row in alone.rows]
-
-
-# --- no waiting ---
-
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
-
-
-class CountWaiting(TorchDispatchMode):
-    """Counts operations whose result the host must wait for on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(name in str(func) for name in WAITING):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
