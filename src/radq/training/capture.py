@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 
 MOST_TOKENS = 8192  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
 MOST_WAITING = 3  # steps that wait for the device before captures are given up; the first one may load something
-ALIGNMENT = 16  # bytes, enough for any dtype
 
 Batch = dict[str, Tensor]
 
@@ -54,7 +53,7 @@ class CapturedSteps:
         self.enabled = True
         self._gradients: dict[nn.Parameter, Tensor] = {}  # where graphs add them
         self._inputs: dict[Any, PackedBatch] = {}  # of each shape
-        self._graphs: dict[Any, _Graph | None] = {}  # of each shape; None where the first batch was computed
+        self.graphs: dict[Any, _Graph | None] = {}  # of each shape; None where the first batch was computed
         self._waiting = 0
         self._stream: Any = None
         self._pool: Any = None
@@ -68,12 +67,12 @@ class CapturedSteps:
         inputs = self._inputs[shape].fill(batch)
         if not self.enabled or batch["input_ids"].numel() > MOST_TOKENS:
             return self.step(inputs)
-        if shape not in self._graphs:
+        if shape not in self.graphs:
             return self._rehearse(shape, inputs)
-        graph = self._graphs[shape]
+        graph = self.graphs[shape]
         if graph is None:
             try:
-                graph = self._graphs[shape] = self._capture(inputs)
+                graph = self.graphs[shape] = self._capture(inputs)
             except Exception as error:  # whatever a model does that a graph cannot hold
                 self._give_up(f"{type(error).__name__}: {error}")
                 return self.step(inputs)
@@ -84,7 +83,7 @@ class CapturedSteps:
         """Put gradients of 0 where graphs add them, if the gradients were dropped, as the Trainer does after a step."""
         dropped = [parameter for parameter in self._gradients if parameter.grad is None]
         if dropped:
-            torch._foreach_zero_([self._gradients[parameter] for parameter in dropped])
+            torch._foreach_zero_([self._gradients[parameter] for parameter in dropped])  # pyright: ignore
         for parameter in dropped:
             parameter.grad = self._gradients[parameter]
 
@@ -96,7 +95,7 @@ class CapturedSteps:
             if parameter.grad is not None:  # a parameter without a gradient must stay so: AdamW would decay it
                 self._gradients.setdefault(parameter, parameter.grad)
         if not places:
-            self._graphs[shape] = None
+            self.graphs[shape] = None
             return loss
         self._waiting += 1
         if self._waiting == MOST_WAITING:
@@ -125,7 +124,7 @@ class CapturedSteps:
         """Compute all further steps kernel by kernel."""
         self.enabled = False
         self._clean_up()
-        self._graphs.clear()
+        self.graphs.clear()
         warnings.warn(
             f"training steps cannot be captured as CUDA graphs, so they run without, which is slower: {reason}",
             stacklevel=2,
@@ -147,26 +146,17 @@ class PackedBatch:
     """Tensors on a device, side by side in one piece of memory, so that one copy fills all of them with a batch."""
 
     def __init__(self, like: Batch, device: torch.device):
-        self._places: dict[str, slice] = {}
-        end = 0
-        for name, values in like.items():
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-            end = begin + values.element_size() * values.numel()
-            self._places[name] = slice(begin, end)
-        self._size = end
-        self._memory = torch.empty(end, dtype=torch.uint8, device=device)
-        self._tensors = self._view(self._memory, like)
+        self._names = sorted(like, key=lambda name: -like[name].element_size())  # each then begins at its own multiple
+        sizes = [like[name].element_size() * like[name].numel() for name in self._names]
+        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        pieces = zip(self._names, self._memory.split(sizes), strict=True)
+        self._tensors = {name: piece.view(like[name].dtype).view(like[name].shape) for name, piece in pieces}
 
     def fill(self, batch: Batch) -> Batch:
         """Copy a batch from main memory to the device without waiting for the device; returns the tensors there."""
-        host = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._memory.is_cuda)
-        for name, values in self._view(host, batch).items():
-            values.copy_(batch[name])
-        self._memory.copy_(host, non_blocking=True)
+        host = torch.cat([batch[name].reshape(-1).view(torch.uint8) for name in self._names])
+        self._memory.copy_(host.pin_memory() if self._memory.is_cuda else host, non_blocking=True)
         return self._tensors
-
-    def _view(self, memory: Tensor, like: Batch) -> Batch:
-        return {name: memory[self._places[name]].view(values.dtype).view(values.shape) for name, values in like.items()}
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ class BatchTrainer(Trainer):
             pin_memory=self.args.device.type == "cuda" and not self.captures,  # captured steps copy batches themselves
         )
 
-    def collate_for_training(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def collate_for_training(self, batch: Any) -> Any:
         """Pad a batch to one of few shapes if steps are captured, each of which is for one shape."""
         if self.captures:
             num_rows = -(-self.batches.batch_size // self.batches.num_micro_batches)
@@ -250,6 +250,12 @@ class BatchTrainer(Trainer):
     ) -> Tensor:
         with known_positions():
             return super().training_step(model, inputs, num_items_in_batch)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        if self.captured is None:
+            return super()._clip_grad_norm(model)
+        # the trained weights alone: looking for all weights takes longer than the clipping
+        return self.accelerator.clip_grad_norm_(self.captured.parameters, self.args.max_grad_norm)
 
     def forget_captures(self) -> None:
         """Free the memory of captured steps, and capture no more if that was not possible."""
