@@ -1,128 +1,202 @@
-"""Speed and memory of a training step of RAD-Q, compared with a head that scores the whole vocabulary.
+"""Speed of `radq train`'s own trainer on short texts, with steps captured as CUDA graphs and without.
 
-    python benchmarks/training.py [--device cuda] [--batch 100 --length 128 --attributes 7] [--json]
+    python benchmarks/training.py [--device cuda] [--batch-sizes 32 100] [--json]
 
-The model is a random reward model with the shape of GPT-2-small. A step is forward, loss with regulariser, backward and
-AdamW. RAD-Q scores only the tokens it needs; the other head scores all tokens and then picks those. On a GPU, forwards
-run in bfloat16 (autocast) and memory is the peak of the allocator; on a CPU, memory is not measured.
+The model is a RAD-Q over a random LLaMA with the shape of the first 12 layers of SmolLM2-135M. The texts are random and
+as short as the phrases of SST-2: about 10 tokens on average, from 1 to 50. Speeds are tokens per second without
+padding, over whole optimizer steps and the making of batches. Both runs begin with the same weights and see the same
+batches, so that their losses are compared, too. On a CPU nothing is captured, and the ratio is about 1.
 """
 
+import gc
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import tyro
 from machine import describe_machine, read_clock
-from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from radq import RadQ
+from radq.data.dataset import RewardData
+from radq.data.label_cells import NUMBER, LabelCells
+from radq.data.label_scale import LabelRules
 from radq.models.hub import quiet
-from radq.training.losses import baseline_loss, squared_loss
+from radq.training.config import RewardTrainingConfig
+from radq.training.reward_trainer import RewardTrainer
 
-Batch = dict[str, Tensor]
+MEAN_LENGTH, LONGEST = 10, 50
+FIRST_TOKEN = 3  # smaller ids are special tokens
 
 
 @dataclass
 class Arguments:
     device: str = "cpu"
-    """cpu, cuda or cuda:1, …"""
-    batch: int = 100
-    """Texts per step."""
-    length: int = 128
-    """Tokens per text."""
-    attributes: int = 7
-    """Attributes of the reward model."""
-    rounds: int = 10
-    """Measured steps, after two that warm up."""
+    """cpu or cuda"""
+    batch_sizes: tuple[int, ...] = (32, 100)
+    """Texts per step, each of which is measured."""
+    steps: int = 300
+    """Measured steps."""
+    warmup: int = 100
+    """Steps before these, in which most shapes are captured."""
+    layers: int = 12
+    """Layers of the backbone."""
+    width: int = 576
+    """Width of its hidden states, a multiple of 64."""
+    vocabulary: int = 49152
+    """Tokens of its vocabulary."""
+    precision: str = "auto"
+    """auto, float32 or bfloat16"""
     json: bool = False
     """Print JSON."""
 
 
+class Measured(RewardTrainer):
+    """The trainer of `radq train`, which keeps its losses and saves no checkpoints."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.losses.append(super().training_step(*args, **kwargs))
+        return self.losses[-1]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        pass
+
+
+class Clock(TrainerCallback):
+    """Reads the time and the number of tokens after the steps that warm up, and at the end."""
+
+    def __init__(self, trainer: Measured, warmup: int):
+        self.trainer, self.warmup = trainer, warmup
+        self.readings: list[tuple[float, int]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in (self.warmup, state.max_steps):
+            self.readings.append((read_clock(str(args.device)), self.trainer.tokens_seen))
+
+
 def main(arguments: Arguments) -> None:
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder, quiet():
-        GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
-        model = RadQ.from_backbone(folder, [f"attribute_{a}" for a in range(arguments.attributes)])
-    nn.Module.to(model, arguments.device).train()
-    shape = (arguments.batch, arguments.length)
-    batch = {
-        "input_ids": torch.randint(50257, shape),
-        "random_tokens": torch.randint(50257, shape),
-        "attention_mask": torch.ones(shape, dtype=torch.long),
-        "labels": torch.rand(arguments.batch, arguments.attributes),
-    }
-    batch = {name: values.to(arguments.device) for name, values in batch.items()}
-    results = {
-        "only the tokens needed": measure(model, own_outputs, batch, arguments.rounds),
-        "whole vocabulary": measure(model, whole_vocabulary_outputs, batch, arguments.rounds),
-    }
-    own, whole = results.values()
-    report = {
-        "machine": describe_machine(arguments.device),
-        "torch": torch.__version__,
-        "batch": list(shape),
-        "attributes": arguments.attributes,
-        "results": results,
-        "speed_ratio": round(own["tokens_per_second"] / whole["tokens_per_second"], 2),
-        "memory_ratio": round(whole["peak_gib"] / own["peak_gib"], 2) if own["peak_gib"] else None,
-    }
+    results = []
+    with tempfile.TemporaryDirectory() as name, quiet():
+        folder = Path(name)
+        save_language_model(folder / "lm", arguments)
+        for batch_size in arguments.batch_sizes:
+            data = make_texts(folder / f"texts-{batch_size}", 100 * batch_size, arguments.vocabulary)
+            runs = {captures: measure(folder, data, batch_size, captures, arguments) for captures in (False, True)}
+            results.append(compare(batch_size, runs))
     if arguments.json:
-        print(json.dumps(report, indent=2))
+        about = {"machine": describe_machine(arguments.device), "torch": torch.__version__}
+        print(json.dumps({**about, "results": results}, indent=2))
         return
-    print(f"{report['machine']}, torch {report['torch']}; {shape[0]} × {shape[1]} tokens")
-    for name, result in results.items():
-        print(f"  {name:<24} {result['tokens_per_second']:>10.0f} tokens/s {result['peak_gib']:>8.2f} GiB")
-    print(f"faster: {report['speed_ratio']}×, smaller: {report['memory_ratio']}×")
+    print(f"{describe_machine(arguments.device)}, torch {torch.__version__}, {arguments.layers} layers")
+    for result in results:
+        print(
+            f"{result['batch_size']:>4} texts a step: {result['tokens_per_second']:>9,} tokens/s, "
+            f"captured {result['captured_tokens_per_second']:>9,} tokens/s, {result['ratio']}×; "
+            f"{result['captured_shapes']} shapes captured, memory {result['peak_gib']} and "
+            f"{result['captured_peak_gib']} GiB, losses {result['first_loss']:.4f} to {result['last_loss']:.4f}, "
+            f"which differ by at most {result['largest_difference']:.2g}"
+        )
 
 
-def own_outputs(model: RadQ, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Rewards of the tokens and of random ones, as RAD-Q computes them in training."""
-    output = model(batch["input_ids"], batch["attention_mask"], batch["random_tokens"])
-    return output.rewards, output.marginals
+def save_language_model(folder: Path, arguments: Arguments) -> None:
+    """Save a random language model with the shape of SmolLM2-135M, or a smaller one."""
+    torch.manual_seed(0)
+    heads = arguments.width // 64
+    config = LlamaConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.width,
+        intermediate_size=arguments.width * 8 // 3,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 3),
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def whole_vocabulary_outputs(model: RadQ, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The same rewards, picked from a tensor over positions, attributes and the whole vocabulary."""
-    ids = batch["input_ids"]
-    bos = torch.full_like(ids[:, :1], model.config.bos_token_id)
-    hidden = model.backbone(input_ids=torch.cat([bos, ids], dim=1)[:, :-1], use_cache=False).last_hidden_state
-    whole = model.head.features(hidden, model.embedding) @ model.embedding.T  # (b, t, a, v)
+def make_texts(folder: Path, num_texts: int, vocab_size: int) -> RewardData:
+    """Random texts with labels 0 and 1, in the files of tokenised data; the label is that of the first token."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    lengths = random.geometric(1 / MEAN_LENGTH, num_texts).clip(1, LONGEST)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = random.integers(FIRST_TOKEN, vocab_size, offsets[-1])
+    labels = (tokens[offsets[:-1]] % 2).astype(np.float64)[:, None]
+    tokens.astype(np.uint16).tofile(folder / "tokens.bin")
+    np.save(folder / "offsets.npy", offsets)
+    np.save(folder / "prompt_lengths.npy", np.zeros(num_texts, np.int32))
+    np.save(folder / "weights.npy", np.ones(num_texts, np.float32))
+    cells = LabelCells(
+        np.full(labels.shape, NUMBER, np.uint8), labels, [[]], np.arange(1, num_texts + 1), [("texts", num_texts)]
+    )
+    cells.save(folder)
+    counts = {"rows": num_texts, "tokens": int(offsets[-1])}
+    (folder / "counts.json").write_text(json.dumps({"counts": counts, "dtype": "uint16"}))
+    return RewardData(folder, ["praise"], LabelRules(keep=True))
 
-    def gather(tokens: Tensor) -> Tensor:
-        return whole.gather(3, tokens[..., None, None].expand(-1, -1, whole.shape[2], 1)).squeeze(3)
 
-    return gather(ids) + model.head.baseline(hidden), gather(batch["random_tokens"])
-
-
-def measure(
-    model: RadQ, outputs: Callable[[RadQ, Batch], tuple[Tensor, Tensor]], batch: Batch, rounds: int
-) -> dict[str, float]:
-    """Median speed and peak memory of training steps."""
-    device = batch["attention_mask"].device
-    cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=cuda)
-    seconds = []
-    if cuda:
+def measure(folder: Path, data: RewardData, batch_size: int, captures: bool, arguments: Arguments) -> dict[str, Any]:
+    """Train for some steps; returns the speed after the warm-up, peak memory, and all losses."""
+    config = RewardTrainingConfig(
+        data=["texts"],
+        labels="praise",
+        backbone="lm",
+        out=str(folder / f"run-{batch_size}-{captures}"),
+        epochs=1.0,
+        max_steps=arguments.warmup + arguments.steps,
+        batch_size=batch_size,
+        learning_rate=1e-4,
+        warmup_steps=20,
+        precision=arguments.precision,  # pyright: ignore[reportArgumentType]
+        capture_steps=captures,
+        trainer={"use_cpu": arguments.device == "cpu"},
+    )
+    torch.manual_seed(0)
+    trainer = Measured(RadQ.from_backbone(folder / "lm", ["praise"]), config, data)
+    clock = Clock(trainer, arguments.warmup)
+    trainer.add_callback(clock)
+    gc.collect()  # the trainer of the run before
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for round_ in range(rounds + 2):
-        begin = read_clock(str(device))
-        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            rewards, marginals = outputs(model, batch)
-        loss = squared_loss(rewards, batch["attention_mask"], batch["labels"]) + baseline_loss(
-            marginals, batch["attention_mask"]
-        )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if round_ >= 2:  # the first two warm up
-            seconds.append(read_clock(str(device)) - begin)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return {"tokens_per_second": batch["attention_mask"].numel() / median(seconds), "peak_gib": round(peak, 3)}
+    trainer.train()
+    (began, tokens_before), (ended, tokens) = clock.readings
+    return {
+        "tokens_per_second": round((tokens - tokens_before) / (ended - began)),
+        "milliseconds_per_step": round(1000 * (ended - began) / arguments.steps, 2),
+        "peak_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if torch.cuda.is_available() else 0.0,
+        "shapes": sum(graph is not None for graph in trainer.captured.graphs.values()) if trainer.captured else 0,
+        "losses": torch.stack(trainer.losses).double().cpu(),
+    }
+
+
+def compare(batch_size: int, runs: dict[bool, dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of a run with captured steps beside those of a run without."""
+    plain, captured = runs[False], runs[True]
+    return {
+        "batch_size": batch_size,
+        "tokens_per_second": plain["tokens_per_second"],
+        "captured_tokens_per_second": captured["tokens_per_second"],
+        "ratio": round(captured["tokens_per_second"] / plain["tokens_per_second"], 2),
+        "milliseconds_per_step": plain["milliseconds_per_step"],
+        "captured_milliseconds_per_step": captured["milliseconds_per_step"],
+        "captured_shapes": captured["shapes"],
+        "peak_gib": plain["peak_gib"],
+        "captured_peak_gib": captured["peak_gib"],
+        "first_loss": float(plain["losses"][0]),
+        "last_loss": float(captured["losses"][-20:].mean()),
+        "largest_difference": float((plain["losses"] - captured["losses"]).abs().max()),
+    }
 
 
 if __name__ == "__main__":

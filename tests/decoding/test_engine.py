@@ -10,7 +10,7 @@ from baselines import make_guide
 from families import EOS, VOCAB, make_lm, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from instruments import CountWaiting
 
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
@@ -116,21 +116,6 @@ def test_strengths_belong_to_requests(lm_folders: dict[str, Path]) -> None:
 
 
 # --- no waiting ---
-
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
-
-
-class CountWaiting(TorchDispatchMode):
-    """Counts operations whose result the host must wait for on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(name in str(func) for name in WAITING):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])

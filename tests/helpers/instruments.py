@@ -1,4 +1,4 @@
-"""Instruments that several tests share: a disk that is full, and the largest tensor that a computation makes."""
+"""Instruments that several tests share: a full disk, the largest tensor of a computation, operations that wait."""
 
 import resource
 from collections.abc import Iterator
@@ -18,6 +18,23 @@ def full_disk(free_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
+
+
+class CountWaiting(TorchDispatchMode):
+    """Counts operations whose result the host must wait for on a GPU."""
+
+    def __init__(self, names: tuple[str, ...] = WAITING) -> None:
+        super().__init__()
+        self.names = names
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in self.names):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class LargestTensor(TorchDispatchMode):

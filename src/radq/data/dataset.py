@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,7 @@ from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_val
 
 CACHE_FORMAT = 3
 NO_LIMIT = 2**31  # more tokens than any text has
+OF_TOKENS = ("input_ids", "attention_mask", "loss_mask", "targets")  # tensors of a batch with a column for each token
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,23 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
 def _pad_empty(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A batch of one row of padding, for a process without rows, which still has to take part in the step."""
     return {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in batch.items()}
+
+
+def pad_batch(batch: dict[str, Tensor], num_rows: int, length: int) -> dict[str, Tensor]:
+    """Add rows of padding with weight 0 up to `num_rows`, and columns of padding up to `length`; no loss counts them.
+
+    The numbers of the added rows are −1.
+    """
+    b, t = batch["input_ids"].shape
+    if (b, t) == (num_rows, length):
+        return batch
+
+    def pad(name: str, values: Tensor) -> Tensor:
+        columns = length - t if name in OF_TOKENS else 0
+        amounts = [0, 0] * (values.dim() - 2) + [0, columns] * (values.dim() > 1) + [0, num_rows - b]  # last axis first
+        return F.pad(values, amounts, value=-1 if name == "rows" else 0)
+
+    return {name: pad(name, values) for name, values in batch.items()}
 
 
 class GlobalBatches(torch.utils.data.Sampler[list[int]]):

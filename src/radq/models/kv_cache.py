@@ -9,7 +9,8 @@ Axes: b batch, t time, n new tokens, k candidates, d hidden.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from radq.errors import ModelError
@@ -114,6 +115,26 @@ class LeftPacked:
 def pack_left(input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> LeftPacked:
     order = (1 - attention_mask).argsort(dim=1, stable=True)
     return LeftPacked(input_ids.gather(1, order), order)
+
+
+@contextmanager
+def known_positions() -> Iterator[None]:
+    """Let models read whole texts inside the block without asking the device how these texts are padded.
+
+    transformers looks whether positions are consecutive and whether there is padding without a mask, and Python waits
+    for each answer. Texts that are packed to the left have consecutive positions, and need no mask.
+    """
+    answers: dict[str, tuple[Any, Any]] = {
+        "find_packed_sequence_indices": (masking_utils, None),
+        "is_tracing": (masking_utils, False),  # masks of a step that is captured as a CUDA graph are those of any step
+        "warn_if_padding_and_no_attention_mask": (PreTrainedModel, None),
+    }
+    with ExitStack() as stack:
+        for name, (owner, answer) in answers.items():
+            if hasattr(owner, name):  # versions of transformers differ
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, lambda *_, answer=answer, **__: answer)
+        yield
 
 
 def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefix:

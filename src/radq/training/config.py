@@ -92,6 +92,9 @@ class TrainingConfig:
     supports it, and float16 with scaled losses on other GPUs."""
     gradient_checkpointing: bool = False
     """Save memory by computing activations a second time in the backward pass."""
+    capture_steps: bool = True
+    """On a CUDA GPU, record the kernels of a step once for each shape of batch and replay them: several times as fast
+    for short texts. It needs more memory, and is left out where it is not possible."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of the initial weights, the order of the data and the random tokens."""
     log_steps: Annotated[int, COUNT] = 10

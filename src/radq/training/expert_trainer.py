@@ -61,6 +61,9 @@ class ExpertTrainer(BatchTrainer):
             padded["attention_mask"][rows, columns] = padded["loss_mask"][rows, columns] = 1
         return batch | padded
 
+    def count_tokens(self, inputs: dict[str, Tensor]) -> int:
+        return super().count_tokens(inputs) * len(self.text_format.beginnings)
+
     def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         model: nn.Module,
@@ -76,7 +79,6 @@ class ExpertTrainer(BatchTrainer):
         else:
             mean = gedi_loss(output.log_probabilities, output.log_posterior, loss_mask, weights, self.config.gen_weight)
             loss = mean * len(loss_mask) / loss_mask.any(1).sum().clamp(min=1) * texts
-        self.tokens_seen += inputs["attention_mask"].numel() * len(self.text_format.beginnings)
         return (loss, output) if return_outputs else loss
 
     def score_texts(self, model: nn.Module, inputs: dict[str, Tensor]) -> "ClassScores":
@@ -140,7 +142,7 @@ def score_classes(
     longest = max(map(len, beginnings))
     runs = [
         F.pad(
-            torch.cat([input_ids.new_tensor(beginning).expand(b, -1), input_ids[:, :-1]], dim=1),
+            torch.cat([*(input_ids.new_full((b, 1), token) for token in beginning), input_ids[:, :-1]], dim=1),
             (0, longest - len(beginning)),
         )
         for beginning in beginnings

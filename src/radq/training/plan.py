@@ -9,7 +9,7 @@ import torch
 from radq.training.recipe import num_steps
 from radq.training.trainer import BatchTrainer
 
-TRIALS = 3  # the fastest counts: other programs may disturb one of them
+TRIALS = 3  # the fastest counts: other programs may disturb one of them, and a step is captured in the second
 MORE_THAN_STEPS = 1.1  # a run also updates weights, evaluates and saves
 
 
@@ -44,22 +44,20 @@ def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
     sizes = np.array([len(batch) * trainer.batches.lengths[batch].max() for batch in plan])  # with padding
     typical = int(np.abs(sizes - sizes.mean()).argmin())
     rows = plan[typical][: trainer.args.per_device_train_batch_size]
-    batch = _parts(trainer).train_dataset.batch(rows.tolist())
+    batch = trainer.collate_for_training(_parts(trainer).train_dataset.batch(rows.tolist()))
     with torch.random.fork_rng():
         seconds = min(_time_step(trainer, batch) for _ in range(TRIALS))
+    trainer.forget_captures()  # of a model that the Trainer has not prepared yet
     return seconds * len(plan[typical]) / len(rows) * sizes.mean() / sizes[typical] * steps * MORE_THAN_STEPS
 
 
 def _time_step(trainer: BatchTrainer, batch: dict[str, torch.Tensor]) -> float:
     """Seconds of a forward and a backward pass, whose gradients are thrown away."""
     model = _parts(trainer).model.to(trainer.args.device).train()
-    began, tokens_seen = time.perf_counter(), trainer.tokens_seen
-    with trainer.compute_loss_context_manager():
-        loss: Any = trainer.compute_loss(model, trainer._prepare_inputs(batch))
-    loss.backward()
-    loss.item()  # waits for a GPU
+    began = time.perf_counter()
+    items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+    trainer.add_gradients(model, batch, items).item()  # waits for a GPU
     model.zero_grad()
-    trainer.tokens_seen = tokens_seen
     return time.perf_counter() - began
 
 

@@ -89,7 +89,6 @@ class RewardTrainer(BatchTrainer):
             if self.config.teacher:  # the mean over attributes, as in the distillation loss
                 regulariser = regulariser / output.marginals.shape[-1]
             loss = loss + self.config.reg_weight * regulariser
-        self.tokens_seen += inputs["attention_mask"].numel()
         return (loss, output) if return_outputs else loss
 
     def _random_tokens(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,8 +96,7 @@ class RewardTrainer(BatchTrainer):
         model: Any = self.model
         if self.config.kind == "v" or self.config.reg_weight == 0 or not model.training:
             return {}
-        epoch = int(self.state.epoch or 0)
-        return {"random_tokens": random_tokens(inputs, model.vocabulary.size, self.config.seed, epoch)}
+        return {"random_tokens": random_tokens(inputs, model.vocabulary.size, self.config.seed, inputs["epoch"])}
 
     def _targets(self, inputs: dict[str, Tensor]) -> Float[Tensor, "b t a"]:
         """The teacher's rewards, from the batch if they were computed before training."""
@@ -174,7 +172,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.n
             optimizer.add_param_group({**group, "params": moved, "lr": rate})
 
 
-def random_tokens(inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: int) -> Int[Tensor, "b t"]:
+def random_tokens(
+    inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: int | Int[Tensor, ""]
+) -> Int[Tensor, "b t"]:
     """A uniformly random token per position, from a hash of row, position, epoch and seed: the same everywhere."""
     input_ids = inputs["input_ids"]
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)

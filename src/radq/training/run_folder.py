@@ -31,7 +31,7 @@ KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rat
 FINGERPRINTED = ("data", "eval_data", "teacher", "backbone")  # a resumed run may name them otherwise
 CHANGEABLE = (
     *("out", "cache", "log_steps", "save_steps", "save_minutes", "report_to", "micro_batch_size"),
-    "gradient_checkpointing",
+    *("gradient_checkpointing", "capture_steps"),
 )
 
 

@@ -10,6 +10,7 @@ import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +25,22 @@ from transformers import (
     Trainer,
 )
 
-from radq.data.dataset import GlobalBatches, LongestFirst, RewardData
+from radq.data.dataset import GlobalBatches, LongestFirst, RewardData, pad_batch
 from radq.errors import OptionError, RadqError, StoppedError, TrainingError
 from radq.files import explained_writing
 from radq.models.hub import quiet
+from radq.models.kv_cache import known_positions
 from radq.numerics import without_emulation_notice
 from radq.training.arguments import make_arguments
 from radq.training.callbacks import EpochCallback, MetricsCallback, RunCallback, SavingCallback, point_to_best
+from radq.training.capture import CapturedSteps, can_capture
 from radq.training.checkpoints import STATE, find_checkpoints, write_checksums
 from radq.training.config import TrainingConfig
 
 CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
 STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches
 ROWS_NAMED = 8  # the most rows of a batch that an error names
+LENGTH_STEP = 8  # batches whose steps are captured are padded to multiples of this, so that few shapes occur
 
 
 class StepLoss(NamedTuple):
@@ -85,6 +89,8 @@ class BatchTrainer(Trainer):
             self.args.world_size,
             config.seed,
         )
+        self.captured: CapturedSteps | None = None
+        self.captures = config.capture_steps and can_capture(self.args)
         self.add_callback(EpochCallback(self.batches))
         self.add_callback(RunCallback(config))
         self.saving = SavingCallback(config.save_minutes)
@@ -105,6 +111,7 @@ class BatchTrainer(Trainer):
             try:
                 with self._stopped_by_signals():
                     result = self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+                self.forget_captures()
                 self._check_losses()
                 metrics = dict(result.metrics) | self._evaluate_end()
             except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
@@ -163,9 +170,17 @@ class BatchTrainer(Trainer):
         return DataLoader(
             data,
             batch_sampler=self.batches,
-            collate_fn=self.collate,
-            pin_memory=self.args.device.type == "cuda",
+            collate_fn=self.collate_for_training,
+            pin_memory=self.args.device.type == "cuda" and not self.captures,  # captured steps copy batches themselves
         )
+
+    def collate_for_training(self, batch: Any) -> Any:
+        """Pad a batch to one of few shapes if steps are captured, each of which is for one shape."""
+        if self.captures:
+            num_rows = -(-self.batches.batch_size // self.batches.num_micro_batches)
+            rounded = -(-batch["input_ids"].shape[1] // LENGTH_STEP) * LENGTH_STEP
+            batch = pad_batch(batch, num_rows, min(rounded, int(self.batches.lengths.max())))
+        return self.collate(batch)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Evaluate rows in the order of their lengths, which needs less padding."""
@@ -173,7 +188,8 @@ class BatchTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Number of texts and of positions in the whole optimizer step, over all micro-batches and processes."""
-        counts = torch.stack([count_items(batch["loss_mask"]) for batch in batch_samples]).sum(0).to(device)
+        counts = torch.stack([count_items(batch["loss_mask"]) for batch in batch_samples]).sum(0)
+        counts = counts if self.captures else counts.to(device)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
 
     def share(self, loss_mask: Tensor, num_items_in_batch: Tensor | None) -> Float[Tensor, "2"]:
@@ -183,14 +199,70 @@ class BatchTrainer(Trainer):
             return here / here.clamp(min=1)
         return here / num_items_in_batch.clamp(min=1) * self.args.world_size  # the mean over processes is taken later
 
-    # --- losses and weights must be finite ---
+    def count_tokens(self, inputs: dict[str, Tensor]) -> int:
+        """Number of tokens that the model reads in a batch, without padding."""
+        return int(inputs["attention_mask"].sum())  # of a batch in main memory, so that no GPU is waited for
 
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(model, inputs, *args, **kwargs)
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 6 * inputs["input_ids"].numel() * self._num_weights
+
+    @cached_property
+    def _num_weights(self) -> int:
+        """Number of weights without embeddings, counted once and not in every step."""
+        model: Any = self.model
+        return model.num_parameters(exclude_embeddings=True)
+
+    # --- steps ---
+
+    def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: torch.nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
+        loss = self.add_gradients(model, inputs, num_items_in_batch)
+        self.tokens_seen += self.count_tokens(inputs)
         self.unchecked.append(StepLoss(self.state.global_step + 1, loss, inputs["rows"]))
         if len(self.unchecked) >= STEPS_UNCHECKED:
             self._check_losses()
         return loss
+
+    def add_gradients(
+        self, model: torch.nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None
+    ) -> Tensor:
+        """Add the gradients of a micro-batch to those of the weights, by a captured step if possible; returns its loss.
+
+        All numbers that differ between steps are in the batch, since a captured step computes with the same others.
+        """
+        inputs = inputs | {"epoch": torch.tensor(int(self.state.epoch or 0))}
+        if not self.captures or num_items_in_batch is None:
+            return self._compute_gradients(model, inputs, num_items_in_batch)
+        if self.captured is None:
+
+            def step(batch: dict[str, Tensor]) -> Tensor:
+                rest = {name: values for name, values in batch.items() if name != "num_items"}
+                return self._compute_gradients(model, rest, batch["num_items"])
+
+            self.captured = CapturedSteps(step, model.parameters(), self.args.device)
+        if not model.training:
+            model.train()
+        return self.captured.run(inputs | {"num_items": num_items_in_batch})
+
+    def _compute_gradients(
+        self, model: torch.nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None
+    ) -> Tensor:
+        with known_positions():
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        if self.captured is None:
+            return super()._clip_grad_norm(model)
+        # the trained weights alone: looking for all weights takes longer than the clipping
+        return self.accelerator.clip_grad_norm_(self.captured.parameters, self.args.max_grad_norm)
+
+    def forget_captures(self) -> None:
+        """Free the memory of captured steps, and capture no more if that was not possible."""
+        self.captures = self.captures and (self.captured is None or self.captured.enabled)
+        self.captured = None
+
+    # --- losses and weights must be finite ---
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
@@ -206,7 +278,7 @@ class BatchTrainer(Trainer):
         if not unchecked or bool(torch.stack([step.loss for step in unchecked]).isfinite().all()):
             return
         first = next(step for step in unchecked if not bool(step.loss.isfinite()))
-        rows = [str(row + 1) for row in first.rows.tolist()]
+        rows = [str(row + 1) for row in first.rows.tolist() if row >= 0]
         named = ", ".join(rows[:ROWS_NAMED]) + (", …" if len(rows) > ROWS_NAMED else "")
         raise TrainingError(
             f"the loss is {first.loss.item()} at step {first.step}, in a batch with the rows {named} "

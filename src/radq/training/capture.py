@@ -1,0 +1,179 @@
+"""Training steps as CUDA graphs: the kernels of a step are recorded once for each shape of batch, and then replayed.
+
+A step on short texts has more than a thousand small kernels, and Python launches them more slowly than a GPU computes
+them. A graph launches all of them at once. It reads its batch, and adds to its gradients, always at the same addresses:
+
+    steps = CapturedSteps(step, model.parameters(), device)
+    loss = steps.run(batch)
+
+The first batch of a shape is computed kernel by kernel, the second is captured, and all others are replayed.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+MOST_TOKENS = 8192  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
+MOST_WAITING = 3  # steps that wait for the device before captures are given up; the first one may load something
+
+Batch = dict[str, Tensor]
+
+
+def can_capture(arguments: TrainingArguments) -> bool:
+    """Whether training with these arguments can be captured: on one CUDA GPU, without loss scaling or recomputation."""
+    return (
+        arguments.device.type == "cuda"
+        and arguments.world_size == 1
+        and arguments.n_gpu == 1
+        and not arguments.fp16
+        and not arguments.gradient_checkpointing
+        and not arguments.torch_compile
+        and arguments.torch_empty_cache_steps is None
+        and "lomo" not in str(arguments.optim)
+    )
+
+
+class CapturedSteps:
+    """The training steps of a model, captured for each shape of batch.
+
+    `step` computes the loss of a batch, adds its gradients to those of the parameters, and returns the loss without its
+    graph. All that changes from step to step must be in the batch. A step that cannot be captured is computed kernel by
+    kernel, and a warning says so once.
+    """
+
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Iterable[nn.Parameter], device: torch.device):
+        self.step = step
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.device = device
+        self.enabled = True
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # where graphs add them
+        self._inputs: dict[Any, PackedBatch] = {}  # of each shape
+        self.graphs: dict[Any, _Graph | None] = {}  # of each shape; None where the first batch was computed
+        self._waiting = 0
+        self._stream: Any = None
+        self._pool: Any = None
+
+    def run(self, batch: Batch) -> Tensor:
+        """Add the gradients of a batch in main memory to those of the parameters, and return the loss of the batch."""
+        self._restore_gradients()
+        shape = tuple((name, values.shape, values.dtype) for name, values in batch.items())
+        if shape not in self._inputs:
+            self._inputs[shape] = PackedBatch(batch, self.device)
+        inputs = self._inputs[shape].fill(batch)
+        if not self.enabled or batch["input_ids"].numel() > MOST_TOKENS:
+            return self.step(inputs)
+        if shape not in self.graphs:
+            return self._rehearse(shape, inputs)
+        graph = self.graphs[shape]
+        if graph is None:
+            try:
+                graph = self.graphs[shape] = self._capture(inputs)
+            except Exception as error:  # whatever a model does that a graph cannot hold
+                self._give_up(f"{type(error).__name__}: {error}")
+                return self.step(inputs)
+        graph.replay()
+        return graph.loss.clone()
+
+    def _restore_gradients(self) -> None:
+        """Put gradients of 0 where graphs add them, if the gradients were dropped, as the Trainer does after a step."""
+        dropped = [parameter for parameter in self._gradients if parameter.grad is None]
+        if dropped:
+            torch._foreach_zero_([self._gradients[parameter] for parameter in dropped])  # pyright: ignore
+        for parameter in dropped:
+            parameter.grad = self._gradients[parameter]
+
+    def _rehearse(self, shape: Any, inputs: Batch) -> Tensor:
+        """Compute a step kernel by kernel, and keep its gradients; the next step of this shape is captured."""
+        with self._own_stream(), notice_waiting() as places:
+            loss = self.step(inputs)
+        for parameter in self.parameters:
+            if parameter.grad is not None:  # a parameter without a gradient must stay so: AdamW would decay it
+                self._gradients.setdefault(parameter, parameter.grad)
+        if not places:
+            self.graphs[shape] = None
+            return loss
+        self._waiting += 1
+        if self._waiting == MOST_WAITING:
+            self._give_up(f"it waits for the GPU in {places[0]}")
+        return loss
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Compute inside the block on the stream on which graphs are captured, in the order of the current stream."""
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def _capture(self, inputs: Batch) -> "_Graph":
+        """Record the kernels of a step without computing it. All graphs share memory, since one runs at a time."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            loss = self.step(inputs)
+        return _Graph(graph.replay, loss)
+
+    def _give_up(self, reason: str) -> None:
+        """Compute all further steps kernel by kernel."""
+        self.enabled = False
+        self._clean_up()
+        self.graphs.clear()
+        warnings.warn(
+            f"training steps cannot be captured as CUDA graphs, so they run without, which is slower: {reason}",
+            stacklevel=2,
+        )
+
+    def _clean_up(self) -> None:
+        """Bring the device back to its usual state after a capture that has failed."""
+        torch.cuda.synchronize(self.device)
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())  # the old one may believe that the capture goes on
+
+
+class _Graph(NamedTuple):
+    replay: Callable[[], None]
+    loss: Tensor  # of the last replay; the next one overwrites it
+
+
+class PackedBatch:
+    """Tensors on a device, side by side in one piece of memory, so that one copy fills all of them with a batch."""
+
+    def __init__(self, like: Batch, device: torch.device):
+        self._names = sorted(like, key=lambda name: -like[name].element_size())  # each then begins at its own multiple
+        sizes = [like[name].element_size() * like[name].numel() for name in self._names]
+        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        pieces = zip(self._names, self._memory.split(sizes), strict=True)
+        self._tensors = {name: piece.view(like[name].dtype).view(like[name].shape) for name, piece in pieces}
+
+    def fill(self, batch: Batch) -> Batch:
+        """Copy a batch from main memory to the device without waiting for the device; returns the tensors there."""
+        host = torch.cat([batch[name].reshape(-1).view(torch.uint8) for name in self._names])
+        self._memory.copy_(host.pin_memory() if self._memory.is_cuda else host, non_blocking=True)
+        return self._tensors
+
+
+@contextlib.contextmanager
+def notice_waiting() -> Iterator[list[str]]:
+    """Note the places, as file:line, where the code of the block lets Python wait for the GPU."""
+    places: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        message = str(warning.message)
+        if "synchronizing CUDA operation" in message:
+            places.append(f"{warning.filename}:{warning.lineno}")
+        elif "Synchronization debug mode" not in message:  # a remark of torch about this function
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
