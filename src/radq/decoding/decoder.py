@@ -7,7 +7,9 @@ the base model and the guide read at the same time, on two streams.
 Axes: b rows, k candidates, s strengths.
 """
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -28,6 +30,11 @@ from radq.models.reward import SIBLINGS_PER_FORWARD
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import log_probabilities, pad_left
+
+Process = Callable[[Float[Tensor, "b v"]], Float[Tensor, "b v"]]
+
+LOGGER = logging.getLogger(__name__)
+COMPILING = 3.0  # seconds; a step that takes longer has compiled something
 
 NUMBERS = ("token", "shift", "kl", "clipped", "log_probability", "guided_log_probability", "finite")
 
@@ -51,7 +58,7 @@ class Drawn:
 class Decoder:
     """Rows of texts that a base model and a guide continue together."""
 
-    def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = True):
+    def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = True, compile: bool = False):
         self.lm, self.guide = lm, guide
         self.device = lm.device
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
@@ -59,6 +66,10 @@ class Decoder:
         self.captures = Captures(models, guide, captures and self.device.type == "cuda")
         readers = [self.reader, *(guide.readers if guide is not None else ())]
         self._prompts = PromptGraphs([reader.model for reader in readers if self.captures.on and takes_slots(reader)])
+        self.compile = compile
+        self._compiled = {
+            reader.model: torch.compile(reader.model.forward, dynamic=False) for reader in readers if compile
+        }
         self.base: Any = None  # a Reading or SlotReading
         self.state: Any = None  # the guide's
         self.count = 0  # rows
@@ -67,6 +78,7 @@ class Decoder:
         self._plan = Plan.of([])
         self._uniforms = torch.zeros(0, 0, dtype=torch.float64, device=self.device)  # (slots, steps)
         self._done = torch.zeros(0, dtype=torch.long, device=self.device)  # (slots,): tokens drawn
+        self._began = 0.0  # when the step in progress began
         self._current: Capture | None = None
         self._tokens: Tensor | None = None  # that were drawn and are still to be read
 
@@ -115,12 +127,18 @@ class Decoder:
         new = new if index is None else new.select(index)
         old = getattr(self, name)
         if old is None:
-            joined = new.map_readings(lambda reading: settle(reading, capacity, width, self._siblings(reading.reader)))
+            joined = new.map_readings(lambda reading: self._settle(reading, capacity, width))
         else:
             for reading in self.slots:
                 reading.resize(self.count)
             joined = old.join([old, new])
         setattr(self, name, joined)
+
+    def _settle(self, reading: Any, capacity: int, width: int) -> Any:
+        settled = settle(reading, capacity, width, self._siblings(reading.reader))
+        if self.compile and isinstance(settled, SlotReading):
+            settled.compiled = self._compiled[reading.reader.model]
+        return settled
 
     def _grow_rows(self, capacity: int, steps: int, like: Strengths) -> None:
         """Make the tensors of settings and random numbers large enough."""
@@ -174,7 +192,7 @@ class Decoder:
 
     def clear(self) -> None:
         """Forget all rows and give their memory back."""
-        self.__init__(self.lm, self.guide, self.captures.on)
+        self.__init__(self.lm, self.guide, self.captures.on, self.compile)
 
     @property
     def capacity(self) -> int:
@@ -211,19 +229,26 @@ class Decoder:
         return found
 
     @torch.no_grad()
-    def draw(self, alive: np.ndarray) -> Drawn:
-        """Choose the next token of each row. Rows that are not alive are computed along, and may hold anything."""
+    def draw(self, alive: np.ndarray, process: Process | None = None) -> Drawn:
+        """Choose the next token of each row.
+
+        Args:
+            alive: whether each row goes on. The others are computed along, and may hold anything.
+            process: changes the logits of the base model before candidates are chosen.
+        """
+        self._began = time.perf_counter()
         slots = self.slots
-        captured = self.captures.on and self._in_slots
-        rows = _round_rows(self.count, len(self._done)) if captured else self.count
+        captured = self.captures.on and self._in_slots and process is None
+        rows = self._count_rows(captured)
         for reading in slots:
             reading.resize(rows).reserve(alive, self._siblings(reading.reader))
         self._current = None
         if captured:
             shape = (rows, *((reading.window, reading.epoch) for reading in slots))
-            self._current = self.captures.find(self._plan, shape, lambda: self._draw(rows), self._read)
+            kind = (self._plan, shape if self.compile else None)  # a shape is compiled in its first step
+            self._current = self.captures.find(kind, shape, lambda: self._draw(rows), self._read)
         if self._current is None:
-            drawn = self._draw(rows)
+            drawn = self._draw(rows, process)
         else:
             self._current.draw.replay()
             drawn = self._current.drawn
@@ -239,13 +264,26 @@ class Decoder:
             self._current.read.replay()
         else:
             self._read(self._tokens)
+            self._tell_of_compiling()
         self._tokens = None
 
-    def _draw(self, rows: int) -> Drawn:
+    def _tell_of_compiling(self) -> None:
+        """Say how long the models were compiled, which happens in the first step of a shape."""
+        seconds = time.perf_counter() - self._began
+        if self.compile and seconds > COMPILING:
+            LOGGER.warning("torch.compile took %.0f s; the next %d texts at once take none.", seconds, self.capacity)
+
+    def _count_rows(self, captured: bool) -> int:
+        """The number of rows to compute: few different ones where each number must be captured or compiled."""
+        if self.compile and self._in_slots:
+            return self.capacity
+        return _round_rows(self.count, self.capacity) if captured else self.count
+
+    def _draw(self, rows: int, process: Process | None = None) -> Drawn:
         assert self._rows is not None
         strengths = self._rows.map(lambda values: values[:rows], self._plan)
         logits = self.base.last
-        proposal = propose(logits, self.guide, self.state, strengths)
+        proposal = propose(logits if process is None else process(logits), self.guide, self.state, strengths)
         self.state = proposal.state if self.guide is not None else None
         done = self._done[:rows]
         place = done.clamp(max=self._uniforms.shape[1] - 1)[:, None]

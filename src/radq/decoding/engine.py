@@ -32,7 +32,7 @@ from radq.decoding.steering import not_finite
 from radq.errors import MemoryLimitError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, evaluating
-from radq.numerics import available_memory, empty_cache
+from radq.numerics import at_least_float32, available_memory, empty_cache
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 LAG = 2  # steps between the work of a GPU and the reading of its results
@@ -42,6 +42,8 @@ MEMORY_SHARE = 0.7  # of the free memory may be filled with rows
 FEWER = 0.75  # rows are moved together when so few of them are still running
 KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.kept`
 
+
+Processor = Callable[[Any, Any], Any]  # (token ids of texts, logits) → logits
 
 _HALVED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
 
@@ -58,6 +60,7 @@ class Request:
         beta: the strengths of the guide; None takes the guide's own.
         stops: tokens that end the text.
         watch: a function that is told every token, and says whether the text ends with it.
+        processors: logits processors of transformers, which change the base model's logits before the steering.
     """
 
     prompt: Sequence[int]
@@ -67,6 +70,7 @@ class Request:
     beta: tuple[float, ...] | None = None
     stops: frozenset[int] = frozenset()
     watch: Callable[[int], bool] | None = None
+    processors: tuple[Processor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,17 +153,20 @@ class Engine:
         max_rows: int | None = None,
         captures: bool = True,
         details: bool = False,
+        compile: bool = False,
     ):
         """
         Args:
             max_rows: the most texts that are decoded together; by default as many as fit into free memory.
             captures: whether steps on a CUDA device are captured as graphs, which is faster and gives the same texts.
             details: whether the results of steps hold all candidates, which are then read at once.
+            compile: whether the models are compiled by torch.compile, which takes up to some minutes, and makes steps
+                of small models faster.
         """
-        self.lm, self.guide, self.max_rows, self.details = lm, guide, max_rows, details
+        self.lm, self.guide, self.max_rows, self.details, self.compile = lm, guide, max_rows, details, compile
         if not lm.training:
             lm.eval()  # also those of its parts that are not
-        self.decoder = Decoder(lm, guide, captures)
+        self.decoder = Decoder(lm, guide, captures, compile)
         self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" and not details else 0
@@ -179,6 +186,8 @@ class Engine:
         self.waiting.append(ticket)
         self._stops |= request.stops
         self._watches = self._watches or request.watch is not None
+        if request.processors:
+            self.lag = 0  # processors must see all tokens
         return ticket
 
     def finish(self, ticket: Ticket, reason: FinishReason) -> None:
@@ -321,7 +330,7 @@ class Engine:
     # --- steps ---
 
     def _draw(self) -> None:
-        drawn = self.decoder.draw(self._left > 0)
+        drawn = self.decoder.draw(self._left > 0, self._process if self._processes else None)
         self._left = np.maximum(self._left - 1, 0)
         numbers = drawn.numbers[: len(self.running)]  # made anew by each step that is not captured
         event = None
@@ -330,6 +339,27 @@ class Engine:
             event.record()
         details = drawn.copy(len(self.running)) if self.details else None
         self._in_flight.append(_InFlight(list(self.running), self._left == 0, numbers, event, details))
+
+    @property
+    def _processes(self) -> bool:
+        return any(ticket.request.processors for ticket in self.running)
+
+    def _process(self, logits: Tensor) -> Tensor:
+        """Let the processors of each request change its logits. Rows of equal length are processed together."""
+        logits = at_least_float32(logits).clone()
+        groups: dict[Any, list[int]] = {}
+        for place, ticket in enumerate(self.running):
+            if ticket.request.processors:
+                length = len(ticket.request.prompt) + len(ticket.rows)
+                groups.setdefault((ticket.request.processors, length), []).append(place)
+        for (processors, _), places in groups.items():
+            tickets = [self.running[place] for place in places]
+            texts = [[*ticket.request.prompt, *(int(row[0]) for row in ticket.rows)] for ticket in tickets]
+            input_ids, scores = torch.tensor(texts, device=logits.device), logits[places]
+            for processor in processors:
+                scores = processor(input_ids, scores)
+            logits[places] = scores.to(logits)
+        return logits
 
     def _receive(self, behind: int) -> list[StepResult]:
         """Take the results of all steps but the last ones."""

@@ -27,23 +27,24 @@ class _Kept:
         return _Kept, ()
 
 
-def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None) -> Engine:
+def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None, compile: bool = False) -> Engine:
     """An engine that was kept, or a new one. One that is taken belongs to the caller alone."""
-    if lm.device.type != "cuda":
+    if lm.device.type != "cuda" and not compile:
         return Engine(lm, guide, batch_size)
     kept = vars(lm).setdefault(KEPT, _Kept())
     made_with = describe(lm), describe(guide)
     for place, engine in enumerate(kept.engines):
-        if engine.guide is guide and engine.max_rows == batch_size and engine.made_with == made_with:
+        same = engine.guide is guide and engine.max_rows == batch_size and engine.compile == compile
+        if same and engine.made_with == made_with:
             return kept.engines.pop(place)
-    engine = Engine(lm, guide, batch_size)
+    engine = Engine(lm, guide, batch_size, compile=compile)
     engine.made_with = made_with
     return engine
 
 
 def keep_engine(engine: Engine) -> None:
-    """Keep an engine that has ended all texts, if its captured steps are worth it."""
-    if engine.decoder.captures.on and engine.rest().nbytes <= MOST_BYTES:
+    """Keep an engine that has ended all texts, if it has captured or compiled anything."""
+    if (engine.decoder.captures.on or engine.compile) and engine.rest().nbytes <= MOST_BYTES:
         kept = vars(engine.lm).setdefault(KEPT, _Kept())
         kept.engines.append(engine)
         del kept.engines[:-MOST_KEPT]

@@ -44,6 +44,7 @@ class SlotReading:
         self.layers = [_SlotLayer(self) for _ in reading.prefix.layers]
         self.cache = Cache(layers=[*self.layers])
         self.columns: Any = None  # (b, n): where the forward in progress writes
+        self.compiled: Callable[..., Any] | None = None  # the model's forward, compiled for one number of columns
         self._shapes = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in reading.prefix.layers]
         self._like = reading
         self._limit = reading.reader.max_positions
@@ -104,6 +105,8 @@ class SlotReading:
         wanted = self.window + _align(siblings)
         if wanted > self.width:
             self._allocate(self.capacity, max(wanted, 2 * self.width))
+        if self.compiled is not None:  # for all columns at once, since another number would be compiled again
+            self.window = self.width - _align(siblings)
         self.bounds[: self.count] += 1
 
     # --- rows ---
@@ -254,7 +257,8 @@ class SlotReading:
         masks = {kind: self._mask(kind, positions, seen) for kind in self._types}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         with grouped_heads(model):
-            return model(input_ids=tokens, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra)
+            forward = self.compiled or model
+            return forward(input_ids=tokens, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra)
 
     def _mask(self, kind: str, positions: Tensor, seen: Bool[Tensor, "b n w"]) -> Float[Tensor, "b 1 n w"]:
         """The additive mask of a type of layer; a sliding window counts the token itself."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
+from radq.numerics import collecting_later
+
 MOST_TOKENS = 8192  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
 MOST_WAITING = 3  # steps that wait for the device before captures are given up; the first one may load something
 
@@ -116,7 +118,8 @@ class CapturedSteps:
         """Record the kernels of a step without computing it. All graphs share memory, since one runs at a time."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        with collecting_later(), torch.cuda.graph(graph, **options):
             loss = self.step(inputs)
         return _Graph(graph.replay, loss)
 
