@@ -431,7 +431,7 @@ def test_a_gpu_draws_new_dropout_in_every_replay(settings: RewardTrainingConfig,
     train(changed(settings, backbone=str(toy), learning_rate=0.0, batch_size=100, epochs=6, reg_weight=0.0))
     found = sorted(losses(settings.out))  # of the same rows and weights, with other dropout
     assert len(found) == 6
-    assert min(np.diff(found)) > 1e-6
+    assert len(set(found)) == 6
 
 
 @on_gpu
