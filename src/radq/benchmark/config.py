@@ -51,7 +51,7 @@ class Limits:
 
 
 DEFAULTS = {  # by the kind of device
-    "cpu": Grid(top_k=(20, 5, 100, 0), rows=(1, 8), prompt_tokens=(32,), new_tokens=4),
+    "cpu": Grid(top_k=(20, 5, 100, 0), rows=(1, 4), prompt_tokens=(32,), new_tokens=3),
     "gpu": Grid(top_k=(20, 5, 100, 1000, 0), rows=(25, 1, 100, 400), prompt_tokens=(32, 512), new_tokens=16),
 }
 LIMITS = {"cpu": Limits(siblings=2_000, forwards=20), "gpu": Limits(siblings=200_000, forwards=100)}
@@ -76,11 +76,11 @@ class BenchConfig:
     """Numbers of candidates k; 0 takes the whole vocabulary. The first number is the reference, with which the other
     rows and prompts are measured. By default 20 5 100 0, and on a GPU also 1000."""
     rows: list[int] = field(default_factory=list)
-    """Numbers of texts that are decoded together, the reference first. By default 1 8, and on a GPU 25 1 100 400."""
+    """Numbers of texts that are decoded together, the reference first. By default 1 4, and on a GPU 25 1 100 400."""
     prompt_tokens: list[int] = field(default_factory=list)
     """Numbers of tokens of the prompt, the reference first. By default 32, and on a GPU also 512."""
     new_tokens: int | None = None
-    """Number of tokens over which the time of one measurement is taken. By default 4, and on a GPU 16."""
+    """Number of tokens over which the time of one measurement is taken. By default 3, and on a GPU 16."""
     rounds: int = 3
     """Number of measurements of each variant. All variants take turns in each round."""
     device: str = "auto"

@@ -9,7 +9,6 @@ counted.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -93,7 +92,7 @@ def _choose_variants(models: BenchModels, guides: list[str], grid: Grid) -> tupl
 
 
 def _leave_out(variant: Variant, reason: str) -> LeftOut:
-    return LeftOut(variant.guide, **asdict(variant.point), captured=variant.captured, reason=reason)
+    return LeftOut(**variant.fields, reason=reason)
 
 
 # --- one measurement ---

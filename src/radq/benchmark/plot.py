@@ -14,9 +14,7 @@ AXES: dict[Axis, str] = {"top_k": "candidates k", "rows": "rows", "prompt_tokens
 
 def plot_bench(result: BenchResult) -> Plot:
     """Plot times over candidates, rows and prompts, a column for each of them that has several values."""
-    axes: list[Axis] = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1] or [
-        "top_k"
-    ]
+    axes = _find_axes(result)
     with plot_style("bench"):
         figure = make_figure()
         panels = figure.subplots(2, len(axes), squeeze=False, sharey="row", sharex="col")
@@ -33,32 +31,46 @@ def plot_bench(result: BenchResult) -> Plot:
         return render(figure, "bench", f"Time per token of {result.lm} on {result.machine}")
 
 
+def _find_axes(result: BenchResult) -> list[Axis]:
+    """The axes with several values; the candidates if there is none."""
+    found: list[Axis] = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1]
+    return found or ["top_k"]
+
+
 def _draw_panel(axes: Any, result: BenchResult, axis: Axis, measure: str) -> dict[str, Any]:
-    ticker = require_package("matplotlib.ticker", "report")
+    """Draw a line for each guide, over the points at which only this axis differs from the reference."""
     drawn = {}
-    reference = result.timings[0]
     others = [other for other in AXES if other != axis]
-    here = [one for one in result.timings if all(getattr(one, o) == getattr(reference, o) for o in others)]
+    here = [one for one in result.timings if all(getattr(one, o) == getattr(result.timings[0], o) for o in others)]
     for guide, captured in dict.fromkeys((one.guide, one.captured) for one in here):
         line = [one for one in here if (one.guide, one.captured) == (guide, captured)]
         points = sorted((_place(one, axis, result.vocab_size), getattr(one, measure).median) for one in line)
         label = GUIDES[guide].title + (", captured" if captured else "")
-        (drawn[label],) = axes.plot(*zip(*points, strict=True), **_look(guide, captured))
-    for scale in (axes.xaxis, axes.yaxis):
-        getattr(axes, f"set_{scale.axis_name}scale")("log")
-        scale.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if scale.axis_name == "y" else (1,)))
-        scale.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        scale.set_minor_formatter(ticker.NullFormatter())
+        solid = captured or not any(one.captured for one in here)
+        (drawn[label],) = axes.plot(*zip(*points, strict=True), **_look(guide, solid))
+    _scale_axes(axes, sorted({_place(one, axis, result.vocab_size) for one in here}))
     return drawn
+
+
+def _scale_axes(axes: Any, places: list[int]) -> None:
+    """Make both axes logarithmic, with a number at each place that was measured."""
+    ticker = require_package("matplotlib.ticker", "report")
+    axes.set(xscale="log", yscale="log")
+    axes.xaxis.set_major_locator(ticker.FixedLocator(places))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    for scale in (axes.xaxis, axes.yaxis):
+        scale.set_major_formatter(ticker.FormatStrFormatter("%g"))
 
 
 def _place(timing: Timing, axis: Axis, vocab_size: int) -> int:
     return getattr(timing, axis) or vocab_size
 
 
-def _look(guide: str, captured: bool) -> dict[str, Any]:
-    """Choose colour and marker by the guide, and the line by how steps run; naive ways have hollow markers."""
-    line = {"ls": "-" if captured else "--", "lw": 1.5, "ms": 5}
+def _look(guide: str, solid: bool) -> dict[str, Any]:
+    """Choose colour and marker by the guide; naive ways have hollow markers."""
+    line = {"ls": "-" if solid else "--", "lw": 1.5, "ms": 5}
     if guide == UNGUIDED:
         return line | {"color": INK, "marker": "."}
     number = [name for name in GUIDES if not name.startswith("naive")].index(guide.removeprefix("naive-")) - 1

@@ -38,6 +38,11 @@ class Variant:
     point: Point
     captured: bool
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The guide, the numbers of the point, and how steps run, by their names in results."""
+        return {"guide": self.guide, **asdict(self.point), "captured": self.captured}
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -109,6 +114,6 @@ def summarise(seconds: Mapping[Variant, Sequence[float]]) -> list[Timing]:
     for variant, times in seconds.items():
         unguided = seconds[Variant(UNGUIDED, variant.point, variant.captured)]
         ratios = [own / base for own, base in zip(times, unguided, strict=True)]
-        spreads = {"ratio": Spread.of(ratios), "milliseconds": Spread.of([1000 * each for each in times])}
-        found.append(Timing(variant.guide, **asdict(variant.point), captured=variant.captured, **spreads))
+        milliseconds = [1000 * each for each in times]
+        found.append(Timing(**variant.fields, ratio=Spread.of(ratios), milliseconds=Spread.of(milliseconds)))
     return found

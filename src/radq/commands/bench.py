@@ -9,7 +9,7 @@ from radq.benchmark.config import BenchConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from radq.benchmark.result import BenchResult, Spread, Timing
+    from radq.benchmark.result import BenchResult, Timing
 
 
 @dataclass
@@ -61,14 +61,14 @@ def _print_result(result: "BenchResult") -> None:
     print(f"{result.lm} with {reward} in {result.dtype} on {result.machine}, torch {result.torch}")
     print(f"medians of {result.rounds} rounds with {result.new_tokens} tokens each")
     print("\ntimes as multiples of unguided decoding")
-    _print_timings(result, lambda timing: timing.ratio)
+    _print_timings(result, lambda timing: f"{timing.ratio.median:.2f}")
     print("\nmilliseconds per token of all rows together")
-    _print_timings(result, lambda timing: timing.milliseconds)
+    _print_timings(result, lambda timing: f"{timing.milliseconds.median:.1f}")
     for reason in dict.fromkeys(_describe_left_out(result)):
         print(f"not measured: {reason}")
 
 
-def _print_timings(result: "BenchResult", choose: "Callable[[Timing], Spread]") -> None:
+def _print_timings(result: "BenchResult", write: "Callable[[Timing], str]") -> None:
     """Print a table with a row for each point, and a column for each guide."""
     from radq.benchmark.guides import GUIDES
     from radq.commands.console import print_table
@@ -78,7 +78,7 @@ def _print_timings(result: "BenchResult", choose: "Callable[[Timing], Spread]") 
         steps = ("captured" if timing.captured else "eager",) if result.device.startswith("cuda") else ()
         k = "all" if timing.top_k is None else str(timing.top_k)
         point = (*steps, str(timing.rows), k, str(timing.prompt_tokens))
-        cells.setdefault(point, {})[timing.guide] = f"{choose(timing).median:.3g}"
+        cells.setdefault(point, {})[timing.guide] = write(timing)
     guides = list(dict.fromkeys(timing.guide for timing in result.timings))
     steps = ["steps"] if result.device.startswith("cuda") else []
     header = [*steps, "rows", "k", "prompt", *(GUIDES[guide].title for guide in guides)]
