@@ -118,11 +118,12 @@ class BenchConfig:
         """The guides to measure, no guide first."""
         return [UNGUIDED, *(name for name in dict.fromkeys(self.guides) if name != UNGUIDED)]
 
-    def choose_grid(self, device: str) -> Grid:
+    def choose_grid(self, device: str, vocab_size: int) -> Grid:
         """The numbers that were given, and those of the device where none were."""
+        check_candidates(self.top_k, vocab_size)
         default = DEFAULTS[kind_of(device)]
         return Grid(
-            tuple(dict.fromkeys(self.top_k)) or default.top_k,
+            tuple(dict.fromkeys(self.top_k)) or tuple(k for k in default.top_k if k <= vocab_size),
             tuple(dict.fromkeys(self.rows)) or default.rows,
             tuple(dict.fromkeys(self.prompt_tokens)) or default.prompt_tokens,
             self.new_tokens or default.new_tokens,

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from radq.benchmark.clock import describe_machine, read_clock
-from radq.benchmark.config import UNGUIDED, BenchConfig, Grid, Point, check_candidates, why_left_out
+from radq.benchmark.config import UNGUIDED, BenchConfig, Grid, Point, why_left_out
 from radq.benchmark.guides import GUIDES
 from radq.benchmark.models import BenchModels, load_models
 from radq.benchmark.result import BenchResult, LeftOut, Variant, summarise
@@ -34,9 +34,9 @@ MEMORY_HINT = "give smaller --rows or --prompt-tokens, or a smaller --dtype."
 
 def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchResult:
     """Measure all guides at all points, `config.rounds` times. The variants take turns inside a round."""
-    grid = config.choose_grid(device)
-    require_memory_for_texts(max(grid.rows), grid.new_tokens, MEMORY_HINT)
+    require_memory_for_texts(max(config.rows, default=1), config.new_tokens or 1, MEMORY_HINT)
     models = load_models(config, device)
+    grid = config.choose_grid(device, num_logits(models.lm))
     guides = {name: GUIDES[name].make(models) for name in config.guide_names}
     _check_room(models, guides.values(), grid)
     variants, left_out = _choose_variants(models, list(guides), grid)
@@ -68,8 +68,7 @@ def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchRe
 
 
 def _check_room(models: BenchModels, guides: Iterable[Guide | None], grid: Grid) -> None:
-    """Refuse more candidates than there are tokens, and texts that are too long for a model."""
-    check_candidates(list(grid.top_k), num_logits(models.lm))
+    """Refuse texts that are too long for a model, and guides with another vocabulary."""
     tokens = grid.new_tokens + UNTIMED
     prompt = encode_prompts(models.lm.config, models.tokenizer, [_make_prompt(models, max(grid.prompt_tokens))], tokens)
     for guide in guides:
