@@ -44,7 +44,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Limits:
-    """Measurements that would take minutes per token are left out."""
+    """Measurements that would take too long are left out."""
 
     siblings: int  # the most candidates, of all rows together, that RAD-V reads in a step
     forwards: int  # the most candidates per row if each is a forward of its own

@@ -6,7 +6,19 @@ from radq.benchmark.config import UNGUIDED
 from radq.benchmark.guides import GUIDES
 from radq.benchmark.result import BenchResult, Timing
 from radq.errors import require_package
-from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, WIDTH, Plot, make_figure, plot_style, render
+from radq.report.plots import (
+    COLOURS,
+    INK,
+    LEGEND_CHARACTERS,
+    LEGEND_ROW,
+    MARKERS,
+    PANEL_HEIGHT,
+    WIDTH,
+    Plot,
+    make_figure,
+    plot_style,
+    render,
+)
 
 Axis = Literal["top_k", "rows", "prompt_tokens"]
 AXES: dict[Axis, str] = {"top_k": "candidates k", "rows": "rows", "prompt_tokens": "tokens of the prompt"}
@@ -26,8 +38,10 @@ def plot_bench(result: BenchResult) -> Plot:
             panels[0, column].set_title(_describe_reference(result, axis), loc="left")
         panels[0, 0].set_ylabel("times unguided")
         panels[1, 0].set_ylabel("ms per token")
-        figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", ncols=min(7, len(drawn)))
-        figure.set_size_inches(max(5.5, WIDTH * len(axes) / 3), 1.6 * PANEL_HEIGHT + 0.4)
+        width = max(5.5, WIDTH * len(axes) / 3)
+        across = max(1, int(LEGEND_CHARACTERS * width / WIDTH) // (max(map(len, drawn)) + 8))
+        figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", ncols=across)
+        figure.set_size_inches(width, 1.6 * PANEL_HEIGHT - LEGEND_ROW * (-len(drawn) // across))
         return render(figure, "bench", f"Time per token of {result.lm} on {result.machine}")
 
 
