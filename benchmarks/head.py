@@ -15,11 +15,11 @@ from statistics import median
 
 import torch
 import tyro
-from machine import describe_machine, read_clock
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import RadQ
+from radq.benchmark.clock import describe_machine, read_clock
 from radq.models.hub import quiet
 from radq.training.losses import baseline_loss, squared_loss
 

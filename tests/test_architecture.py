@@ -23,6 +23,7 @@ STEPS = (
     {"hosts", "rank"},
     {"evaluation"},
     {"report"},
+    {"benchmark"},
     {"commands"},
     {"radq"},  # the package itself, whose version the command line prints
     {"cli"},

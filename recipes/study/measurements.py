@@ -4,7 +4,7 @@ sweeps/detox-k20, sentiment-k20, …   run folders of `radq eval`
 judges/NAME.json                     quality of a judge: {metrics: {spearman, auc, accuracy}, …}
 rank/NAME.json                       output of `radq rank model --json`: toxicity-v, toxicity-q, …
 expressivity/v.txt, q.txt            output of recipes/expressivity.py
-timing.json                          output of benchmarks/candidates.py
+timing.json                          times of `radq bench`, as run.py keeps them
 samples.jsonl                        {attribute, prompt, beta, unguided, guided} a line
 models/NAME.json, mauve.jsonl, pieces.jsonl: for LOG.md; not read here
 """

@@ -39,7 +39,7 @@ from radq.files import read_lines
 from radq.models.loading import find_device, load_causal_lm, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
-RECIPES, REPOSITORY = HERE.parent, HERE.parent.parent
+RECIPES = HERE.parent
 RADQ = [sys.executable, "-m", "radq"]
 SWEEPS = ("sentiment", "detox")  # the longest first
 DATA = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
@@ -327,9 +327,30 @@ def rank_job(name: str) -> Job:
 
 
 def time_tokens(jobs: int) -> None:
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "candidates.py"), "--base", "embedded"]
-    command += ["--rad-q", "models/toxicity-q", "--rad-v", "models/toxicity-v", "--batches", "25", "1000", "--json"]
-    run_all([Job("time", command, "timing.json")], 1, keep_json)
+    """Measure 25 and 1,000 texts at once, with a RAD-V of random weights, which takes as long as a trained one."""
+    command = [*RADQ, "bench", "--reward", "models/toxicity-q", "--guides", "q", "v", "--rounds", "7", "--json"]
+    command += ["--new-tokens", "20", "--prompt-tokens", "12"]
+    command += ["--top-k", "5", "10", "20", "40", "60", "80", "100"]
+    parts = {rows: f"timing/{rows}.json" for rows in (25, 1000)}
+    run_all([Job(f"time-{rows}", [*command, "--rows", str(rows)], part) for rows, part in parts.items()], 1, keep_json)
+    documents = [json.loads(Path(part).read_text()) for part in parts.values()]
+    rows = [timed_row(timing) for document in documents for timing in document["timings"] if not timing["captured"]]
+    machine = f"{documents[0]['machine']}, torch {documents[0]['torch']}"
+    write_json("timing.json", {"machine": machine, "base": documents[0]["lm"], "rows": rows})
+
+
+def timed_row(timing: dict[str, Any]) -> dict[str, Any]:
+    """A line of timing.json."""
+    guide = {"none": "none", "q": "rad-q", "v": "rad-v"}[timing["guide"]]
+    times = timing["milliseconds"]
+    return {
+        "guide": guide,
+        "k": timing["top_k"],
+        "batch": timing["rows"],
+        "milliseconds_per_token": times["median"],
+        "low": times["low"],
+        "high": times["high"],
+    }
 
 
 def expressivity(jobs: int) -> None:

@@ -27,6 +27,7 @@ COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
     "measure": "compute metrics of existing generations",
     "judge": "score texts with a judge, or fit a judge on labelled texts",
     "report": "make plots, tables and a page from measured sweeps",
+    "bench": "measure the time per token of all guides",
     "convert": "turn a checkpoint of the public RAD or rad-q code into a reward model",
 }
 

@@ -60,6 +60,12 @@ MISTAKES = {
     "rank data reviews.csv --backbone lm": "labels must name",
     "demo --num-samples 0": "num_samples must be at least 1",
     "measure texts.jsonl --metrics joy": "joy",
+    "bench --lm gpt2-large --top-k 20 50258": "at most 50257",
+    "bench --lm embedded --top-k 49153": "at most 49152",
+    "bench --lm lm --top-k -1": "top_k must be at least 0",
+    "bench --lm lm --rows 0": "rows must be at least 1",
+    "bench --lm lm --rounds 2000": "at most 1,000",
+    "bench --lm lm --guides q joy": "there is no guide 'joy'",
     # of files
     "generate --base lm --prompts nowhere.txt": "nowhere.txt",
     "train --data nowhere.csv --labels praise --backbone lm --out new": "there is no file 'nowhere.csv'",
@@ -98,6 +104,10 @@ MISTAKES = {
     "eval --config good.yaml --out run": "holds other files",
     "measure texts.jsonl --metrics perplexity --perplexity ./nowhere": "there is no folder",
     "judge train --data reviews.csv --labels praise --out run": "holds other files",
+    "bench --lm ./nowhere": "there is no folder './nowhere'",
+    "bench --lm lm --reward lm": "not a reward model",
+    "bench --lm lm --out reviews.csv": "is a file",
+    "bench --lm lm --out run": "holds other files",
     "convert weights.bin reward --backbone lm": "exists",
     "convert weights.bin new --backbone ./nowhere": "there is no folder",
 }

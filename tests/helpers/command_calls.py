@@ -86,6 +86,15 @@ CALLS: dict[tuple[str, ...], Call] = {
         "encoder": ["{world}/encoder"],
     },
     ("report",): {"runs": ["{world}/run"], "out": ["{here}/out"]},
+    ("bench",): {
+        "lm": ["{world}/toy"],
+        "top_k": ["4", "0"],
+        "rows": ["2"],
+        "prompt_tokens": ["5"],
+        "new_tokens": ["1"],
+        "rounds": ["1"],
+        "out": ["{here}/out"],
+    },
     ("convert",): {"checkpoint": ["{world}/public.bin"], "out": ["{here}/out"], "backbone": ["{world}/backbone"]},
 }
 

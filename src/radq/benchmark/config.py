@@ -1,0 +1,154 @@
+"""Settings of `radq bench`, and the points at which it measures. Importing this module imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from radq.benchmark.shapes import SHAPES
+from radq.errors import OptionError
+from radq.models.embedded import EMBEDDED
+from radq.models.stored import check_language_model, check_reward_model, read_config
+from radq.settings import COUNT, Range, names_in_table
+
+UNGUIDED = "none"
+GUIDE_NAMES = names_in_table("radq.benchmark.guides:GUIDES")
+RANGES = {"top_k": Range(0), "rows": COUNT, "prompt_tokens": COUNT, "new_tokens": COUNT, "rounds": Range(1, 1000)}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One place of measurement."""
+
+    rows: int
+    top_k: int | None  # None: the whole vocabulary
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers to measure at. The first of each list is the reference for the other lists."""
+
+    top_k: tuple[int, ...]  # 0: the whole vocabulary
+    rows: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+    new_tokens: int
+
+    @property
+    def points(self) -> list[Point]:
+        """Three lines through the point of all references: over the candidates, the rows and the prompt's tokens."""
+        k, rows, width = self.top_k[0], self.rows[0], self.prompt_tokens[0]
+        lines = [(rows, each, width) for each in self.top_k]
+        lines += [(each, k, width) for each in self.rows]
+        lines += [(rows, k, each) for each in self.prompt_tokens]
+        return [Point(rows, k or None, width) for rows, k, width in dict.fromkeys(lines)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Measurements that would take too long are left out."""
+
+    siblings: int  # the most candidates, of all rows together, that RAD-V reads in a step
+    forwards: int  # the most candidates per row if each is a forward of its own
+
+
+DEFAULTS = {  # by the kind of device
+    "cpu": Grid(top_k=(20, 5, 100, 0), rows=(1, 4), prompt_tokens=(32,), new_tokens=3),
+    "gpu": Grid(top_k=(20, 5, 100, 1000, 0), rows=(25, 1, 100, 400), prompt_tokens=(32, 512), new_tokens=16),
+}
+LIMITS = {"cpu": Limits(siblings=2_000, forwards=20), "gpu": Limits(siblings=200_000, forwards=100)}
+
+
+@dataclass
+class BenchConfig:
+    """Settings of a benchmark."""
+
+    lm: str = EMBEDDED
+    """Language model: embedded, a folder, a hub name, or one of these shapes with random weights, which need no
+    download: gpt2-large, smollm2, llama-7b."""
+    reward: str | None = None
+    """Reward model: a folder, a hub name, or embedded:sentiment. By default one with random weights: of GPT-2-small's
+    shape for gpt2-large, of TinyLlama's for llama-7b, otherwise of the language model's first layers, two fifths of
+    them. The other guides have this shape, too, and random weights."""
+    guides: list[str] = field(default_factory=lambda: list(GUIDE_NAMES))
+    """Guides to measure: q (RAD-Q), v (RAD-V), dexperts, gedi, naive-q (RAD-Q that scores the whole vocabulary and then
+    picks the candidates) and naive-v (RAD-V with a forward for every candidate). none, decoding without a guide, is
+    always measured."""
+    top_k: list[int] = field(default_factory=list)
+    """Numbers of candidates k; 0 takes the whole vocabulary. The first number is the reference, with which the other
+    rows and prompts are measured. By default 20 5 100 0, and on a GPU also 1000."""
+    rows: list[int] = field(default_factory=list)
+    """Numbers of texts that are decoded together, the reference first. By default 1 4, and on a GPU 25 1 100 400."""
+    prompt_tokens: list[int] = field(default_factory=list)
+    """Numbers of tokens of the prompt, the reference first. By default 32, and on a GPU also 512."""
+    new_tokens: int | None = None
+    """Number of tokens over which the time of one measurement is taken. By default 3, and on a GPU 16."""
+    rounds: int = 3
+    """Number of measurements of each variant. All variants take turns in each round."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of all models; auto uses that of the language model's files, and for random weights float32 on a CPU
+    and bfloat16 on a GPU."""
+
+    def check(self) -> None:
+        """Refuse wrong values, and models that are not there, before anything is loaded."""
+        for name, allowed in RANGES.items():
+            given = getattr(self, name)
+            for number in given if isinstance(given, list) else [given]:
+                if number is not None and number not in allowed:
+                    raise OptionError(f"{name} must be {allowed}, got {number}.", "choose a number in this range.")
+        for name in self.guides:
+            if name not in GUIDE_NAMES:
+                raise OptionError(f"there is no guide {name!r}.", f"choose from {', '.join(GUIDE_NAMES)}.")
+        if self.lm not in SHAPES:
+            check_language_model(self.lm)
+        if self.reward is not None:
+            check_reward_model(self.reward)
+        check_candidates(self.top_k, self._stored_vocab_size)
+
+    @property
+    def _stored_vocab_size(self) -> int | None:
+        """The size of the language model's vocabulary, where it is known without loading the model."""
+        if self.lm in SHAPES or self.lm == EMBEDDED:
+            return SHAPES["smollm2" if self.lm == EMBEDDED else self.lm].vocab_size
+        size = read_config(self.lm).get("vocab_size")
+        return size if isinstance(size, int) else None
+
+    @property
+    def guide_names(self) -> list[str]:
+        """The guides to measure, no guide first."""
+        return [UNGUIDED, *(name for name in dict.fromkeys(self.guides) if name != UNGUIDED)]
+
+    def choose_grid(self, device: str, vocab_size: int) -> Grid:
+        """The numbers that were given, and those of the device where none were."""
+        check_candidates(self.top_k, vocab_size)
+        default = DEFAULTS[kind_of(device)]
+        return Grid(
+            tuple(dict.fromkeys(self.top_k)) or tuple(k for k in default.top_k if k <= vocab_size),
+            tuple(dict.fromkeys(self.rows)) or default.rows,
+            tuple(dict.fromkeys(self.prompt_tokens)) or default.prompt_tokens,
+            self.new_tokens or default.new_tokens,
+        )
+
+
+def kind_of(device: str) -> Literal["cpu", "gpu"]:
+    return "cpu" if device.startswith("cpu") else "gpu"
+
+
+def check_candidates(top_k: list[int], vocab_size: int | None) -> None:
+    """Refuse more candidates than there are tokens."""
+    for k in top_k:
+        if vocab_size is not None and k > vocab_size:
+            raise OptionError(
+                f"top_k must be at most {vocab_size}, the size of the vocabulary, got {k}.",
+                "0 takes the whole vocabulary.",
+            )
+
+
+def why_left_out(guide: str, point: Point, vocab_size: int, device: str) -> str | None:
+    """The reason why a guide is not measured at a point; None if it is."""
+    limits, k = LIMITS[kind_of(device)], point.top_k or vocab_size
+    if guide == "naive-v" and k > limits.forwards:
+        return f"a step would take {k:,} forwards, and more than {limits.forwards:,} are not measured"
+    if guide == "v" and k * point.rows > limits.siblings:
+        return f"a step would read {k * point.rows:,} candidates, and more than {limits.siblings:,} are not measured"
+    return None

@@ -1,0 +1,152 @@
+"""Times per token of decoding with and without guides.
+
+    result = measure(BenchConfig(lm="gpt2-large"), device="cuda")
+    [(timing.guide, timing.ratio.median) for timing in result.timings]
+
+A time is that of steps of the engine on which `radq.generate` runs. A step draws a token for every row, lets all models
+read it, and brings the token to the host. Reading the prompts, the first token and turning tokens into text are not
+counted.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from radq.benchmark.clock import describe_machine, read_clock
+from radq.benchmark.config import UNGUIDED, BenchConfig, Grid, Point, why_left_out
+from radq.benchmark.guides import GUIDES
+from radq.benchmark.models import BenchModels, load_models
+from radq.benchmark.result import BenchResult, LeftOut, Variant, summarise
+from radq.decoding.config import Steering
+from radq.decoding.engine import Engine, Request
+from radq.decoding.generate import check_guide
+from radq.decoding.prompts import encode_prompts
+from radq.errors import MemoryLimitError
+from radq.guides import Guide
+from radq.models.loading import num_logits
+from radq.numerics import empty_cache, require_memory_for_texts
+
+UNTIMED = 2  # tokens of a text beside those that are timed: the first one, and one that is never drawn
+MEMORY_HINT = "give smaller --rows or --prompt-tokens, or a smaller --dtype."
+
+
+def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchResult:
+    """Measure all guides at all points, `config.rounds` times. The variants take turns inside a round."""
+    require_memory_for_texts(max(config.rows, default=1), config.new_tokens or 1, MEMORY_HINT)
+    models = load_models(config, device)
+    grid = config.choose_grid(device, num_logits(models.lm))
+    guides = {name: GUIDES[name].make(models) for name in config.guide_names}
+    _check_room(models, guides.values(), grid)
+    variants, left_out = _choose_variants(models, list(guides), grid)
+    seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    turns = [(number, variant) for number in range(config.rounds + 1) for variant in variants]
+    for number, variant in tqdm(turns, desc="measuring", unit="run", disable=not progress):
+        if variant not in seconds:
+            continue
+        steps = grid.new_tokens if number else 1  # the first round only warms up
+        taken = time_variant(models, guides[variant.guide], variant, steps)
+        if taken is None:
+            del seconds[variant]
+            left_out.append(_leave_out(variant, "the memory is full"))
+        elif number:
+            seconds[variant].append(taken)
+    return BenchResult(
+        lm=config.lm,
+        reward=config.reward,
+        machine=describe_machine(device),
+        device=device,
+        dtype=str(models.lm.dtype).removeprefix("torch."),
+        torch=torch.__version__,
+        vocab_size=num_logits(models.lm),
+        new_tokens=grid.new_tokens,
+        rounds=config.rounds,
+        timings=summarise(seconds),
+        left_out=left_out,
+    )
+
+
+def _check_room(models: BenchModels, guides: Iterable[Guide | None], grid: Grid) -> None:
+    """Refuse texts that are too long for a model, and guides with another vocabulary."""
+    tokens = grid.new_tokens + UNTIMED
+    prompt = encode_prompts(models.lm.config, models.tokenizer, [_make_prompt(models, max(grid.prompt_tokens))], tokens)
+    for guide in guides:
+        if guide is not None:
+            check_guide(guide, models.lm, models.tokenizer, prompt, tokens)
+
+
+def _choose_variants(models: BenchModels, guides: list[str], grid: Grid) -> tuple[list[Variant], list[LeftOut]]:
+    """All variants to measure, and those that would take too long."""
+    modes = (False, True) if models.lm.device.type == "cuda" else (False,)
+    chosen, left_out = [], []
+    for point in grid.points:
+        for variant in (Variant(guide, point, captured) for captured in modes for guide in guides):
+            reason = why_left_out(variant.guide, point, num_logits(models.lm), models.device)
+            if reason is None:
+                chosen.append(variant)
+            else:
+                left_out.append(_leave_out(variant, reason))
+    return chosen, left_out
+
+
+def _leave_out(variant: Variant, reason: str) -> LeftOut:
+    return LeftOut(**variant.fields, reason=reason)
+
+
+# --- one measurement ---
+
+
+class FixedEngine(Engine):
+    """An engine that does not go on with fewer rows when the memory is full."""
+
+    def _begin_again_with_half(self, error: Exception) -> None:
+        raise MemoryLimitError(f"{self.max_rows} rows do not fit into memory.", MEMORY_HINT) from error
+
+
+def make_engine(models: BenchModels, guide: Guide | None, variant: Variant) -> Engine:
+    return FixedEngine(models.lm, guide, variant.point.rows, captures=variant.captured)
+
+
+def time_variant(models: BenchModels, guide: Guide | None, variant: Variant, steps: int) -> float | None:
+    """Seconds per token of a new engine; None if its rows do not fit into memory together."""
+    engine = make_engine(models, guide, variant)
+    try:
+        if variant.captured:  # all steps are captured in a first run
+            time_steps(engine, models, variant.point, steps)
+        return time_steps(engine, models, variant.point, steps)
+    except MemoryLimitError:
+        if variant.guide == UNGUIDED:
+            raise
+        return None
+    finally:
+        engine.decoder.clear()
+        empty_cache()
+
+
+def time_steps(engine: Engine, models: BenchModels, point: Point, steps: int) -> float:
+    """Continue one prompt in all rows, and return the seconds per token."""
+    for request in _make_requests(models, point, steps + UNTIMED):
+        engine.submit(request)
+    engine.step()  # reads the prompt and draws the first token
+    began = read_clock(models.device)
+    for _ in range(steps):
+        engine.step()
+    seconds = read_clock(models.device) - began
+    together = len(engine.running)
+    engine.rest()
+    if together < point.rows:
+        raise MemoryLimitError(f"{point.rows} rows do not fit into memory, only {together}.", MEMORY_HINT)
+    return seconds / steps
+
+
+def _make_requests(models: BenchModels, point: Point, tokens: int) -> Iterator[Request]:
+    """Requests that no stop token ends."""
+    prompt, steering = _make_prompt(models, point.prompt_tokens), Steering(point.top_k)
+    for uniforms in np.random.default_rng(0).random((point.rows, tokens)):
+        yield Request(prompt, steering, tokens, uniforms)
+
+
+def _make_prompt(models: BenchModels, tokens: int) -> list[int]:
+    """Random tokens."""
+    return np.random.default_rng(0).integers(models.lm.config.get_text_config().vocab_size, size=tokens).tolist()
