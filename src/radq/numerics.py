@@ -105,7 +105,7 @@ def same_kernels() -> Iterator[None]:
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Let no garbage be collected inside the block: a graph that is deleted during a capture ends the capture."""
+    """Let no garbage be collected inside the block: a CUDA graph that is deleted during a capture ends the capture."""
     before = gc.isenabled()
     gc.disable()
     try:

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from baselines import make_guide
-from families import EOS, VOCAB, make_lm, make_reward
+from families import EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruments import CountWaiting
+from transformers import RepetitionPenaltyLogitsProcessor
 
+from radq import generate
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
 from radq.decoding.engine import Engine, Request, Ticket
@@ -172,10 +174,10 @@ def test_full_memory_halves_the_rows_and_changes_no_text(monkeypatch: pytest.Mon
     expected = [[row[0] for row in continue_alone(lm, None, request).rows] for request in requests]
     draw = Decoder.draw
 
-    def draw_few(self: Decoder, alive: np.ndarray) -> Any:
+    def draw_few(self: Decoder, *arguments: Any) -> Any:
         if self.count > 3 and self._steerings:
             raise torch.OutOfMemoryError("no memory")
-        return draw(self, alive)
+        return draw(self, *arguments)
 
     monkeypatch.setattr(Decoder, "draw", draw_few)
     engine = Engine(lm)
@@ -200,3 +202,54 @@ def test_functions_that_watch_end_a_text_and_see_each_token_once() -> None:
     assert [token.id for token in ticket] == seen
     assert len(seen) == 3
     assert ticket.finish_reason == "stop"
+
+
+# --- logits processors ---
+
+
+def test_logits_processors_see_the_whole_text_of_each_row() -> None:
+    """Rows of different lengths, of which only some have processors."""
+    lm = make_lm("llama").double()
+    seen: list[list[int]] = []
+
+    def forbid_repeats(input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        seen.extend(input_ids.tolist())
+        return logits.scatter(1, input_ids, -torch.inf)
+
+    engine = Engine(lm, max_rows=4)
+    changes: dict[str, Any] = {"stops": frozenset(), "steering": Steering(top_k=10)}
+    requests = [
+        make_request(number, **changes, processors=(forbid_repeats,) if number % 2 else ()) for number in range(8)
+    ]
+    tickets = [engine.submit(request) for request in requests]
+    for _ in engine.run():
+        pass
+    for ticket in tickets:
+        prompt, tokens = list(ticket.request.prompt), [int(row[0]) for row in ticket.rows]
+        alone = continue_alone(lm, None, ticket.request)
+        assert tokens == [int(row[0]) for row in alone.rows]
+        if ticket.request.processors:
+            assert len(set(tokens)) == len(tokens)
+            assert not set(tokens) & set(prompt)
+            assert all(prompt + tokens[:n] in seen for n in range(len(tokens)))
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    lm = make_lm("llama").double()
+    penalty = RepetitionPenaltyLogitsProcessor(1.7)
+    tokenizer = make_number_tokenizer()
+    found = generate(
+        lm, tokenizer, [[5, 9, 11]], temperature=0, max_new_tokens=8, stop_token_ids=[], logits_processors=[penalty]
+    )
+    input_ids = torch.tensor([[5, 9, 11]])
+    expected: Any = lm.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        do_sample=False,
+        max_new_tokens=8,
+        min_new_tokens=8,
+        repetition_penalty=1.7,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert found[0].token_ids == expected[0, 3:].tolist()

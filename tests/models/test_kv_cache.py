@@ -46,6 +46,18 @@ def check(actual: Tensor, backbone: PreTrainedModel, rows: list[list[int]]) -> N
 
 
 @torch.no_grad()
+def test_masks_written_here_read_like_those_of_transformers(backbone: PreTrainedModel) -> None:
+    """With padding, as a captured forward over prompts reads them."""
+    if not kv_cache.takes_siblings(backbone):
+        pytest.skip("this family takes no masks of pairs of tokens")
+    rows = texts()
+    output, prefix = kv_cache.read_with_masks(backbone, *left_padded(rows))
+    check(output.last_hidden_state[:, -1], backbone, rows)
+    output, _ = kv_cache.extend(backbone, prefix, torch.tensor([[5], [6], [7]]))
+    check(output.last_hidden_state[:, -1], backbone, [[*row, 5 + number] for number, row in enumerate(rows)])
+
+
+@torch.no_grad()
 def test_padding_and_extension_change_nothing(backbone: PreTrainedModel) -> None:
     rows = texts()
     output, prefix = kv_cache.start(backbone, *left_padded(rows))

@@ -169,7 +169,7 @@ class Engine:
         self.decoder = Decoder(lm, guide, captures, compile)
         self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
-        self.lag = LAG if lm.device.type == "cuda" and not details else 0
+        self.lag = self._usual_lag = LAG if lm.device.type == "cuda" and not details else 0
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []  # in the order of the decoder's rows; some of them may have ended
         self._left = np.zeros(0, dtype=np.int64)  # tokens still to be drawn in each row; 0 if it has ended
@@ -177,6 +177,7 @@ class Engine:
         self._fitting: int | None = None  # rows that fit into memory
         self._stops: set[int] = set()  # tokens that end some text
         self._watches = False  # whether some request has a function that is told every token
+        self._processes = False  # whether some request has logits processors
 
     # --- requests ---
 
@@ -187,7 +188,7 @@ class Engine:
         self._stops |= request.stops
         self._watches = self._watches or request.watch is not None
         if request.processors:
-            self.lag = 0  # processors must see all tokens
+            self._processes, self.lag = True, 0  # processors must see all tokens
         return ticket
 
     def finish(self, ticket: Ticket, reason: FinishReason) -> None:
@@ -207,7 +208,8 @@ class Engine:
             self.finish(ticket, "cancelled")
         self.waiting.clear()
         self._in_flight.clear()
-        self._stops, self._watches = set(), False
+        self._stops, self._watches, self._processes = set(), False, False
+        self.lag = self._usual_lag
         self._keep([])
         return self
 
@@ -339,10 +341,6 @@ class Engine:
             event.record()
         details = drawn.copy(len(self.running)) if self.details else None
         self._in_flight.append(_InFlight(list(self.running), self._left == 0, numbers, event, details))
-
-    @property
-    def _processes(self) -> bool:
-        return any(ticket.request.processors for ticket in self.running)
 
     def _process(self, logits: Tensor) -> Tensor:
         """Let the processors of each request change its logits. Rows of equal length are processed together."""

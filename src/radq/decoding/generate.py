@@ -26,6 +26,7 @@ from radq.decoding.steering import Proposal, check_width, not_finite
 from radq.decoding.text import GrowingText
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
+from radq.numerics import collecting_later
 
 
 @dataclass(frozen=True)
@@ -271,12 +272,13 @@ def _submit(
     uniforms = _uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size, details=True) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
-    for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
-        for s in range(num_samples):
-            watch = _watch(GrowingText(tokenizer, encoded[p], stop)) if stop else None
-            own = (uniforms[p, s], None, frozenset(stops), watch, processors)
-            request = Request(encoded[p], steering, max_new_tokens, *own)
-            tickets[p * num_samples + s] = engine.submit(request)
+    ends = frozenset(stops)
+    with collecting_later():  # thousands of requests would have all objects of the process looked at again and again
+        for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
+            for s in range(num_samples):
+                watch = _watch(GrowingText(tokenizer, encoded[p], stop)) if stop else None
+                request = Request(encoded[p], steering, max_new_tokens, uniforms[p, s], None, ends, watch, processors)
+                tickets[p * num_samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
 
 

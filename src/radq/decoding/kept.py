@@ -14,7 +14,7 @@ from radq.guides import Guide
 from radq.models.loading import Wrappable
 
 MOST_KEPT = 4  # engines
-MOST_BYTES = 2**30  # of each
+MOST_BYTES = 2**31  # of each
 
 
 class _Kept:

@@ -1,0 +1,70 @@
+"""Captured steps on a GPU give the texts of steps that run one operation after the other."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from baselines import make_guide
+from families import make_lm
+from torch import nn
+
+from radq.decoding.capture import Captures, is_watched
+from radq.decoding.engine import Engine
+from radq.guides.meter import Meter
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="steps are captured on CUDA devices alone")
+
+
+def test_a_hook_turns_captures_off_and_one_line_says_so() -> None:
+    lm: Any = make_lm("gpt2")
+    assert not is_watched(lm)
+    assert Captures([lm], None, on=True).on
+    handle = lm.transformer.h[0].register_forward_hook(lambda *_: None)
+    assert is_watched(lm)
+    with pytest.warns(UserWarning, match="a hook of a model is called in each"):
+        assert not Captures([lm], None, on=True).on
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not Captures([lm], None, on=False).on
+    handle.remove()
+    assert not is_watched(lm)
+
+
+def test_the_hooks_of_a_meter_do_not() -> None:
+    with Meter(make_guide("dexperts")) as meter:
+        assert not any(is_watched(reader.model) for reader in meter.readers)
+
+
+def test_a_meter_counts_repeated_steps() -> None:
+    meter = Meter(make_guide("dexperts"))
+    before = meter.counts
+    meter.steps, meter.tokens, meter.continuations.calls, meter.continuations.tokens = 1, 8, 1, 16
+    counted = meter.take_back(before)
+    assert meter.counts == before
+    meter.add(counted, 0.5)  # half of the rows are in use
+    assert meter.counts == (1, 4, 1, 8)
+
+
+def test_nothing_is_captured_without_a_gpu() -> None:
+    assert not Engine(make_lm("gpt2")).decoder.captures.on
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
+def test_captured_steps_give_the_same_texts(name: str, lm_folders: Any) -> None:
+    from test_engine import make_any_guide, make_request
+
+    lm, guide = make_lm("llama").double().cuda(), make_any_guide(name, lm_folders)
+    for reader in () if guide is None else guide.readers:
+        reader.model.cuda()
+    if isinstance(getattr(guide, "model", None), nn.Module):
+        guide.model.cuda()  # pyright: ignore
+    texts = []
+    for captures in (False, True):
+        engine = Engine(lm, guide, captures=captures)
+        tickets = [engine.submit(make_request(number, length=12)) for number in range(20)]
+        for _ in engine.run():
+            pass
+        texts.append([[row[0] for row in ticket.rows] for ticket in tickets])
+    assert texts[0] == texts[1]

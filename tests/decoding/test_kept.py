@@ -1,0 +1,102 @@
+"""Engines are kept for the next call only as long as nothing changes that a captured step depends on."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make_lm, make_number_tokenizer, make_reward
+from peft import LoraConfig, get_peft_model
+
+from radq import generate
+from radq.decoding import kept
+from radq.decoding.engine import KEPT, Engine
+from radq.guides import RewardGuide
+
+
+def change_weights(lm: Any) -> None:
+    with torch.no_grad():
+        next(lm.parameters()).mul_(2)
+
+
+def replace_weights(lm: Any) -> None:
+    parameter = next(lm.parameters())
+    parameter.data = parameter.data.clone()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weights": change_weights,
+    "other weights": replace_weights,
+    "dtype": lambda lm: lm.double(),
+    "training": lambda lm: lm.train(),
+    "hook": lambda lm: lm.register_forward_hook(lambda *_: None),
+    "configuration": lambda lm: setattr(lm.config, "sliding_window", 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_any_change_of_a_model_is_noticed(change: Callable[[Any], Any]) -> None:
+    lm = make_lm("llama")
+    before = kept.describe(lm)
+    assert kept.describe(lm) == before
+    change(lm)
+    assert kept.describe(lm) != before
+
+
+def test_adapters_that_are_turned_off_are_noticed() -> None:
+    lm: Any = get_peft_model(make_lm("llama"), LoraConfig(target_modules=["q_proj"]))
+    before = kept.describe(lm)
+    with lm.disable_adapter():
+        assert kept.describe(lm) != before
+    assert kept.describe(lm) == before
+
+
+def test_changes_of_a_guide_are_noticed(lm_folders: dict[str, Path]) -> None:
+    guide = RewardGuide(make_reward("q", lm_folders["llama"]), {"nice": 1.0})
+    before = kept.describe(guide)
+    guide.clamp = False
+    assert kept.describe(guide) != before
+    guide.clamp = True
+    assert kept.describe(guide) == before
+    with torch.no_grad():
+        guide.model.head.weight.add_(1)  # pyright: ignore
+    assert kept.describe(guide) != before
+
+
+def test_an_engine_is_used_again_until_something_changes() -> None:
+    """With compile=True, since without a GPU nothing else is worth keeping; nothing is compiled before a step."""
+    lm = make_lm("llama")
+    engine = kept.take_engine(lm, None, None, compile=True)
+    kept.keep_engine(engine)
+    assert kept.take_engine(lm, None, None) is not engine
+    assert kept.take_engine(lm, None, 3, compile=True) is not engine
+    assert kept.take_engine(lm, None, None, compile=True) is engine
+    assert kept.take_engine(lm, None, None, compile=True) is not engine  # another caller has it
+    kept.keep_engine(engine)
+    change_weights(lm)
+    assert kept.take_engine(lm, None, None, compile=True) is not engine
+
+
+def test_copies_of_a_model_have_no_engines(tmp_path: Path) -> None:
+    lm = make_lm("llama")
+    kept.keep_engine(kept.take_engine(lm, None, None, compile=True))
+    assert vars(lm)[KEPT].engines
+    assert not vars(copy.deepcopy(lm))[KEPT].engines
+    for _ in range(kept.MOST_KEPT + 2):
+        kept.keep_engine(Engine(lm, compile=True))
+    assert len(vars(lm)[KEPT].engines) == kept.MOST_KEPT
+    lm.save_pretrained(tmp_path)
+
+
+def test_compiled_models_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled to plain operations of torch, since a machine may have no compiler."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compile_(forward, backend="eager", dynamic=False))
+    lm, tokenizer = make_lm("llama").double(), make_number_tokenizer()
+    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 6}
+    plain = generate(lm, tokenizer, ["5 9", "11"], **options)
+    for _ in range(2):  # the second time with the engine that was kept
+        found = generate(lm, tokenizer, ["5 9", "11"], compile=True, **options)
+        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
