@@ -46,6 +46,13 @@ def test_a_meter_counts_repeated_steps() -> None:
     assert meter.counts == (1, 4, 1, 8)
 
 
+def test_models_on_several_devices_are_not_captured() -> None:
+    lm: Any = make_lm("gpt2")
+    assert Captures([lm, make_lm("llama")], None, on=True).on
+    lm.transformer.h[0].to("meta")
+    assert not Captures([lm], None, on=True).on
+
+
 def test_nothing_is_captured_without_a_gpu() -> None:
     assert not Engine(make_lm("gpt2")).decoder.captures.on
 

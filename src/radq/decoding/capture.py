@@ -32,8 +32,9 @@ class Captures:
     """The captured steps of a decoder."""
 
     def __init__(self, models: Sequence[nn.Module], guide: Guide | None, on: bool):
-        self.on = on and not any(map(is_watched, models))
-        if on and not self.on:
+        watched = on and any(map(is_watched, models))
+        self.on = on and not watched and stand_together(models)
+        if watched:
             warnings.warn(
                 "steps are not captured as CUDA graphs, which is slower: a hook of a model is called in each.",
                 stacklevel=2,
@@ -100,6 +101,11 @@ class Captures:
         """Forget all captured steps, since their tensors have moved."""
         self._kept.clear()
         self._pool = None  # a pool ends with its last graph
+
+
+def stand_together(models: Sequence[nn.Module]) -> bool:
+    """Whether all models are on one device: a graph holds what happens on one alone."""
+    return len({parameter.device for model in models for parameter in model.parameters()}) <= 1
 
 
 def is_watched(model: nn.Module) -> bool:

@@ -62,9 +62,9 @@ class Decoder:
         self.lm, self.guide = lm, guide
         self.device = lm.device
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
-        models = [lm, *(reader.model for reader in (guide.readers if guide is not None else ()))]
-        self.captures = Captures(models, guide, captures and self.device.type == "cuda")
         readers = [self.reader, *(guide.readers if guide is not None else ())]
+        models = [reader.model for reader in readers]
+        self.captures = Captures(models, guide, captures and self.device.type == "cuda")
         self._prompts = PromptGraphs([reader.model for reader in readers if self.captures.on and takes_slots(reader)])
         self.compile = compile
         self._compiled = {
@@ -178,8 +178,8 @@ class Decoder:
 
     @property
     def may_leave(self) -> bool:
-        """Whether rows may leave between the halves of a step; a captured step has them all."""
-        return self.device.type == "cpu" and self._current is None
+        """Whether rows may leave between the halves of a step; a captured or compiled step has them all."""
+        return self.device.type == "cpu" and not self.compile
 
     def empty(self) -> None:
         """Forget all rows. Slots stay for others, and captured steps with them."""

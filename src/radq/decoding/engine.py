@@ -231,7 +231,7 @@ class Engine:
     def step(self) -> list[StepResult]:
         """Draw a token for every running request; return the results that have arrived, maybe of earlier steps."""
         results: list[StepResult] = []
-        with evaluating(self.lm) if self.lm.training else nullcontext():
+        with evaluating(self.lm) if self.lm.training else nullcontext(), self._on_device():
             try:
                 self._arrange()
                 if self._left.any():
@@ -244,6 +244,10 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 self._begin_again_with_half(error)
         return results + self._receive(self.lag if self._left.any() else 0)
+
+    def _on_device(self) -> Any:
+        """Streams and graphs belong to torch's current device, which need not be that of the base model."""
+        return torch.cuda.device(self.lm.device) if self.lm.device.type == "cuda" else nullcontext()
 
     # --- rows ---
 
