@@ -79,6 +79,17 @@ def test_an_engine_is_used_again_until_something_changes() -> None:
     assert kept.take_engine(lm, None, None, compile=True) is not engine
 
 
+def test_engines_that_need_much_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_lm("llama")
+    sizes = {3: 2**30, 4: 2**30, 5: 2**30, 6: 2**32}  # by batch size
+    monkeypatch.setattr(Engine, "nbytes", property(lambda engine: sizes[engine.max_rows]))
+    for size in (3, 4, 5):
+        kept.keep_engine(Engine(lm, max_rows=size, compile=True))
+    assert [engine.max_rows for engine in vars(lm)[KEPT].engines] == [4, 5]
+    kept.keep_engine(Engine(lm, max_rows=6, compile=True))
+    assert not vars(lm)[KEPT].engines
+
+
 def test_copies_of_a_model_have_no_engines(tmp_path: Path) -> None:
     lm = make_lm("llama")
     kept.keep_engine(kept.take_engine(lm, None, None, compile=True))

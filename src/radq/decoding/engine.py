@@ -329,7 +329,7 @@ class Engine:
             [own if request.beta is None else request.beta for request in requests],
             uniforms,
             capacity=min(self._room(), len(self.running) + len(self.waiting)),
-            width=longest + steps + overhead + 1,
+            width=longest + steps + overhead,
         )
         return len(chosen)
 

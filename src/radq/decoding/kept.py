@@ -14,7 +14,7 @@ from radq.guides import Guide
 from radq.models.loading import Wrappable
 
 MOST_KEPT = 4  # engines
-MOST_BYTES = 2**31  # of each
+MOST_BYTES = 2**31  # of all of them
 
 
 class _Kept:
@@ -44,10 +44,11 @@ def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None, comp
 
 def keep_engine(engine: Engine) -> None:
     """Keep an engine that has ended all texts, if it has captured or compiled anything."""
-    if (engine.decoder.captures.on or engine.compile) and engine.rest().nbytes <= MOST_BYTES:
+    if engine.decoder.captures.on or engine.compile:
         kept = vars(engine.lm).setdefault(KEPT, _Kept())
-        kept.engines.append(engine)
-        del kept.engines[:-MOST_KEPT]
+        kept.engines.append(engine.rest())
+        while len(kept.engines) > MOST_KEPT or sum(one.nbytes for one in kept.engines) > MOST_BYTES:
+            del kept.engines[0]
 
 
 def describe(thing: Any) -> Hashable:
