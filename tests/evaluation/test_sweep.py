@@ -449,10 +449,10 @@ def test_full_memory_means_smaller_batches(
     """They give the same texts at the same costs per token."""
     draw = Decoder.draw
 
-    def crowded(self: Decoder) -> Any:
+    def crowded(self: Decoder, *arguments: Any) -> Any:
         if self.count > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return draw(self)
+        return draw(self, *arguments)
 
     monkeypatch.setattr(Decoder, "draw", crowded)
     argv = ["--config", write(batch_size=16), "--out", str(tmp_path / "run"), "--cache", str(tmp_path), "--json"]
