@@ -104,6 +104,11 @@ def find_file_problem(error: BaseException) -> str | None:
     return None
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type where it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _reason(error: BaseException) -> str:
     return _one_line(str(error)).rstrip(".") or type(error).__name__
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from radq.errors import OptionError
+from radq.errors import OptionError, first_line
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def read_yaml(file: str | Path, kind: type[T]) -> T:
     try:
         stored = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise OptionError(f"cannot read {str(file)!r}: {reason}.", "give a YAML file.") from error
     return _build({} if stored is None else stored, kind, repr(str(file)))
 

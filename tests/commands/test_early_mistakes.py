@@ -61,7 +61,6 @@ MISTAKES = {
     "demo --num-samples 0": "num_samples must be at least 1",
     "measure texts.jsonl --metrics joy": "joy",
     "bench --lm gpt2-large --top-k 20 50258": "at most 50257",
-    "bench --lm embedded --top-k 49153": "at most 49152",
     "bench --lm lm --top-k -1": "top_k must be at least 0",
     "bench --lm lm --rows 0": "rows must be at least 1",
     "bench --lm lm --rounds 2000": "at most 1,000",

@@ -11,6 +11,8 @@ from torch import nn
 
 from radq.decoding.capture import Captures, is_watched
 from radq.decoding.engine import Engine
+from radq.guides import Guide
+from radq.guides.base import Advice
 from radq.guides.meter import Meter
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="steps are captured on CUDA devices alone")
@@ -22,7 +24,7 @@ def test_a_hook_turns_captures_off_and_one_line_says_so() -> None:
     assert Captures([lm], None, on=True).on
     handle = lm.transformer.h[0].register_forward_hook(lambda *_: None)
     assert is_watched(lm)
-    with pytest.warns(UserWarning, match="a hook of a model is called in each"):
+    with pytest.warns(UserWarning, match="a forward hook of .* must be called in each; remove it"):
         assert not Captures([lm], None, on=True).on
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -44,6 +46,34 @@ def test_a_meter_counts_repeated_steps() -> None:
     assert meter.counts == before
     meter.add(counted, 0.5)  # half of the rows are in use
     assert meter.counts == (1, 4, 1, 8)
+
+
+class Counting(Guide):
+    """A guide of somebody else, which counts its steps."""
+
+    beta = ()
+    readers = ()
+    steps = 0
+
+    def start(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        return None
+
+    def advise(self, state: Any, candidates: Any, beta: Any = None) -> Advice:
+        self.steps += 1
+        return Advice(torch.zeros(candidates.shape), state)
+
+    def advance(self, state: Any, tokens: Any) -> Any:
+        return state
+
+
+def test_guides_that_do_not_say_so_are_not_captured() -> None:
+    """Python does not run in a captured step, so a guide that counts would count wrong."""
+    lm, counting, own = make_lm("gpt2"), Counting(), make_guide("dexperts")
+    for guide in (counting, own + counting, Meter(counting)):
+        with pytest.warns(UserWarning, match="does not say by `capturable = True`"):
+            assert not Captures([lm], guide, on=True).on
+    for guide in (own, own + own, Meter(own)):
+        assert Captures([lm], guide, on=True).on
 
 
 def test_models_on_several_devices_are_not_captured() -> None:

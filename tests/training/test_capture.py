@@ -434,10 +434,8 @@ def test_a_gpu_draws_new_dropout_in_every_replay(settings: RewardTrainingConfig,
     assert len(set(found)) == 6
 
 
-@on_gpu
-def test_a_gpu_goes_on_without_graphs_after_a_step_that_waits(
-    settings: RewardTrainingConfig, toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def let_forwards_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every forward of RAD-Q ask the device for a number."""
     forward = RadQ.forward
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -446,6 +444,13 @@ def test_a_gpu_goes_on_without_graphs_after_a_step_that_waits(
         return output
 
     monkeypatch.setattr(RadQ, "forward", wait)
+
+
+@on_gpu
+def test_a_gpu_goes_on_without_graphs_after_a_step_that_waits(
+    settings: RewardTrainingConfig, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_forwards_wait(monkeypatch)
     with pytest.warns(UserWarning, match="it waits for the GPU in .*test_capture.py"):
         train(changed(settings, backbone=str(toy)))
     assert len(losses(settings.out)) == 20
@@ -456,14 +461,7 @@ def test_a_gpu_goes_on_without_graphs_after_a_failed_capture(
     settings: RewardTrainingConfig, toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "notice_waiting", never_waiting)
-    forward = RadQ.forward
-
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(self, *args, **kwargs)
-        output.rewards.sum().item()
-        return output
-
-    monkeypatch.setattr(RadQ, "forward", wait)
+    let_forwards_wait(monkeypatch)
     with pytest.warns(UserWarning, match="cannot be captured as CUDA graphs"):
         train(changed(settings, backbone=str(toy)))
     assert len(losses(settings.out)) == 20

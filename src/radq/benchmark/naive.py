@@ -18,6 +18,8 @@ from radq.models.reward import RewardState
 class NaiveGuide(Guide):
     """A reward guide whose candidates are scored in another way. Subclasses implement `advise`."""
 
+    capturable = True
+
     def __init__(self, guide: RewardGuide):
         self.guide, self.beta = guide, guide.beta
 

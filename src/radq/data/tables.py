@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from radq.errors import DataError, install_hint
+from radq.errors import DataError, first_line, install_hint
 
 Table = Any  # a pandas.DataFrame, which is imported only where a table is read
 ROWS_PER_PIECE = 5_000
@@ -46,7 +46,7 @@ def read_table(source: str | Path) -> Iterator[Table]:
     except (EOFError, lzma.LZMAError, csv.Error, TypeError, ValueError, ArithmeticError, OSError) as error:
         if isinstance(error, DataError):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise DataError(
             f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.",
             "check that the file is complete and of this format.",

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from radq.errors import first_line
 from radq.guides.base import Guide
 from radq.guides.meter import Meter
-from radq.numerics import collecting_later
+from radq.models.cuda_graph import record
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,10 @@ class Captures:
     """The captured steps of a decoder."""
 
     def __init__(self, models: Sequence[nn.Module], guide: Guide | None, on: bool):
-        watched = on and any(map(is_watched, models))
-        self.on = on and not watched and stand_together(models)
-        if watched:
-            warnings.warn(
-                "steps are not captured as CUDA graphs, which is slower: a hook of a model is called in each.",
-                stacklevel=2,
-            )
+        self.on = on and stand_together(models)
+        if self.on and (reason := find_hindrance(models, guide)):
+            self.on = False
+            warnings.warn(f"steps are not captured as CUDA graphs, so each token takes longer: {reason}.", stacklevel=2)
         self.meter = guide if isinstance(guide, Meter) else None
         self._kept: dict[Hashable, Capture] = {}
         self._warm: set[Hashable] = set()
@@ -70,9 +68,9 @@ class Captures:
             except Exception as error:  # whatever a model does that a graph cannot hold
                 self.on = False
                 torch.cuda.synchronize()
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 warnings.warn(
-                    f"this model cannot be captured as a CUDA graph, so each token takes longer: {reason}", stacklevel=2
+                    f"steps are not captured as CUDA graphs, so each token takes longer: {first_line(error)}.",
+                    stacklevel=2,
                 )
                 return None
         return self._kept[kind, shape]
@@ -82,15 +80,10 @@ class Captures:
             self._pool = torch.cuda.graph_pool_handle()
             self._main, self._side = torch.cuda.Stream(priority=-1), torch.cuda.Stream()  # the base model goes first
         before = None if self.meter is None else self.meter.counts
-        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        options: Any = {"pool": self._pool, "stream": self._main, "capture_error_mode": "thread_local"}
-        with collecting_later():
-            with torch.cuda.graph(graphs[0], **options):
-                drawn = draw()
-            with torch.cuda.graph(graphs[1], **options):
-                read(drawn.tokens, self._side)
+        first, drawn = record(draw, pool=self._pool, stream=self._main)
+        second, _ = record(lambda: read(drawn.tokens, self._side), pool=self._pool, stream=self._main)
         counted = () if self.meter is None or before is None else self.meter.take_back(before)
-        return Capture(*graphs, drawn, counted)
+        return Capture(first, second, drawn, counted)
 
     def count(self, capture: Capture, share: float) -> None:
         """Tell a meter what a captured step has read for the rows in use, which are a share of its rows."""
@@ -106,6 +99,16 @@ class Captures:
 def stand_together(models: Sequence[nn.Module]) -> bool:
     """Whether all models are on one device: a graph holds what happens on one alone."""
     return len({parameter.device for model in models for parameter in model.parameters()}) <= 1
+
+
+def find_hindrance(models: Sequence[nn.Module], guide: Guide | None) -> str | None:
+    """A reason why captured steps, in which Python does not run, might differ from others; None if there is none."""
+    if guide is not None and not guide.capturable:
+        return f"{type(guide).__name__} does not say by `capturable = True` that its methods only compute with tensors"
+    for model in models:
+        if is_watched(model):
+            return f"a forward hook of {type(model).__name__} must be called in each; remove it to decode faster"
+    return None
 
 
 def is_watched(model: nn.Module) -> bool:

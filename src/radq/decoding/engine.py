@@ -169,7 +169,7 @@ class Engine:
         self.decoder = Decoder(lm, guide, captures, compile)
         self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
-        self.lag = self._usual_lag = LAG if lm.device.type == "cuda" and not details else 0
+        self.lag = LAG if lm.device.type == "cuda" and not details else 0
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []  # in the order of the decoder's rows; some of them may have ended
         self._left = np.zeros(0, dtype=np.int64)  # tokens still to be drawn in each row; 0 if it has ended
@@ -187,8 +187,7 @@ class Engine:
         self.waiting.append(ticket)
         self._stops |= request.stops
         self._watches = self._watches or request.watch is not None
-        if request.processors:
-            self._processes, self.lag = True, 0  # processors must see all tokens
+        self._processes = self._processes or bool(request.processors)
         return ticket
 
     def finish(self, ticket: Ticket, reason: FinishReason) -> None:
@@ -209,7 +208,6 @@ class Engine:
         self.waiting.clear()
         self._in_flight.clear()
         self._stops, self._watches, self._processes = set(), False, False
-        self.lag = self._usual_lag
         self._keep([])
         return self
 
@@ -236,14 +234,14 @@ class Engine:
                 self._arrange()
                 if self._left.any():
                     self._draw()
-                    results += self._receive(self.lag if self._left.any() else 0)
+                    results += self._receive()
                     if self.decoder.may_leave:
                         self._leave()  # what has ended need not be read
                     if self._left.any():
                         self.decoder.read()
             except torch.OutOfMemoryError as error:
                 self._begin_again_with_half(error)
-        return results + self._receive(self.lag if self._left.any() else 0)
+        return results + self._receive()
 
     def _on_device(self) -> Any:
         """Streams and graphs belong to torch's current device, which need not be that of the base model."""
@@ -363,8 +361,9 @@ class Engine:
             logits[places] = scores.to(logits)
         return logits
 
-    def _receive(self, behind: int) -> list[StepResult]:
-        """Take the results of all steps but the last ones."""
+    def _receive(self) -> list[StepResult]:
+        """Take the results of all steps but the last ones; of all, if no more come or processors must see them."""
+        behind = self.lag if self._left.any() and not self._processes else 0
         results = []
         while len(self._in_flight) > behind:
             results.append(self._take(self._in_flight.popleft()))

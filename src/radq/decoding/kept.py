@@ -57,7 +57,7 @@ def describe(thing: Any) -> Hashable:
         config = getattr(thing, "config", None)
         parts = tuple(map(_describe_part, thing.modules()))
         return type(thing), parts, () if config is None else _settings(vars(config))
-    if hasattr(thing, "__dict__") and type(thing).__module__.startswith("radq."):
+    if isinstance(thing, Guide) or (hasattr(thing, "__dict__") and type(thing).__module__.startswith("radq.")):
         return type(thing), tuple((name, describe(value)) for name, value in vars(thing).items())
     return _settings({"": thing})
 

@@ -63,6 +63,9 @@ class Guide(ABC):
     """Steers a base model. A guide implements `readers`, `start`, `advise` and `advance`."""
 
     beta: tuple[float, ...]  # the strengths that `advise` takes where it is given none
+    # Whether `advise` and `advance` only compute with tensors, and the same in every step, so that a GPU can repeat
+    # them as a CUDA graph, without Python. Guides that count, print or change by themselves leave this False.
+    capturable: bool = False
 
     @property
     @abstractmethod
@@ -143,6 +146,7 @@ class SumGuide(Guide):
     def __init__(self, *guides: Guide):
         self.guides = [part for guide in guides for part in (guide.guides if isinstance(guide, SumGuide) else [guide])]
         self.beta = tuple(beta for guide in self.guides for beta in guide.beta)
+        self.capturable = all(guide.capturable for guide in self.guides)
 
     @property
     def readers(self) -> list[Reader]:

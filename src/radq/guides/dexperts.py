@@ -25,6 +25,8 @@ class DExpertsGuide(Guide):
     each of the two. A token that the experts do not know counts as equally likely for both.
     """
 
+    capturable = True
+
     def __init__(
         self,
         expert: PreTrainedModel,

@@ -74,6 +74,8 @@ class GeDiGuide(Guide):
     Both classes are rows of one batch: a step is one forward of one token per class.
     """
 
+    capturable = True
+
     def __init__(
         self,
         lm: PreTrainedModel,

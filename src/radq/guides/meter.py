@@ -40,7 +40,7 @@ class Meter(Guide):
     """A guide that does what another does, and counts while its `with` block lasts."""
 
     def __init__(self, guide: Guide):
-        self.guide, self.beta = guide, guide.beta
+        self.guide, self.beta, self.capturable = guide, guide.beta, guide.capturable
         self.steps = 0  # how often candidates were scored, for a batch of texts
         self.tokens = 0  # for how many texts in all: the number of tokens that were generated
         self.prompts, self.continuations = TokenCount(), TokenCount()
@@ -92,7 +92,7 @@ class Meter(Guide):
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """What was counted so far, prompts aside: steps, texts in all steps, calls, and tokens read."""
+        """The numbers of steps, of texts in all steps, of calls and of tokens read so far, without those of prompts."""
         return self.steps, self.tokens, self.continuations.calls, int(self.continuations.tokens)
 
     def take_back(self, before: tuple[int, ...]) -> tuple[int, ...]:

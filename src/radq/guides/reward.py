@@ -27,6 +27,8 @@ class RewardGuide(Guide):
     not know has the reward of the prefix itself, so that neither sign of β favours it.
     """
 
+    capturable = True
+
     def __init__(self, model: RewardModel, beta: Mapping[str, float], clamp: bool = True):
         require_attributes(beta, model.config.attributes)
         if not beta or not all(math.isfinite(number) for number in beta.values()):

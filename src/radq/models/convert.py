@@ -21,7 +21,7 @@ from transformers import AutoModel, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from radq.errors import CheckpointError, OptionError
+from radq.errors import CheckpointError, OptionError, first_line
 from radq.models.config import RewardModelConfig
 from radq.models.loading import find_tokenizer, load_config
 from radq.models.reward import KINDS, RadQ, RewardModel
@@ -104,7 +104,7 @@ def _read_file(file: Path) -> Any:
             "save its state dict alone with torch.save(model.state_dict(), file).",
         ) from error
     except Exception as error:  # for a file of another format, torch's unpickler raises errors of many types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise CheckpointError(
             f"{str(file)!r} is damaged or of another format: {reason}", "copy or download it again."
         ) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from radq.errors import ModelError
+from radq.errors import ModelError, first_line
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 HINT = "give a folder with config.json and *.safetensors, or a hub name that is cached or reachable."
@@ -135,5 +135,5 @@ def explained(name: str | Path, what: str, hub: Mapping[str, Any] = MappingProxy
 
 
 def _explain(error: Exception, name: str | Path, what: str) -> ModelError:
-    reason = str(error).strip().splitlines()[0].rstrip(".:") if str(error).strip() else type(error).__name__
+    reason = first_line(error).rstrip(".:")
     return ModelError(f"cannot load {what} from {str(name)!r}: {reason}.", HINT)

@@ -10,6 +10,7 @@ and adapter_model.safetensors with PEFT's names for the tensors. So PEFT can loa
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -22,7 +23,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from radq.errors import ModelError
+from radq.models.config import RewardModelConfig
 from radq.models.embedded import EMBEDDED, HUB_NAME
+from radq.models.hub import explained
+from radq.models.origins import find_backbone_source
 
 SCALE = 2.0  # s in W + s·B·A, as with lora_alpha = 2 · rank
 CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -179,6 +183,48 @@ def load_adapters(model: nn.Module, file: Path) -> None:
     if missing:
         raise ModelError(f"the adapters in {str(file)!r} lack {missing[0]!r}.", "copy or download the file again.")
     model.load_state_dict(weights, strict=False)
+
+
+def load_beside_backbone(
+    kind: Any,
+    config: RewardModelConfig,
+    name: str | Path,
+    given_backbone: str | Path | None,
+    hub: dict[str, Any],
+    dtype: Any = None,
+    torch_dtype: Any = None,
+    **loading: Any,
+) -> Any:
+    """Load a reward model with adapters: these and its head from its folder, the backbone from where its configuration
+    says.
+
+    Args:
+        kind: the class of the reward model.
+    """
+    assert config.backbone is not None
+    origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
+    source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None)
+    loading = {key: value for key, value in loading.items() if key not in ("revision", "subfolder")}  # of the adapters
+    if origin.is_hub and not Path(source).is_dir():
+        loading["revision"] = origin.revision
+    wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
+    kept = ("kind", "loss", "response_range", "label_scales", "prepend_bos", "head")
+    options = {key: getattr(config, key) for key in kept}
+    model = kind._over_backbone(
+        source,
+        config.attributes,
+        config.backbone.num_hidden_layers,
+        torch.float32 if wanted == "auto" else getattr(torch, wanted),
+        loading,
+        **options,
+    )
+    add_adapters(model.backbone, config.lora_rank)
+    model.config.lora_rank = config.lora_rank
+    found = str(Path(source).resolve()) if Path(source).is_dir() else source
+    model.config.set_origin(replace(origin, name=found))
+    with explained(name, "adapters", hub):
+        load_adapters(model, find_adapters(name, **hub))
+    return model
 
 
 def _without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from radq.errors import first_line
+from radq.models.cuda_graph import record
 from radq.models.kv_cache import Prefix, read_with_masks
-from radq.numerics import collecting_later
 
 MOST_TOKENS = 1024  # longer prompts keep a GPU busy without graphs
 MOST_SHAPES = 16
@@ -87,7 +88,9 @@ class PromptGraphs:
             except Exception as error:  # whatever a model does that a graph cannot hold
                 self._models.clear()
                 torch.cuda.synchronize()
-                warnings.warn(f"prompts are read without CUDA graphs, which takes longer: {error}", stacklevel=2)
+                warnings.warn(
+                    f"prompts are not read by CUDA graphs, which takes longer: {first_line(error)}.", stacklevel=2
+                )
                 return None
         found.input_ids.copy_(input_ids)
         found.attention_mask.copy_(attention_mask)
@@ -103,13 +106,10 @@ def _capture(
     extra: dict[str, Any],
 ) -> _PromptGraph:
     input_ids, attention_mask = input_ids.clone(), attention_mask.clone()
-    graph = torch.cuda.CUDAGraph()
-    with collecting_later(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output, prefix = read_with_masks(model, input_ids, attention_mask, **extra)
-        last = take_last(output)
-    return _PromptGraph(graph, input_ids, attention_mask, last, prefix)
+    graph, (output, prefix) = record(lambda: read_with_masks(model, input_ids, attention_mask, **extra))
+    return _PromptGraph(graph, input_ids, attention_mask, take_last(output), prefix)
 
 
 def prompt_graphs() -> PromptGraphs | None:
-    """Those that are used at the moment."""
+    """Return the graphs that are used at the moment; None outside of a block that uses some."""
     return _USED.get()

@@ -87,14 +87,11 @@ class Reader:
         """
         b, t = input_ids.shape
         self.check_columns(t)
-        graphs = prompt_graphs()
-        captured = (
-            None
-            if graphs is None
-            else graphs.read(self.model, input_ids, attention_mask, self.take_last, self.last_only)
-        )
-        if captured is not None:
-            return Reading(self, captured[1], captured[0])
+        if graphs := prompt_graphs():
+            found = graphs.read(self.model, input_ids, attention_mask, self.take_last, self.last_only)
+            if found is not None:
+                last, prefix = found
+                return Reading(self, prefix, last)
         size = max(1, TOKENS_PER_FORWARD // b)
         output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **self.last_only)
         for first in range(size, t, size):
@@ -105,7 +102,7 @@ class Reader:
         return Reading(self, prefix, self.take_last(output))
 
     def take_last(self, output: Any) -> Float[Tensor, "b n"]:
-        """What is kept of a forward: the output at the last token."""
+        """Take the output at the last token from the output of a forward: all that a reading keeps of it."""
         return output[self.output][:, -1]
 
     @torch.no_grad()

@@ -43,8 +43,15 @@ from radq.models.loading import (
     max_positions,
     resolve,
 )
-from radq.models.lora import add_adapters, find_adapters, load_adapters, save_adapters, unfold_adapters
-from radq.models.origins import find_backbone_source, identify_backbone
+from radq.models.lora import (
+    add_adapters,
+    find_adapters,
+    load_adapters,
+    load_beside_backbone,
+    save_adapters,
+    unfold_adapters,
+)
+from radq.models.origins import identify_backbone
 from radq.models.reading import Reader
 from radq.models.slots import AnyReading
 from radq.models.stored import require_reward_model
@@ -206,7 +213,7 @@ class RewardModel(PreTrainedModel):
         kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
         config: Any = kwargs.pop("config", None) or RewardModelConfig.from_dict(stored)
         if config.lora_rank:
-            model: Any = _load_beside_backbone(kind, config, name, backbone, hub, **kwargs)
+            model: Any = load_beside_backbone(kind, config, name, backbone, hub, **kwargs)
         else:
             if attention := kwargs.pop("attn_implementation", None):
                 config.backbone._attn_implementation = attention
@@ -505,43 +512,6 @@ class RadV(RewardModel):
             hidden = (reading.read_siblings(chunk).hidden for chunk in chunks)
             outputs, state = torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
         return torch.where(known[..., None], outputs, prefix), state
-
-
-def _load_beside_backbone(
-    kind: Any,
-    config: RewardModelConfig,
-    name: str | Path,
-    given_backbone: str | Path | None,
-    hub: dict[str, Any],
-    dtype: Any = None,
-    torch_dtype: Any = None,
-    **loading: Any,
-) -> RewardModel:
-    """Load a LoRA model: adapters and head from its folder, the backbone from where the configuration says."""
-    assert config.backbone is not None
-    origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
-    source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None)
-    loading = {key: value for key, value in loading.items() if key not in ("revision", "subfolder")}  # of the adapters
-    if origin.is_hub and not Path(source).is_dir():
-        loading["revision"] = origin.revision
-    wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
-    kept = ("kind", "loss", "response_range", "label_scales", "prepend_bos", "head")
-    options = {key: getattr(config, key) for key in kept}
-    model = kind._over_backbone(
-        source,
-        config.attributes,
-        config.backbone.num_hidden_layers,
-        torch.float32 if wanted == "auto" else getattr(torch, wanted),
-        loading,
-        **options,
-    )
-    add_adapters(model.backbone, config.lora_rank)
-    model.config.lora_rank = config.lora_rank
-    found = str(Path(source).resolve()) if Path(source).is_dir() else source
-    model.config.set_origin(replace(origin, name=found))
-    with explained(name, "adapters", hub):
-        load_adapters(model, find_adapters(name, **hub))
-    return model
 
 
 def _check_one_device(model: RewardModel) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from radq.errors import OptionError
+from radq.errors import OptionError, first_line
 from radq.models.loading import find_device
 from radq.training.config import TrainingConfig
 
@@ -82,7 +82,7 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
     try:
         made = TrainingArguments(**arguments)
     except Exception as error:  # its checks raise errors of many types
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        reason = first_line(error)
         raise OptionError(
             f"transformers' Trainer refuses these settings: {reason}", "change the values under `trainer:` in the YAML."
         ) from error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from radq.numerics import collecting_later
+from radq.models.cuda_graph import record
 
 MOST_TOKENS = 8192  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
 MOST_WAITING = 3  # steps that wait for the device before captures are given up; the first one may load something
@@ -117,10 +117,7 @@ class CapturedSteps:
     def _capture(self, inputs: Batch) -> "_Graph":
         """Record the kernels of a step without computing it. All graphs share memory, since one runs at a time."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-        with collecting_later(), torch.cuda.graph(graph, **options):
-            loss = self.step(inputs)
+        graph, loss = record(lambda: self.step(inputs), pool=self._pool, stream=self._stream)
         return _Graph(graph.replay, loss)
 
     def _give_up(self, reason: str) -> None:

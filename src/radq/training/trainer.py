@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from radq.data.dataset import GlobalBatches, LongestFirst, RewardData, pad_batch
-from radq.errors import OptionError, RadqError, StoppedError, TrainingError
+from radq.errors import OptionError, RadqError, StoppedError, TrainingError, first_line
 from radq.files import explained_writing
 from radq.models.hub import quiet
 from radq.models.kv_cache import known_positions
@@ -117,7 +117,7 @@ class BatchTrainer(Trainer):
             except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
                 if isinstance(error, RadqError) or not self.settings.trainer:
                     raise
-                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                reason = f"{type(error).__name__}: {first_line(error)}"
                 raise OptionError(
                     f"transformers' Trainer failed with the settings {self.settings.trainer}: {reason}",
                     "change or remove them under `trainer:`.",

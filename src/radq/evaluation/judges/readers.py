@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.errors import ModelError, require_package
+from radq.errors import ModelError, first_line, require_package
 from radq.models.embedded import EMBEDDED, base_name
 from radq.models.hub import find_snapshot
 from radq.models.loading import load_config, load_tokenizer, load_weights, truncate
@@ -166,7 +166,7 @@ def _open_session(folder: Path, device: str) -> Any:
     try:
         return runtime.InferenceSession(str(file), options, providers=providers)
     except Exception as error:  # onnxruntime raises many types
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ModelError(f"{str(file)!r} cannot be opened: {reason}.", "check that the file is whole.") from error
 
 
