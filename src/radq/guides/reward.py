@@ -69,7 +69,7 @@ class RewardGuide(Guide):
             rewards = free.clamp(low, high)
             clipped = (free != rewards).any(-1).to(candidates.device)
         shift = torch.einsum("bks,bs->bk", rewards, self.beta_rows(beta, rewards))
-        return Advice(shift.to(candidates.device), state, clipped)
+        return Advice(shift.to(candidates.device), state, clipped, (rewards,))
 
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
         return self.model.advance(state, tokens.to(self.model.device))

@@ -30,8 +30,7 @@ from radq.settings import Range, build
 LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
 OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths
 NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
-MODEL_OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths
-NAME = re.compile(r"[A-Za-z0-9][\w.\-/@:]*")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.\-/@:]*")
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Limits:
 
     body_bytes: Annotated[int, Range(1024)] = 2**20
     """Largest body of a request."""
-    prompt_tokens: Annotated[int, Range(1)] = 4096
+    prompt_tokens: Annotated[int, Range(1)] = 2048
     """Longest prompt."""
     max_tokens: Annotated[int, Range(1)] = 1024
     """Most tokens of a text."""
