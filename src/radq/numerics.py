@@ -1,6 +1,7 @@
 """Upcasting, log-probabilities of tokens, padding of token ids, memory of the machine."""
 
 import gc
+import math
 import resource
 import sys
 import warnings
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -36,6 +38,14 @@ def log_probabilities(logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"
         return logits.log_softmax(-1, dtype=dtype).gather(-1, token_ids[..., None]).squeeze(-1)
     logits = at_least_float32(logits)
     return logits.gather(-1, token_ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def untouched_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take up main memory only where they are written: the system gives it page by page."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 @cache

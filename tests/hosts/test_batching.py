@@ -1,7 +1,11 @@
 """Requests in a running batch: whoever comes, goes, moves or starts over, each row is steered by its own text."""
 
 import random
+from dataclasses import replace
+from functools import reduce
+from operator import add
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +17,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from radq.decoding.steering import Steering, Strengths, propose
-from radq.errors import DataError, OptionError, UnknownAttributeError
 from radq.guides import Guide, RewardGuide
+from radq.guides.base import Advice
 from radq.guides.meter import Meter
-from radq.hosts.batching import Guidance, Registry, Request, Slots, Steerer
+from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
+from radq.hosts.guidance import Guidance
+from radq.hosts.panel import Panel
 
-KINDS = ["q", "v", "dexperts", "gedi", "sum"]
+KINDS = ["q", "v", "dexperts", "gedi"]
 NOTHING: Any = ()
+LENGTH = 63  # of texts, with the BOS that guides put before them
 
 
 def make_guide(kind: str, folder: Path) -> Guide:
-    if kind == "sum":
-        return make_guide("q", folder) + make_guide("v", folder) + make_baseline("gedi", filter_p=0.4)
     if kind in ("q", "v"):
         return RewardGuide(make_reward(kind, folder), {"nice": 4.0, "rude": -6.0})
     return make_baseline(kind, filter_p=0.4) if kind == "gedi" else make_baseline(kind)
+
+
+def make_panel(guides: dict[str, Guide]) -> Panel:
+    """Every strength has a name of its own, such as q.0 and q.1."""
+    places = {f"{kind}.{n}": (place, n) for place, kind in enumerate(guides) for n in range(len(guides[kind].beta))}
+    return Panel(list(guides.values()), places)
+
+
+def make_steerer(guides: dict[str, Guide], capacity: int = 8) -> Steerer:
+    return Steerer(make_panel(guides), capacity, LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +57,16 @@ def base_logits(text: list[int]) -> Tensor:
     return logits.masked_fill(torch.rand(VOCAB, generator=generator) < 0.2, -torch.inf)
 
 
-def alone(guide: Guide, text: list[int], guidance: Guidance) -> Tensor:
-    """The guided logits of one text, read from scratch, times the temperature."""
-    steering = guidance.steering
-    strengths = Strengths.stack([steering], [guidance.beta], VOCAB, "cpu")
-    proposal = propose(base_logits(text)[None], guide, guide.start(torch.tensor([text])), strengths)
-    scaled = proposal.logits * (steering.temperature or 1.0)
+def alone(guides: dict[str, Guide], text: list[int], guidance: Guidance) -> Tensor:
+    """The guided logits of one text, read from scratch by the sum of its guides, times the temperature."""
+    used = {name.split(".")[0] for name in guidance.strengths}
+    parts = [kind for kind in guides if kind in used]
+    betas = [guidance.strengths.get(f"{kind}.{n}", 0.0) for kind in parts for n in range(len(guides[kind].beta))]
+    guide = reduce(add, [guides[kind] for kind in parts]) if parts else None
+    strengths = Strengths.stack([guidance.steering], [betas], VOCAB, "cpu")
+    state = None if guide is None else guide.start(torch.tensor([text]))
+    proposal = propose(base_logits(text)[None], guide, state, strengths)
+    scaled = proposal.logits * (guidance.steering.temperature or 1.0)
     return torch.full((1, VOCAB), -torch.inf).scatter(1, proposal.candidates, scaled)[0]
 
 
@@ -62,8 +81,8 @@ def check(steerer: Steerer, slots: Slots, texts: dict[int, list[int]], guides: d
         if request is None:
             assert torch.equal(logits[row], base[row])
         else:
-            assert request.text == texts[row]
-            expected = alone(guides[request.guidance.guide], texts[row], request.guidance)
+            assert request.tokens().tolist() == texts[row]
+            expected = alone(guides, texts[row], request.guidance)
             torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
             assert logits[row][base[row].isneginf()].isneginf().all()  # what the base forbids stays forbidden
 
@@ -91,8 +110,7 @@ class Engine:
         """Requests with one prompt; rows that are taken change hands."""
         added = []
         for row in rows:
-            kind = self.rng.choice([*self.kinds, None])
-            self.params[row] = kind and self._guidance(kind)
+            self.params[row] = self._guidance() if self.rng.random() < 0.8 else None
             self.lists[row] = (prompt, [])
             added.append((row, self._request(row)))
         self.slots.update(NOTHING, added, NOTHING)
@@ -121,10 +139,12 @@ class Engine:
         for table in (self.lists, self.params):
             table[a], table[b] = table[b], table[a]  # pyright: ignore
 
-    def _guidance(self, kind: str) -> Guidance:
-        """Every request has strengths of its own."""
-        beta = tuple(self.rng.choice([-3.0, 0.0, 0.5, 2.0]) for _ in self.guides[kind].beta)
-        return Guidance(kind, beta, self.rng.choice(STEERINGS))
+    def _guidance(self) -> Guidance:
+        """Every request has one or two guides, and strengths of its own."""
+        used = self.rng.sample(self.kinds, self.rng.randint(1, min(2, len(self.kinds))))
+        names = [f"{kind}.{n}" for kind in used for n in range(len(self.guides[kind].beta))]
+        numbers = {name: self.rng.choice([-3.0, 0.0, 0.5, 2.0]) for name in names}
+        return Guidance({name: number for name, number in numbers.items() if number}, self.rng.choice(STEERINGS))
 
     def _request(self, row: int) -> Request | None:
         guidance = self.params[row]
@@ -132,9 +152,9 @@ class Engine:
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), kinds=st.sampled_from([[kind] for kind in KINDS] + [["q", "v"]]))
+@given(seed=st.integers(0, 10**6), kinds=st.sampled_from([[kind] for kind in KINDS] + [["q", "v"], KINDS]))
 def test_every_row_is_steered_by_its_own_text(seed: int, kinds: list[str], guides: dict[str, Guide]) -> None:
-    engine, steerer = Engine(seed, kinds, guides), Steerer(guides)
+    engine, steerer = Engine(seed, kinds, guides), make_steerer(guides)
     rng = engine.rng
     engine.come([0, 1, 2], [5, 9])
     for _ in range(10):
@@ -157,46 +177,174 @@ def test_every_row_is_steered_by_its_own_text(seed: int, kinds: list[str], guide
 
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_a_batch_is_one_forward_and_equal_prompts_are_read_once(kind: str, guides: dict[str, Guide]) -> None:
-    """Whatever their strengths, temperatures and numbers of candidates are."""
-    guidances = [Guidance(kind, (row,) * 2, Steering(5 + row, temperature=row / 2)) for row in range(4)]
-    requests = {row: Request(guidances[row], [5, 9, 3] if row < 3 else [7, 8], []) for row in range(4)}
+    """Whatever their strengths, temperatures, budgets and numbers of candidates are."""
+    steerings = [Steering(5), Steering(9, temperature=0.5), Steering(3, 0.9, 0), Steering(7, kl_budget=0.1)]
+    guidances = [Guidance({f"{kind}.0": row + 1.0}, steering) for row, steering in enumerate(steerings)]
+    requests = {row: Request(guidances[row], [5, 9, 3] if row < 3 else [7, 8, 6], []) for row in range(4)}
     with Meter(guides[kind]) as meter:
-        steerer = Steerer({kind: meter})
+        steerer = make_steerer({kind: meter})
         steerer.steer(torch.randn(4, VOCAB), requests)
         assert meter.prompts.calls == 1
         bos = 1
-        assert int(meter.prompts.tokens) == 3 + 2 + 2 * bos
-        for step in range(3):
+        assert int(meter.prompts.tokens) == 2 * (3 + bos)
+        before = meter.continuations.calls
+        steps = 5
+        for _ in range(steps):
             logits = torch.randn(4, VOCAB)
-            for row, request in requests.items():
-                request.output.append(step + row)
             steerer.steer(logits, requests)
+            for row, request in requests.items():
+                request.output.append(int(logits[row].argmax()))
         assert meter.prompts.calls == 1
-        assert meter.continuations.calls <= 3 + 4  # RAD-V may read candidates and, where others were drawn, tokens
+        assert meter.continuations.calls - before == (steps if kind == "v" else steps - 1)
 
 
 def test_a_text_that_left_makes_room(lm_folders: dict[str, Path]) -> None:
     """The positions of a long text that has gone do not count against those that stay."""
-    guide = make_guide("q", lm_folders["gpt2"])
-    long, short = (Request(Guidance("q", guide.beta, Steering(5)), [5] * n, []) for n in (63, 2))
-    steerer = Steerer({"q": guide})
+    long, short = (Request(Guidance({"q.0": 1.0}, Steering(5)), [5] * n, []) for n in (LENGTH, 2))
+    steerer = make_steerer({"q": make_guide("q", lm_folders["gpt2"])})
     steerer.steer(torch.randn(2, VOCAB), {0: long, 1: short})
     for _ in range(10):
         short.output.append(7)
         steerer.steer(torch.randn(1, VOCAB), {0: short})
+    assert not short.ended
 
 
 def test_more_candidates_than_tokens_are_all_of_them(guides: dict[str, Guide]) -> None:
     logits = torch.randn(1, VOCAB)
-    Steerer(guides).steer(logits, {0: Request(Guidance("q", guides["q"].beta, Steering(1000)), [5], [])})
+    make_steerer(guides).steer(logits, {0: Request(Guidance({"q.0": 1.0}, Steering(1000)), [5], [])})
     assert logits.isfinite().all()
+
+
+def test_the_last_request_gives_the_memory_back(guides: dict[str, Guide]) -> None:
+    steerer = make_steerer(guides)
+    requests = [Request(Guidance({f"{kind}.0": 1.0}, Steering(5)), [5, 6], []) for kind in KINDS]
+    steerer.steer(torch.randn(4, VOCAB), dict(enumerate(requests)))
+    assert steerer.nbytes == steerer.plan_bytes()  # all of it, of which pages are taken when they are written
+    steerer.retain(requests[:1])
+    assert steerer.nbytes > 0
+    steerer.retain([])
+    assert steerer.nbytes == 0
+
+
+# --- requests that cannot be guided ---
+
+FINE = Guidance({"q.0": 1.0}, Steering(5))
+
+
+class BrokenGuide(Guide):
+    """A guide that fails on texts with a certain token: it raises, or its shift is no number."""
+
+    def __init__(self, guide: Guide, raises: bool):
+        self.guide, self.beta, self.raises = guide, guide.beta, raises
+
+    @property
+    def readers(self) -> Any:
+        return self.guide.readers
+
+    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        if self.raises and bool((input_ids == 13).any()):
+            raise MemoryError("no room")
+        return self.guide.start(input_ids, attention_mask)
+
+    def advise(self, state: Any, candidates: Tensor, beta: Tensor | None = None) -> Advice:
+        advice = self.guide.advise(state, candidates, beta)
+        assert beta is not None
+        return replace(advice, shift=torch.where(beta[:, :1] == 13, torch.nan, advice.shift))
+
+    def advance(self, state: Any, tokens: Tensor) -> Any:
+        if self.raises and bool((tokens == 13).any()):
+            raise MemoryError("no room")
+        return self.guide.advance(state, tokens)
+
+
+def steer_alone(guides: dict[str, Guide], request: Request, logits: Tensor) -> Tensor:
+    expected = logits.clone()[None]
+    make_steerer(guides).steer(expected, {0: Request(request.guidance, request.prompt, list(request.output))})
+    return expected[0]
+
+
+def test_a_text_that_cannot_be_read_ends_alone(guides: dict[str, Guide], caplog: pytest.LogCaptureFixture) -> None:
+    broken: dict[str, Guide] = {"q": BrokenGuide(guides["q"], raises=True)}
+    requests = {row: Request(FINE, prompt, [], stop=7) for row, prompt in enumerate([[5, 6], [5, 13], [8, 9]])}
+    steerer = make_steerer(broken)
+    for step in range(3):
+        logits = torch.randn(3, VOCAB)
+        expected = [steer_alone(guides, requests[row], logits[row]) for row in (0, 2)]
+        steerer.steer(logits, requests)
+        assert logits[1].isfinite().nonzero().tolist() == [[7]]
+        torch.testing.assert_close(logits[[0, 2]], torch.stack(expected), atol=1e-5, rtol=1e-5)
+        requests[0].output.append(10 + step)
+        requests[1].output.append(7)
+        requests[2].output.append(20 + step)
+    assert [request.ended for request in requests.values()] == [False, True, False]
+    assert "cannot guide" in caplog.text
+    requests[0].output.append(13)  # now the forward of all rows fails; the others are read again
+    logits = torch.randn(3, VOCAB)
+    expected_row = steer_alone(guides, requests[2], logits[2])
+    steerer.steer(logits, requests)
+    assert [request.ended for request in requests.values()] == [True, True, False]
+    torch.testing.assert_close(logits[2], expected_row, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_without_numbers_ends_alone(guides: dict[str, Guide]) -> None:
+    broken: dict[str, Guide] = {"q": BrokenGuide(guides["q"], raises=False)}
+    numbers = [Guidance({"q.0": beta}, Steering(5)) for beta in (1.0, 13.0)]
+    requests = {row: Request(guidance, [5, 6], [], stop=7) for row, guidance in enumerate(numbers)}
+    logits = torch.randn(2, VOCAB)
+    expected = steer_alone(guides, requests[0], logits[0])
+    steerer = make_steerer(broken)
+    steerer.steer(logits, requests)
+    torch.testing.assert_close(logits[0], expected)
+    assert logits[1].isfinite().nonzero().tolist() == [[7]]
+    assert steerer.figures.read()["failed"] == 1
+
+
+def test_nothing_is_raised_whatever_fails(guides: dict[str, Guide], monkeypatch: pytest.MonkeyPatch) -> None:
+    steerer = make_steerer(guides)
+    monkeypatch.setattr(steerer, "_make_groups", lambda *_: 1 / 0)
+    logits = base = torch.randn(2, VOCAB)
+    steerer.steer(logits, {0: Request(FINE, [5], [], stop=3)})
+    assert logits[0].isfinite().nonzero().tolist() == [[3]]
+    assert torch.equal(logits[1], base[1])
+
+
+# --- texts that only the device knows ---
+
+
+def test_tokens_on_the_device_are_read_as_those_of_the_host(guides: dict[str, Guide]) -> None:
+    """Requests miss steps, slots change hands, rows are in any order."""
+    rng = random.Random(3)
+    tokens = torch.randint(3, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    source = SimpleNamespace(gpu=tokens)
+    names = ["q.0", "v.0", "gedi.0", "dexperts.0"]
+
+    def come(slot: int) -> DeviceRequest:
+        tokens[slot] = torch.randint(3, VOCAB, (LENGTH,))
+        numbers = {name: rng.choice([-2.0, 3.0]) for name in rng.sample(names, 2)}
+        return DeviceRequest(Guidance(numbers, Steering(6)), source, slot, size=rng.randint(1, 6))
+
+    requests, steerer = [come(slot) for slot in range(4)], make_steerer(guides, capacity=4)
+    for step in range(12):
+        shown = rng.sample(requests, rng.randint(1, 4))
+        rows = dict(enumerate(shown))
+        texts = [request.tokens().tolist() for request in shown]
+        logits = torch.stack([base_logits(text) for text in texts])
+        steerer.steer(logits, rows, torch.tensor([text[-1] for text in texts]))
+        for row, request in rows.items():
+            expected = alone(guides, texts[row], request.guidance)
+            torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
+            request.size += 1 if step % 4 else 2
+        if step % 3 == 0:
+            slot = rng.randrange(4)
+            requests[slot] = come(slot)
+    assert not any(request.ended for request in requests)
 
 
 # --- places ---
 
 
 def make_requests(count: int) -> list[Request]:
-    return [Request(Guidance("q", (), Steering()), [row], []) for row in range(count)]
+    return [Request(FINE, [row], []) for row in range(count)]
 
 
 def test_slots_follow_the_order_of_changes() -> None:
@@ -212,86 +360,3 @@ def test_slots_follow_the_order_of_changes() -> None:
     assert slots.requests == {5: d}
     slots.update(NOTHING, NOTHING, [(4, 5, False)])  # an unguided one takes the place
     assert slots.requests == {}
-
-
-# --- what clients ask for ---
-
-REGISTRY = Registry(
-    {
-        "toxicity": "models/tox:toxicity=-50",
-        "both": ["models/tox:toxicity=-20,insult=-5", "models/praise:praise=10"],
-        "gedi": "models/gedi:omega=30,filter_p=0.8",
-    }
-)
-
-
-def test_arguments_become_a_guidance() -> None:
-    assert REGISTRY.guidance(None, 1.0) is None
-    assert REGISTRY.guidance({"other_plugin": {}}, 1.0) is None
-    default = REGISTRY.guidance({"radq_guide": "toxicity"}, 0.7)
-    assert default == Guidance("toxicity", (-50.0,), Steering(20, None, 0.7, None))
-    full = {"radq_guide": "toxicity", "radq_beta": 3, "radq_top_k": 0, "radq_top_p": 0.9, "radq_kl_budget": 1}
-    assert REGISTRY.guidance(full, 0.0) == Guidance("toxicity", (3.0,), Steering(None, 0.9, 0.0, 1.0))
-    both = REGISTRY.guidance({"radq_guide": "both", "radq_beta": [1, 2.5, -3]}, 1e-6)
-    assert both == Guidance("both", (1.0, 2.5, -3.0), Steering(temperature=0.0))
-    gedi = REGISTRY.guidance({"radq_guide": "gedi", "radq_beta": -10.0}, 1.0)
-    assert gedi is not None
-    assert gedi.beta == (-10.0,)  # the filter is the operator's
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"radq_guide": "models/tox"},
-            "there is no guide 'models/tox'. hint: the registered guides are toxicity, both, gedi",
-        ),
-        ({"radq_guide": "models/tox:toxicity=-50"}, "there is no guide"),
-        ({"radq_guide": ["toxicity"]}, "there is no guide"),
-        ({"radq_beta": 3}, "there is no guide None"),
-        ({"radq_guide": "toxicity", "radq_gide": 1}, "no argument 'radq_gide'. hint: choose from radq_guide"),
-        (
-            {"radq_guide": "toxicity", "radq_beta": "high"},
-            "one number for each of toxicity, got 'high'",
-        ),
-        ({"radq_guide": "toxicity", "radq_beta": [1, 2]}, "each of toxicity"),
-        ({"radq_guide": "both", "radq_beta": 1}, "each of toxicity, insult, praise"),
-        ({"radq_guide": "toxicity", "radq_beta": float("nan")}, "got nan"),
-        ({"radq_guide": "toxicity", "radq_beta": True}, "got True"),
-        ({"radq_guide": "toxicity", "radq_top_k": 1.5}, "got 1.5"),
-        ({"radq_guide": "toxicity", "radq_top_k": -1}, "got -1"),
-        ({"radq_guide": "toxicity", "radq_top_p": 0}, "got 0"),
-        ({"radq_guide": "toxicity", "radq_top_p": "0.9"}, "got '0.9'"),
-        ({"radq_guide": "toxicity", "radq_kl_budget": -1}, "got -1"),
-    ],
-)
-def test_what_a_client_gets_wrong_is_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError) as error:
-        REGISTRY.guidance(arguments, 1.0)
-    assert message in str(error.value)
-
-
-def test_a_registry_is_read_from_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "guides.yaml"
-    path.write_text("toxicity: models/tox:toxicity=-50\nboth: [a:x=1, b:y=2]\n")
-    registry = Registry.read(path)
-    assert registry.specifications == {"toxicity": ["models/tox:toxicity=-50"], "both": ["a:x=1", "b:y=2"]}
-    for wrong in ("a: 1", "- a", "a: [1]", "a: []", "{", "a:"):
-        path.write_text(wrong)
-        with pytest.raises(DataError):
-            Registry.read(path)
-    with pytest.raises(DataError, match="nowhere.yaml"):
-        Registry.read(tmp_path / "nowhere.yaml")
-
-
-def test_registered_guides_share_models_and_take_other_numbers(lm_folders: dict[str, Path], tmp_path: Path) -> None:
-    make_reward("q", lm_folders["gpt2"]).save_pretrained(tmp_path / "q")
-    registry = Registry({"one": f"{tmp_path / 'q'}:nice=1", "two": [f"{tmp_path / 'q'}:rude=2,nice=3"] * 2})
-    guides = registry.load()
-    one, two = guides["one"], guides["two"]
-    assert isinstance(one, RewardGuide)
-    assert (one.attributes, one.beta, two.beta) == (("nice",), (1.0,), (2.0, 3.0, 2.0, 3.0))
-    assert registry.guidance({"radq_guide": "two", "radq_beta": [4, 5, 6, 7]}, 1.0).beta == (4, 5, 6, 7)
-    assert {id(part.model) for part in two.guides} == {id(one.model)}  # pyright: ignore
-    with pytest.raises(UnknownAttributeError):
-        Registry({"wrong": f"{tmp_path / 'q'}:nicer=1"}).load()

@@ -1,6 +1,7 @@
 """The vLLM host: the same greedy tokens as our own loop, under preemption and prompts read in pieces."""
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,9 +83,8 @@ def engine(world: World) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        from radq.hosts.vllm import GUIDES, VllmEngine
+        from radq.hosts.vllm import VllmEngine
 
-        patch.setenv(GUIDES, "")  # and back, afterwards
         tight: dict[str, Any] = {"num_gpu_blocks_override": 6, "max_num_seqs": 6, "block_size": 32}
         tight["gpu_memory_utilization"] = 0.2  # of main memory, on a CPU
         if world.base.name == "gpt2":
@@ -120,8 +120,8 @@ def test_requests_of_one_batch_keep_their_own_guide_and_beta(world: World, engin
     folder = world.guides["nice"].rpartition(":")[0]
     wishes = {
         None: {},
-        world.guides["q"]: {"radq_guide": "q"},
-        world.guides["v"]: {"radq_guide": "v"},
+        world.guides["q"]: {"radq": {"q.0": 4, "q.1": -6, "kl_budget": None}},
+        world.guides["v"]: {"radq": "v.0,v.1,kl_budget=none"},
         f"{folder}:nice=-7": {"radq_guide": "nice", "radq_beta": -7},
         f"{folder}:nice=9.5": {"radq_guide": "nice", "radq_beta": [9.5]},
     }
@@ -196,9 +196,9 @@ def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(OptionError, match="there is no guide 'toxicity'. hint: the registered guides are q, v, nice"):
+    with pytest.raises(OptionError, match="there is no guide 'toxicity'. hint: the guides are q, v, nice"):
         engine.generate(PROMPTS, "toxicity")
-    with pytest.raises(OptionError, match="radq_beta"):
+    with pytest.raises(OptionError, match="one number for each strength"):
         engine.generate(PROMPTS, "q", 3.0)  # has two
     with pytest.raises(OptionError, match="temperature must be in"):
         engine.generate(PROMPTS, temperature=5.0)
@@ -208,7 +208,7 @@ def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
         engine.generate(PROMPTS, "q", max_new_tokens=60)
     for name in ("toxicity", "/etc:nice=1"):
         params = SamplingParams(extra_args={"radq_guide": name})  # past the engine, as over HTTP
-        with pytest.raises(VLLMValidationError, match="guides are q, v, nice"):
+        with pytest.raises(VLLMValidationError, match="guides are q.0, q.1, v.0, v.1, nice"):
             engine.llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
     assert greedy(engine, None)  # and it still runs
 
@@ -218,14 +218,21 @@ def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
 
 def make_config(world: World, max_model_len: int = 63, **model: Any) -> Any:
     options = {"enable_prompt_embeds": False, "max_model_len": max_model_len, "get_vocab_size": lambda: VOCAB, **model}
-    names = {"tokenizer": str(world.base), "model": str(world.base)}
-    return SimpleNamespace(speculative_config=None, model_config=SimpleNamespace(**names, **options))
+    names = {"tokenizer": str(world.base), "model": str(world.base), "logprobs_mode": "raw_logprobs"}
+    return SimpleNamespace(
+        speculative_config=None,
+        model_config=SimpleNamespace(**names, **options),
+        scheduler_config=SimpleNamespace(max_num_seqs=5),
+        cache_config=SimpleNamespace(cpu_kvcache_space_bytes=None),
+    )
 
 
 @pytest.fixture
 def registry(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    lines = [f"{name}: {specification}" for name, specification in world.guides.items()]
-    (tmp_path / "guides.yaml").write_text("\n".join(lines))
+    from radq.hosts.vllm import split_guides
+
+    entries = {name: entry for parts in split_guides(world.guides).values() for name, entry in parts.items()}
+    (tmp_path / "guides.yaml").write_text(json.dumps(entries))  # which is YAML, too
     monkeypatch.setenv("RADQ_GUIDES", str(tmp_path / "guides.yaml"))
     return world
 
@@ -256,7 +263,12 @@ class SecondRunner:
         from radq.hosts.vllm import GuidedProcessor
 
         self.tokens = torch.zeros(num_slots, 64, dtype=torch.int32)
-        states: Any = SimpleNamespace(device=torch.device("cpu"), all_token_ids=SimpleNamespace(gpu=self.tokens))
+        self.prefill = np.zeros(num_slots, dtype=np.int32)
+        states: Any = SimpleNamespace(
+            device=torch.device("cpu"),
+            all_token_ids=SimpleNamespace(gpu=self.tokens),
+            prefill_len=SimpleNamespace(np=self.prefill),
+        )
         self.processor: Any = GuidedProcessor(config, states)
         assert isinstance(self.processor, LogitsProcessor)
         self.lengths = [0] * num_slots
@@ -264,12 +276,12 @@ class SecondRunner:
     def add(self, slot: int, text: list[int], guide: str | None) -> None:
         from vllm import SamplingParams
 
-        arguments = None if guide is None else {"radq_guide": guide, "radq_top_k": 6}
+        arguments = None if guide is None else {"radq": f"{guide}.0,{guide}.1,kl_budget=none,top_k=6"}
         needed = self.processor.add_request(slot, SamplingParams(temperature=0, extra_args=arguments))
         assert needed == (guide is not None)
         self.processor.apply_staged_writes()
         self.tokens[slot, : len(text)] = torch.tensor(text)
-        self.lengths[slot] = len(text)
+        self.lengths[slot] = self.prefill[slot] = len(text)
 
     def step(self, world: World, slots: list[int], num_computed: dict[int, int] | None = None) -> None:
         """One token for each slot, rows in this order; a prompt read in part has none yet."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.errors import OptionError, RewardValueError
 from radq.guides import Guide
+from radq.guides.base import Adviser
 from radq.numerics import at_least_float32
 
 KL_PRECISION = 1e9  # finds the scale of the shift to 1 part in 10⁹
@@ -163,7 +164,7 @@ def check_width(top_k: int | None, vocab_size: int) -> None:
         )
 
 
-def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, strengths: Strengths) -> Proposal:
+def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: Any, strengths: Strengths) -> Proposal:
     """Compute the guided logits of the candidates for the next token from the base model's logits.
 
     `state` is the guide's state of the texts so far. The proposal holds the state to go on from.

@@ -13,7 +13,7 @@ Axes: b batch, t time, k candidates, s strengths.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -60,6 +60,15 @@ class Advice:
     rewards: tuple[Tensor, ...] | None = None
     # Given the candidates' logits with all shifts, which may be chosen; None if the guide forbids nothing.
     allowed: Callable[[Float[Tensor, "b k"]], Bool[Tensor, "b k"]] | None = None
+
+
+@runtime_checkable
+class Adviser(Protocol):
+    """What a step of decoding asks of a guide."""
+
+    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        """The guide's opinion on k candidates for the next token of each row, see `Guide`."""
+        ...
 
 
 class Guide(ABC):

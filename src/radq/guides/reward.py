@@ -16,7 +16,7 @@ from radq.models.reading import Reader
 from radq.models.reward import RadV, RewardModel, RewardState
 from radq.models.slots import takes_slots
 from radq.models.stored import require_attributes
-from radq.numerics import constant
+from radq.numerics import at_least_float32, constant
 
 
 @final
@@ -60,6 +60,7 @@ class RewardGuide(Guide):
         self, state: RewardState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         rewards, state = self.model.score(state, candidates.to(self.model.device))
+        rewards = at_least_float32(rewards)  # a strength times a reward may leave the range of half precision
         if self._columns != tuple(range(rewards.shape[2])):
             rewards = rewards.index_select(2, constant(self._columns, torch.long, rewards.device))  # (b, k, s)
         clipped = None

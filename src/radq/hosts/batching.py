@@ -1,167 +1,104 @@
-"""Guidance for serving engines, in whose running batch requests come and go, each with its own guide and settings.
+"""Guidance for serving engines, in whose running batch requests come and go, each with its own guides and settings.
 
-A client names a guide that the operator of the server has registered, and gives settings for it. It cannot name files:
-
-    {"radq_guide": "toxicity", "radq_beta": -50.0, "radq_top_k": 20}
-
-Requests may join, leave, change places and start over at any step. A `Batch` advances the guide's state of texts that
-grew by one token, reads all other texts anew, and joins the two. Axes: b requests, v vocabulary.
+Requests may join, leave, change places and start over at any step. The `Slots` know which request stands where, a
+`Follower` for each guide keeps its state of their texts, and a `Steerer` turns base logits into guided ones. A request
+that cannot be guided ends alone: its only token left is one that ends it.
+Axes: b requests, k candidates, v vocabulary, s strengths.
 """
 
-import math
+import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import yaml
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from radq.decoding.steering import Steering, Strengths, propose
-from radq.errors import DataError, OptionError
-from radq.guides import Guide
-from radq.guides.spec import GUIDES, guide_maker, parse_guide
-from radq.numerics import pad_left
+from radq.decoding.config import Steering
+from radq.decoding.steering import Strengths, propose
+from radq.guides.base import Advice
+from radq.hosts.figures import Figures
+from radq.hosts.follower import Follower, Text
+from radq.hosts.guidance import Guidance
+from radq.hosts.panel import Panel
 
-PREFIX = "radq_"
-ARGUMENTS = ("radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
-OPTIONS = [name for kind in GUIDES.values() for name in kind.options]  # only the operator sets these
-GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
-
-
-@dataclass(frozen=True)
-class Guidance:
-    """The guide that a request asks for, with its strengths and steering."""
-
-    guide: str
-    beta: tuple[float, ...]
-    steering: Steering
-
-
-class Registry:
-    """The guides that clients may name. Each has one specification, or a list of them, whose guides are added."""
-
-    def __init__(self, specifications: Mapping[str, str | Sequence[str]]):
-        self.specifications = {name: [s] if isinstance(s, str) else list(s) for name, s in specifications.items()}
-        self._parts = {name: [parse_guide(s) for s in texts] for name, texts in self.specifications.items()}
-
-    @classmethod
-    def read(cls, path: str | Path) -> "Registry":
-        """Read a YAML file with lines `name: DIR:attribute=beta`, or with a list of such specifications for a name."""
-        try:
-            stored = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise DataError(
-                f"cannot read the guides in {str(path)!r}: {error}.",
-                "give a YAML file with lines name: DIR:attribute=beta.",
-            ) from error
-        entries = list(stored.values()) if isinstance(stored, dict) else [None]
-        texts = [text for entry in entries for text in (entry if isinstance(entry, list) else [entry])]
-        if [] in entries or not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{str(path)!r} must map names to guides.", "write each line as name: DIR:attribute=beta.")
-        return cls({str(name): entry for name, entry in stored.items()})
-
-    def strengths(self, name: str) -> list[tuple[str, float]]:
-        """Names and values of the strengths β of a guide, which a client may replace, in the order of `radq_beta`."""
-        pairs = [pair for _, numbers in self._parts[name] for pair in numbers.items()]
-        return [(key, number) for key, number in pairs if key not in OPTIONS]
-
-    def guidance(self, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
-        """Read and check what a request's arguments ask for; None if they name no guide."""
-        given = {name: value for name, value in (arguments or {}).items() if name.startswith(PREFIX)}
-        unknown = [name for name in given if name not in ARGUMENTS]
-        if unknown:
-            raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")
-        if not given:
-            return None
-        name = given.get("radq_guide")
-        if not isinstance(name, str) or name not in self._parts:
-            raise OptionError(
-                f"there is no guide {name!r}.", f"the registered guides are {', '.join(self._parts) or 'none'}."
-            )
-        steering = Steering(
-            top_k=_read_count(given.get("radq_top_k", 20), "radq_top_k") or None,
-            top_p=_read_number(given.get("radq_top_p"), "radq_top_p"),
-            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            kl_budget=_read_number(given.get("radq_kl_budget"), "radq_kl_budget"),
-        )
-        return Guidance(name, self._read_beta(name, given.get("radq_beta")), steering)
-
-    def _read_beta(self, name: str, beta: Any) -> tuple[float, ...]:
-        strengths = self.strengths(name)
-        if beta is None:
-            return tuple(number for _, number in strengths)
-        numbers = beta if isinstance(beta, list) else [beta]
-        if len(numbers) != len(strengths) or not all(_is_number(number) for number in numbers):
-            keys = ", ".join(key for key, _ in strengths)
-            raise OptionError(
-                f"radq_beta must be one number for each of {keys}, got {beta!r}.",
-                f"these are the strengths of guide {name!r}.",
-            )
-        return tuple(float(number) for number in numbers)
-
-    def load(self, device: str = "cpu", dtype: str = "auto") -> dict[str, Guide]:
-        """Load the models of all guides, each folder once."""
-        folders = {folder for parts in self._parts.values() for folder, _ in parts}
-        makers = {folder: guide_maker(folder, device, dtype) for folder in folders}
-        guides = {
-            name: reduce(add, [makers[folder](numbers) for folder, numbers in parts])
-            for name, parts in self._parts.items()
-        }
-        for name, guide in guides.items():
-            if len(guide.beta) != len(self.strengths(name)):
-                raise OptionError(
-                    f"guide {name!r} has an attribute named {' or '.join(OPTIONS)}, which are names of options.",
-                    "give the attribute another name.",
-                )
-        return guides
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _read_number(value: Any, name: str) -> float | None:
-    if value is not None and not _is_number(value):
-        raise OptionError(f"{name} must be a number, got {value!r}.", "leave it out for the default.")
-    return None if value is None else float(value)
-
-
-def _read_count(value: Any, name: str) -> int:
-    if not _is_number(value) or value != int(value) or value < 0:
-        raise OptionError(
-            f"{name} must be a whole number of at least 0, got {value!r}.", "0 takes the whole vocabulary."
-        )
-    return int(value)
+LOGGER = logging.getLogger(__name__)
+NARROW = 64  # candidates; rows with more are scored apart, so that others do not wait for them
+WIDE = 1024
 
 
 @dataclass(eq=False)  # requests with equal contents are still different requests
-class Request:
-    """A guided text, which the engine extends in place."""
+class Request(Text):
+    """A guided request, of whose text the host knows all tokens. The engine extends `output` in place."""
 
     guidance: Guidance
     prompt: Sequence[int]
-    output: list[int]  # the engine's own list, or a copy kept up to date
+    output: list[int]
+    stop: int = 0  # the token that ends the text
+    ended: bool = field(default=False, init=False)  # whether it ends, since it cannot be guided
+    betas: dict[int, list[float]] | None = field(default=None, init=False)  # of each guide in a panel
 
     @property
-    def text(self) -> list[int]:
-        return [*self.prompt, *self.output]
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def last(self) -> int:
+        return self.output[-1] if self.output else self.prompt[-1]
+
+    def tokens(self) -> Int[Tensor, " t"]:
+        return torch.tensor([*self.prompt, *self.output], dtype=torch.long)
+
+    def mark(self) -> list[int]:
+        return list(self.output)
+
+    def growth(self, mark: list[int]) -> int | None:
+        grown = len(self.output) - len(mark)
+        return grown if self.output[: len(mark)] == mark else None
+
+
+@dataclass(eq=False)
+class DeviceRequest(Text):
+    """A guided request whose tokens only the device knows. The host knows how many there are."""
+
+    guidance: Guidance
+    source: Any  # the engine's tokens: `source.gpu` has a row for each slot
+    slot: int
+    stop: int = 0
+    size: int = 0  # the number of tokens
+    ended: bool = field(default=False, init=False)
+    betas: dict[int, list[float]] | None = field(default=None, init=False)
+
+    @property
+    def length(self) -> int:
+        return self.size
+
+    @property
+    def last(self) -> int:
+        raise NotImplementedError("the last token is on the device")
+
+    def tokens(self) -> Int[Tensor, " t"]:
+        return self.source.gpu[self.slot, : self.size].long()
+
+    def mark(self) -> int:
+        return self.size
+
+    def growth(self, mark: int) -> int | None:
+        return self.size - mark
 
 
 class Slots:
     """The guided requests by their slots in the engine's batch."""
 
     def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Any] = {}
 
     def update(
         self,
         removed: Iterable[int],
-        added: Iterable[tuple[int, Request | None]],
+        added: Iterable[tuple[int, Any]],
         moved: Iterable[tuple[int, int, bool]],
     ) -> None:
         """Remove, add and move requests, in this order, as vLLM prescribes.
@@ -182,102 +119,196 @@ class Slots:
                 self.requests[source] = replaced
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Requests whose candidates are chosen and scored together."""
+
+    requests: list[Any]
+    places: Int[Tensor, " b"]  # their rows of the logits
+    strengths: Strengths
+    temperature: Float[Tensor, "b 1"]  # 1 where the best token is taken
+    stops: Int[Tensor, "b 1"]
+    members: "list[_Member]"
+
+    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        """The sum of the shifts of all guides, each of which advises on its own rows alone."""
+        assert beta is not None
+        shift = torch.zeros(candidates.shape, device=candidates.device)
+        clipped = torch.zeros_like(shift, dtype=torch.bool)
+        filters = []
+        for member in self.members:
+            own = beta[member.rows][:, member.columns]
+            advice = member.follower.advise(member.texts, candidates[member.rows], own)
+            shift.index_add_(0, member.rows, advice.shift.to(shift))
+            if advice.clipped is not None:
+                clipped[member.rows] |= advice.clipped
+            if advice.allowed is not None:
+                filters.append((member.rows, advice.allowed))
+
+        def allowed(logits: Float[Tensor, "b k"]) -> Tensor:
+            kept = torch.ones_like(clipped)
+            for rows, allow in filters:
+                kept[rows] &= allow(logits[rows]).to(kept.device)
+            return kept
+
+        return Advice(shift, None, clipped, allowed=allowed if filters else None)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A guide of a group."""
+
+    follower: Follower
+    rows: Int[Tensor, " r"]  # of the group
+    texts: Int[Tensor, " r"]  # their rows in the follower
+    columns: slice  # of the group's strengths
+
+
 class Steerer:
     """Steers the logits of the guided requests in a batch."""
 
-    def __init__(self, guides: Mapping[str, Guide]):
-        self._guides = guides
-        self._batches: dict[tuple[str, bool], Batch] = {}
+    def __init__(self, panel: Panel, capacity: int, length: int, device: torch.device | str = "cpu"):
+        """`capacity` requests of `length` tokens are the most that the engine runs at once."""
+        self.panel, self.device = panel, torch.device(device)
+        self.followers = [Follower(guide, capacity, length, self.device) for guide in panel.guides]
+        self.figures = Figures(self.device)
+        self._plan: tuple[Any, list[_Group]] = (None, [])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(follower.nbytes for follower in self.followers)
+
+    def plan_bytes(self) -> int:
+        """The most memory that the guides' states take up."""
+        return sum(follower.plan_bytes() for follower in self.followers)
+
+    def retain(self, requests: Iterable[Any]) -> None:
+        """Forget all other requests."""
+        staying = set(requests)
+        for follower in self.followers:
+            follower.retain(staying)
+        if not staying:
+            self._plan = (None, [])
 
     @torch.no_grad()
-    def steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, Request]) -> None:
-        """Overwrite the rows of these requests with guided logits; other rows stay as they are.
+    def steer(
+        self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Int[Tensor, " b"] | None = None
+    ) -> None:
+        """Overwrite the rows of these requests with guided logits, multiplied by the temperature, by which the engine
+        divides them later; other rows stay as they are. Nothing is raised: a request that fails ends.
 
-        Requests for one guide are one batch, whatever their settings, but those over the whole vocabulary are a batch
-        of their own: all rows of a batch have the same number of candidates, which would be large for the others.
+        Args:
+            requests: by their rows.
+            last: the last token of the text of each row, where only the device knows it.
         """
-        groups: dict[tuple[str, bool], dict[Request, int]] = {}
+        try:
+            self._steer(logits, requests, last)
+        except Exception as error:
+            for follower in self.followers:
+                follower.clear()
+            self._end(dict.fromkeys(requests.values(), error))
         for row, request in requests.items():
-            key = (request.guidance.guide, request.guidance.steering.top_k is None)
-            groups.setdefault(key, {})[request] = row
-        self._batches = {key: self._batches.get(key) or Batch(self._guides[key[0]]) for key in groups}
-        for key, rows in groups.items():
-            batch = self._batches[key]
-            batch.follow(list(rows))
-            places = torch.tensor([rows[request] for request in batch.requests], device=logits.device)
-            logits[places] = batch.steer(logits[places])
+            if request.ended:
+                logits[row] = -torch.inf
+                logits[row, request.stop] = 0.0
+
+    def _steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Tensor | None) -> None:
+        self._follow({request: row for row, request in requests.items() if not request.ended}, last)
+        running = {row: request for row, request in requests.items() if not request.ended}
+        for group in self._make_groups(running, logits.shape[1]):
+            try:
+                self._steer_group(logits, group)
+            except Exception as error:
+                self._end(dict.fromkeys(group.requests, error))
+
+    def _end(self, failures: Mapping[Any, Exception]) -> None:
+        for request, error in failures.items():
+            if not request.ended:
+                request.ended = True
+                self.figures.count_failure()
+                LOGGER.error("radq ends a request that it cannot guide: %r", error, exc_info=error)
+
+    def _follow(self, requests: Mapping[Any, int], last: Int[Tensor, " b"] | None) -> None:
+        """Bring all guides up to date. A guide that fails reads all its texts again, once."""
+        for number, follower in enumerate(self.followers):
+            own = {request: row for request, row in requests.items() if number in self._betas(request)}
+            widest = max(map(_width, own), default=1)
+            try:
+                failures = follower.follow(own, last, widest)
+            except Exception as error:
+                LOGGER.warning("radq reads %d texts again after an error: %r", len(own), error, exc_info=error)
+                failures = self._follow_again(follower, own, widest)
+            self._end(failures)
+
+    def _follow_again(self, follower: Follower, requests: Mapping[Any, int], widest: int) -> dict[Any, Exception]:
+        follower.clear()
+        try:
+            return follower.follow(requests, None, widest)
+        except Exception as error:
+            follower.clear()
+            return dict.fromkeys(requests, error)
+
+    def _betas(self, request: Any) -> dict[int, list[float]]:
+        """The strengths of each guide that a request uses."""
+        if request.betas is None:
+            request.betas = self.panel.strengths(request.guidance.strengths)
+        return request.betas
+
+    # --- groups ---
+
+    def _make_groups(self, requests: Mapping[int, Any], vocab_size: int) -> list[_Group]:
+        """The groups of a step; those of the last step, if nothing has changed since then."""
+        layouts = tuple(follower.layout for follower in self.followers)
+        key = (tuple(requests), tuple(requests.values()), layouts)  # requests are equal only to themselves
+        if self._plan[0] != key:
+            kinds: dict[int, dict[int, Any]] = {}
+            for row, request in requests.items():
+                kinds.setdefault(self._kind(request), {})[row] = request
+            self._plan = (key, [self._make_group(rows, vocab_size) for rows in kinds.values()])
+        return self._plan[1]
+
+    def _kind(self, request: Any) -> int:
+        """Requests of one kind are one group. A guide that reads candidates reads those of all its texts at once."""
+        if any(self.followers[number].reads_candidates for number in self._betas(request)):
+            return -1
+        return sum(_width(request) > limit for limit in (NARROW, WIDE))
+
+    def _make_group(self, rows: Mapping[int, Any], vocab_size: int) -> _Group:
+        requests = list(rows.values())
+        betas = [self._betas(request) for request in requests]
+        used = [number for number in range(len(self.followers)) if any(number in own for own in betas)]
+        sizes = {number: len(self.followers[number].guide.beta) for number in used}
+        numbers = [[beta for n in used for beta in own.get(n, [0.0] * sizes[n])] for own in betas]
+        steerings = [_limit_width(request.guidance.steering, vocab_size) for request in requests]
+        strengths = Strengths.stack(steerings, numbers, vocab_size, self.device)
+        temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
+        members, first = [], 0
+        for number in used:
+            own = [row for row, beta in enumerate(betas) if number in beta]
+            texts = [self.followers[number].rows[requests[row]] for row in own]
+            columns = slice(first, first := first + sizes[number])
+            members.append(_Member(self.followers[number], self._index(own), self._index(texts), columns))
+        stops = self._index([request.stop for request in requests])[:, None]
+        return _Group(requests, self._index(list(rows)), strengths, temperature, stops, members)
+
+    def _index(self, numbers: list[int]) -> Int[Tensor, " r"]:
+        return torch.tensor(numbers, dtype=torch.long, device=self.device)
+
+    def _steer_group(self, logits: Float[Tensor, "b v"], group: _Group) -> None:
+        proposal = propose(logits[group.places].float(), group, None, group.strengths)
+        scaled = proposal.logits * group.temperature
+        guided = torch.full_like(logits[group.places], -torch.inf)
+        guided = guided.scatter(1, proposal.candidates, scaled.to(logits.dtype))
+        end = torch.full_like(guided, -torch.inf).scatter(1, group.stops, 0.0)
+        logits[group.places] = torch.where(proposal.finite[:, None], guided, end)
+        self.figures.count(proposal.kl, proposal.clipped, proposal.finite)
 
 
-class Batch:
-    """Requests for the same guide, and the guide's state of their texts."""
-
-    def __init__(self, guide: Guide):
-        self.guide = guide
-        self.requests: list[Request] = []  # in the order of the state's rows
-        self._outputs: list[list[int]] = []  # the part of their outputs that the state has read
-        self._state: Any = None
-
-    def follow(self, requests: Sequence[Request]) -> None:
-        """Bring the state up to date with the texts of these requests; requests that are missing leave the batch."""
-        present = set(requests)
-        resting: list[int] = []  # rows whose text is unchanged: an engine may show a text twice
-        growing: list[int] = []  # rows whose text has one more token
-        for row, request in enumerate(self.requests):
-            if request in present:
-                steps = _count_steps(self._outputs[row], request.output)
-                if steps in (0, 1):
-                    (growing if steps else resting).append(row)
-        kept = [self.requests[row] for row in resting + growing]
-        new = [request for request in requests if request not in set(kept)]
-        parts = []
-        if resting:
-            parts.append(self._select(resting))
-        if growing:
-            tokens = torch.tensor([self.requests[row].output[-1] for row in growing])
-            parts.append(self.guide.advance(self._select(growing), tokens))
-        if new:
-            parts.append(self._start(new))
-        same = len(parts) == 1 and kept == self.requests
-        self._state = parts[0] if same else parts[0].join(parts)
-        self.requests = kept + new
-        self._outputs = [list(request.output) for request in self.requests]
-
-    def steer(self, logits: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
-        """Turn base logits into guided logits, multiplied by the temperature, by which the engine divides them later.
-
-        Tokens that are no candidates get −∞.
-        """
-        vocab_size = logits.shape[1]
-        steerings = [_limit_width(request.guidance.steering, vocab_size) for request in self.requests]
-        betas = [request.guidance.beta for request in self.requests]
-        strengths = Strengths.stack(steerings, betas, vocab_size, logits.device)
-        proposal = propose(logits.float(), self.guide, self._state, strengths).require_finite()
-        self._state = proposal.state
-        temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None]
-        scaled = proposal.logits * temperature.to(proposal.logits.dtype)
-        guided = torch.full_like(logits, -torch.inf)
-        return guided.scatter(1, proposal.candidates, scaled.to(logits.dtype))
-
-    def _select(self, rows: list[int]) -> Any:
-        everything = rows == list(range(len(self.requests)))
-        return self._state if everything else self._state.select(torch.tensor(rows))
-
-    def _start(self, requests: Sequence[Request]) -> Any:
-        texts = [tuple(request.text) for request in requests]
-        unique = {
-            text: row for row, text in enumerate(dict.fromkeys(texts))
-        }  # samples of a prompt have the same text at first
-        state = self.guide.start(*pad_left(list(unique)))
-        if len(unique) == len(texts):
-            return state
-        return state.select(torch.tensor([unique[text] for text in texts]))
+def _width(request: Any) -> int:
+    """The number of candidates that a request asks for."""
+    return request.guidance.steering.top_k or sys.maxsize
 
 
 def _limit_width(steering: Steering, vocab_size: int) -> Steering:
     """Lower top_k to the size of the vocabulary where it is larger."""
     return steering if steering.top_k is None else replace(steering, top_k=min(steering.top_k, vocab_size))
-
-
-def _count_steps(read: list[int], output: list[int]) -> int | None:
-    """The number of tokens by which the output has grown since it was read; None if it is another text."""
-    return len(output) - len(read) if output[: len(read)] == read else None

@@ -3,11 +3,11 @@
     RADQ_GUIDES=guides.yaml vllm serve gpt2-large --max-model-len 1000 \\
         --logits-processors radq.hosts.vllm:GuidedProcessor
 
-The operator of the server writes guides.yaml, with lines such as `toxicity: models/toxicity:toxicity=-50`. A client
-names one of these guides in `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; `radq.hosts.batching` reads
-these arguments.
+The operator of the server writes guides.yaml, see `radq.serving.config`. A client names guides in
+`SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; `radq.hosts.guidance` reads these arguments.
 """
 
+import logging
 import os
 import tempfile
 import time
@@ -15,25 +15,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import yaml
 
 from radq.decoding.prompts import decode_texts, encode_prompts
-from radq.errors import ContextLengthError, OptionError, require_package
-from radq.hosts.batching import Guidance, Registry, Request, Slots, Steerer
+from radq.errors import ContextLengthError, MemoryLimitError, OptionError, RadqError, require_package
+from radq.guides.spec import parse_guide
+from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
+from radq.hosts.guidance import Guidance, Registry
+from radq.hosts.panel import Panel
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
+from radq.numerics import available_memory
+from radq.serving.config import NAME, OPTIONS
 
 first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = require_package("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
 vllm_errors: Any = require_package("vllm.exceptions", "vllm")
 platforms: Any = require_package("vllm.platforms", "vllm")
 
+LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 GUIDES = "RADQ_GUIDES"  # an environment variable, since vLLM's processes share nothing else before they start
+PROCESSOR = "GuidedProcessor"
 LONGEST = 2048  # default context length of the engine: a shorter context leaves memory for more texts
 HEADROOM = 8  # room for tokens that guides put before a text: a BOS, maybe a control code
+WIDEST = 2**31 - 1  # candidates, for the engine, whose operator is its only client
+STRONGEST = 1e30
+GIB = 2**30
 
 
 @lru_cache
@@ -41,9 +51,9 @@ def _read_registry(path: str) -> Registry:
     return Registry.read(path)
 
 
-def find_registry() -> Registry:
-    """Read the guides in the file that the environment variable names."""
-    path = os.environ.get(GUIDES)
+def find_registry(path: str | None = None) -> Registry:
+    """Read the guides in a file, by default the one that the environment variable names."""
+    path = path or os.environ.get(GUIDES)
     if not path:
         raise OptionError(
             f"the environment variable {GUIDES} is not set.",
@@ -52,28 +62,44 @@ def find_registry() -> Registry:
     return _read_registry(path)
 
 
-def read_guidance(params: Any) -> Guidance | None:
-    """Read the guidance that a request's SamplingParams ask for; None if it is not guided."""
-    return find_registry().guidance(params.extra_args, params.temperature)
-
-
 class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcessor):
     """A logits processor that steers guided requests. It has the interfaces of both of vLLM's model runners.
 
     vLLM divides logits by the temperature after this, the shift included, so the shift is multiplied by it here.
     """
 
+    guides_file: ClassVar[str | None] = None  # by default the one that the environment variable names
+
     def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool | None = None):
         """The first runner passes a device as `place`, the second one an object with the tokens of all requests."""
         self._slots, self._states = Slots(), place
-        registry = find_registry()
-        guides = registry.load(str(getattr(place, "device", place)))
-        _check_engine(vllm_config, list(guides.values()))
-        self._steerer = Steerer(guides)
+        device = torch.device(getattr(place, "device", place))
+        self._registry = find_registry(self.guides_file)
+        panel = Panel.load(self._registry.entries, str(device))
+        model = vllm_config.model_config
+        self._end = _check_engine(vllm_config, panel.guides)
+        self._steerer = Steerer(panel, vllm_config.scheduler_config.max_num_seqs, model.max_model_len, device)
+        _check_memory(self._steerer, vllm_config)
+        if "raw" in str(model.logprobs_mode):
+            LOGGER.info(
+                "radq: log-probabilities in responses are the base model's; "
+                "--logprobs-mode processed_logprobs gives those of the guided distribution."
+            )
+
+    @classmethod
+    def read_guidance(cls, params: Any) -> Guidance | None:
+        """Read the guidance that a request's SamplingParams ask for; None if it is not guided."""
+        return find_registry(cls.guides_file).guidance(params.extra_args, params.temperature)
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        read_guidance(sampling_params)
+        """Refuse what a client gets wrong. The answer names no file of the server."""
+        try:
+            find_registry(cls.guides_file)
+        except RadqError as error:
+            LOGGER.error("radq: %s", error)
+            raise OptionError("the server cannot read its guides.", "tell its operator.") from None
+        cls.read_guidance(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -81,7 +107,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         requests = self._slots.requests if ctx is None else self._read_context(ctx)
         if requests:
-            self._steerer.steer(logits, requests)
+            self._steerer.steer(logits, requests, None if ctx is None else ctx.input_ids)
         return logits
 
     # --- the first runner: requests stand at the rows of the batch, and move between them ---
@@ -91,38 +117,62 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
             swap = first_runner.MoveDirectionality.SWAP
             self._slots.update(
                 batch_update.removed,
-                [(slot, _read_request(params, prompt, output)) for slot, params, prompt, output in batch_update.added],
+                [(slot, self._make_request(*texts)) for slot, *texts in batch_update.added],
                 [(source, target, direction is swap) for source, target, direction in batch_update.moved],
             )
+            self._steerer.retain(self._slots.requests.values())
+
+    def _make_request(self, params: Any, prompt: list[int] | None, output: list[int]) -> Request | None:
+        guidance = self.read_guidance(params)  # it was checked when the request came
+        return None if guidance is None else Request(guidance, prompt or [], output, self._find_stop(params))
 
     # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        request = _read_request(sampling_params, [], [])
+        guidance = self.read_guidance(sampling_params)
+        request = None
+        if guidance is not None:
+            request = DeviceRequest(guidance, self._states.all_token_ids, req_idx, self._find_stop(sampling_params))
         self._slots.update([], [(req_idx, request)], [])
         return request is not None
 
-    def _read_context(self, ctx: Any) -> dict[int, Request]:
-        """The guided requests of this step by their rows, with their texts brought up to date."""
-        slots = [int(slot) for slot in ctx.idx_mapping_np]
-        rows = {row: self._slots.requests[slot] for row, slot in enumerate(slots) if slot in self._slots.requests}
-        last = ctx.input_ids.tolist() if rows else []
-        for row, request in rows.items():
+    def _read_context(self, ctx: Any) -> dict[int, DeviceRequest]:
+        """The guided requests of this step by their rows. A prompt that is read in part draws no token yet."""
+        rows: dict[int, DeviceRequest] = {}
+        for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
+            request = self._slots.requests.get(slot)
             length = int(ctx.seq_lens_upper_bound_np[row])  # the exact length, since no tokens are speculated
-            if length == len(request.output) + 1:
-                request.output.append(last[row])
-            elif length != len(request.output):
-                request.output[:] = self._states.all_token_ids.gpu[slots[row], :length].tolist()
+            if request is not None and length >= self._states.prefill_len.np[slot]:
+                request.size = length
+                rows[row] = request
         return rows
 
+    def _find_stop(self, params: Any) -> int:
+        """A token that ends the text of a request."""
+        known = [params.eos_token_id, *(params.stop_token_ids or ())]
+        return next((token for token in known if token is not None), self._end)
 
-def _read_request(params: Any, prompt: list[int] | None, output: list[int]) -> Request | None:
-    guidance = read_guidance(params)
-    return None if guidance is None else Request(guidance, prompt or [], output)
+
+def __getattr__(name: str) -> Any:
+    """Make a processor for the guides of one file. Its name holds the path, so that any process can make it: several
+    engines in a process then have their own guides."""
+    prefix, _, path = name.partition("_")
+    if prefix != PROCESSOR or not path:
+        raise AttributeError(name)
+    return _make_processor(bytes.fromhex(path).decode())
 
 
-def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> None:
-    """Raise at the start if guides would fail in the middle of a batch, which would stop the whole engine."""
+@lru_cache
+def _make_processor(path: str) -> type[GuidedProcessor]:
+    return type(processor_name(path), (GuidedProcessor,), {"guides_file": path, "__module__": __name__})
+
+
+def processor_name(path: str) -> str:
+    return f"{PROCESSOR}_{path.encode().hex()}"
+
+
+def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> int:
+    """Raise at the start if guides would fail in the middle of a batch; return a token that ends texts."""
     model = vllm_config.model_config
     if vllm_config.speculative_config is not None:
         raise OptionError("guides cannot be used with speculative decoding.", "turn it off in vLLM.")
@@ -135,6 +185,29 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> None:
             guide.check_length(model.max_model_len)
         except ContextLengthError as error:
             raise ContextLengthError(error.message, "give vLLM a smaller max_model_len.") from error
+    return tokenizer.eos_token_id or 0
+
+
+def _check_memory(steerer: Steerer, vllm_config: Any) -> None:
+    """Say how much memory the guides' states may take up, and refuse to start if there is not so much."""
+    rows, length = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+    planned, free = steerer.plan_bytes(), available_memory(str(steerer.device))
+    LOGGER.info(
+        "radq: %s guide models; their states of %d texts of %d tokens take up to %.2f GiB.",
+        len(steerer.followers),
+        rows,
+        length,
+        planned / GIB,
+    )
+    if free is not None and steerer.device.type == "cpu":
+        free -= getattr(vllm_config.cache_config, "cpu_kvcache_space_bytes", None) or 0
+    if free is not None and planned > free:
+        fitting = max(1, int(rows * free / planned)) if free > 0 else 1
+        raise MemoryLimitError(
+            f"the guides' states of {rows} texts of {length} tokens take {planned / GIB:.1f} GiB, and "
+            f"{max(free, 0) / GIB:.1f} GiB are free.",
+            f"give vLLM --max-num-seqs {fitting}, or a smaller --max-model-len.",
+        )
 
 
 @dataclass
@@ -165,7 +238,7 @@ class VllmEngine:
         max_model_len: int | None = None,
         **options: Any,
     ):
-        self.registry = Registry(guides or {})
+        self.guides = split_guides(guides or {})
         self.tokenizer = load_tokenizer(base)
         self._config = load_config(base)
         positions = max_positions(self._config) or LONGEST
@@ -175,9 +248,11 @@ class VllmEngine:
         processors: dict[str, Any] = {}
         if guides:
             path = Path(self._folder.name) / "guides.yaml"
-            path.write_text(yaml.safe_dump(self.registry.specifications, sort_keys=False), encoding="utf-8")
-            os.environ[GUIDES] = str(path)
-            processors = {"logits_processors": ["radq.hosts.vllm:GuidedProcessor"]}
+            entries = {name: entry for parts in self.guides.values() for name, entry in parts.items()}
+            config = {"guides": entries, "limits": {"top_k": WIDEST}}
+            path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+            self._registry = Registry.read(path)
+            processors = {"logits_processors": [f"radq.hosts.vllm:{processor_name(str(path))}"]}
         if platforms.current_platform.is_cpu():  # vLLM 0.32 fails there on a seeded request that is read in chunks
             options = {"enable_chunked_prefill": False, **options}
         self._vllm = require_package("vllm", "vllm")
@@ -210,10 +285,11 @@ class VllmEngine:
         if guide is None:
             own_candidates = {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
         else:
-            given = list(beta) if isinstance(beta, Sequence) else beta
-            settings = {"guide": guide, "beta": given, "top_k": top_k or 0, "top_p": top_p, "kl_budget": kl_budget}
-            extra_args = {f"radq_{name}": value for name, value in settings.items() if value is not None}
-        self.registry.guidance(extra_args, temperature)
+            width = self._config.get_text_config().vocab_size if top_k is None else top_k
+            extra_args = {"radq": {**self._strengths(guide, beta), "top_k": width, "kl_budget": kl_budget}}
+            if top_p is not None:
+                extra_args["radq_top_p"] = top_p
+            self._registry.guidance(extra_args, temperature)
         stops = {} if stop_token_ids is None else {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}
 
         def params(prompt: int, sample: int) -> Any:
@@ -250,6 +326,21 @@ class VllmEngine:
             for (prompt, _), text, ids, result in zip(pairs, texts, tokens, results, strict=True)
         ]
 
+    def _strengths(self, guide: str, beta: float | Sequence[float] | None) -> dict[str, float]:
+        """The strengths of the parts of a guide."""
+        if guide not in self.guides:
+            raise OptionError(f"there is no guide {guide!r}.", f"the guides are {', '.join(self.guides) or 'none'}.")
+        parts = {name: entry["suggested"] for name, entry in self.guides[guide].items()}
+        if beta is None:
+            return parts
+        numbers = list(beta) if isinstance(beta, Sequence) else [beta]
+        if len(numbers) != len(parts):
+            raise OptionError(
+                f"beta must be one number for each strength of the guide {guide!r}, got {beta!r}.",
+                f"it has {len(parts)}.",
+            )
+        return dict(zip(parts, numbers, strict=True))
+
     def close(self) -> None:
         """End vLLM's processes."""
         self.llm.llm_engine.engine_core.shutdown()
@@ -260,6 +351,25 @@ class VllmEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def split_guides(guides: Mapping[str, str | Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """For each guide, the entries of the operator's file: one for each of its strengths."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, (name, specifications) in enumerate(guides.items()):
+        own: list[dict[str, Any]] = []
+        for folder, numbers in map(
+            parse_guide, [specifications] if isinstance(specifications, str) else specifications
+        ):
+            options = "".join(f",{key}={value!r}" for key, value in numbers.items() if key in OPTIONS)
+            own += [
+                {"guide": f"{folder}:{key}{options}", "range": [-STRONGEST, STRONGEST], "suggested": value}
+                for key, value in numbers.items()
+                if key not in OPTIONS
+            ]
+        short = name if NAME.fullmatch(name) else f"guide{number}"
+        found[name] = {short: own[0]} if len(own) == 1 else {f"{short}.{place}": one for place, one in enumerate(own)}
+    return found
 
 
 def _derive_seed(seed: int, prompt: int, sample: int) -> int:

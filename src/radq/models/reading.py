@@ -215,6 +215,23 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Glance:
+    """The outputs at the last tokens of some rows of a reading: all that is needed to score candidates for the next
+    token, by models that do not read them."""
+
+    reader: Reader
+    last: Float[Tensor, "b n"]
+    notes: Float[Tensor, "b m"] | None
+
+    @classmethod
+    def at(cls, reading: Any, texts: Int[Tensor, " r"]) -> "Glance":
+        """Glance at the rows of the given texts, in that order."""
+        copies = torch.arange(reading.copies, device=texts.device)
+        rows = (reading.copies * texts[:, None] + copies).flatten()
+        return cls(reading.reader, reading.last[rows], None if reading.notes is None else reading.notes[rows])
+
+
+@dataclass(frozen=True)
 class ReadSiblings:
     """Candidates that were read after a batch of texts, with which a reading can go on without another forward."""
 

@@ -14,6 +14,7 @@ Axes: b rows, k candidates, n new tokens, w columns, d hidden.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from radq.models import kv_cache
 from radq.models.grouped_attention import grouped_heads
 from radq.models.loading import evaluating
-from radq.models.reading import Reader, Reading
+from radq.models.reading import Glance, Reader, Reading
+from radq.numerics import untouched_zeros
 
 ALIGNED = 8  # fused attention wants masks of such widths
 
@@ -39,6 +41,7 @@ class SlotReading:
         self.reader, self.copies = reading.reader, reading.copies
         self.count = 0  # slots in use, and those that a captured step computes along
         self.window = 0  # columns that the next forward sees
+        self._reach = 0  # and those of the candidates behind them
         self.epoch = 0  # changes whenever tensors move
         self.device = reading.last.device
         self.layers = [_SlotLayer(self) for _ in reading.prefix.layers]
@@ -62,9 +65,7 @@ class SlotReading:
         self.capacity, self.width = capacity, width
         self.epoch += 1
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
+        zeros = partial(untouched_zeros, device=self.device)
         self._lengths = zeros(capacity, dtype=torch.long)
         self._input_ids = zeros(capacity, width, dtype=torch.long)
         self._last = zeros(capacity, like.last.shape[1], dtype=like.last.dtype)
@@ -107,6 +108,7 @@ class SlotReading:
             self._allocate(self.capacity, max(wanted, 2 * self.width))
         if self.compiled is not None:  # for all columns at once, since another number would be compiled again
             self.window = self.width - _align(siblings)
+        self._reach = self.window + _align(siblings)
         self.bounds[: self.count] += 1
 
     # --- rows ---
@@ -146,7 +148,7 @@ class SlotReading:
             self._allocate(len(sources), self.width)
         if moved:
             targets, origins = (torch.tensor(part, device=self.device) for part in zip(*moved, strict=True))
-            for values, dim in self._row_tensors():
+            for values, dim in self._row_tensors(max(self._reach, int(self.bounds.max(initial=0)))):
                 values.index_copy_(dim, targets, values.index_select(dim, origins))
         self.bounds[: len(sources)] = self.bounds[sources]
         self.bounds[len(sources) :] = 0
@@ -154,13 +156,13 @@ class SlotReading:
         self.count = len(sources)
         return self
 
-    def _row_tensors(self) -> Iterator[tuple[Tensor, int]]:
-        """All tensors with a row for each slot, and the axis of the rows."""
+    def _row_tensors(self, columns: int) -> Iterator[tuple[Tensor, int]]:
+        """All tensors with a row for each slot, and the axis of the rows; of keys and values the first columns."""
         for values in (self._lengths, self._input_ids, self._last, self._notes):
             if values is not None:
                 yield values, 0
         for store in self._stores:
-            yield store, 1
+            yield store[:, :, :, :columns], 1
 
     @staticmethod
     def join(readings: "Sequence[SlotReading | Reading]") -> "SlotReading":
@@ -324,7 +326,9 @@ class _SlotLayer(DynamicLayer):
         return self.slots.seen_width, 0
 
 
-AnyReading = Reading | SlotReading  # a state that is a value, or one in slots, with the same methods
+AnyReading = (
+    Reading | SlotReading | Glance
+)  # a state that is a value, one in slots, or what there is to score candidates
 
 
 def _align(number: int) -> int:
@@ -347,6 +351,14 @@ def settle(reading: Reading, capacity: int, width: int, siblings: int = 0) -> An
         return reading
     slots = SlotReading(reading, max(capacity, -(-len(reading.last) // reading.copies)), width, siblings)
     return slots.add(reading)
+
+
+def plan_bytes(reading: Reading, capacity: int, width: int, siblings: int = 0) -> int:
+    """The memory of the slots that `settle` would make."""
+    columns = _round_window(width, reading.last.device.type) + _align(siblings)
+    tensors = [values for pair in reading.prefix.layers for values in pair]
+    column = sum(values.shape[1] * values.shape[3] * values.element_size() for values in tensors)
+    return capacity * reading.copies * columns * column
 
 
 _TAKES_SLOTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

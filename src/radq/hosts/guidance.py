@@ -1,0 +1,122 @@
+"""The guidance that a client of a serving engine asks for, in the arguments of its request.
+
+    {"radq": "sentiment=20,toxicity=-50,kl_budget=0.5,top_k=20"}
+    {"radq_guide": "toxicity", "radq_beta": -50.0, "radq_top_k": 20, "radq_top_p": 0.9, "radq_kl_budget": 0.5}
+
+Both name guides that the operator of the server has registered (see `radq.serving.config`). A client cannot name files.
+Importing this module imports no torch.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from radq.decoding.config import Steering
+from radq.errors import OptionError
+from radq.serving.config import GuideEntry, ServeConfig
+from radq.serving.strengths import read_strengths
+
+PREFIX = "radq"
+ARGUMENTS = ("radq", "radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
+GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
+TOP_K = 20
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """The strengths of registered guides that a request asks for, without those that are 0, and its steering."""
+
+    strengths: Mapping[str, float]
+    steering: Steering
+
+
+class Registry:
+    """The guides that clients may name, and what they may ask for."""
+
+    def __init__(self, config: ServeConfig):
+        self.config = config
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Registry":
+        """Read the operator's YAML file."""
+        return cls(ServeConfig.read(path))
+
+    @property
+    def entries(self) -> dict[str, GuideEntry]:
+        return self.config.guides
+
+    def guidance(self, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
+        """Read and check what a request's arguments ask for; None if it is not guided."""
+        given = {name: value for name, value in (arguments or {}).items() if name.lower().startswith(PREFIX)}
+        unknown = [name for name in given if name not in ARGUMENTS]
+        if unknown:
+            raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")
+        named, settings = self._read_named(given)
+        strengths = {name: entry.default for name, entry in self.entries.items()} | named
+        if not given and not any(strengths.values()):
+            return None
+        steering = Steering(
+            top_k=settings["top_k"],
+            top_p=_read_number(given.get("radq_top_p"), "radq_top_p"),
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            kl_budget=settings["kl_budget"],
+        )
+        return Guidance({name: number for name, number in strengths.items() if number}, steering)
+
+    def _read_named(self, given: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+        """The strengths of the guides that are named, and top_k and kl_budget."""
+        single = "radq_guide" in given or "radq_beta" in given
+        if "radq" in given and single:
+            raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
+        defaults = self.config.defaults
+        settings = {"top_k": TOP_K, "kl_budget": None}
+        found: dict[str, Any] = {}
+        if single:
+            found = self._read_single(given.get("radq_guide"), given.get("radq_beta"))
+        elif "radq" in given or not given:
+            found = read_strengths(given.get("radq", {}))
+            settings = {"top_k": defaults.top_k, "kl_budget": defaults.kl_budget}
+        for name in ("top_k", "kl_budget"):
+            if f"radq_{name}" in given:
+                if name in found:
+                    raise OptionError(f"a request gives {name} twice.", f"leave radq_{name} out.")
+                found[name] = _read_number(given[f"radq_{name}"], f"radq_{name}")
+        if "details" in found:
+            raise OptionError("there are no details in vLLM.", "leave them out, or ask a server of `radq serve`.")
+        self.config.check_strengths(found)
+        settings |= {name: found[name] for name in settings if name in found}
+        settings["top_k"] = int(settings["top_k"])
+        return {name: self._strength(name, found[name]) for name in found if name in self.entries}, settings
+
+    def _read_single(self, name: Any, beta: Any) -> dict[str, Any]:
+        if not isinstance(name, str) or name not in self.entries:
+            raise OptionError(
+                f"there is no guide {_shorten(name)}.",
+                f"the registered guides are {', '.join(self.entries) or 'none'}.",
+            )
+        one = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
+        return {name: _read_number(one, "radq_beta")}
+
+    def _strength(self, name: str, number: float | None) -> float:
+        suggested = self.entries[name].suggested
+        return number if number is not None else suggested if suggested is not None else 0.0
+
+
+def _read_number(value: Any, name: str) -> float | None:
+    """Read a number, which some clients can only send as a text."""
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (OverflowError, TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise OptionError(f"{name} must be a number, got {_shorten(value)}.", "leave it out for the default.")
+    return number
+
+
+def _shorten(value: Any) -> str:
+    shown = ascii(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
