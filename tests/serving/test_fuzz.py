@@ -24,9 +24,10 @@ def test_random_requests_never_fail_the_server(running: Running, mode: str) -> N
         statuses.add(answer.status_code)
         assert answer.status_code < 500, answer.text
 
-    for operation in operations:
+    wrong = mode == "NEGATIVE"  # which is possible where there is a body
+    for operation in (one for one in operations if one.method == "post" or not wrong):
         strategy = operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode])
         options = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         seed(0)(options(given(strategy)(ask)))()
-    assert 200 in statuses
+    assert (400 if wrong else 200) in statuses
     assert httpx.get(f"{running.address}/health").status_code == 200
