@@ -44,8 +44,8 @@ class RewardGuide(Guide):
         takes_slots(model.reader)
         if isinstance(model, RadV):
             takes_siblings(model.backbone)
-        self._columns = tuple(model.config.attributes.index(name) for name in beta)
-        ranges = [model.config.attribute_ranges[column] for column in self._columns]
+        self.columns = tuple(model.config.attributes.index(name) for name in beta)  # of the model's attributes
+        ranges = [model.config.attribute_ranges[column] for column in self.columns]
         self._low, self._high = zip(*ranges, strict=True)  # s numbers each
 
     @property
@@ -61,8 +61,8 @@ class RewardGuide(Guide):
     ) -> Advice:
         rewards, state = self.model.score(state, candidates.to(self.model.device))
         rewards = at_least_float32(rewards)  # a strength times a reward may leave the range of half precision
-        if self._columns != tuple(range(rewards.shape[2])):
-            rewards = rewards.index_select(2, constant(self._columns, torch.long, rewards.device))  # (b, k, s)
+        if self.columns != tuple(range(rewards.shape[2])):
+            rewards = rewards.index_select(2, constant(self.columns, torch.long, rewards.device))  # (b, k, s)
         clipped = None
         if self.clamp:
             free = rewards

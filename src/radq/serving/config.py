@@ -180,10 +180,10 @@ class ServeConfig:
         return build(stored, cls, repr(str(file)))
 
     @classmethod
-    def embedded(cls, base: str = EMBEDDED) -> "ServeConfig":
+    def embedded(cls, base: str | None = None) -> "ServeConfig":
         """Serve the embedded base model, or another one with its vocabulary, with both embedded reward models."""
         guides = {name: f"{EMBEDDED}:{name}" for name in SUGGESTED}
-        return cls(base=base, guides=guides, models={"kind": dict(SUGGESTED)})
+        return cls(base=base or EMBEDDED, guides=guides, models={"kind": dict(SUGGESTED)})
 
     def __post_init__(self) -> None:
         entries = {name: GuideEntry.read(value, f"the guide {name!r}") for name, value in self.guides.items()}
