@@ -296,7 +296,7 @@ def test_a_row_without_numbers_ends_alone(guides: dict[str, Guide]) -> None:
     steerer.steer(logits, requests)
     torch.testing.assert_close(logits[0], expected)
     assert logits[1].isfinite().nonzero().tolist() == [[7]]
-    assert steerer.figures.read()["failed"] == 1
+    assert steerer.figures.totals["failed"] == 1
 
 
 def test_nothing_is_raised_whatever_fails(guides: dict[str, Guide], monkeypatch: pytest.MonkeyPatch) -> None:

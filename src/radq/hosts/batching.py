@@ -19,7 +19,7 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.decoding.steering import Strengths, propose
 from radq.guides.base import Advice
-from radq.hosts.figures import Figures
+from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
 from radq.hosts.guidance import Guidance
 from radq.hosts.panel import Panel
@@ -37,6 +37,7 @@ class Request(Text):
     prompt: Sequence[int]
     output: list[int]
     stop: int = 0  # the token that ends the text
+    ticket: str | None = None  # under which the server asks for figures about it
     ended: bool = field(default=False, init=False)  # whether it ends, since it cannot be guided
     betas: dict[int, list[float]] | None = field(default=None, init=False)  # of each guide in a panel
 
@@ -67,6 +68,7 @@ class DeviceRequest(Text):
     source: Any  # the engine's tokens: `source.gpu` has a row for each slot
     slot: int
     stop: int = 0
+    ticket: str | None = None
     size: int = 0  # the number of tokens
     ended: bool = field(default=False, init=False)
     betas: dict[int, list[float]] | None = field(default=None, init=False)
@@ -129,6 +131,7 @@ class _Group:
     temperature: Float[Tensor, "b 1"]  # 1 where the best token is taken
     stops: Int[Tensor, "b 1"]
     members: "list[_Member]"
+    sums: Float[Tensor, "b n"]  # figures of the steps that were not counted yet
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         """The sum of the shifts of all guides, each of which advises on its own rows alone."""
@@ -171,8 +174,9 @@ class Steerer:
         """`capacity` requests of `length` tokens are the most that the engine runs at once."""
         self.panel, self.device = panel, torch.device(device)
         self.followers = [Follower(guide, capacity, length, self.device) for guide in panel.guides]
-        self.figures = Figures(self.device)
+        self._figures = Figures()
         self._plan: tuple[Any, list[_Group]] = (None, [])
+        self._steps = 0  # since the figures were counted
 
     @property
     def nbytes(self) -> int:
@@ -182,15 +186,31 @@ class Steerer:
         """The most memory that the guides' states take up."""
         return sum(follower.plan_bytes() for follower in self.followers)
 
+    @property
+    @torch.inference_mode()  # as all steps, whose tensors cannot be changed without it
+    def figures(self) -> Figures:
+        """The figures of all steps so far."""
+        for group in self._plan[1]:
+            self._figures.count([request.ticket for request in group.requests], group.sums)
+            group.sums.zero_()
+        self._steps = 0
+        return self._figures
+
+    @torch.inference_mode()
     def retain(self, requests: Iterable[Any]) -> None:
         """Forget all other requests."""
         staying = set(requests)
         for follower in self.followers:
             follower.retain(staying)
         if not staying:
-            self._plan = (None, [])
+            self._forget_plan()
 
-    @torch.no_grad()
+    def _forget_plan(self) -> None:
+        """Count the figures of the groups, and let go of their requests."""
+        _ = self.figures
+        self._plan = (None, [])
+
+    @torch.inference_mode()
     def steer(
         self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Int[Tensor, " b"] | None = None
     ) -> None:
@@ -215,7 +235,11 @@ class Steerer:
     def _steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Tensor | None) -> None:
         self._follow({request: row for row, request in requests.items() if not request.ended}, last)
         running = {row: request for row, request in requests.items() if not request.ended}
-        for group in self._make_groups(running, logits.shape[1]):
+        groups = self._make_groups(running, logits.shape[1])
+        self._steps += 1
+        if self._steps >= STEPS:
+            _ = self.figures
+        for group in groups:
             try:
                 self._steer_group(logits, group)
             except Exception as error:
@@ -225,7 +249,7 @@ class Steerer:
         for request, error in failures.items():
             if not request.ended:
                 request.ended = True
-                self.figures.count_failure()
+                self._figures.count([request.ticket], torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
                 LOGGER.error("radq ends a request that it cannot guide: %r", error, exc_info=error)
 
     def _follow(self, requests: Mapping[Any, int], last: Int[Tensor, " b"] | None) -> None:
@@ -261,6 +285,7 @@ class Steerer:
         layouts = tuple(follower.layout for follower in self.followers)
         key = (tuple(requests), tuple(requests.values()), layouts)  # requests are equal only to themselves
         if self._plan[0] != key:
+            self._forget_plan()
             kinds: dict[int, dict[int, Any]] = {}
             for row, request in requests.items():
                 kinds.setdefault(self._kind(request), {})[row] = request
@@ -289,7 +314,8 @@ class Steerer:
             columns = slice(first, first := first + sizes[number])
             members.append(_Member(self.followers[number], self._index(own), self._index(texts), columns))
         stops = self._index([request.stop for request in requests])[:, None]
-        return _Group(requests, self._index(list(rows)), strengths, temperature, stops, members)
+        sums = torch.zeros(len(requests), len(NAMES), dtype=torch.float64, device=self.device)
+        return _Group(requests, self._index(list(rows)), strengths, temperature, stops, members, sums)
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " r"]:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)
@@ -301,7 +327,8 @@ class Steerer:
         guided = guided.scatter(1, proposal.candidates, scaled.to(logits.dtype))
         end = torch.full_like(guided, -torch.inf).scatter(1, group.stops, 0.0)
         logits[group.places] = torch.where(proposal.finite[:, None], guided, end)
-        self.figures.count(proposal.kl, proposal.clipped, proposal.finite)
+        fine = proposal.finite.double()
+        group.sums.add_(torch.stack([fine, proposal.kl * fine, proposal.clipped * fine, 1 - fine], dim=1))
 
 
 def _width(request: Any) -> int:

@@ -1,73 +1,42 @@
-"""Figures about guided tokens, which stand among the metrics of the server that radq runs in.
+"""Figures about guided tokens, for the answers and the metrics of the server that radq runs in."""
 
-They are summed up on the device, and read now and then, so that no step waits for them.
-"""
+from collections import OrderedDict
+from collections.abc import Sequence
 
-import logging
-from typing import Any
-
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-LOGGER = logging.getLogger(__name__)
-STEPS = 32  # between two readings
+STEPS = 32  # between two readings of the sums on the device
+MOST_TICKETS = 4096  # requests whose figures are kept until somebody asks for them
 NAMES = {
-    "tokens": "tokens that radq has guided",
-    "kl": "sum over guided tokens of the KL divergence of the guided from the base distribution, in nats",
-    "clipped": "sum over guided tokens of the share of candidates with a clamped reward",
-    "failed": "guided steps of requests that could not be scored and end",
+    "tokens": "tokens that were drawn under guidance",
+    "kl": "sum over these tokens of KL(guided, unguided), in nats",
+    "clipped": "sum over these tokens of the share of candidates with a clamped reward",
+    "failed": "steps of requests that could not be guided and end",
 }
+Sums = dict[str, float]
 
 
 class Figures:
-    """Sums over all guided tokens since the server has started."""
+    """Sums since the server has started, and those of single requests, by tickets that the server gives out."""
 
-    def __init__(self, device: torch.device):
-        self.totals = dict.fromkeys(NAMES, 0.0)
-        self._sums = torch.zeros(len(NAMES), dtype=torch.float64, device=device)
-        self._steps = 0
-        self._counters = _make_counters()
+    def __init__(self) -> None:
+        self.totals: Sums = dict.fromkeys(NAMES, 0.0)
+        self._tickets: OrderedDict[str, Sums] = OrderedDict()
 
-    def count(self, kl: Float[Tensor, " b"], clipped: Float[Tensor, " b"], finite: Bool[Tensor, " b"]) -> None:
-        """Count the tokens of a step."""
-        fine = finite.double()
-        sums = (fine.sum(), (kl * fine).sum(), (clipped * fine).sum(), (1 - fine).sum())
-        self._sums += torch.stack(sums).to(self._sums)
-        self._steps += 1
-        if self._steps >= STEPS:
-            self.read()
+    def count(self, tickets: Sequence[str | None], sums: Float[Tensor, "b n"]) -> None:
+        """Add the sums of some requests, in the order of `NAMES`. This waits for the device."""
+        for ticket, row in zip(tickets, sums.tolist(), strict=True):
+            self._add(self.totals, row)
+            if ticket is not None:
+                self._add(self._tickets.setdefault(ticket, dict.fromkeys(NAMES, 0.0)), row)
+        while len(self._tickets) > MOST_TICKETS:
+            self._tickets.popitem(last=False)
 
-    def count_failure(self) -> None:
-        """Count a request that ends since it could not be read."""
-        self._add("failed", 1.0)
+    def _add(self, sums: Sums, row: Sequence[float]) -> None:
+        for name, number in zip(NAMES, row, strict=True):
+            sums[name] += number
 
-    def read(self) -> dict[str, float]:
-        """Bring the totals up to date."""
-        new = dict(zip(NAMES, self._sums.tolist(), strict=True))
-        self._sums.zero_()
-        self._steps = 0
-        if new["failed"]:
-            LOGGER.error("radq ends requests whose rewards are not finite; see the metric radq_failed.")
-        for name, number in new.items():
-            self._add(name, number)
-        return self.totals
-
-    def _add(self, name: str, number: float) -> None:
-        self.totals[name] += number
-        if name in self._counters:
-            self._counters[name].inc(number)
-
-
-_COUNTERS: dict[str, Any] = {}
-
-
-def _make_counters() -> dict[str, Any]:
-    """Counters of prometheus_client, one set for a process, where it is installed."""
-    if not _COUNTERS:
-        try:
-            from prometheus_client import Counter
-        except ImportError:
-            return {}
-        _COUNTERS.update({name: Counter(f"radq_{name}", text) for name, text in NAMES.items()})
-    return _COUNTERS
+    def take(self, ticket: str) -> Sums | None:
+        """The sums of a request, which are then forgotten."""
+        return self._tickets.pop(ticket, None)

@@ -20,6 +20,7 @@ from radq.serving.strengths import read_strengths
 
 PREFIX = "radq"
 ARGUMENTS = ("radq", "radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
+TICKET = "radq_ticket"  # under which the server asks for figures about the request
 GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
 TOP_K = 20
 
@@ -30,6 +31,12 @@ class Guidance:
 
     strengths: Mapping[str, float]
     steering: Steering
+
+    def describe(self) -> dict[str, Any]:
+        """What is applied to the request, for its answer."""
+        steering = self.steering
+        settings = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
+        return {"strengths": dict(self.strengths), **settings}
 
 
 class Registry:
@@ -49,7 +56,8 @@ class Registry:
 
     def guidance(self, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
         """Read and check what a request's arguments ask for; None if it is not guided."""
-        given = {name: value for name, value in (arguments or {}).items() if name.lower().startswith(PREFIX)}
+        arguments = {name: value for name, value in (arguments or {}).items() if name != TICKET}
+        given = {name: value for name, value in arguments.items() if name.lower().startswith(PREFIX)}
         unknown = [name for name in given if name not in ARGUMENTS]
         if unknown:
             raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")

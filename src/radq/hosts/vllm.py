@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, RadqError, require_package
 from radq.guides.spec import parse_guide
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
-from radq.hosts.guidance import Guidance, Registry
+from radq.hosts.figures import Figures
+from radq.hosts.guidance import TICKET, Guidance, Registry
 from radq.hosts.panel import Panel
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
 from radq.numerics import available_memory
@@ -44,6 +46,9 @@ HEADROOM = 8  # room for tokens that guides put before a text: a BOS, maybe a co
 WIDEST = 2**31 - 1  # candidates, for the engine, whose operator is its only client
 STRONGEST = 1e30
 GIB = 2**30
+
+
+PROCESSORS: "WeakSet[GuidedProcessor]" = WeakSet()  # of this process
 
 
 @lru_cache
@@ -73,6 +78,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
     def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool | None = None):
         """The first runner passes a device as `place`, the second one an object with the tokens of all requests."""
         self._slots, self._states = Slots(), place
+        PROCESSORS.add(self)
         device = torch.device(getattr(place, "device", place))
         self._registry = find_registry(self.guides_file)
         panel = Panel.load(self._registry.entries, str(device))
@@ -85,6 +91,15 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
                 "radq: log-probabilities in responses are the base model's; "
                 "--logprobs-mode processed_logprobs gives those of the guided distribution."
             )
+
+    @property
+    def figures(self) -> Figures:
+        return self._steerer.figures
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the guides' states may take up now."""
+        return self._steerer.nbytes
 
     @classmethod
     def read_guidance(cls, params: Any) -> Guidance | None:
@@ -124,7 +139,9 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
 
     def _make_request(self, params: Any, prompt: list[int] | None, output: list[int]) -> Request | None:
         guidance = self.read_guidance(params)  # it was checked when the request came
-        return None if guidance is None else Request(guidance, prompt or [], output, self._find_stop(params))
+        if guidance is None:
+            return None
+        return Request(guidance, prompt or [], output, self._find_stop(params), _find_ticket(params))
 
     # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
@@ -132,7 +149,8 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         guidance = self.read_guidance(sampling_params)
         request = None
         if guidance is not None:
-            request = DeviceRequest(guidance, self._states.all_token_ids, req_idx, self._find_stop(sampling_params))
+            stop, ticket = self._find_stop(sampling_params), _find_ticket(sampling_params)
+            request = DeviceRequest(guidance, self._states.all_token_ids, req_idx, stop, ticket)
         self._slots.update([], [(req_idx, request)], [])
         return request is not None
 
@@ -151,6 +169,11 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         """A token that ends the text of a request."""
         known = [params.eos_token_id, *(params.stop_token_ids or ())]
         return next((token for token in known if token is not None), self._end)
+
+
+def _find_ticket(params: Any) -> str | None:
+    ticket = (params.extra_args or {}).get(TICKET)
+    return None if ticket is None else str(ticket)
 
 
 def __getattr__(name: str) -> Any:

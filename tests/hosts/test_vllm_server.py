@@ -1,0 +1,272 @@
+"""`vllm serve` with guides, over HTTP: whatever one client asks for, all others get their own texts."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import yaml
+from families import make_reward
+from vllm_world import NEW_TOKENS, PROMPTS, TOKENIZER, World
+
+from radq.models.hub import quiet
+from radq.models.reward import RadQ
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+START_SECONDS = 240
+GREEDY: dict[str, Any] = {"model": "base", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+
+
+class Server:
+    """A running `vllm serve`."""
+
+    def __init__(self, world: World, folder: Path):
+        self.world, self.folder = world, folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        q, v = world.guides["q"].partition(":")[0], world.guides["v"].partition(":")[0]
+        guides = {
+            "nice": f"{q}:nice=4",
+            "rude": {"guide": f"{q}:rude", "range": [-60, 60], "suggested": -6},
+            "kind": f"{v}:nice=4",
+            "broken": f"{make_broken(world, folder)}:nice=1",
+        }
+        (folder / "guides.yaml").write_text(yaml.safe_dump({"guides": guides, "limits": {"top_k": 32}}))
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(world.base)]
+        command += ["--port", str(self.port), "--served-model-name", "base", "--dtype", "float32", "--enforce-eager"]
+        command += ["--max-model-len", "63", "--max-num-seqs", "64", "--no-enable-chunked-prefill"]
+        command += ["--generation-config", "vllm", "--gpu-memory-utilization", "0.2"]
+        command += ["--logits-processors", "radq.hosts.vllm:GuidedProcessor"]
+        command += ["--middleware", "radq.hosts.vllm_http.GuideMiddleware"]
+        command += ["--worker-extension-cls", "radq.hosts.vllm_worker.GuideWorker"]
+        variables = {"RADQ_GUIDES": str(folder / "guides.yaml"), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        self.log = (folder / "log").open("w")
+        self.process = subprocess.Popen(command, env=os.environ | variables, stdout=self.log, stderr=self.log)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(1)
+        raise RuntimeError((self.folder / "log").read_text()[-4000:])
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+        self.log.close()
+
+    def complete(self, body: dict[str, Any], route: str = "completions") -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{route}", json=body, timeout=120)
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("radq_"))}
+
+
+def make_broken(world: World, folder: Path) -> Path:
+    """A reward model that has diverged."""
+    model = make_reward("q", world.base)
+    assert isinstance(model, RadQ)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.fill_(torch.nan)
+    with quiet():
+        model.save_pretrained(folder / "broken")
+    return folder / "broken"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    running = Server(World("llama", folder), folder)
+    try:
+        running.wait()
+        yield running
+    finally:
+        running.stop()
+
+
+def own(server: Server, prompt: str, strengths: dict[str, float], **options: Any) -> str:
+    """The text of radq.generate alone, with the same strengths."""
+    q, v = server.world.guides["q"].partition(":")[0], server.world.guides["v"].partition(":")[0]
+    kinds = {"nice": f"{q}:nice", "rude": f"{q}:rude", "kind": f"{v}:nice"}
+    specifications = [f"{kinds[name]}={number}" for name, number in strengths.items()]
+    options = {"top_k": 6, **options}
+    tokens = server.world.own(specifications or None, [prompt], **options)[0]
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def ask(prompt: str, radq: str, **fields: Any) -> dict[str, Any]:
+    return {**GREEDY, "prompt": prompt, "vllm_xargs": {"radq": radq}, **fields}
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"].strip()
+
+
+# --- clients ---
+
+
+def test_clients_as_they_are(server: Server) -> None:
+    """OpenAI's, Open WebUI's shape of a request, which has texts alone, and plain JSON, as curl sends it."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    arguments = {"radq_guide": "nice", "radq_beta": -7, "radq_top_k": 6}
+    found = client.completions.create(
+        model="base", prompt=PROMPTS[0], temperature=0, max_tokens=8, extra_body={"vllm_xargs": arguments}
+    )
+    expected = own(server, PROMPTS[0], {"nice": -7}, max_new_tokens=8, stop_token_ids=None)
+    assert found.choices[0].text.strip() == expected.strip()
+    body = {
+        "model": "base",
+        "messages": [{"role": "user", "content": PROMPTS[1]}],
+        "stream": False,
+        "temperature": 0,
+        "max_tokens": 8,
+        "vllm_xargs": {"radq": "nice=9,rude=-3,kl_budget=none,top_k=6"},
+    }
+    written = server.complete(body, "chat/completions").json()["choices"][0]["message"]["content"]
+    expected = own(server, PROMPTS[1], {"nice": 9, "rude": -3}, max_new_tokens=8, stop_token_ids=None)
+    assert written.strip() == expected.strip()
+    as_in_radq_serve = {**GREEDY, "prompt": PROMPTS[2], "radq": {"kind": 5, "top_k": 6, "kl_budget": None}}
+    assert text_of(server.complete(as_in_radq_serve)) == own(server, PROMPTS[2], {"kind": 5}).strip()
+
+
+def test_answers_confirm_what_was_applied(server: Server) -> None:
+    before = server.metrics()
+    response = server.complete(ask(PROMPTS[0], "nice=9,kl_budget=0.25,top_k=6", n=2, temperature=1))
+    applied = response.json()["radq"]
+    assert applied["strengths"] == {"nice": 9}
+    assert (applied["kl_budget"], applied["top_k"]) == (0.25, 6)
+    assert 0 < applied["kl"] <= 0.25 + 1e-4
+    assert json.loads(response.headers["x-radq"])["strengths"] == {"nice": 9}
+    after = server.metrics()
+    assert after["radq_tokens_total"] - before["radq_tokens_total"] == 2 * NEW_TOKENS
+    assert after["radq_kl_total"] > before["radq_kl_total"]
+    plain = server.complete({**GREEDY, "prompt": PROMPTS[0]})
+    assert "radq" not in plain.json()
+    assert "x-radq" not in plain.headers
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask("5 9", "nice=9", stream=True)) as stream:
+        assert json.loads(stream.headers["x-radq"])["strengths"] == {"nice": 9}
+        assert b"[DONE]" in stream.read()
+
+
+# --- mistakes ---
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"vllm_xargs": {"radq_guide": "nice", "radq_beta": 1e39}}, "nice must be from -100 to 100"),
+    ({"vllm_xargs": {"radq": "nice=1e39"}}, "nice must be from -100 to 100"),
+    ({"vllm_xargs": {"radq": "rude=61"}}, "rude must be from -60 to 60"),
+    ({"vllm_xargs": {"radq": "polite=3"}}, "there is no guide 'polite'"),
+    ({"vllm_xargs": {"radq_guide": "/etc/passwd"}}, "there is no guide"),
+    ({"vllm_xargs": {"radq_guide": "nice", "radq_top_k": 0}}, "top_k must be a whole number from 1 to 32"),
+    ({"vllm_xargs": {"radq": "nice=3,top_k=33"}}, "top_k must be a whole number from 1 to 32"),
+    ({"vllm_xargs": {"radqguide": "nice"}}, "no argument 'radqguide'"),
+    ({"vllm_args": {"radq_guide": "nice"}}, "'vllm_args' is no field"),
+    ({"radq_guide": "nice"}, "'radq_guide' is no field"),
+    ({"nice": 4}, "'nice' is no field"),
+    ({"vllm_xargs": {"radq": "nice=3"}, "use_beam_search": True, "n": 2}, "beam search cannot be guided"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), WRONG)
+def test_mistakes_are_answered_with_a_reason(fields: dict[str, Any], reason: str, server: Server) -> None:
+    response = server.complete({**GREEDY, "prompt": PROMPTS[0], **fields})
+    assert response.status_code == 400
+    assert reason in response.json()["error"]["message"]
+    assert str(server.folder) not in response.text
+
+
+def test_a_model_that_diverged_ends_its_own_texts_alone(server: Server) -> None:
+    expected = own(server, PROMPTS[0], {"nice": 4}).strip()
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            bodies = [ask(PROMPTS[0], "nice=4,kl_budget=none,top_k=6"), ask(PROMPTS[0], "broken=1", ignore_eos=False)]
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies * 4))
+
+    responses = asyncio.run(run())
+    assert [text_of(response) for response in responses[::2]] == [expected] * 4
+    for response in responses[1::2]:
+        assert text_of(response) == ""
+        assert "could not score" in response.json()["radq"]["error"]
+        assert response.json()["choices"][0]["finish_reason"] == "stop"
+
+
+# --- many at once ---
+
+
+def make_wish(rng: random.Random) -> dict[str, float]:
+    names = rng.sample(["nice", "rude", "kind"], rng.randint(0, 2))
+    return {name: rng.choice([-8.5, 6.0]) for name in names}
+
+
+def write_wish(wish: dict[str, float], budget: float | None) -> str:
+    parts = [f"{name}={number}" for name, number in wish.items()]
+    return ",".join([*parts, "top_k=6", f"kl_budget={'none' if budget is None else budget}"])
+
+
+def test_mixed_requests_at_random_times_get_the_texts_that_they_get_alone(server: Server) -> None:
+    rng = random.Random(0)
+    wishes = [(rng.choice(PROMPTS), make_wish(rng), rng.choice([None, 0.3]), rng.uniform(0, 4)) for _ in range(64)]
+
+    async def one(client: httpx.AsyncClient, prompt: str, wish: dict[str, float], budget: Any, delay: float) -> str:
+        await asyncio.sleep(delay)
+        body = ask(prompt, write_wish(wish, budget)) if wish else {**GREEDY, "prompt": prompt}
+        return text_of(await client.post("/v1/completions", json=body))
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            return await asyncio.gather(*(one(client, *wish) for wish in wishes))
+
+    for found, (prompt, wish, budget, _) in zip(asyncio.run(run()), wishes, strict=True):
+        options = {"kl_budget": budget} if wish else {}
+        assert found == own(server, prompt, wish, **options).strip()
+
+
+def test_cancelled_requests_disturb_nobody_and_leave_nothing_behind(server: Server) -> None:
+    rng = random.Random(1)
+    expected = own(server, PROMPTS[3], {"nice": 3.0}).strip()
+
+    async def one(client: httpx.AsyncClient, delay: float, patience: float | None) -> str | None:
+        await asyncio.sleep(delay)
+        call = client.post("/v1/completions", json=ask(PROMPTS[3], "nice=3,kl_budget=none,top_k=6"))
+        try:
+            return text_of(await asyncio.wait_for(call, patience))
+        except TimeoutError:
+            return None
+
+    async def run() -> list[str | None]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+            patience = [rng.uniform(0.05, 2) if rng.random() < 0.5 else None for _ in range(200)]
+            return await asyncio.gather(*(one(client, rng.uniform(0, 2), most) for most in patience))
+
+    found = asyncio.run(run())
+    assert {text for text in found if text is not None} == {expected}
+    deadline = time.monotonic() + 60
+    while server.metrics()["radq_cache_bytes"] and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert server.metrics()["radq_cache_bytes"] == 0
+    assert text_of(server.complete(ask(PROMPTS[3], "nice=3,kl_budget=none,top_k=6"))) == expected
