@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.decoding.config import Steering
-from radq.decoding.steering import Strengths, propose
+from radq.decoding.steering import Proposal, Strengths, propose
 from radq.guides.base import Advice
 from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
@@ -321,12 +321,16 @@ class Steerer:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)
 
     def _steer_group(self, logits: Float[Tensor, "b v"], group: _Group) -> None:
-        proposal = propose(logits[group.places].float(), group, None, group.strengths)
-        scaled = proposal.logits * group.temperature
-        guided = torch.full_like(logits[group.places], -torch.inf)
-        guided = guided.scatter(1, proposal.candidates, scaled.to(logits.dtype))
-        end = torch.full_like(guided, -torch.inf).scatter(1, group.stops, 0.0)
-        logits[group.places] = torch.where(proposal.finite[:, None], guided, end)
+        base = logits[group.places]
+        proposal = propose(base.float(), group, None, group.strengths)
+        fine = proposal.finite[:, None]
+        scaled = torch.where(fine, proposal.logits * group.temperature, -torch.inf)
+        guided = torch.full_like(base, -torch.inf).scatter_(1, proposal.candidates, scaled.to(base.dtype))
+        stops = torch.where(fine, guided.gather(1, group.stops), 0.0)  # rows without numbers end
+        logits[group.places] = guided.scatter_(1, group.stops, stops)
+        self._sum_up(group, proposal)
+
+    def _sum_up(self, group: _Group, proposal: Proposal) -> None:
         fine = proposal.finite.double()
         group.sums.add_(torch.stack([fine, proposal.kl * fine, proposal.clipped * fine, 1 - fine], dim=1))
 

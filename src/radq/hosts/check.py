@@ -1,0 +1,89 @@
+"""A check of an operator's file against a base model, in seconds: no weights are read.
+
+    for line in check_guides("guides.yaml", "gpt2-large", max_model_len=1000):
+        print(line)
+
+Without it, a server would find the same mistakes after it has loaded the base model.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from radq.errors import ContextLengthError, OptionError, RadqError
+from radq.guides.folders import EXPERT, holds_experts
+from radq.guides.spec import GUIDES, find_kind
+from radq.models.embedded import EMBEDDED
+from radq.models.stored import check_language_model, read_config
+from radq.serving.config import GuideEntry, ServeConfig
+
+
+def check_guides(file: str | Path, base: str | None = None, max_model_len: int | None = None) -> list[str]:
+    """Raise if a server with these guides could not start; return a line about each of them.
+
+    Args:
+        file: the operator's YAML file.
+        base: the base model, by default the one in the file.
+        max_model_len: the most tokens of a text, by default as many as the base model has positions for.
+    """
+    config = ServeConfig.read(file)
+    base = base or config.base
+    if not config.guides:
+        raise OptionError(f"{str(file)!r} names no guides.", "write lines name: DIR:attribute=beta.")
+    check_language_model(base)
+    for name, entry in config.guides.items():
+        _explain(name, entry.check)
+    model = _BaseModel(base, max_model_len)
+    return [_explain(name, partial(model.check, entry, name)) for name, entry in config.guides.items()]
+
+
+def _explain(name: str, check: Any) -> Any:
+    """Name the guide in the error of a check."""
+    try:
+        return check()
+    except RadqError as error:
+        raise type(error)(f"the guide {name!r}: {error.message}", error.hint) from error
+
+
+class _BaseModel:
+    """What guides must agree with: the tokens of the base model, and the length of its texts."""
+
+    def __init__(self, name: str, max_model_len: int | None):
+        from radq.models.loading import load_config, load_tokenizer, max_positions
+
+        config = load_config(name)
+        self.name, self.tokenizer = name, load_tokenizer(name)
+        self.size: int = config.get_text_config().vocab_size
+        self.length = max_model_len or max_positions(config)
+
+    def check(self, entry: GuideEntry, name: str) -> str:
+        """Check a guide's vocabulary and positions; return a line about it."""
+        from radq.models.vocabulary import check_vocabulary
+
+        vocabulary, positions, overhead = _describe(entry)
+        check_vocabulary(vocabulary, self.size, self.tokenizer, self.name)
+        if positions is not None and self.length is not None and self.length + overhead > positions:
+            raise ContextLengthError(
+                f"it reads texts of {positions - overhead} tokens, and the base model's may have {self.length}.",
+                f"give vLLM --max-model-len {positions - overhead}.",
+            )
+        low, high = entry.limits
+        return f"{name}: {entry.description}, strengths from {low:g} to {high:g}"
+
+
+def _describe(entry: GuideEntry) -> tuple[Any, int | None, int]:
+    """The vocabulary of a guide, its positions, and how many of them it needs before a text."""
+    from transformers import AutoConfig
+
+    from radq.models.loading import find_tokenizer, load_config, max_positions
+    from radq.models.vocabulary import Vocabulary, read_vocabulary
+
+    if find_kind(entry.folder) in (GUIDES["embedded"], GUIDES["reward"]):
+        stored = read_config(f"{EMBEDDED}:{entry.strength}" if entry.folder == EMBEDDED else entry.folder)
+        backbone = AutoConfig.for_model(**stored["backbone"])
+        vocabulary = Vocabulary(*(stored.get("vocabulary") or [backbone.get_text_config().vocab_size]))
+        return vocabulary, max_positions(backbone), int(stored.get("prepend_bos", True))
+    folder = Path(entry.folder) / EXPERT if holds_experts(entry.folder) else entry.folder
+    config = load_config(folder)
+    vocabulary = read_vocabulary(config.get_text_config().vocab_size, find_tokenizer(folder))
+    return vocabulary, max_positions(config), 1
