@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from radq.decoding.steering import Steering, Strengths, propose
+from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
 from radq.guides.meter import Meter
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
+from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.guidance import Guidance
 from radq.hosts.panel import Panel
 
@@ -338,6 +340,64 @@ def test_tokens_on_the_device_are_read_as_those_of_the_host(guides: dict[str, Gu
             slot = rng.randrange(4)
             requests[slot] = come(slot)
     assert not any(request.ended for request in requests)
+
+
+# --- drafts ---
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, guides: dict[str, Guide]) -> None:
+    """Drafts are accepted or rejected at random, requests come, miss steps and go; some are not guided."""
+    rng, most = random.Random(seed), 3
+    chosen = {kind: guides[kind] for kind in ("q", "dexperts")}
+    check_drafts(list(chosen.values()), VOCAB)
+    steerer = DraftSteerer(make_panel(chosen), 5, LENGTH, "cpu", most)
+    tokens, lengths = torch.zeros(5, LENGTH, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    requests: dict[int, DraftRequest | None] = {}
+
+    def come(slot: int) -> None:
+        lengths[slot] = rng.randint(1, 6)
+        tokens[slot, : int(lengths[slot])] = torch.tensor([rng.randrange(3, VOCAB) for _ in range(int(lengths[slot]))])
+        numbers = {name: rng.choice([-2.0, 3.0]) for name in rng.sample(["q.0", "q.1", "dexperts.0"], 2)}
+        guidance = Guidance(numbers, rng.choice([Steering(6), Steering(4, temperature=0.5, kl_budget=0.2)]))
+        request = DraftRequest(guidance, SimpleNamespace(gpu=tokens), slot, lengths=SimpleNamespace(gpu=lengths))
+        requests[slot] = request if rng.random() < 0.8 else None
+
+    for slot in range(4):
+        come(slot)
+    for step in range(8):
+        if step % 3 == 2:
+            come(rng.randrange(5))
+        rows: list[tuple[int, int, list[int]]] = []
+        for slot in rng.sample(list(requests), rng.randint(1, len(requests))):
+            text = tokens[slot, : int(lengths[slot])].tolist()
+            drafted = [rng.randrange(3, VOCAB) for _ in range(rng.randint(0, most - 1))]
+            rows += [(slot, place, text + drafted[:place]) for place in range(len(drafted) + 1)]
+            tokens[slot, int(lengths[slot]) : int(lengths[slot]) + len(drafted)] = torch.tensor(drafted).int()
+            if (known := requests[slot]) is not None:
+                known.bound = len(text) + most - 1
+        shown = {slot: one for slot, _, _ in rows if (one := requests[slot]) is not None}
+        base = torch.stack([base_logits(text) for _, _, text in rows])
+        logits = base.clone()
+        columns = [[slot for slot, _, _ in rows], [place for _, place, _ in rows]]
+        columns += [[text[-1] for _, _, text in rows], [len(text) - 1 for _, _, text in rows]]
+        steerer.steer_drafts(logits, shown, Drafts(*map(torch.tensor, columns)))
+        for row, (slot, _, text) in enumerate(rows):
+            request = requests[slot]
+            expected = base[row] if request is None else alone(chosen, text, request.guidance)
+            torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
+        for slot in {slot for slot, _, _ in rows}:  # some drafts are accepted, and one token is drawn
+            accepted = rng.randint(0, max(place for other, place, _ in rows if other == slot))
+            lengths[slot] += accepted + 1
+            tokens[slot, int(lengths[slot]) - 1] = rng.randrange(3, VOCAB)
+    assert not any(request.ended for request in requests.values() if request is not None)
+
+
+@pytest.mark.parametrize("kind", ["v", "gedi"])
+def test_guides_that_cannot_follow_drafts_are_refused(kind: str, guides: dict[str, Guide]) -> None:
+    with pytest.raises(OptionError, match="speculative"):
+        check_drafts([guides[kind]], VOCAB)
 
 
 # --- places ---

@@ -304,7 +304,7 @@ class Steerer:
         used = [number for number in range(len(self.followers)) if any(number in own for own in betas)]
         sizes = {number: len(self.followers[number].guide.beta) for number in used}
         numbers = [[beta for n in used for beta in own.get(n, [0.0] * sizes[n])] for own in betas]
-        steerings = [_limit_width(request.guidance.steering, vocab_size) for request in requests]
+        steerings = [limit_width(request.guidance.steering, vocab_size) for request in requests]
         strengths = Strengths.stack(steerings, numbers, vocab_size, self.device)
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
         members, first = [], 0
@@ -323,12 +323,21 @@ class Steerer:
     def _steer_group(self, logits: Float[Tensor, "b v"], group: _Group) -> None:
         base = logits[group.places]
         proposal = propose(base.float(), group, None, group.strengths)
-        fine = proposal.finite[:, None]
-        scaled = torch.where(fine, proposal.logits * group.temperature, -torch.inf)
-        guided = torch.full_like(base, -torch.inf).scatter_(1, proposal.candidates, scaled.to(base.dtype))
-        stops = torch.where(fine, guided.gather(1, group.stops), 0.0)  # rows without numbers end
-        logits[group.places] = guided.scatter_(1, group.stops, stops)
+        logits[group.places] = self._write(base, proposal, group.temperature, group.stops)
         self._sum_up(group, proposal)
+
+    def _write(
+        self,
+        base: Float[Tensor, "b v"],
+        proposal: Proposal,
+        temperature: Float[Tensor, "b 1"],
+        stops: Int[Tensor, "b 1"],
+    ) -> Float[Tensor, "b v"]:
+        """The guided logits of all tokens, multiplied by the temperature. Rows without numbers end."""
+        fine = proposal.finite[:, None]
+        scaled = torch.where(fine, proposal.logits * temperature, -torch.inf)
+        guided = torch.full_like(base, -torch.inf).scatter_(1, proposal.candidates, scaled.to(base.dtype))
+        return guided.scatter_(1, stops, torch.where(fine, guided.gather(1, stops), 0.0))
 
     def _sum_up(self, group: _Group, proposal: Proposal) -> None:
         fine = proposal.finite.double()
@@ -340,6 +349,6 @@ def _width(request: Any) -> int:
     return request.guidance.steering.top_k or sys.maxsize
 
 
-def _limit_width(steering: Steering, vocab_size: int) -> Steering:
+def limit_width(steering: Steering, vocab_size: int) -> Steering:
     """Lower top_k to the size of the vocabulary where it is larger."""
     return steering if steering.top_k is None else replace(steering, top_k=min(steering.top_k, vocab_size))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -26,6 +26,7 @@ from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, RadqError, require_package
 from radq.guides.spec import parse_guide
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
+from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
 from radq.hosts.guidance import TICKET, Guidance, Registry
 from radq.hosts.panel import Panel
@@ -84,7 +85,11 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         panel = Panel.load(self._registry.entries, str(device))
         model = vllm_config.model_config
         self._end = _check_engine(vllm_config, panel.guides)
-        self._steerer = Steerer(panel, vllm_config.scheduler_config.max_num_seqs, model.max_model_len, device)
+        size = (vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
+        self._drafts = None
+        if vllm_config.speculative_config is not None:
+            self._drafts = DraftSteerer(panel, *size, device, 1 + vllm_config.num_speculative_tokens)
+        self._steerer = self._drafts or Steerer(panel, *size, device)
         _check_memory(self._steerer, vllm_config)
         if "raw" in str(model.logprobs_mode):
             LOGGER.info(
@@ -120,6 +125,10 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         return False
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        if self._drafts is not None:
+            drafts = Drafts(ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.input_ids, ctx.pos)
+            self._drafts.steer_drafts(logits, {one.slot: one for one in self._read_context(ctx).values()}, drafts)
+            return logits
         requests = self._slots.requests if ctx is None else self._read_context(ctx)
         if requests:
             self._steerer.steer(logits, requests, None if ctx is None else ctx.input_ids)
@@ -150,7 +159,8 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         request = None
         if guidance is not None:
             stop, ticket = self._find_stop(sampling_params), _find_ticket(sampling_params)
-            request = DeviceRequest(guidance, self._states.all_token_ids, req_idx, stop, ticket)
+            make = partial(DraftRequest, lengths=self._states.total_len) if self._drafts else DeviceRequest
+            request = make(guidance, self._states.all_token_ids, req_idx, stop, ticket)
         self._slots.update([], [(req_idx, request)], [])
         return request is not None
 
@@ -159,9 +169,12 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         rows: dict[int, DeviceRequest] = {}
         for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
             request = self._slots.requests.get(slot)
-            length = int(ctx.seq_lens_upper_bound_np[row])  # the exact length, since no tokens are speculated
+            length = int(ctx.seq_lens_upper_bound_np[row])  # the exact length, if no tokens are speculated
             if request is not None and length >= self._states.prefill_len.np[slot]:
-                request.size = length
+                if isinstance(request, DraftRequest):
+                    request.bound = length
+                else:
+                    request.size = length
                 rows[row] = request
         return rows
 
@@ -198,7 +211,7 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> int:
     """Raise at the start if guides would fail in the middle of a batch; return a token that ends texts."""
     model = vllm_config.model_config
     if vllm_config.speculative_config is not None:
-        raise OptionError("guides cannot be used with speculative decoding.", "turn it off in vLLM.")
+        check_drafts(guides, model.get_vocab_size())
     if model.enable_prompt_embeds:
         raise OptionError("guides cannot read prompts that are embeddings.", "turn enable_prompt_embeds off in vLLM.")
     tokenizer = load_tokenizer(model.tokenizer)

@@ -243,6 +243,18 @@ class SlotReading:
         output = self._forward(candidates, columns, positions, seen)
         return SlotSiblings(self, candidates, output.last_hidden_state)
 
+    @torch.no_grad()
+    def read_over(self, tokens: Int[Tensor, "b n"], starts: Int[Tensor, " b"]) -> Float[Tensor, "b n d"]:
+        """Read n tokens of each row from the given column on, over whatever stood there; return the output at each.
+
+        So drafts of a text are read and, where they are rejected, overwritten by what follows. Lengths are the caller's
+        business.
+        """
+        columns = (starts[:, None] + torch.arange(tokens.shape[1], device=self.device)).clamp(max=self.window - 1)
+        self._input_ids[: self.count].scatter_(1, columns, tokens)
+        seen = torch.arange(self.window, device=self.device) <= columns[..., None]
+        return self._forward(tokens, columns, columns, seen)[self.reader.output]
+
     def rewind(self, n: int) -> "SlotReading":
         """Go back to the state before the last n tokens of every row, all of which the model knows."""
         self.lengths.sub_(n + 1)
@@ -253,7 +265,7 @@ class SlotReading:
     ) -> Any:
         self.columns, self.seen_width = columns, seen.shape[2]
         model = self.reader.model
-        extra: dict[str, Any] = dict(self.reader.last_only)
+        extra: dict[str, Any] = dict(self.reader.last_only) if tokens.shape[1] == 1 else {}
         if kv_cache.accepts(model, "position_ids"):
             extra["position_ids"] = positions if self._limit is None else positions.clamp(max=self._limit - 1)
         masks = {kind: self._mask(kind, positions, seen) for kind in self._types}

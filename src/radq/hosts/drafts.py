@@ -1,0 +1,182 @@
+"""Guidance under speculative decoding: a request has one row of logits for each drafted token, and one more.
+
+How many drafts were accepted is known on the device alone, so nothing here depends on it. In each step a guide reads
+the last token of every text and its drafts from their own positions on, over the drafts of the step before.
+Axes: r rows of logits, b texts, n drafted tokens and one more, k candidates, s strengths.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from radq.decoding.steering import Strengths, propose
+from radq.errors import OptionError
+from radq.guides import Guide
+from radq.guides.base import Advice
+from radq.hosts.batching import DeviceRequest, Steerer, limit_width
+from radq.hosts.follower import Follower, Text
+from radq.hosts.panel import Panel
+from radq.models.reading import Glance
+from radq.models.slots import SlotReading, takes_slots
+
+
+@dataclass(eq=False)
+class DraftRequest(DeviceRequest):
+    """A request whose length only the device knows."""
+
+    lengths: Any = None  # the engine's: `lengths.gpu` has a number for each slot
+    bound: int = field(default=0, init=False)  # the most tokens that the text may have, drafts included
+
+    def growth(self, mark: int) -> int | None:
+        return 0  # drafts are read by their positions
+
+    def measure(self) -> None:
+        """Find out how long the text is. This waits for the device."""
+        self.size = int(self.lengths.gpu[self.slot])
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The rows of logits of a step."""
+
+    slots: Int[Tensor, " r"]  # the slot of each row's request
+    places: Int[Tensor, " r"]  # the place of each row among those of its request
+    tokens: Int[Tensor, " r"]  # the last token that each row has seen
+    positions: Int[Tensor, " r"]  # and its position
+
+
+def check_drafts(guides: Sequence[Guide], vocab_size: int) -> None:
+    """Raise if a guide cannot follow drafts."""
+    for guide in guides:
+        state = guide.start(torch.zeros(1, 2, dtype=torch.long))
+        noted: list[bool] = []
+        state.map_readings(lambda reading, noted=noted: noted.append(reading.notes is not None) or reading)
+        for reader in guide.readers:
+            if any(noted) or reader.reads_candidates or reader.num_known < vocab_size or not takes_slots(reader):
+                raise OptionError(
+                    "a guide cannot be used with speculative decoding.",
+                    "use RAD-Q or DExperts models that know all tokens of the base model, or turn speculation off.",
+                )
+
+
+class DraftFollower(Follower):
+    """One guide, which reads the drafts of all its texts in each step."""
+
+    def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device, most: int):
+        """`most` is the number of rows of logits that a request may have."""
+        super().__init__(guide, capacity, length + 2 * most, device)
+        self.most = most
+
+    def follow(self, present: Mapping[Text, int], last: Tensor | None, widest: int) -> dict[Text, Exception]:
+        for text in present:
+            if text not in self.rows and isinstance(text, DraftRequest):
+                text.measure()
+        return super().follow(present, last, widest)
+
+    def _reserve(self, widest: int) -> None:
+        """Make room for the drafts of every text, and behind them for those that belong to no text."""
+        for slots in self._slots():
+            slots.resize(len(self.texts))
+            bounds = [max(text.length, getattr(text, "bound", 0)) for text in self.texts]
+            slots.bounds[: slots.count] = np.array(bounds) + slots.reader.overhead + self.most
+            slots.reserve()
+
+    def advise_drafts(
+        self, texts: Int[Tensor, " r"], drafts: Drafts, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"]
+    ) -> Advice:
+        """The guide's opinion on candidates after each row. `texts` are its rows of the texts, or −1."""
+        glance = self._state.map_readings(lambda slots: self._read_over(slots, texts, drafts))
+        return self.guide.advise(glance, candidates, beta)
+
+    def _read_over(self, slots: SlotReading, texts: Int[Tensor, " r"], drafts: Drafts) -> Glance:
+        """Let a model read the drafts of all texts; return its output at each row of logits."""
+        count, places, followed = slots.count, drafts.places.long(), texts >= 0
+        tokens = places.new_zeros(count + 1, self.most)  # the last row takes what belongs to no text
+        tokens[torch.where(followed, texts, count), places] = drafts.tokens.long()
+        sizes = torch.tensor(self._lengths, device=self.device)
+        columns = drafts.positions.long() + (slots.lengths - sizes)[texts.clamp(min=0)]  # a BOS may stand before a text
+        starts = places.new_full((count + 1,), slots.window - self.most)  # texts that are not shown keep what they have
+        starts[torch.where(followed & (places == 0), texts, count)] = columns
+        outputs = slots.read_over(tokens[:count], starts[:count])
+        return Glance(slots.reader, outputs[texts.clamp(min=0), places], None)
+
+
+class DraftSteerer(Steerer):
+    """Steers all rows of logits of guided requests."""
+
+    def __init__(self, panel: Panel, capacity: int, length: int, device: torch.device | str, most: int):
+        super().__init__(panel, capacity, length, device)
+        self.followers = [DraftFollower(guide, capacity, length, self.device, most) for guide in panel.guides]
+
+    @torch.inference_mode()
+    def steer_drafts(self, logits: Float[Tensor, "r v"], requests: Mapping[int, DraftRequest], drafts: Drafts) -> None:
+        """Overwrite the rows of these requests, which are given by their slots, as `steer` does."""
+        try:
+            self._follow({request: slot for slot, request in requests.items() if not request.ended}, None)
+            running = {slot: request for slot, request in requests.items() if not request.ended}
+            if running:
+                self._steer_rows(logits, running, drafts)
+        except Exception as error:
+            for follower in self.followers:
+                follower.clear()
+            self._end(dict.fromkeys(requests.values(), error))
+        for slot, request in requests.items():
+            if request.ended:
+                end = torch.full_like(logits[:1], -torch.inf).index_fill_(1, self._index([request.stop]), 0.0)
+                logits.copy_(torch.where((drafts.slots == slot)[:, None], end, logits))
+
+    def _steer_rows(self, logits: Float[Tensor, "r v"], requests: Mapping[int, DraftRequest], drafts: Drafts) -> None:
+        """All rows are computed, and those of guided requests are kept: the host does not know which these are."""
+        listed = list(requests.values())
+        numbers = [
+            [beta for n, one in enumerate(self.followers) for beta in own.get(n, [0.0] * len(one.guide.beta))]
+            for own in map(self._betas, listed)
+        ]
+        steerings = [limit_width(request.guidance.steering, logits.shape[1]) for request in listed]
+        which = self._find(drafts, {slot: place for place, slot in enumerate(requests)})
+        rows = which.clamp(min=0)
+        table = Strengths.stack(steerings, numbers, logits.shape[1], self.device)
+        strengths = table.map(lambda values: values[rows])
+        members = [
+            (follower, self._find(drafts, {one.slot: follower.rows[one] for one in listed if one in follower.rows}))
+            for follower in self.followers
+            if isinstance(follower, DraftFollower)
+        ]
+        proposal = propose(logits.float(), _Members(members, drafts), None, strengths)
+        temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
+        stops = self._index([request.stop for request in listed])[rows][:, None]
+        guided = self._write(logits, proposal, temperature, stops)
+        logits.copy_(torch.where((which >= 0)[:, None], guided, logits))
+
+    def _find(self, drafts: Drafts, numbers: Mapping[int, int]) -> Int[Tensor, " r"]:
+        """For each row of logits the number of its slot, or −1."""
+        found = torch.full_like(drafts.slots, -1, dtype=torch.long)
+        if not numbers:
+            return found
+        table = found.new_full((max(numbers) + 1,), -1)
+        table[self._index(list(numbers))] = self._index(list(numbers.values()))
+        inside = drafts.slots < len(table)
+        return torch.where(inside, table[drafts.slots.long() * inside], found)
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The sum of guides, each of which advises on its own rows alone."""
+
+    followers: Sequence[tuple[DraftFollower, Int[Tensor, " r"]]]  # with the rows of their texts, or −1
+    drafts: Drafts
+
+    def advise(self, state: Any, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"] | None = None) -> Advice:
+        assert beta is not None
+        shift, first = torch.zeros(candidates.shape, device=candidates.device), 0
+        for follower, texts in self.followers:
+            own = beta[:, first : (first := first + len(follower.guide.beta))]
+            if follower.texts:
+                advice = follower.advise_drafts(texts, self.drafts, candidates, own)
+                shift = shift + torch.where((texts >= 0)[:, None], advice.shift.to(shift), 0.0)
+        return Advice(shift, None)
