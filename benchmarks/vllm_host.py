@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--guide", default="embedded:sentiment", help="a reward model, as DIR:attribute")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    reward = measure_reward(options)
+    steerer = make_steerer(options)
     with VllmEngine(
         options.base,
         {"guide": f"{options.guide}=20"},
@@ -46,8 +46,8 @@ def main() -> None:
         max_num_seqs=options.rows,
         gpu_memory_utilization=0.4,
     ) as engine:
-        seconds = measure_settings(engine, options)
-    base = seconds["unguided"]
+        seconds = measure_settings(engine, steerer, options)
+    base, reward = seconds["unguided"], seconds.pop("reward alone")
     bound = (base + reward) / base
     print(f"{options.rows} requests of {options.tokens} tokens, seconds per step; medians of {options.rounds}")
     for name, number in seconds.items():
@@ -59,7 +59,7 @@ def main() -> None:
     print(f"different settings: speed / one strength   {seconds['one strength'] / seconds['different settings']:.2f}")
 
 
-def measure_settings(engine: VllmEngine, options: argparse.Namespace) -> dict[str, float]:
+def measure_settings(engine: VllmEngine, steerer: Steerer, options: argparse.Namespace) -> dict[str, float]:
     """Seconds per step of each kind of batch."""
     rng = random.Random(0)
     name = "guide"
@@ -97,34 +97,35 @@ def measure_settings(engine: VllmEngine, options: argparse.Namespace) -> dict[st
         return clock(lambda: engine.llm.generate([prompt] * options.rows, params, use_tqdm=False)) / options.tokens
 
     kinds = ("unguided", "one strength", "different settings", "one of 1024 candidates")
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    found: dict[str, list[float]] = {kind: [] for kind in (*kinds, "reward alone")}
     for round_number in range(options.rounds + 1):
-        for kind in kinds:
-            seconds = run(kind)
+        measured = {kind: run(kind) for kind in kinds} | {"reward alone": measure_reward(steerer, options)}
+        for kind, seconds in measured.items():
             if round_number:  # the first one warms up
                 found[kind].append(seconds)
     return {kind: statistics.median(numbers) for kind, numbers in found.items()}
 
 
-def measure_reward(options: argparse.Namespace) -> float:
-    """Seconds in which the reward model reads one token of every text, and scores 20 candidates."""
+def make_steerer(options: argparse.Namespace) -> Steerer:
+    """The reward model outside vLLM, with as many texts."""
     panel = Panel.load(ServeConfig(guides={"guide": options.guide}).guides)
     steerer = Steerer(panel, options.rows, LENGTH)
     guidance = Guidance({"guide": 20.0}, Steering())
     requests = {row: Request(guidance, [5, 6, 7], []) for row in range(options.rows)}
-    follower = steerer.followers[0]
     steerer.steer(torch.randn(options.rows, panel.guides[0].vocab_size), requests)
-    numbers = []
-    for _ in range(options.tokens):
-        tokens = torch.randint(5, 1000, (options.rows,))
+    return steerer
 
-        def read(tokens: torch.Tensor = tokens) -> None:
-            with torch.inference_mode():
-                follower._advance(list(range(options.rows)), tokens)
-                follower._reserve(20)
 
-        numbers.append(clock(read))
-    return statistics.median(numbers)
+def measure_reward(steerer: Steerer, options: argparse.Namespace) -> float:
+    """Seconds in which the reward model reads one token of every text."""
+    follower = steerer.followers[0]
+
+    def read() -> None:
+        with torch.inference_mode():
+            follower._advance(list(range(options.rows)), torch.randint(5, 1000, (options.rows,)))
+            follower._reserve(20)
+
+    return statistics.median(clock(read) for _ in range(options.tokens // 2))
 
 
 def clock(work: Callable[[], Any]) -> float:

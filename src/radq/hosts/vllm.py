@@ -164,9 +164,9 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         self._slots.update([], [(req_idx, request)], [])
         return request is not None
 
-    def _read_context(self, ctx: Any) -> dict[int, DeviceRequest]:
+    def _read_context(self, ctx: Any) -> dict[int, Any]:
         """The guided requests of this step by their rows. A prompt that is read in part draws no token yet."""
-        rows: dict[int, DeviceRequest] = {}
+        rows: dict[int, Any] = {}
         for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
             request = self._slots.requests.get(slot)
             length = int(ctx.seq_lens_upper_bound_np[row])  # the exact length, if no tokens are speculated
@@ -221,7 +221,8 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> int:
             guide.check_length(model.max_model_len)
         except ContextLengthError as error:
             raise ContextLengthError(error.message, "give vLLM a smaller max_model_len.") from error
-    return tokenizer.eos_token_id or 0
+    end: Any = tokenizer.eos_token_id
+    return end or 0
 
 
 def _check_memory(steerer: Steerer, vllm_config: Any) -> None:
