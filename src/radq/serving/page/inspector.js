@@ -1,0 +1,179 @@
+// The panel that shows why a token was chosen: each candidate's base probability, rewards and guided probability.
+import { find, make } from "./dom.js";
+import { formatNumber, formatProbability, formatRatio } from "./numbers.js";
+import { chosenCandidate, leanOfReward, logRatio } from "./scale.js";
+import { visibleElements } from "./token_text.js";
+import { shownText } from "./visible.js";
+
+const FIRST_ROWS = 10;
+const PATIENCE = 350; // milliseconds in which the pointer may travel from a token to the panel
+
+export function createInspector(attributes) {
+  const panel = find("inspector");
+  let current = null; // { token, detail, branch }
+  let leaving = null;
+  let whole = false;
+
+  function show(token, detail, branch) {
+    clearTimeout(leaving);
+    if (current?.token === token) return;
+    close(false);
+    current = { token, detail, branch };
+    whole = false;
+    token.setAttribute("aria-expanded", "true");
+    fill();
+    panel.hidden = false;
+    place(panel, token);
+  }
+
+  function fill() {
+    const { detail, branch } = current;
+    panel.replaceChildren(...describe(detail, attributes, branch && choose, whole, showAll, () => close(true)));
+  }
+
+  function choose(candidate) {
+    const { branch } = current;
+    close(true);
+    branch(candidate);
+  }
+
+  function showAll() {
+    whole = true;
+    fill();
+    place(panel, current.token);
+    panel.querySelectorAll(".candidate")[FIRST_ROWS]?.focus();
+  }
+
+  function close(giveFocusBack) {
+    clearTimeout(leaving);
+    if (!current) return;
+    const { token } = current;
+    const held = panel.contains(document.activeElement);
+    current = null;
+    token.removeAttribute("aria-expanded");
+    panel.hidden = true;
+    if (giveFocusBack && held && token.isConnected) {
+      token.focus();
+      close(false); // the focus has opened it again
+    }
+  }
+
+  // The panel stays while the pointer or the focus is in it, or the focus is on its token.
+  function leave() {
+    clearTimeout(leaving);
+    leaving = setTimeout(() => {
+      const focused = document.activeElement;
+      const held = panel.matches(":hover") || panel.contains(focused) || focused === current?.token;
+      if (!held) close(false);
+    }, PATIENCE);
+  }
+
+  function enter() {
+    (panel.querySelector(".chosen .candidate") ?? panel.querySelector("button"))?.focus();
+  }
+
+  panel.addEventListener("pointerleave", leave);
+  panel.addEventListener("focusout", leave);
+  panel.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") close(true);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") moveFocus(event.key === "ArrowDown" ? 1 : -1);
+    else return;
+    event.preventDefault();
+  });
+  document.addEventListener("keydown", (event) => event.key === "Escape" && close(true));
+  document.addEventListener("focusin", (event) => !panel.contains(event.target) && leave());
+  document.addEventListener("pointerdown", (event) => {
+    if (!panel.contains(event.target) && !event.target.closest?.(".token")) close(false);
+  });
+  window.addEventListener("resize", () => current && place(panel, current.token));
+
+  function moveFocus(step) {
+    const rows = [...panel.querySelectorAll(".candidate, .more")];
+    rows[Math.min(Math.max(rows.indexOf(document.activeElement) + step, 0), rows.length - 1)]?.focus();
+  }
+
+  return { show, leave, enter, close };
+}
+
+// Below the token, or above it where there is more room. On a phone the stylesheet makes a sheet at the bottom of it.
+function place(panel, token) {
+  const [box] = token.getClientRects();
+  if (!box) return;
+  const { width, height } = panel.getBoundingClientRect();
+  const left = Math.min(Math.max(box.left - 24, 8), document.documentElement.clientWidth - width - 8);
+  const below = box.bottom + 6;
+  const top = below + height > window.innerHeight && box.top - height - 6 > 0 ? box.top - height - 6 : below;
+  panel.style.setProperty("--left", `${Math.max(left, 0) + window.scrollX}px`);
+  panel.style.setProperty("--top", `${top + window.scrollY}px`);
+}
+
+// --- what it says ---
+
+function describe(detail, attributes, choose, whole, showAll, close) {
+  const { text } = shownText(detail);
+  const title = make("h3", { id: "inspector-title" }, make("span", { class: "quoted" }, ...visibleElements(text, true)));
+  const closer = make("button", { type: "button", class: "close", "aria-label": "Close", on: { click: close } }, "×");
+  const parts = [make("div", { class: "inspector-head" }, title, closer), facts(detail, attributes)];
+  if (!detail.candidates?.length) return parts;
+  parts.push(candidateTable(detail, attributes, choose, whole));
+  const hidden = detail.candidates.length - candidateRows(detail, whole).length;
+  if (hidden > 0) {
+    parts.push(make("button", { type: "button", class: "link more", on: { click: showAll } }, `Show ${hidden} more`));
+  }
+  if (choose) parts.push(make("p", { class: "soft" }, "Choose another candidate to continue the text from it."));
+  return parts;
+}
+
+function facts(detail, attributes) {
+  const list = make("dl", { class: "facts" });
+  const add = (name, value) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+  const candidate = chosenCandidate(detail);
+  if (candidate) add("Likelihood", formatRatio(logRatio(candidate)));
+  if (Number.isFinite(detail.shift)) add("Shift", formatNumber(detail.shift));
+  if (Number.isFinite(detail.kl)) add("KL", `${formatNumber(detail.kl)} nats`);
+  if (candidate) return list;
+  for (const name of Object.keys(detail.rewards ?? {})) add(name, rewardChip(detail.rewards[name], attributes[name]));
+  if (Number.isFinite(detail.base_logprob)) add("Base probability", formatProbability(Math.exp(detail.base_logprob)));
+  return list;
+}
+
+function rewardChip(reward, attribute) {
+  const { side, amount } = leanOfReward(reward, attribute);
+  return make("span", { class: `chip ${side}`, variables: { amount } }, formatNumber(reward));
+}
+
+// The first candidates in the base model's order, and the chosen one even if it comes later.
+function candidateRows(detail, whole) {
+  return detail.candidates.filter((candidate, index) => whole || index < FIRST_ROWS || candidate.id === detail.id);
+}
+
+function candidateTable(detail, attributes, choose, whole) {
+  const names = Object.keys(detail.candidates[0].rewards ?? {});
+  const largest = Math.max(...detail.candidates.flatMap((one) => [one.base_probability, one.probability]));
+  const heads = ["Candidate", "Base", ...names, "Guided"].map((name) => make("th", { scope: "col" }, name));
+  const rows = candidateRows(detail, whole).map((candidate) => {
+    const chosen = candidate.id === detail.id;
+    const properties = { type: "button", class: "candidate", disabled: !choose, "aria-current": chosen ? "true" : null };
+    const label = make("button", { ...properties, on: { click: () => choose(candidate) } }, ...candidateLabel(candidate, chosen));
+    return make(
+      "tr",
+      { class: chosen ? "chosen" : "" },
+      make("th", { scope: "row" }, label),
+      make("td", { class: "base" }, probabilityBar(candidate.base_probability, largest)),
+      ...names.map((name) => make("td", { class: "reward" }, rewardChip(candidate.rewards[name], attributes[name]))),
+      make("td", { class: "guided" }, probabilityBar(candidate.probability, largest)),
+    );
+  });
+  const caption = make("caption", { class: "hidden" }, "Base probability, reward and guided probability of each candidate");
+  return make("div", { class: "candidates" }, make("table", {}, caption, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)));
+}
+
+function candidateLabel(candidate, chosen) {
+  const text = make("span", { class: "quoted" }, ...visibleElements(candidate.token, true));
+  return chosen ? [text, make("span", { class: "tick" }, "chosen")] : [text];
+}
+
+function probabilityBar(probability, largest) {
+  const share = largest > 0 ? probability / largest : 0;
+  return make("span", { class: "bar", variables: { share } }, make("span", { class: "number" }, formatProbability(probability)));
+}

@@ -1,0 +1,128 @@
+// One text of the comparison: it streams, shows its numbers, and branches.
+import { make } from "./dom.js";
+import { formatNumber } from "./numbers.js";
+import { continuedRequest, detailedRequest } from "./request.js";
+import { streamChoices } from "./server.js";
+import { forcedDetail, summarise, tokensPerSecond } from "./statistics.js";
+import { leanOfReward } from "./scale.js";
+import { createTokenText } from "./token_text.js";
+
+const ENDS = { stop: "finished", length: "length limit reached", error: "stopped by an error", stopped: "stopped" };
+
+// run: (work) => Promise, which gives a signal to the work, and shows its errors.
+export function createPane({ title, hint, kind, attributes, inspector, run, onChat }) {
+  const tokens = createTokenText(`${title} text`, {
+    inspect: (token, detail, index) => inspector.show(token, detail, canBranch() ? (candidate) => branch(index, candidate) : null),
+    enter: inspector.enter,
+    leave: inspector.leave,
+    close: () => inspector.close(true),
+  });
+  const numbers = make("dl", { class: "numbers" });
+  const status = make("p", { class: "status soft" });
+  const undo = make("button", { type: "button", class: "link", hidden: true, on: { click: undoBranch } }, "Undo the branch");
+  const reply = make("button", { type: "button", class: "link", hidden: true, on: { click: () => onChat(tokens.text()) } }, "Reply to this answer");
+  const heading = make("h2", {}, title, make("span", { class: "soft" }, hint));
+  const foot = make("div", { class: "pane-foot" }, status, undo, reply);
+  const element = make("section", { class: `pane ${kind}`, "aria-label": title }, heading, numbers, tokens.element, foot);
+
+  let request = null; // as it was sent
+  let promptIds = null;
+  let earlier = []; // texts before branches, the latest last
+  let times = [];
+  let painted = false;
+
+  const canBranch = () => promptIds !== null && tokens.details.every((detail) => Number.isInteger(detail.id));
+
+  function updateSoon() {
+    if (painted) return;
+    painted = true;
+    requestAnimationFrame(() => {
+      painted = false;
+      update();
+    });
+  }
+
+  function update() {
+    const summary = summarise(tokens.details);
+    const entries = Object.keys(attributes).map((name) => [name, rewardMeter(summary.rewards[name], attributes[name])]);
+    entries.push(["perplexity", formatNumber(summary.perplexity, 1)], ["KL per token", formatNumber(summary.kl)]);
+    entries.push(["tokens/s", formatNumber(tokensPerSecond(times.length, times[0], times.at(-1)), 1)]);
+    numbers.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  }
+
+  async function stream(sent, signal) {
+    element.classList.add("streaming");
+    status.textContent = "";
+    times = [];
+    let finish = "stopped";
+    try {
+      for await (const choice of streamChoices(sent, signal)) {
+        if (promptIds === null && choice.promptIds) promptIds = choice.promptIds;
+        for (const detail of choice.details) {
+          times.push(performance.now());
+          tokens.append(detail);
+        }
+        finish = choice.finish ?? finish;
+        updateSoon();
+      }
+    } finally {
+      element.classList.remove("streaming");
+      const count = tokens.details.length;
+      status.textContent = `${count} ${count === 1 ? "token" : "tokens"}, ${ENDS[finish] ?? finish}`;
+      reply.hidden = !(request.path.includes("chat") && count);
+      update();
+    }
+  }
+
+  function begin(plain) {
+    request = plain;
+    promptIds = null;
+    earlier = [];
+    undo.hidden = reply.hidden = true;
+    tokens.begin(plain.body.prompt ?? "");
+    element.classList.add("filled");
+    update();
+  }
+
+  function branch(index, candidate) {
+    const { body } = request;
+    const kept = tokens.details.slice(0, index);
+    const forced = forcedDetail(tokens.details[index], candidate, body.temperature);
+    earlier.push([...tokens.details]);
+    tokens.cut(index);
+    tokens.append(forced);
+    tokens.focus(index);
+    inspector.close(false);
+    undo.hidden = false;
+    const ids = [...promptIds, ...kept.map((detail) => detail.id), forced.id];
+    const left = Math.max(body.max_tokens - index - 1, 1);
+    run((signal) => stream(continuedRequest(request, ids, left), signal));
+  }
+
+  function undoBranch() {
+    tokens.cut(0);
+    for (const detail of earlier.pop()) tokens.append(detail);
+    undo.hidden = earlier.length === 0;
+    status.textContent = `${tokens.details.length} tokens, before the branch`;
+    times = [];
+    update();
+    if (undo.hidden) tokens.focus(0);
+  }
+
+  update();
+  return {
+    element,
+    begin,
+    stream: (signal) => stream(detailedRequest(request), signal),
+    colourBy: (colouring) => tokens.colourBy(colouring, attributes),
+    summary: () => summarise(tokens.details),
+  };
+}
+
+export function rewardMeter(reward, attribute) {
+  const [low, high] = attribute.rewards ?? [0, 1];
+  const { side, amount } = leanOfReward(reward, attribute);
+  const share = Number.isFinite(reward) ? Math.min(Math.max((reward - low) / (high - low), 0), 1) : 0;
+  const bar = make("span", { class: `meter ${side}`, variables: { share, amount: Math.max(amount, 0.35) }, "aria-hidden": "true" });
+  return make("span", { class: "metered" }, formatNumber(reward), bar);
+}
