@@ -7,7 +7,7 @@ const HEIGHT = 130;
 const MARGIN = { left: 38, right: 12, top: 14, bottom: 26 };
 
 export function drawTradeoff(points, attribute, facts) {
-  const known = points.filter((point) => point.tokens > 0);
+  const known = points.filter((point) => point.tokens > 0).sort((one, other) => one.strength - other.strength);
   if (known.length < 2) return [];
   const perplexities = known.map((point) => point.perplexity);
   return [

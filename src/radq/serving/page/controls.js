@@ -20,7 +20,9 @@ export function createControls(info, store) {
   if (!info.chat) delete find("mode-field").dataset.views;
 
   return function show(state) {
-    sliders.show(state.strengths);
+    const varied = state.view === "grid" ? state.gridAttribute : null;
+    sliders.show(state.strengths, varied);
+    find("strength-field").hidden = state.view === "score" || Object.keys(info.attributes).every((name) => name === varied);
     showFields(state);
     showMessages(state.messages, store);
     find("prompt-field").hidden = state.view === "score" || state.mode === "chat";

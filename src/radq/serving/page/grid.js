@@ -68,7 +68,7 @@ function createColumn({ strength, attribute, request, samples, info, inspector }
   function update() {
     const { rewards, perplexity, kl } = summary();
     const entries = [[attribute, rewardMeter(rewards[attribute], info.attributes[attribute])]];
-    entries.push(["perplexity", formatNumber(perplexity, 1)], ["KL per token", formatNumber(kl)]);
+    entries.push(["perplexity", formatNumber(perplexity, 1)], ["KL", formatNumber(kl)]);
     numbers.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   }
 

@@ -95,10 +95,15 @@ export function createInspector(attributes) {
   return { show, leave, enter, close };
 }
 
-// Below the token, or above it where there is more room. On a phone the stylesheet makes a sheet at the bottom of it.
+// Below the token, or above it where there is more room. On a phone the stylesheet makes a sheet at the bottom of it,
+// which must not cover the token.
 function place(panel, token) {
-  const [box] = token.getClientRects();
+  const [box] = token.querySelector(".body").getClientRects();
   if (!box) return;
+  if (getComputedStyle(panel).position === "fixed") {
+    window.scrollBy(0, Math.max(box.bottom + 12 - panel.getBoundingClientRect().top, 0));
+    return;
+  }
   const { width, height } = panel.getBoundingClientRect();
   const left = Math.min(Math.max(box.left - 24, 8), document.documentElement.clientWidth - width - 8);
   const below = box.bottom + 6;

@@ -77,7 +77,7 @@ function showLegend(state, info) {
 }
 
 function start(info) {
-  find("tagline").textContent = `A small reward model steers ${info.base}, token by token.`;
+  find("tagline").textContent = `A small reward model steers a language model, token by token. Here: ${info.base}.`;
   const store = createStore(info, showProblem);
   const inspector = createInspector(info.attributes);
   const parts = { info, store, inspector, run };
@@ -95,6 +95,7 @@ function start(info) {
   find("controls").addEventListener("submit", (event) => {
     event.preventDefault();
     inspector.close(false);
+    if (find("stage").getBoundingClientRect().top > window.innerHeight / 2) find("stage").scrollIntoView();
     run(views[store.state.view].generate);
   });
   find("controls").addEventListener("keydown", (event) => {

@@ -4,7 +4,8 @@ const signed = (text) => text.replace("-", "−");
 
 export function formatNumber(value, digits = 2) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  return signed(value.toFixed(digits));
+  const text = value.toFixed(digits);
+  return signed(Number(text) === 0 ? text.replace("-", "") : text); // no minus before zero
 }
 
 export const formatStrength = (value) => signed(String(value));

@@ -1,6 +1,6 @@
 // One text of the comparison: it streams, shows its numbers, and branches.
 import { make } from "./dom.js";
-import { formatNumber } from "./numbers.js";
+import { formatNumber, formatStrength } from "./numbers.js";
 import { continuedRequest, detailedRequest } from "./request.js";
 import { streamChoices } from "./server.js";
 import { forcedDetail, summarise, tokensPerSecond } from "./statistics.js";
@@ -10,7 +10,7 @@ import { createTokenText } from "./token_text.js";
 const ENDS = { stop: "finished", length: "length limit reached", error: "stopped by an error", stopped: "stopped" };
 
 // run: (work) => Promise, which gives a signal to the work, and shows its errors.
-export function createPane({ title, hint, kind, attributes, inspector, run, onChat }) {
+export function createPane({ title, hint, invitation, kind, attributes, inspector, run, onChat }) {
   const tokens = createTokenText(`${title} text`, {
     inspect: (token, detail, index) => inspector.show(token, detail, canBranch() ? (candidate) => branch(index, candidate) : null),
     enter: inspector.enter,
@@ -21,9 +21,11 @@ export function createPane({ title, hint, kind, attributes, inspector, run, onCh
   const status = make("p", { class: "status soft" });
   const undo = make("button", { type: "button", class: "link", hidden: true, on: { click: undoBranch } }, "Undo the branch");
   const reply = make("button", { type: "button", class: "link", hidden: true, on: { click: () => onChat(tokens.text()) } }, "Reply to this answer");
-  const heading = make("h2", {}, title, make("span", { class: "soft" }, hint));
+  const subtitle = make("span", { class: "soft" }, hint);
+  const heading = make("h2", {}, title, subtitle);
+  const empty = make("p", { class: "invitation soft" }, invitation);
   const foot = make("div", { class: "pane-foot" }, status, undo, reply);
-  const element = make("section", { class: `pane ${kind}`, "aria-label": title }, heading, numbers, tokens.element, foot);
+  const element = make("section", { class: `pane ${kind}`, "aria-label": title }, heading, numbers, empty, tokens.element, foot);
 
   let request = null; // as it was sent
   let promptIds = null;
@@ -45,7 +47,7 @@ export function createPane({ title, hint, kind, attributes, inspector, run, onCh
   function update() {
     const summary = summarise(tokens.details);
     const entries = Object.keys(attributes).map((name) => [name, rewardMeter(summary.rewards[name], attributes[name])]);
-    entries.push(["perplexity", formatNumber(summary.perplexity, 1)], ["KL per token", formatNumber(summary.kl)]);
+    entries.push(["perplexity", formatNumber(summary.perplexity, 1)], ["KL", formatNumber(summary.kl)]);
     entries.push(["tokens/s", formatNumber(tokensPerSecond(times.length, times[0], times.at(-1)), 1)]);
     numbers.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   }
@@ -80,6 +82,7 @@ export function createPane({ title, hint, kind, attributes, inspector, run, onCh
     earlier = [];
     undo.hidden = reply.hidden = true;
     tokens.begin(plain.body.prompt ?? "");
+    subtitle.textContent = describeSteering(plain.body.radq) || hint;
     element.classList.add("filled");
     update();
   }
@@ -117,6 +120,13 @@ export function createPane({ title, hint, kind, attributes, inspector, run, onCh
     colourBy: (colouring) => tokens.colourBy(colouring, attributes),
     summary: () => summarise(tokens.details),
   };
+}
+
+// The strengths in use, such as "sentiment 35, KL at most 0.5"; nothing where nothing is steered.
+function describeSteering({ kl_budget: budget, ...strengths }) {
+  const parts = Object.entries(strengths).filter(([, value]) => value !== 0).map(([name, value]) => `${name} ${formatStrength(value)}`);
+  if (parts.length && budget !== null) parts.push(`KL at most ${formatStrength(budget)}`);
+  return parts.join(", ");
 }
 
 export function rewardMeter(reward, attribute) {

@@ -32,8 +32,8 @@ export const leanOfReward = (reward, attribute) => lean(reward, ...(attribute?.r
 
 // Texts for both ends and the middle of the legend.
 export function legendOf(colouring, attributes) {
-  if (colouring === SHIFT) return { low: "÷10", middle: "same", high: "×10", meaning: "The guide made this token less or more likely." };
-  if (colouring === SURPRISE) return { low: "expected", middle: "", high: "surprising", meaning: "Probability under the base model alone." };
+  if (colouring === SHIFT) return { low: "÷10", middle: "same", high: "×10", meaning: "less or more likely than unguided" };
+  if (colouring === SURPRISE) return { low: "expected", middle: "", high: "surprising", meaning: "by the base model alone" };
   const [low, high] = attributes[colouring]?.rewards ?? [0, 1];
-  return { low: String(low), middle: String((low + high) / 2), high: String(high), meaning: `Reward of each token: ${colouring}.` };
+  return { low: String(low), middle: String((low + high) / 2), high: String(high), meaning: `reward of the text up to each token` };
 }

@@ -37,12 +37,12 @@ export function initialStrengths(info) {
   return strengths;
 }
 
-// Some strengths from against to in favour of an attribute.
+// Some strengths from none to twice the suggested one.
 export function gridStrengths(attribute) {
   const [low, high] = attribute.range;
-  const step = Math.abs(attribute.suggested ?? 0) || (high - low) / 4;
+  const step = attribute.suggested || high / 4;
   const clip = (value) => Math.min(Math.max(value, low), high);
-  return [...new Set([-step, 0, step / 2, step].map(clip))].sort((a, b) => a - b);
+  return [...new Set([0, step / 2, step, 2 * step].map(clip))];
 }
 
 // --- the address ---

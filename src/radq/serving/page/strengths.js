@@ -2,12 +2,17 @@
 import { make } from "./dom.js";
 import { formatStrength } from "./numbers.js";
 
-// onChange: (name, value) => void. Returns { element, show(strengths) }.
+// onChange: (name, value) => void. The slider of an attribute can be hidden.
 export function createStrengths(attributes, onChange) {
   const sliders = Object.entries(attributes).map(([name, facts], index) => createSlider(name, facts, `strength-${index}`, onChange));
   return {
     elements: sliders.map((slider) => slider.element),
-    show: (strengths) => sliders.forEach((slider) => slider.show(strengths[slider.name])),
+    show(strengths, hiddenName) {
+      for (const slider of sliders) {
+        slider.element.hidden = slider.name === hiddenName;
+        slider.show(strengths[slider.name]);
+      }
+    },
   };
 }
 

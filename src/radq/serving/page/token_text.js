@@ -3,6 +3,9 @@ import { make } from "./dom.js";
 import { leanOfToken } from "./scale.js";
 import { shownText, spokenText, visibleParts } from "./visible.js";
 
+// In a narrow window the details cover the lower half of it: they wait for a click, or the focus.
+const HOVER = matchMedia("(min-width: 641px)");
+
 // listener: { inspect(token element, detail, index), enter(), leave(), close() }, all about the details of one token.
 export function createTokenText(label, listener) {
   const given = make("span", { class: "given" });
@@ -21,8 +24,8 @@ export function createTokenText(label, listener) {
     return index;
   };
 
-  tokens.addEventListener("pointerover", (event) => event.pointerType !== "touch" && inspect(event));
-  tokens.addEventListener("pointerout", (event) => event.pointerType !== "touch" && listener.leave());
+  tokens.addEventListener("pointerover", (event) => HOVER.matches && event.pointerType !== "touch" && inspect(event));
+  tokens.addEventListener("pointerout", (event) => HOVER.matches && event.pointerType !== "touch" && listener.leave());
   tokens.addEventListener("focusin", (event) => {
     const index = inspect(event);
     for (const [place, token] of [...tokens.children].entries()) token.tabIndex = place === index ? 0 : -1;
@@ -85,7 +88,9 @@ function makeToken(detail) {
   const spoken = spokenText(text) + (detail.forced ? ", your choice" : "");
   const classes = ["token", ghost && "ghost", detail.forced && "forced"].filter(Boolean).join(" ");
   const properties = { class: classes, role: "button", "aria-label": spoken, "aria-haspopup": "dialog" };
-  return make("span", properties, ...visibleElements(text));
+  // Only the word is painted, not the space before it, which may be left at the end of a line.
+  const space = /^ \S/u.test(text) ? " " : "";
+  return make("span", properties, space, make("span", { class: "body" }, ...visibleElements(text.slice(space.length))));
 }
 
 // The parts of a text as nodes; marks of whitespace are drawn by the stylesheet.
