@@ -12,7 +12,7 @@ const ENDS = { stop: "finished", length: "length limit reached", error: "stopped
 // run: (work) => Promise, which gives a signal to the work, and shows its errors.
 export function createPane({ title, hint, invitation, kind, attributes, inspector, run, onChat }) {
   const tokens = createTokenText(`${title} text`, {
-    inspect: (token, detail, index) => inspector.show(token, detail, canBranch() ? (candidate) => branch(index, candidate) : null),
+    inspect: (token, detail, index) => inspector.show(token, detail, canBranch(index) ? (candidate) => branch(index, candidate) : null),
     enter: inspector.enter,
     leave: inspector.leave,
     close: () => inspector.close(true),
@@ -33,7 +33,7 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
   let times = [];
   let painted = false;
 
-  const canBranch = () => promptIds !== null && tokens.details.every((detail) => Number.isInteger(detail.id));
+  const canBranch = (index) => promptIds !== null && tokens.details.slice(0, index + 1).every((detail) => detail.id !== null);
 
   function updateSoon() {
     if (painted) return;
@@ -61,7 +61,7 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
       for await (const choice of streamChoices(sent, signal)) {
         if (promptIds === null && choice.promptIds) promptIds = choice.promptIds;
         for (const detail of choice.details) {
-          times.push(performance.now());
+          if (detail.id !== null) times.push(performance.now());
           tokens.append(detail);
         }
         finish = choice.finish ?? finish;
@@ -69,7 +69,7 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
       }
     } finally {
       element.classList.remove("streaming");
-      const count = tokens.details.length;
+      const count = summarise(tokens.details).tokens;
       status.textContent = `${count} ${count === 1 ? "token" : "tokens"}, ${ENDS[finish] ?? finish}`;
       reply.hidden = !(request.path.includes("chat") && count);
       update();

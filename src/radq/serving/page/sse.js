@@ -45,9 +45,12 @@ export function readChoices(event) {
     const text = choice.text ?? choice.delta?.content ?? "";
     const logprobs = choice.logprobs;
     const details = (logprobs?.radq ?? logprobs?.content?.map((entry) => entry.radq) ?? []).filter(Boolean);
+    // The end of a text may have been held back, and comes without a token.
+    const rest = text.slice(details.map((detail) => detail.piece).join("").length);
+    if (rest !== "") details.push({ id: null, token: rest, piece: rest, rewards: {}, candidates: [] });
     return {
       index: choice.index,
-      details: details.length || text === "" ? details : [{ id: null, token: text, piece: text, rewards: {}, candidates: [] }],
+      details,
       promptIds: choice.prompt_token_ids ?? event.prompt_token_ids ?? null,
       finish: choice.finish_reason ?? null,
     };

@@ -5,7 +5,7 @@ export function summarise(details) {
   const names = [...new Set(details.flatMap((detail) => Object.keys(detail.rewards ?? {})))];
   const surprise = mean(details.map((detail) => -(detail.base_logprob ?? NaN)));
   return {
-    tokens: details.length,
+    tokens: details.filter((detail) => detail.id !== null).length,
     rewards: Object.fromEntries(names.map((name) => [name, mean(details.map((detail) => detail.rewards?.[name]))])),
     perplexity: surprise === null ? null : Math.exp(surprise),
     kl: mean(details.map((detail) => detail.kl)),
