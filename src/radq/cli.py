@@ -18,6 +18,7 @@ from radq.errors import explain
 COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
     "demo": "compare texts of a small language model with and without steering",
     "generate": "steer a language model with reward models",
+    "serve": "serve a language model over HTTP, steered in each request, with a page",
     "score": "score the tokens of a text, or all texts of a table",
     "train": "train a reward model on labelled texts",
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",

@@ -71,7 +71,7 @@ def read_yaml(file: str | Path, kind: type[T]) -> T:
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         reason = first_line(error)
         raise OptionError(f"cannot read {str(file)!r}: {reason}.", "give a YAML file.") from error
-    return _build({} if stored is None else stored, kind, repr(str(file)))
+    return build({} if stored is None else stored, kind, repr(str(file)))
 
 
 def check_values(settings: Any) -> None:
@@ -80,7 +80,7 @@ def check_values(settings: Any) -> None:
         object.__setattr__(settings, name, _convert(getattr(settings, name), wanted, name))  # it may be frozen
 
 
-def _build(value: Any, kind: type[T], place: str) -> T:
+def build(value: Any, kind: type[T], place: str) -> T:
     """Make a dataclass from names with values; `place` says in errors where these stand."""
     if isinstance(value, kind):
         return value
@@ -102,7 +102,7 @@ def _convert(value: Any, wanted: Any, place: str) -> Any:
     if wanted is Any:
         return value
     if is_dataclass(wanted):
-        return _build(value, wanted, place)  # pyright: ignore[reportArgumentType]
+        return build(value, wanted, place)  # pyright: ignore[reportArgumentType]
     if origin is Annotated:
         value = _convert(value, parts[0], place)
         for limits in parts[1:]:

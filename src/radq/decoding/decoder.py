@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ Process = Callable[[Float[Tensor, "b v"]], Float[Tensor, "b v"]]
 LOGGER = logging.getLogger(__name__)
 COMPILING = 3.0  # seconds; a step that takes longer has compiled something
 
+TENSORS = ("candidates", "base", "shift", "clipped", "finite")  # of a proposal
 NUMBERS = ("token", "shift", "kl", "clipped", "log_probability", "guided_log_probability", "finite")
 
 
@@ -50,8 +51,10 @@ class Drawn:
 
     def copy(self, rows: int) -> "Drawn":
         """The first rows, in memory of their own, which the next step does not change."""
-        values = {field.name: getattr(self.proposal, field.name) for field in fields(Proposal) if field.name != "state"}
-        proposal = Proposal(**{name: tensor[:rows].clone() for name, tensor in values.items()})
+        values = {name: getattr(self.proposal, name)[:rows].clone() for name in TENSORS}
+        rewards = self.proposal.rewards
+        copied = None if rewards is None else tuple(part[:rows].clone() for part in rewards)
+        proposal = Proposal(**values, rewards=copied)
         return Drawn(proposal, *(values[:rows].clone() for values in (self.choice, self.tokens, self.numbers)))
 
 

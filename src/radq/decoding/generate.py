@@ -269,7 +269,7 @@ def _submit(
     if guide is not None:
         check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
     check_width(steering.top_k, num_logits(lm))
-    uniforms = _uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
+    uniforms = draw_uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size, details=True) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
     ends = frozenset(stops)
@@ -364,7 +364,7 @@ def check_guide(
 
 
 @lru_cache(maxsize=4)  # a sweep continues the same prompts with many guides
-def _uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> np.ndarray:
+def draw_uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> np.ndarray:
     """Draw random numbers, (p, s, steps), each sample's from a stream of its own, whatever the other samples."""
 
     def draw(prompt: int, sample: int) -> np.ndarray:

@@ -110,6 +110,7 @@ class Proposal:
     clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
     finite: Bool[Tensor, " b"]  # False in rows for which the guide gave no numbers; they are not steered
     state: Any = None  # the guide's state to go on from
+    rewards: tuple[Tensor, ...] | None = None  # as in `Advice`
 
     @cached_property
     def logits(self) -> Float[Tensor, "b k"]:
@@ -181,7 +182,7 @@ def propose(logits: Float[Tensor, "b v"], guide: Guide | None, state: Any, stren
         shift = shift * scale[:, None]
     shift = shift if barrier is None else shift + barrier
     clipped = none if advice.clipped is None else _share(advice.clipped.to(base.device), base, strengths.plan)
-    return Proposal(candidates, base, shift, clipped, finite, advice.state)
+    return Proposal(candidates, base, shift, clipped, finite, advice.state, advice.rewards)
 
 
 def _share(clipped: Bool[Tensor, "b k"], base: Float[Tensor, "b k"], plan: Plan) -> Float[Tensor, " b"]:

@@ -23,7 +23,7 @@ from radq.evaluation.judges.base import Judge
 from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.judges.models import LinearJudge
 from radq.guides import RewardGuide
-from radq.models.embedded import EMBEDDED, judge_folder
+from radq.models.embedded import EMBEDDED, SUGGESTED, judge_folder
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.numerics import pad_right
@@ -47,14 +47,14 @@ ATTRIBUTES = {
     for attribute in (
         Attribute(
             "sentiment",
-            35.0,
+            SUGGESTED["sentiment"],
             (15.0, 35.0, 60.0),
             ("The hotel that we booked was", "When I opened the box, I", "The new teacher at our school"),
             judges_prompt=True,
         ),
         Attribute(
             "toxicity",
-            -100.0,
+            SUGGESTED["toxicity"],
             (-50.0, -100.0, -200.0),
             (
                 "I was so angry that I called him a",

@@ -55,6 +55,9 @@ class Advice:
     shift: Float[Tensor, "b k"]  # to be added to the candidates' base logits
     state: Any  # the state to go on from: it may hold what was read of the candidates
     clipped: Bool[Tensor, "b k"] | None = None  # which candidates had a reward clamped; None if the guide never clamps
+    # What each strength multiplies, in parts of (b, k, s) numbers, in the order of the strengths: rewards,
+    # or differences of experts. None if a guide does not tell.
+    rewards: tuple[Tensor, ...] | None = None
     # Given the candidates' logits with all shifts, which may be chosen; None if the guide forbids nothing.
     allowed: Callable[[Float[Tensor, "b k"]], Bool[Tensor, "b k"]] | None = None
 
@@ -139,6 +142,12 @@ class States:
         return States(tuple(part.map_readings(change) for part in self.parts))
 
 
+def _gather_rewards(advices: Sequence[Advice]) -> tuple[Tensor, ...] | None:
+    """The rewards of several guides; None if one of them does not tell."""
+    found = [advice.rewards for advice in advices if advice.rewards is not None]
+    return tuple(part for parts in found for part in parts) if len(found) == len(advices) else None
+
+
 @final
 class SumGuide(Guide):
     """The sum of several guides, which `+` makes. Its strengths are those of its parts, one after the other."""
@@ -168,6 +177,7 @@ class SumGuide(Guide):
             shift=torch.stack([advice.shift for advice in advices]).sum(0),
             state=States(tuple(advice.state for advice in advices)),
             clipped=torch.stack(clipped).any(0) if clipped else None,
+            rewards=_gather_rewards(advices),
             allowed=(lambda logits: torch.stack([allowed(logits) for allowed in filters]).all(0)) if filters else None,
         )
 

@@ -61,7 +61,8 @@ class DExpertsGuide(Guide):
 
     def advise(self, state: States, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         wanted, unwanted = (candidate_logits(part, candidates).to(candidates.device) for part in state.parts)
-        return Advice(self.beta_rows(beta, wanted) * (wanted - unwanted), state)
+        difference = wanted - unwanted
+        return Advice(self.beta_rows(beta, wanted) * difference, state, rewards=(difference[..., None],))
 
     def advance(self, state: States, tokens: Int[Tensor, " b"]) -> States:
         return States(tuple(part.advance(tokens) for part in state.parts))

@@ -154,7 +154,8 @@ class GeDiGuide(Guide):
             kept = filter_candidates(wanted.to(logits.device), logits, self.filter_p, self.target_p)
             return kept | (omega == 0).to(logits.device)
 
-        return Advice(omega.abs() * wanted, state, allowed=allowed if self.filter_p else None)
+        shift = omega.abs() * wanted
+        return Advice(shift, state, rewards=(first[..., None],), allowed=allowed if self.filter_p else None)
 
     def advance(self, state: GeDiState, tokens: Int[Tensor, " b"]) -> GeDiState:
         both = tokens.to(state.scores.device).repeat_interleave(2)[:, None]

@@ -44,8 +44,8 @@ class RewardGuide(Guide):
         takes_slots(model.reader)
         if isinstance(model, RadV):
             takes_siblings(model.backbone)
-        self._columns = tuple(model.config.attributes.index(name) for name in beta)
-        ranges = [model.config.attribute_ranges[column] for column in self._columns]
+        self.columns = tuple(model.config.attributes.index(name) for name in beta)  # of the model's attributes
+        ranges = [model.config.attribute_ranges[column] for column in self.columns]
         self._low, self._high = zip(*ranges, strict=True)  # s numbers each
 
     @property
@@ -60,8 +60,8 @@ class RewardGuide(Guide):
         self, state: RewardState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         rewards, state = self.model.score(state, candidates.to(self.model.device))
-        if self._columns != tuple(range(rewards.shape[2])):
-            rewards = rewards.index_select(2, constant(self._columns, torch.long, rewards.device))  # (b, k, s)
+        if self.columns != tuple(range(rewards.shape[2])):
+            rewards = rewards.index_select(2, constant(self.columns, torch.long, rewards.device))  # (b, k, s)
         clipped = None
         if self.clamp:
             free = rewards
@@ -69,7 +69,7 @@ class RewardGuide(Guide):
             rewards = free.clamp(low, high)
             clipped = (free != rewards).any(-1).to(candidates.device)
         shift = torch.einsum("bks,bs->bk", rewards, self.beta_rows(beta, rewards))
-        return Advice(shift.to(candidates.device), state, clipped)
+        return Advice(shift.to(candidates.device), state, clipped, (rewards,))
 
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
         return self.model.advance(state, tokens.to(self.model.device))

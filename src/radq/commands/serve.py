@@ -1,0 +1,123 @@
+"""radq serve: an OpenAI-compatible server and a page, in which clients steer each request."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from radq.serving.config import ServeConfig
+
+API_KEY = "RADQ_API_KEY"
+PATIENCE = 6.0  # seconds that running texts have when the server is asked to end
+
+
+@dataclass
+class Arguments:
+    """Serve a language model over HTTP, with OpenAI's interface, and a page at /. Each request says how strongly it is
+    steered. Without a file, the embedded model is served with both embedded reward models."""
+
+    config: Annotated[Path | None, tyro.conf.Positional] = None
+    """YAML file of the operator: base, guides with their ranges and defaults, virtual models, limits."""
+    base: str | None = None
+    """Language model to serve, in place of the file's: a hub name, a folder, or embedded."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Other computers reach the server at 0.0.0.0; set RADQ_API_KEY then."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, …, in place of the file's; auto uses a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """Data type of all models, in place of the file's."""
+    check: bool = False
+    """Only check the file and the models it names, by their config.json, and end."""
+    json: bool = False
+    """Print the address, or the result of --check, as JSON."""
+
+
+def run(arguments: Arguments) -> None:
+    from radq.commands.console import announce, print_json
+
+    config = _read(arguments)
+    config.check()
+    if arguments.check:
+        names = {"base": config.base_id, "guides": list(config.guides), "models": list(config.models)}
+        _print_check(config) if not arguments.json else print_json({"ok": True} | names)
+        return
+    _check_port(arguments)
+    announce(f"loading {' and '.join([config.base, *config.guides])}", arguments.json)
+    from radq.serving.app import make_app
+    from radq.serving.served import Served
+
+    serve(make_app(Served(config), os.environ.get(API_KEY) or None), arguments)
+
+
+def _read(arguments: Arguments) -> "ServeConfig":
+    from dataclasses import replace
+
+    from radq.errors import require_package
+    from radq.serving.config import ServeConfig
+
+    if not arguments.check:
+        for package in ("fastapi", "uvicorn", "prometheus_client"):
+            require_package(package, "serve")
+    given = {name: getattr(arguments, name) for name in ("base", "device", "dtype")}
+    config = ServeConfig.embedded(arguments.base) if arguments.config is None else ServeConfig.read(arguments.config)
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
+def _check_port(arguments: Arguments) -> None:
+    """Refuse a port that is out of range or taken, before models are loaded."""
+    import socket
+
+    from radq.errors import OptionError
+
+    if not 0 <= arguments.port <= 65535:
+        raise OptionError(f"port must be from 0 to 65535, got {arguments.port}.", "0 takes a free one.")
+    try:
+        with socket.create_server((arguments.host, arguments.port)):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OptionError(
+            f"cannot listen at {arguments.host}:{arguments.port}: {reason}.", "give another --port or --host."
+        ) from error
+
+
+def _print_check(config: "ServeConfig") -> None:
+    print(f"base {config.base_id}: found")
+    for name, entry in config.guides.items():
+        low, high = entry.limits
+        print(f"guide {name}: found; strengths from {low:g} to {high:g}, by default {entry.default:g}")
+    for name in config.models:
+        print(f"model {name}: {', '.join(f'{guide}={number}' for guide, number in config.models[name].items())}")
+
+
+def serve(app: Any, arguments: Arguments) -> None:
+    """Listen until a signal comes. Running texts then have some seconds to end."""
+    import uvicorn
+
+    class Listener(uvicorn.Server):
+        async def startup(self, *given: Any, **options: Any) -> None:
+            await super().startup(*given, **options)
+            if self.servers:
+                host, port = self.servers[0].sockets[0].getsockname()[:2]
+                _print_address(f"http://{host}:{port}", arguments)
+
+        def handle_exit(self, *given: Any) -> None:
+            app.state.server.scheduler.close(PATIENCE)
+            super().handle_exit(*given)
+
+    options = {"host": arguments.host, "port": arguments.port, "log_level": "warning", "server_header": False}
+    Listener(uvicorn.Config(app, timeout_graceful_shutdown=int(PATIENCE) + 2, **options)).run()
+
+
+def _print_address(address: str, arguments: Arguments) -> None:
+    from radq.commands.console import print_json
+
+    if arguments.json:
+        print_json({"address": address})
+    else:
+        print(f"radq serves at {address} — the page is there, the API at {address}/v1. Ctrl-C ends it.", flush=True)

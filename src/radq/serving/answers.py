@@ -1,0 +1,171 @@
+"""Answers in the form of OpenAI's interface: whole ones, and chunks of a stream."""
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from radq.serving.bodies import Kind
+from radq.serving.orders import Order
+from radq.serving.scheduler import Delivery, Drawn, Text
+from radq.serving.served import Served
+
+OBJECTS = {"completion": ("text_completion", "text_completion"), "chat": ("chat.completion", "chat.completion.chunk")}
+LEAST = -9999.0  # in place of −∞, which JSON does not have
+
+
+class Answer:
+    """The answer to an order, put together from deliveries."""
+
+    def __init__(self, kind: Kind, order: Order, served: Served, texts: Sequence[Text]):
+        self.kind, self.order, self.served, self.texts = kind, order, served, texts
+        self.head = {
+            "id": f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": order.model,
+        }
+        self._begun: set[int] = set()
+        self._offsets = [0] * len(texts)
+
+    # --- whole answers ---
+
+    def whole(self, ends: dict[int, Delivery]) -> dict[str, Any]:
+        """The answer when all texts have ended; `ends` are their last deliveries."""
+        choices = [self._choice(text, ends[text.index]) for text in self.texts]
+        return self._document(0, choices) | {"usage": self.usage(), "radq": self._confirmation()}
+
+    def _choice(self, text: Text, end: Delivery) -> dict[str, Any]:
+        written = "".join(one.piece for one in text.drawn) + end.rest
+        content = {"text": written}
+        if self.kind == "chat":
+            content = {"message": {"role": "assistant", "content": written}}
+        return self._finish({"index": text.index, **content, **self._tokens(text, text.drawn, begin=True)}, text, end)
+
+    def _finish(self, choice: dict[str, Any], text: Text, end: Delivery) -> dict[str, Any]:
+        error = {} if end.error is None else {"error": end.error}
+        summary = text.summary() | self._settings() | error
+        return choice | {"finish_reason": _finish_reason(end), "radq": summary}
+
+    # --- streams ---
+
+    def chunk(self, delivery: Delivery) -> dict[str, Any]:
+        """The next piece of a text; the last one says why it ends."""
+        text = delivery.text
+        begin = text.index not in self._begun
+        self._begun.add(text.index)
+        piece = "".join(one.piece for one in delivery.tokens) + delivery.rest
+        content: dict[str, Any] = {"text": piece}
+        if self.kind == "chat":
+            content = {"delta": ({"role": "assistant"} if begin else {}) | {"content": piece}}
+        choice = {"index": text.index, **content, "finish_reason": None}
+        choice |= self._tokens(text, delivery.tokens, begin)
+        if delivery.finish_reason is not None:
+            choice = self._finish(choice, text, delivery)
+        return self._document(1, [choice]) | ({"radq": self._confirmation()} if begin else {})
+
+    def last_chunk(self) -> dict[str, Any]:
+        return self._document(1, []) | {"usage": self.usage()}
+
+    # --- parts ---
+
+    def _document(self, form: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.head, "object": OBJECTS[self.kind][form], "choices": choices}
+
+    def usage(self) -> dict[str, int]:
+        read = sum(map(len, self.order.prompts))
+        written = sum(text.count for text in self.texts)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def _settings(self) -> dict[str, Any]:
+        steering = self.order.steering
+        return {
+            "seed": self.order.seed,
+            "strengths": self.order.strengths,
+            "kl_budget": steering.kl_budget,
+            "top_k": steering.top_k,
+        }
+
+    def _confirmation(self) -> dict[str, Any]:
+        """What was applied to the whole request, and which of its fields were not."""
+        return self._settings() | ({"ignored": self.order.ignored} if self.order.ignored else {})
+
+    def _tokens(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
+        """What is told about tokens: their ids and log-probabilities, where the order asks for them."""
+        found: dict[str, Any] = {"logprobs": None}
+        if self.order.logprobs is not None:
+            found["logprobs"] = self._columns(text, tokens) if self.kind == "completion" else self._entries(tokens)
+        if self.order.token_ids:
+            found |= {"token_ids": [one.id for one in tokens]} | ({"prompt_token_ids": text.prompt} if begin else {})
+        return found
+
+    def _columns(self, text: Text, tokens: Sequence[Drawn]) -> dict[str, Any]:
+        """Log-probabilities in the form of completions: a list for each kind of number."""
+        offsets = []
+        for one in tokens:
+            offsets.append(self._offsets[text.index])
+            self._offsets[text.index] += len(one.piece)
+        columns: dict[str, Any] = {
+            "tokens": [self.served.show_token(one.id) for one in tokens],
+            "token_logprobs": [_finite(one.logprob) for one in tokens],
+            "top_logprobs": [dict(self._top(one)) for one in tokens] if self.order.logprobs else None,
+            "text_offset": offsets,
+        }
+        return columns | ({"radq": [self._detail(one) for one in tokens]} if self.order.details else {})
+
+    def _entries(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
+        """Log-probabilities in the form of chats: an entry for each token."""
+        return {
+            "content": [
+                _entry(self.served.show_token(one.id), one.logprob)
+                | {"top_logprobs": [_entry(*pair) for pair in self._top(one)]}
+                | ({"radq": self._detail(one)} if self.order.details else {})
+                for one in tokens
+            ]
+        }
+
+    def _top(self, one: Drawn) -> list[tuple[str, float]]:
+        """The most likely candidates, with the logarithms of their probabilities."""
+        ranked = sorted(one.candidates or [], key=lambda candidate: -candidate.probability)[: self.order.logprobs]
+        return [(self.served.show_token(candidate.id), _log(candidate.probability)) for candidate in ranked]
+
+    def _detail(self, one: Drawn) -> dict[str, Any]:
+        """radq's own numbers about a token and the candidates that it was chosen from."""
+        candidates = [
+            {
+                "id": candidate.id,
+                "token": self.served.show_token(candidate.id),
+                "base_probability": candidate.base_probability,
+                "probability": candidate.probability,
+                "shift": candidate.shift,
+                "rewards": candidate.rewards,
+            }
+            for candidate in one.candidates or []
+        ]
+        return {
+            "id": one.id,
+            "token": self.served.show_token(one.id),
+            "piece": one.piece,
+            "logprob": _finite(one.logprob),
+            "base_logprob": _finite(one.base_logprob),
+            "shift": one.shift,
+            "kl": one.kl,
+            "rewards": one.rewards or {},
+            "candidates": candidates,
+        }
+
+
+def _finish_reason(end: Delivery) -> str:
+    return "error" if end.error is not None else end.finish_reason or "stop"
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode("utf-8", "replace"))}
+
+
+def _log(probability: float) -> float:
+    return math.log(probability) if probability > 0 else LEAST
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else LEAST

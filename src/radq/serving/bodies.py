@@ -1,0 +1,98 @@
+"""The bodies of requests, as OpenAI's clients send them, with radq's own fields."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class TextBody(BaseModel):
+    """What completions and chat completions have in common. Unknown fields are named in the answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(None, description="A model of /v1/models; by default the base model.")
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(description="The number of candidates of each token.")] | None = None
+    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    return_token_ids: bool | None = None
+    radq: Annotated[
+        dict[str, Any] | str | None,
+        Field(
+            description="Strengths of guides by name, as an object or as a text such as sentiment=20,toxicity=-50; "
+            "also kl_budget, top_k and details."
+        ),
+    ] = None
+    # These are refused unless they change nothing.
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[str, Any] | None = None
+
+
+class CompletionBody(TextBody):
+    prompt: str | list[str] | list[Whole] | list[list[Whole]] = Field(
+        description="One or more texts, or lists of token ids."
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[Part] | None = None
+
+
+class ChatBody(TextBody):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ScoreBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    text: str = Field(description="The text whose tokens are scored.")
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """An error in OpenAI's form."""
+
+    error: ErrorDetail
+
+
+Kind = Literal["completion", "chat"]

@@ -1,0 +1,253 @@
+"""The operator's file: a base model, the guides that clients may name, virtual models and limits.
+
+    base: embedded
+    guides:
+      sentiment: {guide: embedded:sentiment, range: [-100, 100], suggested: 35}
+      toxicity: embedded:toxicity=-100        # the number is the suggested strength
+    models:
+      kind: {sentiment: 35, toxicity: -100}   # clients see the model embedded@kind
+    limits: {max_tokens: 512}
+
+Importing this module imports no torch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+
+from radq.decoding.config import Steering
+from radq.errors import OptionError, first_line
+from radq.guides.spec import GUIDES, check_guide, parse_guide
+from radq.models.embedded import EMBEDDED, SUGGESTED
+from radq.models.stored import check_language_model
+from radq.serving.strengths import SETTINGS, read_strengths
+from radq.settings import Range, build
+
+LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
+OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths
+NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.\-/@:]*")
+
+
+@dataclass(frozen=True)
+class GuideEntry:
+    """A guide that clients may name, with one strength.
+
+    Args:
+        guide: folder and name of the strength, as in `models/praise:praise` or `experts:alpha`; numbers that are no
+            strengths may follow, as in `gedi:omega,filter_p=0.5`.
+        range: the lowest and highest strength that a client may ask for.
+        default: the strength of requests that do not name the guide; 0 does not steer them.
+        suggested: the strength of requests that name the guide without a number.
+        safe: the range of strengths in which texts stay well-formed, which the page marks.
+        description: what a high reward stands for.
+    """
+
+    guide: str
+    range: tuple[float, float] | None = None
+    default: float = 0.0
+    suggested: float | None = None
+    safe: tuple[float, float] | None = None
+    description: str = ""
+
+    @classmethod
+    def read(cls, value: Any, place: str) -> "GuideEntry":
+        """Make an entry from a text such as `DIR:attribute=beta`, or from names with values."""
+        entry = build({"guide": value} if isinstance(value, str) else value, cls, place)
+        folder, pairs = _split(entry.guide, place)
+        strength = next(iter(pairs))
+        written = pairs.pop(strength)
+        suggested = written if entry.suggested is None else entry.suggested
+        if suggested is None and folder == EMBEDDED:
+            suggested = SUGGESTED.get(strength)
+        reach = max(4 * abs(suggested or 0.0), LEAST_REACH)
+        low, high = entry.range or (-reach, reach)
+        options = {name: number for name, number in pairs.items() if number is not None}
+        if len(options) < len(pairs) or not OPTIONS.issuperset(options):
+            raise OptionError(f"{place} has more than one strength.", "give each attribute a name of its own.")
+        for name, number in {"default": entry.default, "suggested": suggested}.items():
+            if number is not None and not low <= number <= high:
+                raise OptionError(f"{place}: {name} must be from {low:g} to {high:g}, got {number:g}.", "change one.")
+        written_options = "".join(f",{name}={number!r}" for name, number in options.items())
+        return cls(
+            guide=f"{folder}:{strength}{written_options}",
+            range=(low, high),
+            default=entry.default,
+            suggested=suggested,
+            safe=entry.safe,
+            description=entry.description or strength,
+        )
+
+    @property
+    def folder(self) -> str:
+        return _split(self.guide, self.guide)[0]
+
+    @property
+    def strength(self) -> str:
+        """The name of the strength inside the folder: an attribute of a reward model, alpha or omega."""
+        return next(iter(_split(self.guide, self.guide)[1]))
+
+    @property
+    def options(self) -> dict[str, float]:
+        return {name: number for name, number in _split(self.guide, self.guide)[1].items() if number is not None}
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        assert self.range is not None
+        return self.range
+
+    def check(self) -> None:
+        """Refuse a folder without a guide, and an attribute that its models do not have. Nothing is loaded."""
+        check_guide(self.folder, {self.strength: 1.0, **self.options})
+
+
+def _split(guide: str, place: str) -> tuple[str, dict[str, float | None]]:
+    """Split `DIR:name=number,name` into folder and names; a name may stand without a number."""
+    folder, colon, pairs = guide.rpartition(":")
+    if not colon or not folder:
+        raise OptionError(f"{place} is no guide: {guide!r}.", "write it as DIR:attribute, or as DIR:attribute=beta.")
+    found: dict[str, float | None] = {}
+    for pair in pairs.split(","):
+        name, equals, _ = pair.partition("=")
+        found[name.strip()] = parse_guide(f"x:{pair}")[1][name.strip()] if equals else None
+    return folder, found
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may ask for, and what the server does at once. Requests beyond it are answered with an error."""
+
+    body_bytes: Annotated[int, Range(1024)] = 2**20
+    """Largest body of a request."""
+    prompt_tokens: Annotated[int, Range(1)] = 2048
+    """Longest prompt."""
+    max_tokens: Annotated[int, Range(1)] = 1024
+    """Most tokens of a text."""
+    choices: Annotated[int, Range(1)] = 16
+    """Most texts of one request: prompts times n."""
+    top_k: Annotated[int, Range(1)] = 1024
+    """Most candidates of a token."""
+    stops: Annotated[int, Range(0)] = 16
+    """Most stop texts of a request."""
+    rows: Annotated[int, Range(1)] = 16
+    """Most texts that are decoded at once; others wait."""
+    queue: Annotated[int, Range(0)] = 256
+    """Most texts that wait; further requests are answered with status 429."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Settings of requests that leave them out."""
+
+    kl_budget: Annotated[float, Range(0)] | None = 0.5
+    """Largest KL divergence per token, in nats, to which strengths are scaled down; null leaves them as they are."""
+    top_k: Annotated[int, Range(1)] = 20
+    """Number of candidates of a token."""
+    max_tokens: Annotated[int, Range(1)] = 64
+    """Most tokens of a text."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What a server serves."""
+
+    base: str = EMBEDDED
+    name: str | None = None
+    """Name of the base model for clients; by default the last part of `base`."""
+    guides: dict[str, Any] = field(default_factory=dict)
+    """Guides by the names that clients use; see `GuideEntry`."""
+    models: dict[str, Any] = field(default_factory=dict)
+    """Virtual models: for each name the strengths of its requests."""
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    limits: Limits = Limits()
+    defaults: Defaults = Defaults()
+
+    @classmethod
+    def read(cls, file: str | Path) -> "ServeConfig":
+        """Read a YAML file. One with guides alone may leave out the line `guides:`."""
+        try:
+            stored = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+            raise OptionError(f"cannot read {str(file)!r}: {first_line(error)}.", "give a YAML file.") from error
+        stored = {} if stored is None else stored
+        if isinstance(stored, Mapping) and "guides" not in stored and _are_guides(stored):
+            stored = {"guides": dict(stored)}
+        return build(stored, cls, repr(str(file)))
+
+    @classmethod
+    def embedded(cls, base: str | None = None) -> "ServeConfig":
+        """Serve the embedded base model, or another one with its vocabulary, with both embedded reward models."""
+        guides = {name: f"{EMBEDDED}:{name}" for name in SUGGESTED}
+        return cls(base=base or EMBEDDED, guides=guides, models={"kind": dict(SUGGESTED)})
+
+    def __post_init__(self) -> None:
+        entries = {name: GuideEntry.read(value, f"the guide {name!r}") for name, value in self.guides.items()}
+        for name in entries:
+            if name in SETTINGS or not NAME.fullmatch(name):
+                raise OptionError(
+                    f"a guide cannot be named {name!r}.", f"use letters, digits and _, and not {', '.join(SETTINGS)}."
+                )
+        object.__setattr__(self, "guides", entries)
+        models = {self._model_name(name): self._strengths(name, value) for name, value in self.models.items()}
+        object.__setattr__(self, "models", models)
+
+    @property
+    def base_id(self) -> str:
+        """The name of the base model for clients, which never is a path."""
+        return self.name or Path(self.base).name or "base"
+
+    def _model_name(self, name: str) -> str:
+        full = name if "@" in name else f"{self.base_id}@{name}"
+        if not MODEL_NAME.fullmatch(full) or full == self.base_id:
+            raise OptionError(f"a virtual model cannot be named {name!r}.", "use letters, digits, _, - and @.")
+        return full
+
+    def _strengths(self, model: str, value: Any) -> dict[str, float | None]:
+        """The strengths of a virtual model, all of them known and in their ranges."""
+        try:
+            strengths = read_strengths(value)
+            self.check_strengths(strengths)
+        except OptionError as error:
+            raise OptionError(f"the virtual model {model!r}: {error.message}", error.hint) from error
+        return strengths
+
+    def check_strengths(self, strengths: Mapping[str, float | None]) -> None:
+        """Refuse guides that there are not, and strengths or settings out of their ranges."""
+        for name, number in strengths.items():
+            if name == "top_k":
+                if number is None or not 1 <= number <= self.limits.top_k or number != int(number):
+                    raise OptionError(
+                        f"top_k must be a whole number from 1 to {self.limits.top_k}, got {number}.",
+                        "give such a number.",
+                    )
+            elif name == "kl_budget":
+                Steering(kl_budget=number)
+            elif name not in (*self.guides, *SETTINGS):
+                raise OptionError(f"there is no guide {name!r}.", f"there are {', '.join(self.guides) or 'none'}.")
+            elif name in self.guides:
+                self._check_strength(name, number)
+
+    def _check_strength(self, name: str, number: float | None) -> None:
+        entry: GuideEntry = self.guides[name]
+        low, high = entry.limits
+        if number is None and entry.suggested is None:
+            raise OptionError(f"the guide {name!r} has no suggested strength.", f"give one from {low:g} to {high:g}.")
+        if number is not None and not low <= number <= high:
+            raise OptionError(f"{name} must be from {low:g} to {high:g}, got {number:g}.", "give such a strength.")
+
+    def check(self) -> None:
+        """Refuse models that cannot be loaded, by their config.json alone."""
+        check_language_model(self.base)
+        for entry in self.guides.values():
+            entry.check()
+
+
+def _are_guides(stored: Mapping[Any, Any]) -> bool:
+    """Whether names with values are guides, as in `toxicity: models/toxicity:toxicity=-50`."""
+    known = ServeConfig.__dataclass_fields__
+    return bool(stored) and not any(name in known for name in stored)

@@ -1,0 +1,236 @@
+"""What a request asks for, after all checks: texts with their prompts, strengths and settings."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radq.decoding.config import Steering
+from radq.decoding.generate import draw_uniforms
+from radq.decoding.prompts import Prompt, encode_prompts, find_stops
+from radq.decoding.text import GrowingText
+from radq.errors import ContextLengthError, OptionError
+from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
+from radq.serving.config import ServeConfig
+from radq.serving.scheduler import Delivery, Text
+from radq.serving.served import Served
+from radq.serving.strengths import SETTINGS, read_strengths
+
+# Fields that other clients send and that change no text.
+HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+
+
+class UnknownModelError(OptionError):
+    """A model that the server does not have."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request in radq's terms."""
+
+    model: str
+    prompts: list[list[int]]
+    steering: Steering
+    strengths: dict[str, float]  # of all guides that are read, in the order of `Served.order`
+    max_tokens: int
+    n: int
+    seed: int
+    stop: tuple[str, ...]
+    penalty: float
+    logprobs: int | None  # the number of alternatives that are told about each token; None tells nothing
+    details: bool  # whether radq's own numbers are told about each token
+    token_ids: bool
+    stream: bool
+    usage: bool
+    ignored: list[str]
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.prompts) * self.n
+
+    def texts(self, served: Served, deliver: Callable[[Delivery], None]) -> list[Text]:
+        """The texts to be decoded: the samples of each prompt together, with the random numbers of `radq.generate`."""
+        uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, self.max_tokens)
+        stops = frozenset(find_stops(served.lm, served.tokenizer, None))
+        processors = _processors(self.penalty)
+        return [
+            Text(
+                index=p * self.n + s,
+                prompt=prompt,
+                steering=self.steering,
+                guides=tuple(self.strengths),
+                strengths=tuple(self.strengths.values()),
+                max_tokens=self.max_tokens,
+                uniforms=uniforms[p, s],
+                stops=stops,
+                growing=GrowingText(served.tokenizer, prompt, self.stop),
+                deliver=deliver,
+                details=self.details or bool(self.logprobs),
+                processors=processors,
+            )
+            for p, prompt in enumerate(self.prompts)
+            for s in range(self.n)
+        ]
+
+
+def _processors(penalty: float) -> tuple[Any, ...]:
+    if penalty == 1:
+        return ()
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    return (RepetitionPenaltyLogitsProcessor(penalty),)
+
+
+def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
+    """Check a body and turn it into an order; whatever it asks for that cannot be done is refused."""
+    config = served.config
+    _refuse_unsupported(body, config)
+    model, asked = _read_steering(body, config)
+    strengths = _read_strengths(asked, served)
+    max_tokens, prompts = _read_prompts(body, served)
+    n = body.n or 1
+    if len(prompts) * n > config.limits.choices:
+        raise OptionError(
+            f"a request may ask for at most {config.limits.choices} texts, got {len(prompts)} prompts times {n}.",
+            "send several requests.",
+        )
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_k = int(asked.get("top_k") or config.defaults.top_k)
+    budget = asked.get("kl_budget", config.defaults.kl_budget)
+    details = bool(asked.get("details"))
+    logprobs = _count_logprobs(body)
+    if details and logprobs is None:
+        raise OptionError("radq tells details together with logprobs alone.", "ask for logprobs too.")
+    return Order(
+        model=model,
+        prompts=prompts,
+        steering=Steering(top_k, None if body.top_p in (None, 1) else body.top_p, temperature, budget),
+        strengths=strengths,
+        max_tokens=max_tokens,
+        n=n,
+        seed=secrets.randbits(32) if body.seed is None else body.seed,
+        stop=_read_stops(body.stop, config.limits.stops),
+        penalty=body.repetition_penalty or 1.0,
+        logprobs=logprobs,
+        details=details,
+        token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        usage=body.stream_options is not None and body.stream_options.include_usage,
+        ignored=sorted(set(body.model_extra or {}) - HARMLESS),
+    )
+
+
+def _refuse_unsupported(body: CompletionBody | ChatBody, config: ServeConfig) -> None:
+    """Refuse what would change the text if the server could do it, and fields that look like steering."""
+    unsupported: dict[str, Any] = {
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": body.logit_bias,
+    }
+    if isinstance(body, CompletionBody):
+        best_of = None if body.best_of in (None, body.n or 1) else body.best_of
+        unsupported |= {"echo": body.echo, "suffix": body.suffix, "best_of": best_of}
+    else:
+        plain = body.response_format is None or body.response_format.get("type") == "text"
+        unsupported |= {"tools": body.tools, "functions": body.functions, "response_format": None if plain else True}
+    for name, value in unsupported.items():
+        if value:
+            raise OptionError(f"this server does not support {name}.", f"leave {name} out.")
+    for name in body.model_extra or {}:
+        if "radq" in name.lower() or name in (*config.guides, *SETTINGS):
+            raise OptionError(
+                f"{ascii(name)[:60]} is no field of a request.", 'write strengths as "radq": {"sentiment": 20}.'
+            )
+
+
+def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, float | None]]:
+    """The name of the model, and all strengths and settings: of the model, with those of the request in their place."""
+    model = body.model or config.base_id
+    if model != config.base_id and model not in config.models:
+        known = ", ".join([config.base_id, *config.models])
+        raise UnknownModelError(f"there is no model {ascii(model)[:80]}.", f"there are {known}.")
+    asked = {} if body.radq is None else read_strengths(body.radq)
+    if body.top_k is not None:
+        asked["top_k"] = float(body.top_k)
+    config.check_strengths(asked)
+    return model, {**config.models.get(model, {}), **asked}
+
+
+def _read_strengths(asked: dict[str, float | None], served: Served) -> dict[str, float]:
+    """The strengths of guides that are named, or that steer by default."""
+    found: dict[str, float] = {}
+    for name, entry in served.config.guides.items():
+        if name in asked:
+            number = asked[name]
+            found[name] = entry.suggested if number is None else number
+        elif entry.default:
+            found[name] = entry.default
+    return {name: found[name] for name in served.order(list(found))}
+
+
+def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> tuple[int, list[list[int]]]:
+    """The most tokens of a text, and the tokens of the prompts."""
+    config = served.config
+    asked = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked = body.max_completion_tokens
+    if asked is not None and asked > config.limits.max_tokens:
+        raise OptionError(
+            f"max_tokens must be at most {config.limits.max_tokens}, got {asked}.", "give a smaller max_tokens."
+        )
+    given: Sequence[Prompt] = _prompts(body)
+    if len(given) > config.limits.choices:
+        raise OptionError(f"a request may have at most {config.limits.choices} prompts.", "send several requests.")
+    prompts = encode_prompts(served.lm.config, served.tokenizer, given, 1, served.context)
+    longest = max(map(len, prompts))
+    if longest > config.limits.prompt_tokens:
+        raise ContextLengthError(
+            f"a prompt may have at most {config.limits.prompt_tokens} tokens, got {longest}.", "shorten it."
+        )
+    if asked is None:
+        return min(config.defaults.max_tokens, config.limits.max_tokens, served.context - longest), prompts
+    if longest + asked > served.context:
+        raise ContextLengthError(
+            f"{longest} tokens of the prompt and {asked} new ones exceed the context of {served.context} tokens.",
+            "shorten the prompt, or give a smaller max_tokens.",
+        )
+    return asked, prompts
+
+
+def _prompts(body: CompletionBody | ChatBody) -> list[Any]:
+    if isinstance(body, ChatBody):
+        return [[{"role": message.role, "content": _content(message)} for message in body.messages]]
+    prompt: Any = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise OptionError("there is no prompt.", "give a text, or a list of texts.")
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)
+
+
+def _content(message: Message) -> str:
+    if isinstance(message.content, list):
+        if any(part.type != "text" or part.text is None for part in message.content):
+            raise OptionError("messages can hold texts alone.", "leave images and sounds out.")
+        return "".join(part.text or "" for part in message.content)
+    return message.content or ""
+
+
+def _read_stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if len(stops) > most or any(not 0 < len(one) <= 256 for one in stops):
+        raise OptionError(
+            f"stop must be at most {most} texts of 1 to 256 characters, got {len(stops)}.",
+            "give fewer or shorter ones.",
+        )
+    return tuple(stops)
+
+
+def _count_logprobs(body: CompletionBody | ChatBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise OptionError("top_logprobs needs logprobs.", 'add "logprobs": true.')
+        return None
+    return body.top_logprobs or 0

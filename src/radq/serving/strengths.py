@@ -1,0 +1,66 @@
+"""Steering as clients write it in a request, as an object or as a text:
+
+    {"sentiment": 20, "toxicity": -50, "kl_budget": 0.5}        "sentiment=20,toxicity=-50,kl_budget=0.5"
+
+Importing this module imports no torch.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from radq.errors import OptionError
+
+SETTINGS = ("kl_budget", "top_k", "details")  # names that are no guides
+MOST_NAMES, MOST_CHARACTERS = 64, 4096
+HINT = 'write {"sentiment": 20, "toxicity": -50} or "sentiment=20,toxicity=-50".'
+
+
+def read_strengths(value: Any) -> dict[str, float | None]:
+    """Read the strengths of guides by name, and maybe some of `SETTINGS`.
+
+    None stands for the strength that the operator suggests, which a client gets by a name alone or by `true`; for
+    kl_budget it stands for no budget.
+    """
+    pairs = _split(value) if isinstance(value, str) else value
+    if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
+        raise OptionError(f"radq must give names of guides their strengths, got {_shorten(value)}.", HINT)
+    return {_name(name): _number(name, number) for name, number in pairs.items()}
+
+
+def _split(text: str) -> dict[str, Any]:
+    """Split a text into names and numbers; a name without a number stands for itself."""
+    pairs: dict[str, Any] = {}
+    if len(text) > MOST_CHARACTERS:
+        raise OptionError(f"radq must have at most {MOST_CHARACTERS} characters, got {len(text)}.", HINT)
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, number = map(str.strip, part.partition("="))
+        if name in pairs:
+            raise OptionError(f"radq names {_shorten(name)} twice.", "give each name once.")
+        pairs[name] = number if equals else True
+    return pairs
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not name.isprintable() or not name:
+        raise OptionError(f"radq must name guides by texts, got {_shorten(name)}.", HINT)
+    return name
+
+
+def _number(name: str, value: Any) -> float | None:
+    if name == "kl_budget" and value in (None, "none"):
+        return None
+    if value is True and name not in SETTINGS:
+        return None
+    try:
+        number = math.nan if value is None else float(value)
+    except (OverflowError, TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise OptionError(f"radq must give {_shorten(name)} a finite number, got {_shorten(value)}.", HINT)
+    return number
+
+
+def _shorten(value: Any) -> str:
+    shown = ascii(value)  # also characters that cannot be written as UTF-8
+    return shown if len(shown) <= 60 else shown[:57] + "..."
