@@ -33,7 +33,7 @@ INFO: dict[str, Any] = {
 STATE: dict[str, Any] = {
     "model": "toy",
     "mode": "prompt",
-    "prompt": "It's a \"film\" & more\n\\ $HOME `x`",
+    "prompt": 'It\'s a "film" & more\n\\ $HOME `x`',
     "messages": [{"role": "user", "content": "hello"}],
     "maxTokens": 8,
     "temperature": 1,
@@ -108,9 +108,7 @@ def test_an_address_gives_its_state_back(call: Call, cases: list[tuple[str, str,
         for prompt, content, seed, first, second in cases
     ]
     info = json.dumps(INFO)
-    for state, found in zip(
-        states, call(f"m.fromAddress(m.toAddress(value, {info}), {info})", states), strict=True
-    ):
+    for state, found in zip(states, call(f"m.fromAddress(m.toAddress(value, {info}), {info})", states), strict=True):
         assert found == {"state": json.loads(json.dumps(state)), "problems": []}
 
 
@@ -287,7 +285,9 @@ def test_events_may_be_cut_anywhere(call: Call, texts: list[str], random: Any) -
         size = random.randint(1, 5)
         pieces.append(rest[:size])
         rest = rest[size:]
-    found = one(call, "(() => { const feed = m.createParser(); return value.flatMap((piece) => feed(piece)); })()", pieces)
+    found = one(
+        call, "(() => { const feed = m.createParser(); return value.flatMap((piece) => feed(piece)); })()", pieces
+    )
     assert found == texts
 
 
@@ -306,7 +306,13 @@ def test_a_stream_without_its_end_has_broken_off(call: Call) -> None:
 
 def test_events_of_completions_and_chats_are_read_alike(call: Call) -> None:
     detail = {"id": 5, "piece": " a", "token": " a"}
-    completion = {"index": 1, "text": " a", "finish_reason": None, "logprobs": {"radq": [detail]}, "prompt_token_ids": [3]}
+    completion = {
+        "index": 1,
+        "text": " a",
+        "finish_reason": None,
+        "logprobs": {"radq": [detail]},
+        "prompt_token_ids": [3],
+    }
     chat = {"index": 1, "delta": {"content": " a"}, "logprobs": {"content": [{"token": " a", "radq": detail}]}}
     expected = {"index": 1, "details": [detail], "promptIds": [3], "finish": None}
     found = call("m.readChoices(value)", [{"choices": [completion]}, {"choices": [chat]}, {"choices": []}])

@@ -15,7 +15,7 @@ export function createControls(info, store) {
   listenToChoices(info, store);
   find("max-tokens").max = info.limits.max_tokens;
   find("top-k").max = info.limits.top_k;
-  find("grid-samples").max = info.limits.rows;
+  find("grid-samples").max = info.limits.choices ?? info.limits.rows;
   find("mode-field").hidden = !info.chat;
   if (!info.chat) delete find("mode-field").dataset.views;
 
@@ -82,10 +82,10 @@ function listenToChoices(info, store) {
 
 // A virtual model stands for strengths: the sliders move to them.
 export function settingsOfModel(info, id, state) {
-  const { kl_budget: klBudget = state.klBudget, ...named } = info.models.find((model) => model.id === id)?.radq ?? {};
+  const { kl_budget: klBudget = state.klBudget, top_k: topK = state.topK, ...named } = info.models.find((model) => model.id === id).radq;
   const strengths = { ...state.strengths };
-  for (const [name, value] of Object.entries(named)) if (name in info.attributes) strengths[name] = value;
-  return { model: id, strengths, klBudget };
+  for (const [name, value] of Object.entries(named)) if (name in strengths) strengths[name] = value ?? info.attributes[name].suggested;
+  return { model: id, strengths, klBudget, topK };
 }
 
 function showFields(state) {

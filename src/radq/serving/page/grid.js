@@ -61,7 +61,7 @@ function createColumn({ strength, attribute, request, samples, info, inspector }
   const texts = Array.from({ length: samples }, (_, index) => createTokenText(`${title}, text ${index + 1}`, listener));
   for (const text of texts) text.begin(request.body.prompt ?? "");
   const numbers = make("dl", { class: "numbers" });
-  const heading = make("h2", {}, formatStrength(strength), make("span", { class: "soft" }, strength === 0 ? `${attribute} not steered` : attribute));
+  const heading = make("h2", {}, formatStrength(strength), " ", make("span", { class: "soft" }, strength === 0 ? `${attribute} not steered` : attribute));
   const element = make("section", { class: "pane filled", "aria-label": title }, heading, numbers, ...texts.map((text) => text.element));
   const summary = () => summarise(texts.flatMap((text) => text.details));
 

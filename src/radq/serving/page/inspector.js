@@ -142,6 +142,15 @@ function facts(detail, attributes) {
   return list;
 }
 
+// The colours of candidates compare them with each other: small differences decide, where strengths are large.
+function candidateChips(candidates, name, attribute) {
+  const rewards = candidates.map((candidate) => candidate.rewards[name]);
+  const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
+  const [least, most] = attribute.rewards;
+  const differ = high - low > (most - least) / 200;
+  return (reward) => rewardChip(reward, differ ? { rewards: [low, high] } : { rewards: [reward - 1, reward + 1] });
+}
+
 function rewardChip(reward, attribute) {
   const { side, amount } = leanOfReward(reward, attribute);
   return make("span", { class: `chip ${side}`, variables: { amount } }, formatNumber(reward));
@@ -155,6 +164,7 @@ function candidateRows(detail, whole) {
 function candidateTable(detail, attributes, choose, whole) {
   const names = Object.keys(detail.candidates[0].rewards ?? {});
   const largest = Math.max(...detail.candidates.flatMap((one) => [one.base_probability, one.probability]));
+  const chips = names.map((name) => candidateChips(detail.candidates, name, attributes[name]));
   const heads = ["Candidate", "Base", ...names, "Guided"].map((name) => make("th", { scope: "col" }, name));
   const rows = candidateRows(detail, whole).map((candidate) => {
     const chosen = candidate.id === detail.id;
@@ -165,7 +175,7 @@ function candidateTable(detail, attributes, choose, whole) {
       { class: chosen ? "chosen" : "" },
       make("th", { scope: "row" }, label),
       make("td", { class: "base" }, probabilityBar(candidate.base_probability, largest)),
-      ...names.map((name) => make("td", { class: "reward" }, rewardChip(candidate.rewards[name], attributes[name]))),
+      ...names.map((name, column) => make("td", { class: "reward" }, chips[column](candidate.rewards[name]))),
       make("td", { class: "guided" }, probabilityBar(candidate.probability, largest)),
     );
   });

@@ -22,7 +22,7 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
   const undo = make("button", { type: "button", class: "link", hidden: true, on: { click: undoBranch } }, "Undo the branch");
   const reply = make("button", { type: "button", class: "link", hidden: true, on: { click: () => onChat(tokens.text()) } }, "Reply to this answer");
   const subtitle = make("span", { class: "soft" }, hint);
-  const heading = make("h2", {}, title, subtitle);
+  const heading = make("h2", {}, title, " ", subtitle);
   const empty = make("p", { class: "invitation soft" }, invitation);
   const foot = make("div", { class: "pane-foot" }, status, undo, reply);
   const element = make("section", { class: `pane ${kind}`, "aria-label": title }, heading, numbers, empty, tokens.element, foot);

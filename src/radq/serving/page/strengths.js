@@ -38,7 +38,7 @@ function createSlider(name, facts, id, onChange) {
   const element = make(
     "div",
     { class: "strength" },
-    make("div", { class: "row" }, make("label", { for: id }, name, facts.description ? make("small", { class: "soft" }, facts.description) : null), exact),
+    make("div", { class: "row" }, make("label", { for: id }, name, facts.description && facts.description !== name ? make("small", { class: "soft" }, facts.description) : null), exact),
     make("div", { class: "track" }, ...marks, range),
     make("div", { class: "row small" }, help, links),
   );
