@@ -106,9 +106,9 @@ def serve(app: Any, arguments: Arguments) -> None:
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
                 _print_address(f"http://{host}:{port}", arguments)
 
-        def handle_exit(self, *given: Any) -> None:
+        def handle_exit(self, sig: int, frame: Any) -> None:
             app.state.server.scheduler.close(PATIENCE)
-            super().handle_exit(*given)
+            super().handle_exit(sig, frame)
 
     options = {"host": arguments.host, "port": arguments.port, "log_level": "warning", "server_header": False}
     Listener(uvicorn.Config(app, timeout_graceful_shutdown=int(PATIENCE) + 2, **options)).run()

@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 import radq
 from radq.errors import ContextLengthError, OptionError, RadqError
@@ -41,10 +41,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class BodyTooLargeError(RadqError):
-    """A body beyond the operator's limit."""
 
 
 class Server:
@@ -250,7 +246,7 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
 
 
 async def _on_http(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+    assert isinstance(error, AnyHTTPException)
     return _error_response(error.status_code, str(error.detail))
 
 
@@ -270,30 +266,23 @@ class Gate:
             await self.app(scope, receive, send)
             return
         limit, read = self.server.config.limits.body_bytes, 0
-        begun = False
 
         async def limited() -> MutableMapping[str, Any]:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
             if read > limit:
-                raise BodyTooLargeError(f"a body may have at most {limit} bytes.", "send less.")
+                raise HTTPException(413, f"a body may have at most {limit} bytes. hint: send less.")
             return message
 
         async def counted(message: MutableMapping[str, Any]) -> None:
-            nonlocal begun
             if message["type"] == "http.response.start":
-                begun = True
                 message["headers"] = [*message.get("headers", []), *HEADERS]
                 route = getattr(scope.get("route"), "path", "other")
                 self.server.metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
-        try:
-            await self.app(scope, limited, counted)
-        except BodyTooLargeError as error:
-            if not begun:
-                await _error_response(413, str(error))(scope, receive, counted)
+        await self.app(scope, limited, counted)
 
 
 HEADERS = [
@@ -321,7 +310,7 @@ def make_app(served: Served, api_key: str | None = None) -> FastAPI:
     app.add_middleware(Gate, server=server)
     app.add_exception_handler(RadqError, _on_radq_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(AnyHTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
     _add_texts(app, server)
     _add_descriptions(app, server)
