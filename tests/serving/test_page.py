@@ -13,13 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import Running, make_config, make_models, serving
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is in radq[dev]")
-
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from serving import Running, make_config, make_models, serving
+Service = pytest.importorskip("selenium.webdriver.chrome.service").Service
+By = pytest.importorskip("selenium.webdriver.common.by").By
+Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")

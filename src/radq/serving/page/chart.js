@@ -1,41 +1,74 @@
-// A small drawing of the trade-off: reward and perplexity against strength.
+// Small drawings: reward and perplexity against strength, and rewards along a text.
 import { draw, make } from "./dom.js";
 import { formatNumber, formatStrength } from "./numbers.js";
 
 const WIDTH = 300;
 const HEIGHT = 130;
 const MARGIN = { left: 38, right: 12, top: 14, bottom: 26 };
+const MOST_DOTS = 12; // longer lines are drawn without them
 
-export function drawTradeoff(points, attribute, facts) {
-  const known = points.filter((point) => point.tokens > 0).sort((one, other) => one.strength - other.strength);
+// One drawing for the reward and one for the perplexity, as soon as two strengths are known.
+export function drawTradeoff(columns, attribute, facts) {
+  const known = columns.filter((column) => column.tokens > 0).sort((one, other) => one.strength - other.strength);
   if (known.length < 2) return [];
-  const perplexities = known.map((point) => point.perplexity);
+  const points = (read) =>
+    known.map((column) => ({ at: column.strength, value: read(column), label: formatStrength(column.strength) }));
+  const highest = Math.max(...known.map((column) => column.perplexity));
   return [
-    drawLine(known, (point) => point.rewards[attribute], facts.rewards ?? [0, 1], `Mean ${attribute}`, "reward"),
-    drawLine(known, (point) => point.perplexity, [0, 1.1 * Math.max(...perplexities)], "Perplexity", "perplexity"),
+    drawLine(
+      points((column) => column.rewards[attribute]),
+      facts.rewards,
+      `Mean ${attribute} by strength`,
+    ),
+    drawLine(
+      points((column) => column.perplexity),
+      [0, 1.1 * highest],
+      "Perplexity by strength",
+    ),
   ];
 }
 
-function drawLine(points, read, [low, high], title, kind) {
-  const strengths = points.map((point) => point.strength);
-  const [left, right] = [Math.min(...strengths), Math.max(...strengths)];
-  const x = (value) => MARGIN.left + ((value - left) / (right - left || 1)) * (WIDTH - MARGIN.left - MARGIN.right);
-  const y = (value) => HEIGHT - MARGIN.bottom - ((value - low) / (high - low || 1)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
-  const places = points.map((point) => [x(point.strength), y(read(point))]);
-  const description = points.map((point) => `${formatStrength(point.strength)}: ${formatNumber(read(point))}`).join("; ");
-  const drawing = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title} by strength. ${description}`, class: `chart ${kind}` });
+// One drawing per attribute: its reward after each token.
+export function drawCourses(tokens, attributes) {
+  return Object.entries(attributes).map(([name, facts]) => {
+    const points = tokens.map((token, index) => ({ at: index, value: token.rewards[name], label: token.token.trim() }));
+    return drawLine(points, facts.rewards, `${name}, from the first token to the last`);
+  });
+}
+
+// points: [{ at, value, label }], from left to right.
+function drawLine(points, [low, high], title) {
+  const [left, right] = [points[0].at, points.at(-1).at];
+  const x = (at) => MARGIN.left + ((at - left) / (right - left || 1)) * (WIDTH - MARGIN.left - MARGIN.right);
+  const y = (value) =>
+    HEIGHT - MARGIN.bottom - ((value - low) / (high - low || 1)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  const spoken = points.map((point) => `${point.label}: ${formatNumber(point.value)}`).join("; ");
+  const drawing = draw("svg", {
+    viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+    role: "img",
+    "aria-label": `${title}. ${spoken}`,
+    class: "chart",
+  });
   for (const value of [low, high]) {
     drawing.append(
       draw("line", { class: "axis", x1: MARGIN.left, x2: WIDTH - MARGIN.right, y1: y(value), y2: y(value) }),
-      draw("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, formatNumber(value, high < 10 ? 1 : 0)),
+      draw(
+        "text",
+        { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" },
+        formatNumber(value, high - low < 10 ? 1 : 0),
+      ),
     );
   }
-  drawing.append(draw("polyline", { class: "curve", points: places.map((place) => place.join(",")).join(" ") }));
-  for (const [index, [cx, cy]] of places.entries()) {
-    drawing.append(
-      draw("circle", { cx, cy, r: 4 }),
-      draw("text", { x: cx, y: HEIGHT - 8, "text-anchor": "middle" }, formatStrength(strengths[index])),
-    );
+  drawing.append(
+    draw("polyline", { class: "curve", points: points.map((point) => `${x(point.at)},${y(point.value)}`).join(" ") }),
+  );
+  if (points.length <= MOST_DOTS) {
+    for (const { at, value, label } of points) {
+      drawing.append(
+        draw("circle", { cx: x(at), cy: y(value), r: 4 }),
+        draw("text", { x: x(at), y: HEIGHT - 8, "text-anchor": "middle" }, label),
+      );
+    }
   }
-  return make("figure", {}, make("figcaption", {}, `${title} by strength`), drawing);
+  return make("figure", {}, make("figcaption", {}, title), drawing);
 }

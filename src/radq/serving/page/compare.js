@@ -6,8 +6,21 @@ import { plainRequest, zeroStrengths } from "./request.js";
 
 export function createCompare({ info, store, inspector, run }) {
   const common = { attributes: info.attributes, inspector, run, onChat };
-  const unguided = createPane({ ...common, title: "Unguided", hint: "the base model alone", invitation: "Press Generate, and the base model goes on with your text here, as it would on its own.", kind: "unguided" });
-  const guided = createPane({ ...common, title: "Guided", hint: "the same random numbers", invitation: "The same model with the same luck, steered by the strengths you set. Colours show where the guide stepped in.", kind: "guided" });
+  const unguided = createPane({
+    ...common,
+    title: "Unguided",
+    hint: "the base model alone",
+    invitation: "Press Generate, and the base model goes on with your text here, as it would on its own.",
+    kind: "unguided",
+  });
+  const guided = createPane({
+    ...common,
+    title: "Guided",
+    hint: "the same random numbers",
+    invitation:
+      "The same model with the same luck, steered by the strengths you set. Colours show where the guide stepped in.",
+    kind: "guided",
+  });
   find("panes").replaceChildren(unguided.element, guided.element);
 
   function onChat(answer) {

@@ -3,11 +3,13 @@ import { find, make } from "./dom.js";
 import { gridStrengths } from "./state.js";
 import { createStrengths } from "./strengths.js";
 
-const EXAMPLES = ["The film was", "My first day at work", "The neighbours upstairs", "Our hotel by the sea"];
+const EXAMPLES = ["The meeting this morning was", "My first day at work", "The film was", "The food was"];
 const ROLES = { system: "System", user: "You", assistant: "Answer" };
 
 export function createControls(info, store) {
-  const sliders = createStrengths(info.attributes, (name, value) => store.change({ strengths: { ...store.state.strengths, [name]: value } }));
+  const sliders = createStrengths(info.attributes, (name, value) =>
+    store.change({ strengths: { ...store.state.strengths, [name]: value } }),
+  );
   find("strengths").replaceChildren(...sliders.elements);
   fillChoices(info);
   listenToTexts(store);
@@ -22,7 +24,8 @@ export function createControls(info, store) {
   return function show(state) {
     const varied = state.view === "grid" ? state.gridAttribute : null;
     sliders.show(state.strengths, varied);
-    find("strength-field").hidden = state.view === "score" || Object.keys(info.attributes).every((name) => name === varied);
+    find("strength-field").hidden =
+      state.view === "score" || Object.keys(info.attributes).every((name) => name === varied);
     showFields(state);
     showMessages(state.messages, store);
     find("prompt-field").hidden = state.view === "score" || state.mode === "chat";
@@ -56,24 +59,46 @@ function listenToTexts(store) {
 }
 
 // Fields of numbers, and the parts of the state they hold.
-const NUMBERS = { "kl-budget": "klBudget", seed: "seed", "max-tokens": "maxTokens", temperature: "temperature", "top-k": "topK", "grid-samples": "gridSamples" };
+const NUMBERS = {
+  "kl-budget": "klBudget",
+  seed: "seed",
+  "max-tokens": "maxTokens",
+  temperature: "temperature",
+  "top-k": "topK",
+  "grid-samples": "gridSamples",
+};
 
 function listenToNumbers(store) {
   for (const [id, name] of Object.entries(NUMBERS)) {
-    find(id).addEventListener("input", (event) => event.target.validity.valid && event.target.value !== "" && store.change({ [name]: Number(event.target.value) }));
+    find(id).addEventListener(
+      "input",
+      (event) =>
+        event.target.validity.valid &&
+        event.target.value !== "" &&
+        store.change({ [name]: Number(event.target.value) }),
+    );
   }
-  find("new-seed").addEventListener("click", () => store.change({ seed: crypto.getRandomValues(new Uint16Array(1))[0] }));
-  find("kl-limited").addEventListener("change", (event) => store.change({ klBudget: event.target.checked ? Number(find("kl-budget").value || 0.5) : null }));
+  find("new-seed").addEventListener("click", () =>
+    store.change({ seed: crypto.getRandomValues(new Uint16Array(1))[0] }),
+  );
+  find("kl-limited").addEventListener("change", (event) =>
+    store.change({ klBudget: event.target.checked ? Number(find("kl-budget").value || 0.5) : null }),
+  );
 }
 
 function listenToChoices(info, store) {
-  find("model").addEventListener("change", (event) => store.change(settingsOfModel(info, event.target.value, store.state)));
+  find("model").addEventListener("change", (event) =>
+    store.change(settingsOfModel(info, event.target.value, store.state)),
+  );
   find("grid-attribute").addEventListener("change", (event) => {
     const name = event.target.value;
     store.change({ gridAttribute: name, gridStrengths: gridStrengths(info.attributes[name]) });
   });
   find("grid-strengths").addEventListener("input", (event) => {
-    const strengths = event.target.value.split(/[,;\s]+/).filter(Boolean).map((text) => Number(text.replace("−", "-")));
+    const strengths = event.target.value
+      .split(/[,;\s]+/)
+      .filter(Boolean)
+      .map((text) => Number(text.replace("−", "-")));
     const good = strengths.length > 0 && strengths.every(Number.isFinite);
     event.target.setCustomValidity(good ? "" : "Write numbers with commas between them, such as -35, 0, 35.");
     if (good) store.change({ gridStrengths: strengths });
@@ -82,14 +107,24 @@ function listenToChoices(info, store) {
 
 // A virtual model stands for strengths: the sliders move to them.
 export function settingsOfModel(info, id, state) {
-  const { kl_budget: klBudget = state.klBudget, top_k: topK = state.topK, ...named } = info.models.find((model) => model.id === id).radq;
+  const {
+    kl_budget: klBudget = state.klBudget,
+    top_k: topK = state.topK,
+    ...named
+  } = info.models.find((model) => model.id === id).radq;
   const strengths = { ...state.strengths };
-  for (const [name, value] of Object.entries(named)) if (name in strengths) strengths[name] = value ?? info.attributes[name].suggested;
+  for (const [name, value] of Object.entries(named))
+    if (name in strengths) strengths[name] = value ?? info.attributes[name].suggested;
   return { model: id, strengths, klBudget, topK };
 }
 
 function showFields(state) {
-  const values = { prompt: state.prompt, "score-text": state.scoreText, model: state.model, "grid-attribute": state.gridAttribute };
+  const values = {
+    prompt: state.prompt,
+    "score-text": state.scoreText,
+    model: state.model,
+    "grid-attribute": state.gridAttribute,
+  };
   for (const [id, name] of Object.entries(NUMBERS)) if (state[name] !== null) values[id] = state[name];
   for (const [id, value] of Object.entries(values)) {
     const field = find(id);
@@ -119,11 +154,17 @@ function showMessages(messages, store) {
 function makeMessage(message, index, count, store) {
   const id = `message-${index}`;
   const write = (event) => {
-    const messages = store.state.messages.map((other, place) => (place === index ? { ...other, content: event.target.value } : other));
+    const messages = store.state.messages.map((other, place) =>
+      place === index ? { ...other, content: event.target.value } : other,
+    );
     store.change({ messages });
   };
   const remove = () => store.change({ messages: store.state.messages.filter((_, place) => place !== index) });
-  const remover = make("button", { type: "button", class: "link", "aria-label": `Remove message ${index + 1}`, on: { click: remove } }, "remove");
+  const remover = make(
+    "button",
+    { type: "button", class: "link", "aria-label": `Remove message ${index + 1}`, on: { click: remove } },
+    "remove",
+  );
   return make(
     "li",
     { class: message.role },

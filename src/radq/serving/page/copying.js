@@ -17,7 +17,13 @@ export function createCopying(info, store) {
     show();
   };
   const radios = Object.keys(FORMS).map((name) => {
-    const radio = make("input", { type: "radio", name: "form", value: name, checked: name === form, on: { change: () => choose(name) } });
+    const radio = make("input", {
+      type: "radio",
+      name: "form",
+      value: name,
+      checked: name === form,
+      on: { change: () => choose(name) },
+    });
     return make("label", {}, radio, make("span", {}, name));
   });
   find("copy-forms").append(...radios);
@@ -27,10 +33,14 @@ export function createCopying(info, store) {
   });
   find("copy-close").addEventListener("click", () => dialog.close());
   find("copy").addEventListener("click", async () => {
-    find("copied").textContent = (await copy(find("copy-text").textContent)) ? "Copied." : "Select the text and copy it: the browser does not allow this page to.";
+    find("copied").textContent = (await copy(find("copy-text").textContent))
+      ? "Copied."
+      : "Select the text and copy it: the browser does not allow this page to.";
   });
   find("copy-link").addEventListener("click", async () => {
-    find("copied").textContent = (await copy(location.href)) ? "The link is copied." : "Copy the address of this page: the browser does not allow the page to.";
+    find("copied").textContent = (await copy(location.href))
+      ? "The link is copied."
+      : "Copy the address of this page: the browser does not allow the page to.";
   });
 }
 

@@ -1,8 +1,8 @@
 // The third view: one attribute at several strengths, with the same random numbers in every column.
-import { announce, find, make } from "./dom.js";
 import { drawTradeoff } from "./chart.js";
+import { announce, find, make } from "./dom.js";
+import { fillMeters, rewardMeter } from "./meters.js";
 import { formatNumber, formatStrength } from "./numbers.js";
-import { rewardMeter } from "./pane.js";
 import { detailedRequest, plainRequest } from "./request.js";
 import { streamChoices } from "./server.js";
 import { summarise } from "./statistics.js";
@@ -17,8 +17,8 @@ export function createGrid({ info, store, inspector }) {
   let colouring = store.state.colouring;
 
   function showChart(attribute) {
-    const points = columns.map(({ strength, summary }) => ({ strength, ...summary() }));
-    chart.replaceChildren(...drawTradeoff(points, attribute, info.attributes[attribute]));
+    const known = columns.map(({ strength, summary }) => ({ strength, ...summary() }));
+    chart.replaceChildren(...drawTradeoff(known, attribute, info.attributes[attribute]));
   }
 
   return {
@@ -51,25 +51,32 @@ export function createGrid({ info, store, inspector }) {
 }
 
 function createColumn({ strength, attribute, request, samples, info, inspector }) {
-  const listener = {
-    inspect: (token, detail) => inspector.show(token, detail, null),
-    enter: inspector.enter,
-    leave: inspector.leave,
-    close: () => inspector.close(true),
-  };
   const title = `${attribute} ${formatStrength(strength)}`;
-  const texts = Array.from({ length: samples }, (_, index) => createTokenText(`${title}, text ${index + 1}`, listener));
+  const texts = Array.from({ length: samples }, (_, index) =>
+    createTokenText(`${title}, text ${index + 1}`, inspector.listener()),
+  );
   for (const text of texts) text.begin(request.body.prompt ?? "");
   const numbers = make("dl", { class: "numbers" });
-  const heading = make("h2", {}, formatStrength(strength), " ", make("span", { class: "soft" }, strength === 0 ? `${attribute} not steered` : attribute));
-  const element = make("section", { class: "pane filled", "aria-label": title }, heading, numbers, ...texts.map((text) => text.element));
+  const heading = make(
+    "h2",
+    {},
+    formatStrength(strength),
+    " ",
+    make("span", { class: "soft" }, strength === 0 ? `${attribute} not steered` : attribute),
+  );
+  const element = make(
+    "section",
+    { class: "pane filled", "aria-label": title },
+    heading,
+    numbers,
+    ...texts.map((text) => text.element),
+  );
   const summary = () => summarise(texts.flatMap((text) => text.details));
 
   function update() {
     const { rewards, perplexity, kl } = summary();
-    const entries = [[attribute, rewardMeter(rewards[attribute], info.attributes[attribute])]];
-    entries.push(["perplexity", formatNumber(perplexity, 1)], ["KL", formatNumber(kl)]);
-    numbers.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    const meter = rewardMeter(rewards[attribute], info.attributes[attribute]);
+    fillMeters(numbers, { [attribute]: meter, perplexity: formatNumber(perplexity, 1), KL: formatNumber(kl) });
   }
 
   update();

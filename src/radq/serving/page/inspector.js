@@ -92,11 +92,19 @@ export function createInspector(attributes) {
     rows[Math.min(Math.max(rows.indexOf(document.activeElement) + step, 0), rows.length - 1)]?.focus();
   }
 
-  return { show, leave, enter, close };
+  // What a text of tokens tells the panel. branchAt: (index) => what happens to a chosen candidate, or null.
+  const listener = (branchAt = () => null) => ({
+    inspect: (token, detail, index) => show(token, detail, branchAt(index)),
+    enter,
+    leave,
+    close: () => close(true),
+  });
+
+  return { listener, close };
 }
 
-// Below the token, or above it where there is more room. On a phone the stylesheet makes a sheet at the bottom of it,
-// which must not cover the token.
+// Below the token, above it or beside it, where there is room. On a phone the stylesheet makes a sheet at the bottom of
+// the screen, which must not cover the token.
 function place(panel, token) {
   const [box] = token.querySelector(".body").getClientRects();
   if (!box) return;
@@ -104,19 +112,33 @@ function place(panel, token) {
     window.scrollBy(0, Math.max(box.bottom + 12 - panel.getBoundingClientRect().top, 0));
     return;
   }
-  const { width, height } = panel.getBoundingClientRect();
-  const left = Math.min(Math.max(box.left - 24, 8), document.documentElement.clientWidth - width - 8);
-  const below = box.bottom + 6;
-  const top = below + height > window.innerHeight && box.top - height - 6 > 0 ? box.top - height - 6 : below;
-  panel.style.setProperty("--left", `${Math.max(left, 0) + window.scrollX}px`);
+  const screen = { width: document.documentElement.clientWidth, height: window.innerHeight };
+  const { left, top } = findPlace(box, panel.getBoundingClientRect(), screen);
+  panel.style.setProperty("--left", `${left + window.scrollX}px`);
   panel.style.setProperty("--top", `${top + window.scrollY}px`);
+}
+
+function findPlace(box, { width, height }, screen) {
+  const gap = 6;
+  const left = Math.max(Math.min(box.left - 24, screen.width - width - gap), gap);
+  const below = { left, top: box.bottom + gap };
+  if (below.top + height <= screen.height) return below;
+  if (box.top - gap - height >= 0) return { left, top: box.top - gap - height };
+  const top = Math.max(screen.height - height - gap, gap);
+  if (box.right + gap + width <= screen.width) return { left: box.right + gap, top };
+  if (box.left - gap - width >= 0) return { left: box.left - gap - width, top };
+  return below;
 }
 
 // --- what it says ---
 
 function describe(detail, attributes, choose, whole, showAll, close) {
   const { text } = shownText(detail);
-  const title = make("h3", { id: "inspector-title" }, make("span", { class: "quoted" }, ...visibleElements(text, true)));
+  const title = make(
+    "h3",
+    { id: "inspector-title" },
+    make("span", { class: "quoted" }, ...visibleElements(text, true)),
+  );
   const closer = make("button", { type: "button", class: "close", "aria-label": "Close", on: { click: close } }, "×");
   const parts = [make("div", { class: "inspector-head" }, title, closer), facts(detail, attributes)];
   if (!detail.candidates?.length) return parts;
@@ -147,7 +169,7 @@ function candidateChips(candidates, name, attribute) {
   const rewards = candidates.map((candidate) => candidate.rewards[name]);
   const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
   const [least, most] = attribute.rewards;
-  const differ = high - low > (most - least) / 200;
+  const differ = high - low > (most - least) / 40;
   return (reward) => rewardChip(reward, differ ? { rewards: [low, high] } : { rewards: [reward - 1, reward + 1] });
 }
 
@@ -168,8 +190,17 @@ function candidateTable(detail, attributes, choose, whole) {
   const heads = ["Candidate", "Base", ...names, "Guided"].map((name) => make("th", { scope: "col" }, name));
   const rows = candidateRows(detail, whole).map((candidate) => {
     const chosen = candidate.id === detail.id;
-    const properties = { type: "button", class: "candidate", disabled: !choose, "aria-current": chosen ? "true" : null };
-    const label = make("button", { ...properties, on: { click: () => choose(candidate) } }, ...candidateLabel(candidate, chosen));
+    const properties = {
+      type: "button",
+      class: "candidate",
+      disabled: !choose,
+      "aria-current": chosen ? "true" : null,
+    };
+    const label = make(
+      "button",
+      { ...properties, on: { click: () => choose(candidate) } },
+      ...candidateLabel(candidate, chosen),
+    );
     return make(
       "tr",
       { class: chosen ? "chosen" : "" },
@@ -179,8 +210,16 @@ function candidateTable(detail, attributes, choose, whole) {
       make("td", { class: "guided" }, probabilityBar(candidate.probability, largest)),
     );
   });
-  const caption = make("caption", { class: "hidden" }, "Base probability, reward and guided probability of each candidate");
-  return make("div", { class: "candidates" }, make("table", {}, caption, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)));
+  const caption = make(
+    "caption",
+    { class: "hidden" },
+    "Base probability, reward and guided probability of each candidate",
+  );
+  return make(
+    "div",
+    { class: "candidates" },
+    make("table", {}, caption, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)),
+  );
 }
 
 function candidateLabel(candidate, chosen) {
@@ -190,5 +229,9 @@ function candidateLabel(candidate, chosen) {
 
 function probabilityBar(probability, largest) {
   const share = largest > 0 ? probability / largest : 0;
-  return make("span", { class: "bar", variables: { share } }, make("span", { class: "number" }, formatProbability(probability)));
+  return make(
+    "span",
+    { class: "bar", variables: { share } },
+    make("span", { class: "number" }, formatProbability(probability)),
+  );
 }

@@ -9,6 +9,8 @@ export function askForKey(wasRefused) {
   dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "use" ? find("key").value : null), { once: true });
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "use" ? find("key").value : null), {
+      once: true,
+    });
   });
 }

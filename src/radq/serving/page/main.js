@@ -13,17 +13,23 @@ import { createStore } from "./store.js";
 
 const GO = { compare: "Generate", score: "Score", grid: "Fill the grid" };
 const TITLES = { compare: "radq", score: "Score · radq", grid: "Grid · radq" };
-let running = null; // the work in progress can be stopped with its controller
+let running = null; // the controller of the work in progress, which can stop it
+let ended = Promise.resolve(); // when the work before has ended
 
 function showProblem(text) {
   find("problem-text").textContent = text;
   find("problem").hidden = text === "";
 }
 
-// Run one work at a time; errors are shown, and stopping is no error.
-async function run(work) {
+// Run one work at a time: a new one stops the one before.
+function run(work) {
   running?.abort();
   const controller = (running = new AbortController());
+  ended = ended.then(() => perform(work, controller));
+}
+
+// Errors are shown, and end all requests of the work. Stopping is no error.
+async function perform(work, controller) {
   showProblem("");
   find("stop").hidden = false;
   try {
@@ -31,6 +37,7 @@ async function run(work) {
   } catch (error) {
     if (error.name === "AbortError") announce("Stopped.");
     else showProblem(error.message);
+    controller.abort();
   } finally {
     if (running === controller) {
       running = null;
@@ -110,4 +117,6 @@ find("skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address holds the state
   find("stage").focus();
 });
-getInfo().then(start).catch((error) => showProblem(error.message));
+getInfo()
+  .then(start)
+  .catch((error) => showProblem(error.message));

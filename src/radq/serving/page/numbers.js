@@ -23,7 +23,8 @@ export function formatRatio(logRatio) {
   const factor = Math.exp(Math.abs(logRatio));
   const digits = factor < 9.95 ? 1 : 0;
   if (factor.toFixed(digits) === "1.0") return "×1";
-  return `${logRatio < 0 ? "÷" : "×"}${factor < 1000 ? factor.toFixed(digits) : factor.toExponential(0).replace("e+", "e")}`;
+  const shown = factor < 1000 ? factor.toFixed(digits) : factor.toExponential(0).replace("e+", "e");
+  return `${logRatio < 0 ? "÷" : "×"}${shown}`;
 }
 
 export function mean(values) {

@@ -1,31 +1,43 @@
 // One text of the comparison: it streams, shows its numbers, and branches.
-import { make } from "./dom.js";
+import { announce, make } from "./dom.js";
+import { fillMeters, rewardMeters } from "./meters.js";
 import { formatNumber, formatStrength } from "./numbers.js";
 import { continuedRequest, detailedRequest } from "./request.js";
 import { streamChoices } from "./server.js";
 import { forcedDetail, summarise, tokensPerSecond } from "./statistics.js";
-import { leanOfReward } from "./scale.js";
 import { createTokenText } from "./token_text.js";
 
 const ENDS = { stop: "finished", length: "length limit reached", error: "stopped by an error", stopped: "stopped" };
 
-// run: (work) => Promise, which gives a signal to the work, and shows its errors.
+// run: (work) => void, which gives a signal to the work, and shows its errors.
 export function createPane({ title, hint, invitation, kind, attributes, inspector, run, onChat }) {
-  const tokens = createTokenText(`${title} text`, {
-    inspect: (token, detail, index) => inspector.show(token, detail, canBranch(index) ? (candidate) => branch(index, candidate) : null),
-    enter: inspector.enter,
-    leave: inspector.leave,
-    close: () => inspector.close(true),
-  });
+  const branchAt = (index) => (canBranch(index) ? (candidate) => branch(index, candidate) : null);
+  const tokens = createTokenText(`${title} text`, inspector.listener(branchAt));
   const numbers = make("dl", { class: "numbers" });
   const status = make("p", { class: "status soft" });
-  const undo = make("button", { type: "button", class: "link", hidden: true, on: { click: undoBranch } }, "Undo the branch");
-  const reply = make("button", { type: "button", class: "link", hidden: true, on: { click: () => onChat(tokens.text()) } }, "Reply to this answer");
+  const undo = make(
+    "button",
+    { type: "button", class: "link", hidden: true, on: { click: undoBranch } },
+    "Undo the branch",
+  );
+  const reply = make(
+    "button",
+    { type: "button", class: "link", hidden: true, on: { click: () => onChat(tokens.text()) } },
+    "Reply to this answer",
+  );
   const subtitle = make("span", { class: "soft" }, hint);
   const heading = make("h2", {}, title, " ", subtitle);
   const empty = make("p", { class: "invitation soft" }, invitation);
   const foot = make("div", { class: "pane-foot" }, status, undo, reply);
-  const element = make("section", { class: `pane ${kind}`, "aria-label": title }, heading, numbers, empty, tokens.element, foot);
+  const element = make(
+    "section",
+    { class: `pane ${kind}`, "aria-label": title },
+    heading,
+    numbers,
+    empty,
+    tokens.element,
+    foot,
+  );
 
   let request = null; // as it was sent
   let promptIds = null;
@@ -33,7 +45,8 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
   let times = [];
   let painted = false;
 
-  const canBranch = (index) => promptIds !== null && tokens.details.slice(0, index + 1).every((detail) => detail.id !== null);
+  const canBranch = (index) =>
+    promptIds !== null && tokens.details.slice(0, index + 1).every((detail) => detail.id !== null);
 
   function updateSoon() {
     if (painted) return;
@@ -46,10 +59,12 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
 
   function update() {
     const summary = summarise(tokens.details);
-    const entries = Object.keys(attributes).map((name) => [name, rewardMeter(summary.rewards[name], attributes[name])]);
-    entries.push(["perplexity", formatNumber(summary.perplexity, 1)], ["KL", formatNumber(summary.kl)]);
-    entries.push(["tokens/s", formatNumber(tokensPerSecond(times.length, times[0], times.at(-1)), 1)]);
-    numbers.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    fillMeters(numbers, {
+      ...rewardMeters(summary.rewards, attributes),
+      perplexity: formatNumber(summary.perplexity, 1),
+      KL: formatNumber(summary.kl),
+      "tokens/s": formatNumber(tokensPerSecond(times.length, times[0], times.at(-1)), 1),
+    });
   }
 
   async function stream(sent, signal) {
@@ -99,7 +114,10 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
     undo.hidden = false;
     const ids = [...promptIds, ...kept.map((detail) => detail.id), forced.id];
     const left = Math.max(body.max_tokens - index - 1, 1);
-    run((signal) => stream(continuedRequest(request, ids, left), signal));
+    run(async (signal) => {
+      await stream(continuedRequest(request, ids, left), signal);
+      announce(`The text goes on: ${status.textContent}.`);
+    });
   }
 
   function undoBranch() {
@@ -124,15 +142,9 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
 
 // The strengths in use, such as "sentiment 35, KL at most 0.5"; nothing where nothing is steered.
 function describeSteering({ kl_budget: budget, ...strengths }) {
-  const parts = Object.entries(strengths).filter(([, value]) => value !== 0).map(([name, value]) => `${name} ${formatStrength(value)}`);
+  const parts = Object.entries(strengths)
+    .filter(([, value]) => value !== 0)
+    .map(([name, value]) => `${name} ${formatStrength(value)}`);
   if (parts.length && budget !== null) parts.push(`KL at most ${formatStrength(budget)}`);
   return parts.join(", ");
-}
-
-export function rewardMeter(reward, attribute) {
-  const [low, high] = attribute.rewards ?? [0, 1];
-  const { side, amount } = leanOfReward(reward, attribute);
-  const share = Number.isFinite(reward) ? Math.min(Math.max((reward - low) / (high - low), 0), 1) : 0;
-  const bar = make("span", { class: `meter ${side}`, variables: { share, amount: Math.max(amount, 0.35) }, "aria-hidden": "true" });
-  return make("span", { class: "metered" }, formatNumber(reward), bar);
 }

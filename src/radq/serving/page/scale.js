@@ -1,5 +1,5 @@
-// The colours of tokens: blue for low, none in the middle, orange for high. An underline (dotted for low, solid for high)
-// says the same without colour. The stylesheet holds the colours themselves.
+// The colours of tokens: blue for low, none in the middle, orange for high. An underline (dotted for low, solid for
+// high) says the same without colour. The stylesheet holds the colours themselves.
 
 export const SHIFT = "shift"; // the colouring by what the guide did; other colourings are names of attributes
 export const SURPRISE = "surprise"; // the colouring by the base model's own probability
@@ -32,8 +32,15 @@ export const leanOfReward = (reward, attribute) => lean(reward, ...(attribute?.r
 
 // Texts for both ends and the middle of the legend.
 export function legendOf(colouring, attributes) {
-  if (colouring === SHIFT) return { low: "÷10", middle: "same", high: "×10", meaning: "less or more likely than unguided" };
-  if (colouring === SURPRISE) return { low: "expected", middle: "", high: "surprising", meaning: "by the base model alone" };
+  if (colouring === SHIFT)
+    return { low: "÷10", middle: "same", high: "×10", meaning: "less or more likely than unguided" };
+  if (colouring === SURPRISE)
+    return { low: "expected", middle: "", high: "surprising", meaning: "by the base model alone" };
   const [low, high] = attributes[colouring]?.rewards ?? [0, 1];
-  return { low: String(low), middle: String((low + high) / 2), high: String(high), meaning: `reward of the text up to each token` };
+  return {
+    low: String(low),
+    middle: String((low + high) / 2),
+    high: String(high),
+    meaning: `reward of the text up to each token`,
+  };
 }

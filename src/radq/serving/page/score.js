@@ -1,26 +1,29 @@
 // The second view: the reward of every token of a pasted text.
+import { drawCourses } from "./chart.js";
 import { announce, find, make } from "./dom.js";
+import { fillMeters, rewardMeters } from "./meters.js";
 import { formatNumber } from "./numbers.js";
-import { rewardMeter } from "./pane.js";
 import { scoreText } from "./server.js";
 import { createTokenText } from "./token_text.js";
 
 export function createScore({ info, store, inspector }) {
-  const tokens = createTokenText("Scored text", {
-    inspect: (token, detail) => inspector.show(token, detail, null),
-    enter: inspector.enter,
-    leave: inspector.leave,
-    close: () => inspector.close(true),
-  });
+  const tokens = createTokenText("Scored text", inspector.listener());
   const numbers = make("dl", { class: "numbers" });
-  const element = make("section", { class: "pane", "aria-label": "Scored text" }, make("h2", {}, "Token by token"), numbers, tokens.element);
-  find("scored").replaceChildren(element);
-
-  function showNumbers(scores) {
-    const entries = Object.entries(scores.rewards).map(([name, reward]) => [name, rewardMeter(reward, info.attributes[name] ?? {})]);
-    entries.push(["perplexity", formatNumber(scores.perplexity, 1)], ["tokens", String(scores.tokens.length)]);
-    numbers.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
-  }
+  const invitation = make(
+    "p",
+    { class: "invitation soft" },
+    "Press Score to see how each token of your text changes the reward.",
+  );
+  const element = make(
+    "section",
+    { class: "pane", "aria-label": "Scored text" },
+    make("h2", {}, "Token by token"),
+    numbers,
+    invitation,
+    tokens.element,
+  );
+  const charts = make("div", { class: "charts" });
+  find("scored").replaceChildren(element, charts);
 
   return {
     async generate(signal) {
@@ -30,7 +33,12 @@ export function createScore({ info, store, inspector }) {
       for (const { id, token, logprob, rewards } of scores.tokens) {
         tokens.append({ id, token, piece: token, base_logprob: logprob, rewards, candidates: [] });
       }
-      showNumbers(scores);
+      fillMeters(numbers, {
+        ...rewardMeters(scores.rewards, info.attributes),
+        perplexity: formatNumber(scores.perplexity, 1),
+        tokens: String(scores.tokens.length),
+      });
+      charts.replaceChildren(...drawCourses(scores.tokens, info.attributes));
       announce(`${scores.tokens.length} tokens scored.`);
     },
     colourBy: (colouring) => tokens.colourBy(colouring, info.attributes),

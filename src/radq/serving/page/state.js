@@ -2,7 +2,7 @@
 import { SHIFT } from "./scale.js";
 
 export const VIEWS = ["compare", "score", "grid"];
-const EXAMPLE = "The film was";
+const EXAMPLE = "The meeting this morning was";
 const CHAT_EXAMPLE = "Write two sentences about the new café in our street.";
 const SCORE_EXAMPLE = "The first half was dull and far too long, but the ending is wonderful and the music is lovely.";
 
@@ -31,9 +31,12 @@ export function initialState(info) {
 // The server's own strengths; where all of them are zero, the first attribute has the suggested one, so that there is
 // something to see.
 export function initialStrengths(info) {
-  const strengths = Object.fromEntries(Object.entries(info.attributes).map(([name, facts]) => [name, facts.default ?? 0]));
+  const strengths = Object.fromEntries(
+    Object.entries(info.attributes).map(([name, facts]) => [name, facts.default ?? 0]),
+  );
   const first = Object.keys(strengths).find((name) => info.attributes[name].suggested);
-  if (first && Object.values(strengths).every((value) => value === 0)) strengths[first] = info.attributes[first].suggested;
+  if (first && Object.values(strengths).every((value) => value === 0))
+    strengths[first] = info.attributes[first].suggested;
   return strengths;
 }
 
@@ -60,10 +63,12 @@ const whole = (text) => {
   return value;
 };
 const word = (text) => text;
-const oneOf = (...choices) => (text) => {
-  if (!choices.includes(text)) throw new Error("not a choice");
-  return text;
-};
+const oneOf =
+  (...choices) =>
+  (text) => {
+    if (!choices.includes(text)) throw new Error("not a choice");
+    return text;
+  };
 
 // key in the address → [name in the state, reader, writer]
 const FIELDS = {
@@ -72,7 +77,11 @@ const FIELDS = {
   mode: ["mode", oneOf("prompt", "chat"), word],
   prompt: ["prompt", word, word],
   chat: ["messages", readMessages, JSON.stringify],
-  kl: ["klBudget", (text) => (text === "none" ? null : number(text)), (value) => (value === null ? "none" : String(value))],
+  kl: [
+    "klBudget",
+    (text) => (text === "none" ? null : number(text)),
+    (value) => (value === null ? "none" : String(value)),
+  ],
   seed: ["seed", whole, String],
   tokens: ["maxTokens", whole, String],
   temperature: ["temperature", number, String],
@@ -86,7 +95,8 @@ const FIELDS = {
 
 function readMessages(text) {
   const messages = JSON.parse(text);
-  const good = (message) => ["system", "user", "assistant"].includes(message?.role) && typeof message.content === "string";
+  const good = (message) =>
+    ["system", "user", "assistant"].includes(message?.role) && typeof message.content === "string";
   if (!Array.isArray(messages) || !messages.length || !messages.every(good)) throw new Error("not a chat");
   return messages.map(({ role, content }) => ({ role, content }));
 }

@@ -17,8 +17,8 @@ export function tokensPerSecond(count, first, last) {
   return count < 2 || last <= first ? null : (1000 * (count - 1)) / (last - first);
 }
 
-// The detail of a candidate that takes the place of the token that was drawn. Candidates' probabilities are proportional to
-// the base model's, raised to 1 / temperature, so that its base probability follows from the drawn token's.
+// The detail of a candidate that takes the place of the token that was drawn. Candidates' probabilities are
+// proportional to the base model's, raised to 1 / temperature: its base probability follows from the drawn token's.
 export function forcedDetail(detail, candidate, temperature) {
   const drawn = detail.candidates.find((other) => other.id === detail.id);
   const difference = drawn ? Math.log(candidate.base_probability / drawn.base_probability) : NaN;
