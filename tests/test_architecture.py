@@ -20,6 +20,7 @@ STEPS = (
     {"data", "models"},
     {"guides"},
     {"decoding", "training", "toy"},
+    {"serving"},
     {"hosts", "rank"},
     {"evaluation"},
     {"report"},
