@@ -41,7 +41,7 @@ export function createInspector(attributes) {
     whole = true;
     fill();
     place(panel, current.token);
-    panel.querySelectorAll(".candidate")[FIRST_ROWS]?.focus();
+    panel.querySelectorAll("button.candidate")[FIRST_ROWS]?.focus();
   }
 
   function close(giveFocusBack) {
@@ -69,16 +69,15 @@ export function createInspector(attributes) {
   }
 
   function enter() {
-    (panel.querySelector(".chosen .candidate") ?? panel.querySelector("button"))?.focus();
+    (panel.querySelector(".chosen button") ?? panel.querySelector(".candidates, button"))?.focus();
   }
 
   panel.addEventListener("pointerleave", leave);
   panel.addEventListener("focusout", leave);
   panel.addEventListener("keydown", (event) => {
     if (event.key === "Escape") close(true);
-    else if (event.key === "ArrowDown" || event.key === "ArrowUp") moveFocus(event.key === "ArrowDown" ? 1 : -1);
-    else return;
-    event.preventDefault();
+    else if (event.key === "ArrowDown" && moveFocus(1)) event.preventDefault();
+    else if (event.key === "ArrowUp" && moveFocus(-1)) event.preventDefault();
   });
   document.addEventListener("keydown", (event) => event.key === "Escape" && close(true));
   document.addEventListener("focusin", (event) => !panel.contains(event.target) && leave());
@@ -88,8 +87,9 @@ export function createInspector(attributes) {
   window.addEventListener("resize", () => current && place(panel, current.token));
 
   function moveFocus(step) {
-    const rows = [...panel.querySelectorAll(".candidate, .more")];
+    const rows = [...panel.querySelectorAll("button.candidate, .more")];
     rows[Math.min(Math.max(rows.indexOf(document.activeElement) + step, 0), rows.length - 1)]?.focus();
+    return rows.length > 1; // else the arrow keys scroll
   }
 
   // What a text of tokens tells the panel. branchAt: (index) => what happens to a chosen candidate, or null.
@@ -190,41 +190,32 @@ function candidateTable(detail, attributes, choose, whole) {
   const heads = ["Candidate", "Base", ...names, "Guided"].map((name) => make("th", { scope: "col" }, name));
   const rows = candidateRows(detail, whole).map((candidate) => {
     const chosen = candidate.id === detail.id;
-    const properties = {
-      type: "button",
-      class: "candidate",
-      disabled: !choose,
-      "aria-current": chosen ? "true" : null,
-    };
-    const label = make(
-      "button",
-      { ...properties, on: { click: () => choose(candidate) } },
-      ...candidateLabel(candidate, chosen),
-    );
     return make(
       "tr",
       { class: chosen ? "chosen" : "" },
-      make("th", { scope: "row" }, label),
+      make("th", { scope: "row" }, candidateLabel(candidate, chosen, choose)),
       make("td", { class: "base" }, probabilityBar(candidate.base_probability, largest)),
       ...names.map((name, column) => make("td", { class: "reward" }, chips[column](candidate.rewards[name]))),
       make("td", { class: "guided" }, probabilityBar(candidate.probability, largest)),
     );
   });
-  const caption = make(
-    "caption",
-    { class: "hidden" },
-    "Base probability, reward and guided probability of each candidate",
+  const title = "Base probability, rewards and guided probability of each candidate";
+  const table = make(
+    "table",
+    {},
+    make("caption", { class: "hidden" }, title),
+    make("thead", {}, make("tr", {}, ...heads)),
   );
-  return make(
-    "div",
-    { class: "candidates" },
-    make("table", {}, caption, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)),
-  );
+  table.append(make("tbody", {}, ...rows));
+  return make("div", { class: "candidates", tabindex: "0", role: "region", "aria-label": "Candidates" }, table);
 }
 
-function candidateLabel(candidate, chosen) {
+// A button where candidates can be chosen.
+function candidateLabel(candidate, chosen, choose) {
   const text = make("span", { class: "quoted" }, ...visibleElements(candidate.token, true));
-  return chosen ? [text, make("span", { class: "tick" }, "chosen")] : [text];
+  const parts = chosen ? [text, make("span", { class: "tick" }, "chosen")] : [text];
+  if (!choose) return make("span", { class: "candidate" }, ...parts);
+  return make("button", { type: "button", class: "candidate", on: { click: () => choose(candidate) } }, ...parts);
 }
 
 function probabilityBar(probability, largest) {
