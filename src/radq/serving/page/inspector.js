@@ -5,7 +5,7 @@ import { chosenCandidate, leanOfReward, logRatio } from "./scale.js";
 import { visibleElements } from "./token_text.js";
 import { shownText } from "./visible.js";
 
-const FIRST_ROWS = 10;
+const FIRST_ROWS = 8;
 const PATIENCE = 350; // milliseconds in which the pointer may travel from a token to the panel
 
 export function createInspector(attributes) {
@@ -23,6 +23,7 @@ export function createInspector(attributes) {
     token.setAttribute("aria-expanded", "true");
     fill();
     panel.hidden = false;
+    scrollToChosen(panel);
     place(panel, token);
   }
 
@@ -101,6 +102,13 @@ export function createInspector(attributes) {
   });
 
   return { listener, close };
+}
+
+function scrollToChosen(panel) {
+  const row = panel.querySelector(".chosen");
+  if (!row) return;
+  const list = panel.querySelector(".candidates");
+  list.scrollTop = Math.max(row.offsetTop + row.offsetHeight - list.clientHeight, 0);
 }
 
 // Below the token, above it or beside it, where there is room. On a phone the stylesheet makes a sheet at the bottom of
