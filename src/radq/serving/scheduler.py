@@ -26,6 +26,7 @@ from radq.serving.served import Served
 from radq.serving.texts import Delivery, StepNumbers, Text
 
 LOGGER = logging.getLogger(__name__)
+PROMPT_BUDGET = {"cpu": 512, "cuda": 8192}  # tokens of prompts that are read between two steps of the others
 
 
 class BusyError(RadqError):
@@ -191,6 +192,7 @@ class Scheduler:
                 if details
                 else take_engine(self.served.lm, guide, rows)
             )
+            engine.prompt_budget = PROMPT_BUDGET[engine.kind]
             self._lanes[key] = _Lane(engine, guide)
         return self._lanes[key]
 
