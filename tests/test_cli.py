@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_unknown_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "generate, score" in fails(capsys, "genrate")
+    assert "generate, serve, score" in fails(capsys, "genrate")
     with pytest.raises(SystemExit) as exit_:
         main(["score", "--nonsense"])
     assert exit_.value.code == 2

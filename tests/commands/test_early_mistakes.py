@@ -65,6 +65,9 @@ MISTAKES = {
     "bench --lm lm --rows 0": "rows must be at least 1",
     "bench --lm lm --rounds 2000": "at most 1,000",
     "bench --lm lm --guides q joy": "there is no guide 'joy'",
+    "serve wrong.yaml": "the guide 'lables' is no guide",
+    "serve --check serve.yaml --base ./nowhere": "there is no folder './nowhere'",
+    "serve serve.yaml --port 65536": "port must be",
     # of files
     "generate --base lm --prompts nowhere.txt": "nowhere.txt",
     "train --data nowhere.csv --labels praise --backbone lm --out new": "there is no file 'nowhere.csv'",
@@ -142,6 +145,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | s
         "no-guide": {"guides": {"rad-q": guide}},
     }.items():
         (here / f"{name}.yaml").write_text(yaml.safe_dump(sweep | changes if name != "wrong" else changes))
+    (here / "serve.yaml").write_text(yaml.safe_dump({"base": "lm", "guides": {"praise": "reward:praise=5"}}))
     before = sorted(here.rglob("*"))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -253,3 +253,19 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
         pad_token_id=0,
     )
     assert found[0].token_ids == expected[0, 3:].tolist()
+
+
+def test_running_texts_go_on_while_prompts_wait() -> None:
+    lm = make_lm("gpt2")
+    engine = Engine(lm)
+    engine.prompt_budget = 8
+    running = engine.submit(make_request(0, length=20, stops=frozenset()))
+    engine.step()
+    others = [engine.submit(make_request(5 + 6 * n, length=4, stops=frozenset())) for n in range(4)]  # 6 tokens each
+    engine.step()
+    assert (len(engine.running), len(engine.waiting), len(running.rows)) == (2, 3, 2)
+    engine.step()
+    assert (len(engine.running), len(engine.waiting), len(running.rows)) == (3, 2, 3)
+    for ticket in others:
+        alone = continue_alone(lm, None, ticket.request)
+        assert [token.id for token in ticket] == [token.id for token in alone]

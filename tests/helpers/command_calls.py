@@ -45,6 +45,7 @@ CALLS: dict[tuple[str, ...], Call] = {
         "max_new_tokens": ["3"],
         "num_samples": ["2"],
     },
+    ("serve",): {"config": ["{world}/serve.yaml"], "check": []},
     ("score",): {"reward": ["{world}/q"], "data": ["{world}/reviews.csv"], "out": ["{here}/scored.csv"]},
     ("train",): _TRAINING,
     ("distill",): _TRAINING | {"teacher": ["{world}/v"]},
@@ -183,6 +184,8 @@ def make_world(folder: Path, toy: Path) -> Path:
     (folder / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "prompts.txt").write_text("the film\nthe plot was\n")
     (folder / "sweep.yaml").write_text(yaml.safe_dump(make_sweep(folder)))
+    serve = {"base": str(folder / "toy"), "guides": {"praise": f"{folder / 'q'}:praise=5"}}
+    (folder / "serve.yaml").write_text(yaml.safe_dump(serve))
     make_run(folder / "run", guides={"rad-q": 1.0, "rad-v": 1.15}, groups=("all",))
     torch.save(PublicRad("gpt2", 7).state_dict(), folder / "public.bin")
     config_folder("gpt2", folder / "backbone")

@@ -383,6 +383,25 @@ def test_ignored_fields_are_named(running: Running) -> None:
     assert answer["radq"]["ignored"] == ["mirostat"]
 
 
+def test_the_request_of_open_webui(running: Running) -> None:
+    body = {
+        "model": "toy",
+        "messages": [{"role": "user", "content": "film was"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 4,
+        "chat_id": "5f",
+        "features": {},
+        "radq": "praise=20,kl_budget=none",  # its custom parameters are texts
+    }
+    lines = post(running, "/v1/chat/completions", **body).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[0]["radq"]["strengths"] == {"praise": 20.0}
+    assert events[0]["radq"]["ignored"] == ["chat_id", "features"]
+    assert events[-1]["usage"]["completion_tokens"] >= 1
+    assert lines[-2] == "data: [DONE]"
+
+
 def test_unknown_routes(running: Running) -> None:
     answer = httpx.get(f"{running.address}/page/../config.py")
     assert answer.status_code == 404

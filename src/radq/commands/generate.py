@@ -60,8 +60,9 @@ class Arguments:
     """Seed of the random numbers: the same seed gives the same texts."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of all models; auto uses the one in which their files are stored."""
+    dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of all models; auto uses the one in which their files are stored. fastest tries data types and numbers
+    of threads for a second; texts may then differ from one machine to another."""
     json: bool = False
     """Print the texts and their numbers as JSON."""
 
@@ -74,14 +75,16 @@ def run(arguments: Arguments) -> None:
     from radq.decoding.generate import generate
     from radq.guides.spec import load_guides
     from radq.models.loading import find_device, load
+    from radq.models.trial import choose_dtype
     from radq.numerics import require_memory_for_texts
 
     require_memory_for_texts(
         len(prompts) * arguments.num_samples, arguments.max_new_tokens, "give a smaller --num-samples."
     )
     device = find_device(arguments.device)
-    guide = load_guides(arguments.guide, device, arguments.dtype, arguments.clamp)
-    lm, tokenizer = load(arguments.base, device, arguments.dtype)
+    dtype = choose_dtype(arguments.dtype, arguments.base, device)
+    guide = load_guides(arguments.guide, device, dtype, arguments.clamp)
+    lm, tokenizer = load(arguments.base, device, dtype)
     if arguments.stream:
         _print_streams(arguments, prompts, lm, tokenizer, guide)
         return

@@ -29,8 +29,8 @@ class Arguments:
     """Port to listen at; 0 takes a free one."""
     device: str | None = None
     """cpu, cuda, cuda:1, …, in place of the file's; auto uses a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
-    """Data type of all models, in place of the file's."""
+    dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] | None = None
+    """Data type of all models, in place of the file's; fastest tries data types and numbers of threads for a second."""
     check: bool = False
     """Only check the file and the models it names, by their config.json, and end."""
     json: bool = False

@@ -166,6 +166,7 @@ class Engine:
         self.lm, self.guide, self.max_rows, self.details, self.compile = lm, guide, max_rows, details, compile
         if not lm.training:
             lm.eval()  # also those of its parts that are not
+        self.prompt_budget: int | None = None  # tokens of prompts that are read between two steps of running texts
         self.decoder = Decoder(lm, guide, captures, compile)
         self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
@@ -259,6 +260,8 @@ class Engine:
             self._leave()
         while self.waiting and room > 0:
             room -= self._admit(room)
+            if running and self.prompt_budget is not None:
+                break  # the other prompts wait, so that the running texts do not
 
     def _leave(self) -> None:
         """Let rows leave that have ended."""
@@ -301,11 +304,11 @@ class Engine:
         """Read the prompts of some waiting requests, and let them join; return their number."""
         chosen: list[Ticket] = []
         places: dict[tuple[int, ...], int] = {}
-        longest = 0
+        longest, budget = 0, self.prompt_budget or PROMPT_TOKENS[self.kind]
         while self.waiting and len(chosen) < room:
             prompt = tuple(self.waiting[0].request.prompt)
             longest = max(longest, len(prompt))
-            if prompt not in places and places and longest * (len(places) + 1) > PROMPT_TOKENS[self.kind]:
+            if prompt not in places and places and longest * (len(places) + 1) > budget:
                 break
             places.setdefault(prompt, len(places))
             chosen.append(self.waiting.popleft())

@@ -8,8 +8,8 @@ from typing import Any
 
 from radq.serving.bodies import Kind
 from radq.serving.orders import Order
-from radq.serving.scheduler import Delivery, Drawn, Text
 from radq.serving.served import Served
+from radq.serving.texts import Delivery, Drawn, Text
 
 OBJECTS = {"completion": ("text_completion", "text_completion"), "chat": ("chat.completion", "chat.completion.chunk")}
 LEAST = -9999.0  # in place of −∞, which JSON does not have

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-import radq
 from radq.errors import ContextLengthError, OptionError, RadqError
 from radq.serving.answers import Answer
 from radq.serving.bodies import ChatBody, CompletionBody, ErrorBody, Kind, ScoreBody
 from radq.serving.config import GuideEntry
 from radq.serving.metrics import Metrics
 from radq.serving.orders import Order, UnknownModelError, read_order
-from radq.serving.scheduler import BusyError, ClosingError, Delivery, Scheduler, Text
+from radq.serving.scheduler import BusyError, ClosingError, Scheduler
 from radq.serving.served import Served
+from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
+VERSION = version("radq")
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 STATUS = {BusyError: 429, ClosingError: 503, UnknownModelError: 404}
@@ -50,7 +52,6 @@ class Server:
         self.served, self.config, self.api_key = served, served.config, api_key
         self.metrics = Metrics()
         self.scheduler = Scheduler(served, self.metrics)
-        self.metrics.watch(self.scheduler)
 
     # --- texts ---
 
@@ -100,7 +101,7 @@ class Server:
         """What the page shows and offers."""
         config = self.config
         return {
-            "version": radq.__version__,
+            "version": VERSION,
             "base": config.base_id,
             "chat": self.served.has_chat,
             "context": self.served.context,
@@ -305,7 +306,7 @@ def make_app(served: Served, api_key: str | None = None) -> FastAPI:
         server.scheduler.close()
         await asyncio.to_thread(server.scheduler.join)
 
-    app = FastAPI(title="radq", version=radq.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="radq", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     app.add_middleware(Gate, server=server)
     app.add_exception_handler(RadqError, _on_radq_error)

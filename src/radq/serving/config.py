@@ -163,7 +163,7 @@ class ServeConfig:
     models: dict[str, Any] = field(default_factory=dict)
     """Virtual models: for each name the strengths of its requests."""
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
 

@@ -1,12 +1,11 @@
 """The figures of a server, for Prometheus."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from radq.errors import require_package
-
-if TYPE_CHECKING:
-    from radq.serving.scheduler import Drawn, Scheduler, Text
+from radq.serving.texts import Drawn, Text
 
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 NATS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -37,18 +36,18 @@ class Metrics:
         self._running = make(gauge, "radq_running_texts", "texts that are decoded now")
         self._memory = make(gauge, "radq_cache_bytes", "keys and values of the texts that are decoded now")
 
-    def watch(self, scheduler: "Scheduler") -> None:
-        """Let the gauges show the texts of a scheduler."""
-        self._queue.set_function(lambda: scheduler.waiting)
-        self._running.set_function(lambda: scheduler.running)
-        self._memory.set_function(lambda: scheduler.nbytes)
+    def watch(self, waiting: Callable[[], int], running: Callable[[], int], nbytes: Callable[[], int]) -> None:
+        """Let the gauges show what these functions return when the figures are asked for."""
+        self._queue.set_function(waiting)
+        self._running.set_function(running)
+        self._memory.set_function(nbytes)
 
     def count_step(self, seconds: float, of_guide: float) -> None:
         self.step.observe(seconds)
         self.step_seconds.inc(seconds)
         self.guide_seconds.inc(of_guide)
 
-    def count_tokens(self, text: "Text", tokens: "list[Drawn]", first: bool) -> None:
+    def count_tokens(self, text: Text, tokens: list[Drawn], first: bool) -> None:
         self.tokens.labels("yes" if text.guides else "no").inc(len(tokens))
         if first:
             self.first.observe(time.perf_counter() - text.arrived)

@@ -12,9 +12,9 @@ from radq.decoding.text import GrowingText
 from radq.errors import ContextLengthError, OptionError
 from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
 from radq.serving.config import ServeConfig
-from radq.serving.scheduler import Delivery, Text
 from radq.serving.served import Served
 from radq.serving.strengths import SETTINGS, read_strengths
+from radq.serving.texts import Delivery, Text
 
 # Fields that other clients send and that change no text.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}

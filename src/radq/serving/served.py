@@ -13,6 +13,7 @@ from radq.errors import ContextLengthError
 from radq.guides import Guide, RewardGuide
 from radq.guides.spec import MakeGuide, guide_maker
 from radq.models.loading import Wrappable, find_device, load, max_positions, num_logits
+from radq.models.trial import choose_dtype
 from radq.models.vocabulary import find_bos, tokenise
 from radq.numerics import log_probabilities
 from radq.serving.config import GuideEntry, ServeConfig
@@ -27,7 +28,8 @@ class Served:
         self.config, self.device = config, find_device(config.device)
         self.lm: Wrappable
         self.tokenizer: PreTrainedTokenizerBase
-        self.lm, self.tokenizer = load(config.base, self.device, config.dtype)
+        self.dtype = choose_dtype(config.dtype, config.base, self.device)
+        self.lm, self.tokenizer = load(config.base, self.device, self.dtype)
         self._makers: dict[str, MakeGuide] = {}
         self._guides: dict[tuple[str, ...], Guide] = {}
         self.context = max_positions(self.lm.config) or 2**31
@@ -72,7 +74,7 @@ class Served:
     def _make(self, entries: Sequence[GuideEntry]) -> Guide:
         folder = entries[0].folder
         if folder not in self._makers:
-            self._makers[folder] = guide_maker(folder, self.device, self.config.dtype)
+            self._makers[folder] = guide_maker(folder, self.device, self.dtype)
         return self._makers[folder]({entry.strength: entry.default for entry in entries} | entries[0].options)
 
     def reward_range(self, name: str) -> tuple[float, float] | None:
