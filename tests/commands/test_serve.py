@@ -71,10 +71,13 @@ def test_sigterm_under_load(models: Path) -> None:
 
 def test_check(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--check", str(models / "serve.yaml"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "base": "toy", "guides": ["praise"], "models": []}
+    assert json.loads(capsys.readouterr().out) == {"base": "toy", "guides": ["praise"], "models": []}
     assert main(["serve", "--check", str(models / "serve.yaml")]) == 0
-    assert "guide praise: found" in capsys.readouterr().out
+    assert "guide praise: praise, strengths from -100 to 100" in capsys.readouterr().out
     assert "nowhere" in fails(capsys, "serve", "--check", str(models / "serve.yaml"), "--base", "./nowhere")
+    assert "--max-model-len 63" in fails(
+        capsys, "serve", "--check", str(models / "serve.yaml"), "--max-model-len", "64"
+    )
 
 
 def test_a_port_that_is_taken(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

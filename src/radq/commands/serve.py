@@ -32,19 +32,20 @@ class Arguments:
     dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] | None = None
     """Data type of all models, in place of the file's; fastest tries data types and numbers of threads for a second."""
     check: bool = False
-    """Only check the file and the models it names, by their config.json, and end."""
+    """Only check the file and the models it names, and end; no weights are read. It may be the file of a vLLM server."""
+    max_model_len: int | None = None
+    """With --check, the most tokens of a text in vLLM."""
     json: bool = False
     """Print the address, or the result of --check, as JSON."""
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import announce, print_json
+    from radq.commands.console import announce
 
     config = _read(arguments)
     config.check()
     if arguments.check:
-        names = {"base": config.base_id, "guides": list(config.guides), "models": list(config.models)}
-        _print_check(config) if not arguments.json else print_json({"ok": True} | names)
+        _print_check(config, arguments)
         return
     _check_port(arguments)
     announce(f"loading {' and '.join([config.base, *config.guides])}", arguments.json)
@@ -86,13 +87,20 @@ def _check_port(arguments: Arguments) -> None:
         ) from error
 
 
-def _print_check(config: "ServeConfig") -> None:
-    print(f"base {config.base_id}: found")
-    for name, entry in config.guides.items():
-        low, high = entry.limits
-        print(f"guide {name}: found; strengths from {low:g} to {high:g}, by default {entry.default:g}")
-    for name in config.models:
-        print(f"model {name}: {', '.join(f'{guide}={number}' for guide, number in config.models[name].items())}")
+def _print_check(config: "ServeConfig", arguments: Arguments) -> None:
+    """Compare the guides with the base model by their files alone, and print what was found."""
+    from radq.commands.console import print_json
+    from radq.hosts.check import check_guides
+
+    lines = check_guides(config, arguments.max_model_len)
+    if arguments.json:
+        print_json({"base": config.base_id, "guides": list(config.guides), "models": list(config.models)})
+        return
+    print(f"base {config.base_id}")
+    for line in lines:
+        print(f"guide {line}")
+    for name, strengths in config.models.items():
+        print(f"model {name}: {', '.join(f'{guide}={number}' for guide, number in strengths.items())}")
 
 
 def serve(app: Any, arguments: Arguments) -> None:

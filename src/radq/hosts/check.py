@@ -1,6 +1,6 @@
 """A check of an operator's file against a base model, in seconds: no weights are read.
 
-    for line in check_guides("guides.yaml", "gpt2-large", max_model_len=1000):
+    for line in check_guides(ServeConfig.read("guides.yaml"), max_model_len=1000):
         print(line)
 
 Without it, a server would find the same mistakes after it has loaded the base model.
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from radq.errors import ContextLengthError, OptionError, RadqError
+from radq.errors import ContextLengthError, RadqError
 from radq.guides.folders import EXPERT, holds_experts
 from radq.guides.spec import GUIDES, find_kind
 from radq.models.embedded import EMBEDDED
@@ -18,22 +18,16 @@ from radq.models.stored import check_language_model, read_config
 from radq.serving.config import GuideEntry, ServeConfig
 
 
-def check_guides(file: str | Path, base: str | None = None, max_model_len: int | None = None) -> list[str]:
+def check_guides(config: ServeConfig, max_model_len: int | None = None) -> list[str]:
     """Raise if a server with these guides could not start; return a line about each of them.
 
     Args:
-        file: the operator's YAML file.
-        base: the base model, by default the one in the file.
-        max_model_len: the most tokens of a text, by default as many as the base model has positions for.
+        max_model_len: the most tokens of a text; by default as many as base model and guides have positions for.
     """
-    config = ServeConfig.read(file)
-    base = base or config.base
-    if not config.guides:
-        raise OptionError(f"{str(file)!r} names no guides.", "write lines name: DIR:attribute=beta.")
-    check_language_model(base)
+    check_language_model(config.base)
     for name, entry in config.guides.items():
         _explain(name, entry.check)
-    model = _BaseModel(base, max_model_len)
+    model = _BaseModel(config.base, max_model_len)
     return [_explain(name, partial(model.check, entry, name)) for name, entry in config.guides.items()]
 
 
@@ -54,7 +48,7 @@ class _BaseModel:
         config = load_config(name)
         self.name, self.tokenizer = name, load_tokenizer(name)
         self.size: int = config.get_text_config().vocab_size
-        self.length = max_model_len or max_positions(config)
+        self.positions, self.length = max_positions(config), max_model_len
 
     def check(self, entry: GuideEntry, name: str) -> str:
         """Check a guide's vocabulary and positions; return a line about it."""
@@ -62,13 +56,16 @@ class _BaseModel:
 
         vocabulary, positions, overhead = _describe(entry)
         check_vocabulary(vocabulary, self.size, self.tokenizer, self.name)
-        if positions is not None and self.length is not None and self.length + overhead > positions:
+        room = [self.positions] if positions is None else [self.positions, positions - overhead]
+        longest = min((one for one in room if one is not None), default=None)
+        if longest is not None and self.length is not None and self.length > longest:
             raise ContextLengthError(
-                f"it reads texts of {positions - overhead} tokens, and the base model's may have {self.length}.",
-                f"give vLLM --max-model-len {positions - overhead}.",
+                f"it reads texts of {longest} tokens, and they may have {self.length}.",
+                f"give --max-model-len {longest}.",
             )
         low, high = entry.limits
-        return f"{name}: {entry.description}, strengths from {low:g} to {high:g}"
+        length = "" if longest is None else f", texts of up to {longest} tokens"
+        return f"{name}: {entry.description}, strengths from {low:g} to {high:g}, by default {entry.default:g}{length}"
 
 
 def _describe(entry: GuideEntry) -> tuple[Any, int | None, int]:
