@@ -32,7 +32,7 @@ class Arguments:
     dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] | None = None
     """Data type of all models, in place of the file's; fastest tries data types and numbers of threads for a second."""
     check: bool = False
-    """Only check the file and the models it names, and end; no weights are read. It may be the file of a vLLM server."""
+    """Only check the file and the models it names, and end; no weights are read. It may be vLLM's."""
     max_model_len: int | None = None
     """With --check, the most tokens of a text in vLLM."""
     json: bool = False
