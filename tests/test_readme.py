@@ -138,6 +138,7 @@ def test_the_examples_of_docstrings_run(entry: Any) -> None:
             exec(example.source, names)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_plays_embedded")
 def test_the_commands_of_the_readme_run_in_order(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

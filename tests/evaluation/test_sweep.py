@@ -359,6 +359,7 @@ def outcome(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("generations.jsonl", "metrics.jsonl", "differences.jsonl")}
 
 
+@pytest.mark.slow
 def test_a_torn_file_is_mended(run: Path, write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = outcome(run)
     for cut in (1, 200, len(whole["generations.jsonl"]) // 2, len(whole["generations.jsonl"]) - 3):
@@ -428,6 +429,7 @@ def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
+@pytest.mark.slow
 def test_kills_change_nothing(run: Path, world: Path, write: Any, tmp_path: Path) -> None:
     """Neither does a cache of scores that knows some of the texts from another run."""
     rows = list(read_lines(run / "generations.jsonl"))
@@ -443,6 +445,7 @@ def test_kills_change_nothing(run: Path, world: Path, write: Any, tmp_path: Path
         assert find_differences(content, outcome(tmp_path / "killed")[name]) == [], name
 
 
+@pytest.mark.slow
 def test_full_memory_means_smaller_batches(
     run: Path, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

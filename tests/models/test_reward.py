@@ -336,6 +336,7 @@ for imports in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_auto_classes_know_reward_models(lm_folders: dict[str, Path], tmp_path: Path) -> None:
     """In whatever order the two libraries are imported; each order is tried in a fork of a new interpreter."""
     make_reward("v", lm_folders["gpt2"]).save_pretrained(tmp_path / "reward")

@@ -73,6 +73,7 @@ def test_groups_hold_every_entry_once() -> None:
 # --- whole completions ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, 5, 9])
 def test_the_objective_falls_to_where_nothing_changes(rank: int) -> None:
     observed = make_observed(density=0.6, binary=True)

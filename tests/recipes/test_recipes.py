@@ -167,6 +167,7 @@ def write_reviews(path: Path, text: str, labels: list[str], count: int, seed: in
         writer.writerows([review, *[response] * len(labels)] for review, response in make_reviews(count, seed))
 
 
+@pytest.mark.slow
 def test_the_recipes_run_in_order(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step each, over the toy model and toy reviews in the recipe's columns."""
     monkeypatch.chdir(tmp_path)

@@ -338,6 +338,7 @@ def test_the_page_holds_texts_and_limits(page: str) -> None:
     assert "AUC on unseen texts: toxicity 0.950." in " ".join(page.split("## Limits")[1].split())
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_files(docs: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(STUDY / "page.py"), str(docs.parent / "study"), "--out", str(tmp_path)]
     subprocess.run(command, check=True)

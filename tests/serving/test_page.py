@@ -22,7 +22,10 @@ Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(None in (BROWSER, DRIVER), reason="no chromium with its driver is installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(None in (BROWSER, DRIVER), reason="no chromium with its driver is installed"),
+]
 
 OPTIONS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-dev-shm-usage"
 TAG = "<i>very</i>"  # a word of the language model

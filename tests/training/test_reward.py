@@ -83,6 +83,7 @@ def word_order() -> list[tuple[str, float]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q", "v"])
 @pytest.mark.parametrize("task", ["one word", "several words", "word order"])
 def test_known_answers_are_learnt(kind: str, task: str, calm_toy: Path, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_known_answers_are_learnt(kind: str, task: str, calm_toy: Path, tmp_path
         assert model.token_rewards(ids)[0, -1, 0].item() == pytest.approx(expected, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant")
 def test_a_student_learns_its_teachers_rewards(settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path) -> None:
     teacher = changed(settings, kind="v", epochs=12, learning_rate=3e-3, out=str(tmp_path / "teacher"))
