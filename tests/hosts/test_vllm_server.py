@@ -47,7 +47,13 @@ class Server:
             "kind": f"{v}:nice=4",
             "broken": f"{make_broken(world, folder)}:nice=1",
         }
-        (folder / "guides.yaml").write_text(yaml.safe_dump({"guides": guides, "limits": {"top_k": 32}}))
+        settings = {
+            "name": "base",
+            "guides": guides,
+            "limits": {"top_k": 32},
+            "models": {"gentle": {"nice": 8, "rude": True, "kl_budget": 0.2, "top_k": 6}},
+        }
+        (folder / "guides.yaml").write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(world.base)]
         command += ["--port", str(self.port), "--served-model-name", "base", "--dtype", "float32", "--enforce-eager"]
         command += ["--max-model-len", "63", "--max-num-seqs", "64", "--no-enable-chunked-prefill"]
@@ -151,6 +157,20 @@ def test_clients_as_they_are(server: Server) -> None:
     assert written.strip() == expected.strip()
     as_in_radq_serve = {**GREEDY, "prompt": PROMPTS[2], "radq": {"kind": 5, "top_k": 6, "kl_budget": None}}
     assert text_of(server.complete(as_in_radq_serve)) == own(server, PROMPTS[2], {"kind": 5}).strip()
+
+
+def test_virtual_models_are_their_strengths(server: Server) -> None:
+    listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["base", "base@gentle"]
+    virtual = server.complete(GREEDY | {"model": "base@gentle", "prompt": PROMPTS[0]})
+    named = server.complete(ask(PROMPTS[0], "nice=8,rude,kl_budget=0.2,top_k=6"))
+    assert text_of(virtual) == text_of(named)
+    assert virtual.json()["radq"]["strengths"] == {"nice": 8.0, "rude": -6.0}
+    changed = server.complete(GREEDY | {"model": "base@gentle", "prompt": PROMPTS[0], "radq": {"rude": 0}})
+    assert changed.json()["radq"]["strengths"] == {"nice": 8.0}
+    assert server.complete(GREEDY | {"model": "base@nowhere", "prompt": PROMPTS[0]}).status_code == 404
+    twice = ask(PROMPTS[0], "nice=8") | {"radq": "nice=4"}
+    assert server.complete(twice).status_code == 400
 
 
 def test_answers_confirm_what_was_applied(server: Server) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radq.errors import OptionError
-from radq.serving.strengths import read_strengths
+from radq.serving.strengths import read_strengths, write_strengths
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name != "kl_budget")
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -15,6 +15,7 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 def test_text_and_object_say_the_same(strengths: dict[str, float]) -> None:
     text = ", ".join(f"{name} = {number!r}" for name, number in strengths.items())
     assert read_strengths(text) == read_strengths(strengths) == strengths
+    assert read_strengths(write_strengths(strengths)) == strengths
 
 
 @given(st.text() | st.dictionaries(st.text(), st.floats() | st.text() | st.none() | st.booleans() | st.integers()))
@@ -30,6 +31,8 @@ def test_anything_else_is_refused_by_radq_alone(value: object) -> None:
 def test_a_name_alone_asks_for_the_suggested_strength() -> None:
     assert read_strengths("sentiment,toxicity=-5") == {"sentiment": None, "toxicity": -5.0}
     assert read_strengths({"sentiment": True}) == {"sentiment": None}
+    asked = {"sentiment": None, "kl_budget": None}
+    assert read_strengths(write_strengths(asked)) == asked
     assert read_strengths("kl_budget=none") == read_strengths({"kl_budget": None}) == {"kl_budget": None}
 
 

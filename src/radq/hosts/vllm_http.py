@@ -1,13 +1,15 @@
 """A middleware for vLLM's server: `--middleware radq.hosts.vllm_http.GuideMiddleware`.
 
 It refuses requests that look guided and would not be, takes `radq` also where `radq serve` takes it, beside `model` and
-`prompt`, confirms in each answer what was applied, and adds radq's figures to vLLM's `/metrics`. The figures come from
-vLLM's workers, so they need `--worker-extension-cls radq.hosts.vllm_worker.GuideWorker`, too.
+`prompt`, and the virtual models of the operator's file as models, confirms in each answer what was applied, and adds
+radq's figures to vLLM's `/metrics`. The figures come from vLLM's workers, so they need
+`--worker-extension-cls radq.hosts.vllm_worker.GuideWorker`, too.
 """
 
 import json
 import logging
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from radq.errors import OptionError, RadqError
 from radq.hosts.figures import NAMES
 from radq.hosts.guidance import TICKET, Guidance, Registry
 from radq.hosts.vllm import find_registry
+from radq.serving.strengths import read_strengths, write_strengths
 
 Scope = dict[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -38,6 +41,8 @@ class GuideMiddleware:
             await self.app(scope, receive, send)
         elif scope["method"] == "GET" and scope["path"] == "/metrics":
             await self.app(scope, receive, _Tail(send, lambda: self._write_totals(scope)))
+        elif scope["method"] == "GET" and scope["path"].endswith("/v1/models"):
+            await self.app(scope, receive, _ListModels(send, _find_registry()))
         elif scope["method"] == "POST" and scope["path"].endswith(ROUTES):
             await self._answer(scope, receive, send)
         else:
@@ -53,7 +58,7 @@ class GuideMiddleware:
             await self.app(scope, _replay(content, receive), send)
             return
         try:
-            guidance = self._prepare(body)
+            guidance = self._prepare(body, scope)
         except OptionError as error:
             await _refuse(send, str(error))
             return
@@ -66,16 +71,11 @@ class GuideMiddleware:
         ticket = body["vllm_xargs"][TICKET]
         await self.app(scope, _replay(content, receive), _Confirm(send, guidance, lambda: self._take(scope, ticket)))
 
-    def _prepare(self, body: dict[str, Any]) -> Guidance | None:
+    def _prepare(self, body: dict[str, Any], scope: Scope) -> Guidance | None:
         """Check a request, and give it a ticket if it is guided."""
-        try:
-            registry = find_registry()
-        except RadqError as error:
-            LOGGER.error("radq: %s", error)
-            raise OptionError("the server cannot read its guides.", "tell its operator.") from None
+        registry = _find_registry()
         _refuse_ignored(body, registry)
-        if "radq" in body:
-            body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), "radq": _write_strengths(body.pop("radq"))}
+        _put_strengths_together(body, registry, scope)
         arguments = body.get("vllm_xargs")
         temperature = body.get("temperature")
         known = arguments if isinstance(arguments, dict) else {}
@@ -109,12 +109,29 @@ def _refuse_ignored(body: Mapping[str, Any], registry: Registry) -> None:
             raise OptionError(f"{ascii(name)[:60]} is no field of a request.", HINT)
 
 
-def _write_strengths(value: Any) -> Any:
-    """Strengths as a text, the only form in which vLLM hands them on."""
-    if not isinstance(value, Mapping):
-        return value
-    written = {name: "none" if number is None else number for name, number in value.items()}
-    return ",".join(name if number is True else f"{name}={number}" for name, number in written.items())
+def _put_strengths_together(body: dict[str, Any], registry: Registry, scope: Scope) -> None:
+    """Put the strengths of a virtual model, and those beside `model`, where vLLM hands them on, as a text."""
+    virtual = registry.config.models.get(body["model"]) if isinstance(body.get("model"), str) else None
+    if virtual is None and "radq" not in body:
+        return
+    arguments = body.get("vllm_xargs") or {}
+    if not isinstance(arguments, dict) or ("radq" in body and "radq" in arguments):
+        raise OptionError("radq stands twice in the request.", HINT)
+    given = body.pop("radq", None) or arguments.get("radq", {})
+    if virtual is not None:
+        if "radq_guide" in arguments:
+            raise OptionError("a virtual model is given another guide.", "name guides by radq, or the base model.")
+        body["model"] = scope["app"].state.openai_serving_models.base_model_paths[0].name
+    together = {**(virtual or {}), **read_strengths(given)}
+    body["vllm_xargs"] = {**arguments, "radq": write_strengths(together)}
+
+
+def _find_registry() -> Registry:
+    try:
+        return find_registry()
+    except RadqError as error:
+        LOGGER.error("radq: %s", error)
+        raise OptionError("the server cannot read its guides.", "tell its operator.") from None
 
 
 async def _call(scope: Scope, method: str, *arguments: Any) -> list[Any]:
@@ -175,14 +192,22 @@ class _Tail:
         await self._send(message)
 
 
-class _Confirm:
-    """Sends a response that says what was applied: in a header, and in the answer unless it is a stream."""
+class _Rewrite(ABC):
+    """Sends a response whose JSON document is changed on its way; streams and errors pass as they are."""
 
-    def __init__(self, send: Send, guidance: Guidance, take: Callable[[], Awaitable[Mapping[str, float] | None]]):
-        self._send, self._applied, self._take = send, guidance.describe(), take
+    def __init__(self, send: Send):
+        self._send = send
         self._start: dict[str, Any] = {}
         self._whole = False
         self._content = b""
+
+    @abstractmethod
+    async def change(self, document: dict[str, Any]) -> None:
+        """Change the document in place."""
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers to add."""
+        return []
 
     async def __call__(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -190,7 +215,7 @@ class _Confirm:
             kind = dict(headers).get(b"content-type", b"")
             self._whole = message["status"] == 200 and kind.startswith(b"application/json")
             kept = [pair for pair in headers if not self._whole or pair[0] != b"content-length"]
-            self._start = {**message, "headers": [*kept, (HEADER, json.dumps(self._applied).encode())]}
+            self._start = {**message, "headers": [*kept, *self.headers()]}
             if not self._whole:
                 await self._send(self._start)
         elif message["type"] != "http.response.body" or not self._whole:
@@ -202,11 +227,38 @@ class _Confirm:
 
     async def _finish(self) -> None:
         document = json.loads(self._content)
-        document["radq"] = self._applied | _describe(await self._take())
+        await self.change(document)
         content = json.dumps(document).encode()
         self._start["headers"].append((b"content-length", str(len(content)).encode()))
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": content})
+
+
+class _Confirm(_Rewrite):
+    """Says what was applied: in a header, and in the answer unless it is a stream."""
+
+    def __init__(self, send: Send, guidance: Guidance, take: Callable[[], Awaitable[Mapping[str, float] | None]]):
+        super().__init__(send)
+        self._applied, self._take = guidance.describe(), take
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(HEADER, json.dumps(self._applied).encode())]
+
+    async def change(self, document: dict[str, Any]) -> None:
+        document["radq"] = self._applied | _describe(await self._take())
+
+
+class _ListModels(_Rewrite):
+    """Adds the virtual models of the operator's file to vLLM's list of models."""
+
+    def __init__(self, send: Send, registry: Registry):
+        super().__init__(send)
+        self._registry = registry
+
+    async def change(self, document: dict[str, Any]) -> None:
+        like = document["data"][0]
+        for name, strengths in self._registry.config.models.items():
+            document["data"].append({**like, "id": name, "owned_by": "radq", "radq": strengths})
 
 
 def _describe(sums: Mapping[str, float] | None) -> dict[str, Any]:

@@ -28,6 +28,14 @@ def read_strengths(value: Any) -> dict[str, float | None]:
     return {_name(name): _number(name, number) for name, number in pairs.items()}
 
 
+def write_strengths(strengths: Mapping[str, float | None]) -> str:
+    """Write strengths as a text, from which `read_strengths` reads the same."""
+    return ",".join(
+        f"{name}={number!r}" if number is not None else f"{name}=none" if name == "kl_budget" else name
+        for name, number in strengths.items()
+    )
+
+
 def _split(text: str) -> dict[str, Any]:
     """Split a text into names and numbers; a name without a number stands for itself."""
     pairs: dict[str, Any] = {}
