@@ -53,7 +53,6 @@ from radq.models.lora import (
 )
 from radq.models.origins import identify_backbone
 from radq.models.reading import Reader
-from radq.models.slots import AnyReading
 from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
 from radq.numerics import at_least_float32
@@ -73,7 +72,7 @@ class RewardOutput(ModelOutput):
 class RewardState:
     """A reward model's state after a batch of prefixes."""
 
-    reading: AnyReading  # its last output is the hidden state at the last token
+    reading: Any  # a Reading, a SlotReading or a Glance; its last output is the hidden state at the last token
     candidates: Int[Tensor, "b k"] | None = None  # those that RAD-V has read after the prefix,
     siblings: Any = None  # with which it can go on without another forward
 

@@ -338,9 +338,7 @@ class _SlotLayer(DynamicLayer):
         return self.slots.seen_width, 0
 
 
-AnyReading = (
-    Reading | SlotReading | Glance
-)  # a state that is a value, one in slots, or what there is to score candidates
+AnyReading = Reading | SlotReading | Glance  # all of them have what is needed to score candidates
 
 
 def _align(number: int) -> int:
@@ -357,7 +355,7 @@ def _round_window(columns: int, device: str) -> int:
     return -(-columns // step) * step
 
 
-def settle(reading: Reading, capacity: int, width: int, siblings: int = 0) -> AnyReading:
+def settle(reading: Reading, capacity: int, width: int, siblings: int = 0) -> Reading | SlotReading:
     """Move a reading into new slots, or leave it as it is where its model cannot work with slots."""
     if not takes_slots(reading.reader):
         return reading
