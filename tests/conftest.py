@@ -19,12 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, make_lm
+from hypothesis import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.models.hub import quiet
 from radq.toy import make_toy
 
 torch.set_num_threads(1)
+settings.register_profile("radq", deadline=None, max_examples=50)  # a busy machine is no failure
+settings.load_profile("radq")
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -26,6 +26,8 @@ from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RadQ
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("RADQ_EXAMPLES", "0"))
 COMMANDS = find_commands()
 

@@ -22,6 +22,8 @@ from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.models.reward import RadQ, RadV
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--top-k 4 2 0 --rows 2 1 --prompt-tokens 5 9 --new-tokens 2 --rounds 2".split()
 
 

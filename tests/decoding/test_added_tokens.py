@@ -15,7 +15,9 @@ from radq.decoding.best_of_n import best_of_n, score_texts
 from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
-from radq.hosts.batching import Batch, Guidance, Request
+from radq.hosts.batching import Request, Steerer
+from radq.hosts.guidance import Guidance
+from radq.hosts.panel import Panel
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.hub import quiet
 from radq.models.reward import RewardModel
@@ -171,9 +173,10 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
     guide = make_guide(kind, 3.0, rewards)
     processor = GuidedLogitsProcessor(guide, torch.ones(1, 2, dtype=torch.long), top_k=None, tokenizer=tokenizer)
     calls = [[5, 9], [5, 9, START], [5, 9, START, 7], [5, 9, START, 7, END], [5, 9, START, 8], [5, 9, 4], [5, 9, 4, 4]]
-    guidance = Guidance("guide", guide.beta, Steering(None))
-    request = Request(guidance, [5, 9], [])
-    batch = Batch(guide)
+    places = {str(place): (0, place) for place in range(len(guide.beta))}
+    strengths = {str(place): beta for place, beta in enumerate(guide.beta)}
+    request = Request(Guidance(strengths, Steering(None)), [5, 9], [])
+    steerer = Steerer(Panel([guide], places), 1, 30)
     for text in calls:
         scores = oracle.base_logits(base, text)[None]
         fresh = GuidedLogitsProcessor(
@@ -182,8 +185,9 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
         expected = fresh(torch.tensor([text]), scores)
         torch.testing.assert_close(processor(torch.tensor([text]), scores), expected, atol=1e-5, rtol=1e-5)
         request.output[:] = text[2:]
-        batch.follow([request])
-        torch.testing.assert_close(batch.steer(scores), expected, atol=1e-5, rtol=1e-5)
+        guided = scores.clone()
+        steerer.steer(guided, {0: request})
+        torch.testing.assert_close(guided, expected, atol=1e-5, rtol=1e-5)
         assert expected.isfinite().all()
 
 

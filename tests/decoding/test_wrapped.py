@@ -19,6 +19,8 @@ from radq.models.hub import quiet
 from radq.models.loading import max_positions
 from radq.models.reward import RadQ, RewardModel
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = make_number_tokenizer()
 PROMPTS = ["5 9 3 12 30", "11", "6 6 31 14 3 8 20 21"]
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

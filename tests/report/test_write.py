@@ -17,6 +17,8 @@ from radq.report.results import read_runs
 from radq.report.tables import difference_table
 from radq.report.write import write_report
 
+pytestmark = pytest.mark.slow
+
 SHOWN_HOSTILE = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
 
 

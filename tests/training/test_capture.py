@@ -32,6 +32,8 @@ from radq.training.experts import train_experts
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["q", "v", "ce", "mlp", "lora", "distilled", "cached", "dexperts", "gedi"]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 

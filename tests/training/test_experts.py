@@ -25,6 +25,8 @@ from radq.training.expert_trainer import score_classes
 from radq.training.experts import train_experts
 from radq.training.losses import gedi_loss, text_loss
 
+pytestmark = pytest.mark.slow
+
 METHODS = ["dexperts", "gedi"]
 
 

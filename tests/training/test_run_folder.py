@@ -21,7 +21,10 @@ from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 from radq.training.experts import train_experts
 from radq.training.reward import train
 
-pytestmark = pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant"),
+]
 
 
 @pytest.fixture
