@@ -19,7 +19,7 @@ import torch
 from radq.decoding.config import Steering
 from radq.hosts.batching import Request, Steerer
 from radq.hosts.guidance import Guidance
-from radq.hosts.panel import Panel
+from radq.serving.panel import Panel
 from radq.hosts.vllm import VllmEngine
 from radq.serving.config import ServeConfig
 

@@ -66,12 +66,16 @@ def read_yaml(file: str | Path, kind: type[T]) -> T:
 
     An error names the file and the place in it.
     """
+    return build(load_yaml(file), kind, repr(str(file)))
+
+
+def load_yaml(file: str | Path) -> Any:
+    """The contents of a YAML file; those of an empty one are {}."""
     try:
         stored = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        reason = first_line(error)
-        raise OptionError(f"cannot read {str(file)!r}: {reason}.", "give a YAML file.") from error
-    return build({} if stored is None else stored, kind, repr(str(file)))
+        raise OptionError(f"cannot read {str(file)!r}: {first_line(error)}.", "give a YAML file.") from error
+    return {} if stored is None else stored
 
 
 def check_values(settings: Any) -> None:

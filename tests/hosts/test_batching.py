@@ -24,7 +24,7 @@ from radq.guides.meter import Meter
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.guidance import Guidance
-from radq.hosts.panel import Panel
+from radq.serving.panel import Panel
 
 KINDS = ["q", "v", "dexperts", "gedi"]
 NOTHING: Any = ()

@@ -14,8 +14,8 @@ from radq.decoding.config import Steering
 from radq.errors import OptionError, UnknownAttributeError
 from radq.guides import RewardGuide
 from radq.hosts.guidance import Guidance, Registry
-from radq.hosts.panel import Panel
 from radq.serving.config import ServeConfig
+from radq.serving.panel import Panel
 
 REGISTRY = Registry(
     ServeConfig(

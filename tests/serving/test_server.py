@@ -35,7 +35,7 @@ def post(running: Running, route: str = "/v1/completions", **body: Any) -> httpx
 def expected(running: Running, prompts: list[Any], names: dict[str, float], **options: Any) -> list[Any]:
     """The texts of `radq.generate` with the same guides."""
     served = running.served
-    order = served.order(list(names))
+    order = [name for name in served.config.guides if name in names]
     guide = None
     for group in ([name for name in order if name != "length"], [name for name in order if name == "length"]):
         if group:
@@ -44,6 +44,11 @@ def expected(running: Running, prompts: list[Any], names: dict[str, float], **op
             guide = part if guide is None else guide + part
     options = {"kl_budget": 0.5, "max_new_tokens": 8} | options
     return radq.generate(served.lm, served.tokenizer, prompts, guide, **options)
+
+
+def guide_of(running: Running, name: str) -> Any:
+    panel = running.served.panel
+    return panel.guides[panel.places[name][0]]
 
 
 # --- OpenAI's client ---
@@ -185,7 +190,7 @@ def test_scores_are_those_of_the_reward_model(running: Running) -> None:
     answer = post(running, "/radq/score", text=text).json()
     served = running.served
     ids = served.encode(text)
-    guide: Any = served.guide(("praise",))
+    guide = guide_of(running, "praise")
     with torch.no_grad():
         rewards = guide.model.token_rewards(torch.tensor([ids]))[0, :, 0].clamp(-1, 1).tolist()
     assert [one["rewards"]["praise"] for one in answer["tokens"]] == pytest.approx(rewards)
@@ -277,7 +282,7 @@ def test_a_client_that_waits_for_the_whole_and_goes_away(models: Path) -> None:
 
 def test_a_row_without_numbers_ends_alone(models: Path) -> None:
     with serving(make_config(models)) as running:
-        guide: Any = running.served.guide(("praise",))
+        guide: Any = guide_of(running, "praise")
         with torch.no_grad():
             guide.model.backbone.get_input_embeddings().weight[7] = math.nan
         good = {"prompt": PROMPT, "temperature": 0, "radq": {"calm": 5}, "max_tokens": 3}
@@ -292,7 +297,7 @@ def test_a_row_without_numbers_ends_alone(models: Path) -> None:
 
 def test_an_error_of_the_engine_ends_its_texts_alone(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(make_config(models)) as running:
-        guide = running.served.guide(("length",))
+        guide = guide_of(running, "length")
 
         def fail(*_: Any) -> Any:
             raise RuntimeError("a bug")
@@ -304,6 +309,45 @@ def test_an_error_of_the_engine_ends_its_texts_alone(models: Path, monkeypatch: 
         assert post(running, prompt=PROMPT, radq={"praise": 3}).json()["choices"][0]["finish_reason"] != "error"
         monkeypatch.undo()
         assert post(running, prompt=PROMPT, radq={"length": 3}).json()["choices"][0]["finish_reason"] != "error"
+
+
+def test_two_names_of_one_strength_add_up(models: Path) -> None:
+    config = make_config(models)
+    twin = {**config.guides, "twin": f"{models / 'q'}:praise"}
+    entries = {name: entry if isinstance(entry, str) else entry.guide for name, entry in twin.items()}
+    with serving(make_config(models, guides=entries)) as running:
+        steering = {"praise": 4, "twin": 5, "details": True}
+        answer = post(running, prompt=PROMPT, radq=steering, temperature=0, logprobs=1, max_tokens=8).json()
+        once = expected(running, [PROMPT], {"praise": 9}, temperature=0.0)[0]
+        assert answer["choices"][0]["text"] == once.text
+        rewards = [token["rewards"] for token in answer["choices"][0]["logprobs"]["radq"]]
+        assert all(reward["praise"] == reward["twin"] for reward in rewards)
+
+
+def test_a_bug_of_the_scheduler_answers_everybody(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(make_config(models)) as running:
+        scheduler = running.server.scheduler
+
+        def fail() -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(scheduler, "_admit", fail)
+        answers = [post(running, "/radq/score", text="the film"), post(running, prompt=PROMPT)]
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert httpx.get(f"{running.address}/health").status_code == 503
+
+
+def test_cancelled_texts_do_not_fill_the_queue(models: Path) -> None:
+    with serving(make_config(models, limits=Limits(rows=1, queue=2, max_tokens=48))) as running:
+        scheduler = running.server.scheduler
+        body = {"prompt": PROMPT, "max_tokens": 48, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{running.address}/v1/completions", json=body, timeout=60) as first:
+            assert first.status_code == 200
+            for _ in range(20):
+                with httpx.stream("POST", f"{running.address}/v1/completions", json=body, timeout=60) as answer:
+                    assert answer.status_code == 200
+                while scheduler.waiting:
+                    time.sleep(0.01)
 
 
 # --- bad requests ---

@@ -43,10 +43,10 @@ def run(arguments: Arguments) -> None:
     from radq.commands.console import announce
 
     config = _read(arguments)
-    config.check()
     if arguments.check:
         _print_check(config, arguments)
         return
+    config.check()
     _check_port(arguments)
     announce(f"loading {' and '.join([config.base, *config.guides])}", arguments.json)
     from radq.serving.app import make_app

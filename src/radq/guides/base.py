@@ -64,7 +64,7 @@ class Advice:
 
 @runtime_checkable
 class Adviser(Protocol):
-    """What a step of decoding asks of a guide."""
+    """The part of a guide that a step of decoding asks."""
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         """The guide's opinion on k candidates for the next token of each row, see `Guide`."""
@@ -117,6 +117,11 @@ class Guide(ABC):
         """Raise if the base model's token ids mean something else than the guide's."""
         for reader in self.readers:
             reader.check_vocabulary(base_size, tokenizer, base_name)
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a text that the guide can follow; None if there is no limit."""
+        return min((room for reader in self.readers if (room := reader.context) is not None), default=None)
 
     def check_length(self, num_tokens: int) -> None:
         """Raise if the guide cannot follow a text of so many tokens."""

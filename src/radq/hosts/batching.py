@@ -22,7 +22,7 @@ from radq.guides.base import Advice
 from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
 from radq.hosts.guidance import Guidance
-from radq.hosts.panel import Panel
+from radq.serving.panel import Panel
 
 LOGGER = logging.getLogger(__name__)
 NARROW = 64  # candidates; rows with more are scored apart, so that others do not wait for them
@@ -79,7 +79,7 @@ class DeviceRequest(Text):
 
     @property
     def last(self) -> int:
-        raise NotImplementedError("the last token is on the device")
+        return int(self.source.gpu[self.slot, self.size - 1])
 
     def tokens(self) -> Int[Tensor, " t"]:
         return self.source.gpu[self.slot, : self.size].long()

@@ -40,7 +40,7 @@ def _explain(name: str, check: Any) -> Any:
 
 
 class _BaseModel:
-    """What guides must agree with: the tokens of the base model, and the length of its texts."""
+    """The base model, whose tokens and length of texts guides must agree with."""
 
     def __init__(self, name: str, max_model_len: int | None):
         from radq.models.loading import load_config, load_tokenizer, max_positions

@@ -20,9 +20,9 @@ from radq.guides import Guide
 from radq.guides.base import Advice
 from radq.hosts.batching import DeviceRequest, Steerer, limit_width
 from radq.hosts.follower import Follower, Text
-from radq.hosts.panel import Panel
 from radq.models.reading import Glance
 from radq.models.slots import SlotReading, takes_slots
+from radq.serving.panel import Panel
 
 
 @dataclass(eq=False)

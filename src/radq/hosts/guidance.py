@@ -16,7 +16,7 @@ from typing import Any
 from radq.decoding.config import Steering
 from radq.errors import OptionError
 from radq.serving.config import GuideEntry, ServeConfig
-from radq.serving.strengths import read_strengths
+from radq.serving.strengths import read_strengths, shorten, to_number
 
 PREFIX = "radq"
 ARGUMENTS = ("radq", "radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
@@ -33,7 +33,7 @@ class Guidance:
     steering: Steering
 
     def describe(self) -> dict[str, Any]:
-        """What is applied to the request, for its answer."""
+        """The strengths and settings that are applied to the request, for its answer."""
         steering = self.steering
         settings = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
         return {"strengths": dict(self.strengths), **settings}
@@ -101,7 +101,7 @@ class Registry:
     def _read_single(self, name: Any, beta: Any) -> dict[str, Any]:
         if not isinstance(name, str) or name not in self.entries:
             raise OptionError(
-                f"there is no guide {_shorten(name)}.",
+                f"there is no guide {shorten(name)}.",
                 f"the registered guides are {', '.join(self.entries) or 'none'}.",
             )
         one = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
@@ -116,15 +116,7 @@ def _read_number(value: Any, name: str) -> float | None:
     """Read a number, which some clients can only send as a text."""
     if value is None:
         return None
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (OverflowError, TypeError, ValueError):
-        number = math.nan
+    number = math.nan if isinstance(value, bool) else to_number(value)
     if not math.isfinite(number):
-        raise OptionError(f"{name} must be a number, got {_shorten(value)}.", "leave it out for the default.")
+        raise OptionError(f"{name} must be a number, got {shorten(value)}.", "leave it out for the default.")
     return number
-
-
-def _shorten(value: Any) -> str:
-    shown = ascii(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

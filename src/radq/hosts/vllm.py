@@ -29,10 +29,10 @@ from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
 from radq.hosts.guidance import TICKET, Guidance, Registry
-from radq.hosts.panel import Panel
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
 from radq.numerics import available_memory
 from radq.serving.config import NAME, OPTIONS
+from radq.serving.panel import Panel
 
 first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = require_package("vllm.v1.worker.gpu.sample.logits_processor", "vllm")

@@ -71,6 +71,11 @@ class Reader:
     def max_positions(self) -> int | None:
         return max_positions(self.model.config)  # too slow to be asked for at every token
 
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a text that the model has positions for; None if there is no limit."""
+        return None if self.max_positions is None else self.max_positions - self.overhead
+
     def check_length(self, num_tokens: int, hint: str = "shorten the prompt or lower max_new_tokens.") -> None:
         """Raise if the model has not enough positions for a text of so many tokens."""
         if not self.fits(num_tokens + self.overhead):

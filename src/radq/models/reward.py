@@ -40,7 +40,6 @@ from radq.models.loading import (
     load_causal_lm,
     load_output_embedding,
     load_weights,
-    max_positions,
     resolve,
 )
 from radq.models.lora import (
@@ -112,7 +111,6 @@ class RewardModel(PreTrainedModel):
         # in the dtype that is asked for, not in the one the backbone was stored in
         self.backbone = AutoModel.from_config(config.backbone, dtype=torch.get_default_dtype())
         self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
-        self.max_positions = max_positions(config.backbone)
         self.tokenizer = None
 
     # --- making, saving, loading ---
@@ -356,7 +354,7 @@ class RewardModel(PreTrainedModel):
     @property
     def max_tokens(self) -> int | None:
         """The number of tokens that a text may have; None without a limit."""
-        return None if self.max_positions is None else self.max_positions - int(self.config.prepend_bos)
+        return self.reader.context
 
 
 @final

@@ -87,11 +87,11 @@ class Answer:
         }
 
     def _confirmation(self) -> dict[str, Any]:
-        """What was applied to the whole request, and which of its fields were not."""
+        """The settings that were applied to the whole request, and the names of its fields that were not."""
         return self._settings() | ({"ignored": self.order.ignored} if self.order.ignored else {})
 
     def _tokens(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
-        """What is told about tokens: their ids and log-probabilities, where the order asks for them."""
+        """The ids and log-probabilities of tokens, where the order asks for them."""
         found: dict[str, Any] = {"logprobs": None}
         if self.order.logprobs is not None:
             found["logprobs"] = self._columns(text, tokens) if self.kind == "completion" else self._entries(tokens)

@@ -17,20 +17,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-
 from radq.decoding.config import Steering
-from radq.errors import OptionError, first_line
+from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
 from radq.models.embedded import EMBEDDED, SUGGESTED
 from radq.models.stored import check_language_model
 from radq.serving.strengths import SETTINGS, read_strengths
-from radq.settings import Range, build
+from radq.settings import Range, build, load_yaml
 
 LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
 OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths
 NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.\-/@:]*")
+
+
+class UnknownModelError(OptionError):
+    """A model that the server does not have."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +172,7 @@ class ServeConfig:
     @classmethod
     def read(cls, file: str | Path) -> "ServeConfig":
         """Read a YAML file. One with guides alone may leave out the line `guides:`."""
-        try:
-            stored = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-            raise OptionError(f"cannot read {str(file)!r}: {first_line(error)}.", "give a YAML file.") from error
-        stored = {} if stored is None else stored
+        stored = load_yaml(file)
         if isinstance(stored, Mapping) and "guides" not in stored and _are_guides(stored):
             stored = {"guides": dict(stored)}
         return build(stored, cls, repr(str(file)))
@@ -215,6 +213,13 @@ class ServeConfig:
         except OptionError as error:
             raise OptionError(f"the virtual model {model!r}: {error.message}", error.hint) from error
         return strengths
+
+    def model_strengths(self, model: str) -> dict[str, float | None]:
+        """The strengths of a model by its name for clients; the base model has none."""
+        if model != self.base_id and model not in self.models:
+            known = ", ".join([self.base_id, *self.models])
+            raise UnknownModelError(f"there is no model {ascii(model)[:80]}.", f"there are {known}.")
+        return self.models.get(model, {})
 
     def check_strengths(self, strengths: Mapping[str, float | None]) -> None:
         """Refuse guides that there are not, and strengths or settings out of their ranges."""

@@ -48,11 +48,11 @@ class Metrics:
         self.guide_seconds.inc(of_guide)
 
     def count_tokens(self, text: Text, tokens: list[Drawn], first: bool) -> None:
-        self.tokens.labels("yes" if text.guides else "no").inc(len(tokens))
+        self.tokens.labels("yes" if text.selection.guides else "no").inc(len(tokens))
         if first:
             self.first.observe(time.perf_counter() - text.arrived)
             self.prompt_tokens.inc(len(text.prompt))
-        if text.guides:
+        if text.selection.guides:
             for token in tokens:
                 self.kl.observe(token.kl)
 

@@ -20,10 +20,6 @@ from radq.serving.texts import Delivery, Text
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 
 
-class UnknownModelError(OptionError):
-    """A model that the server does not have."""
-
-
 @dataclass(frozen=True)
 class Order:
     """A request in radq's terms."""
@@ -31,7 +27,7 @@ class Order:
     model: str
     prompts: list[list[int]]
     steering: Steering
-    strengths: dict[str, float]  # of all guides that are read, in the order of `Served.order`
+    strengths: dict[str, float]  # of all guides that are read
     max_tokens: int
     n: int
     seed: int
@@ -53,13 +49,13 @@ class Order:
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, self.max_tokens)
         stops = frozenset(find_stops(served.lm, served.tokenizer, None))
         processors = _processors(self.penalty)
+        selection = served.panel.select(self.strengths)
         return [
             Text(
                 index=p * self.n + s,
                 prompt=prompt,
                 steering=self.steering,
-                guides=tuple(self.strengths),
-                strengths=tuple(self.strengths.values()),
+                selection=selection,
                 max_tokens=self.max_tokens,
                 uniforms=uniforms[p, s],
                 stops=stops,
@@ -86,7 +82,7 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     config = served.config
     _refuse_unsupported(body, config)
     model, asked = _read_steering(body, config)
-    strengths = _read_strengths(asked, served)
+    strengths = _read_strengths(asked, config)
     max_tokens, prompts = _read_prompts(body, served)
     n = body.n or 1
     if len(prompts) * n > config.limits.choices:
@@ -146,26 +142,24 @@ def _refuse_unsupported(body: CompletionBody | ChatBody, config: ServeConfig) ->
 def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, float | None]]:
     """The name of the model, and all strengths and settings: of the model, with those of the request in their place."""
     model = body.model or config.base_id
-    if model != config.base_id and model not in config.models:
-        known = ", ".join([config.base_id, *config.models])
-        raise UnknownModelError(f"there is no model {ascii(model)[:80]}.", f"there are {known}.")
+    own = config.model_strengths(model)
     asked = {} if body.radq is None else read_strengths(body.radq)
     if body.top_k is not None:
         asked["top_k"] = float(body.top_k)
     config.check_strengths(asked)
-    return model, {**config.models.get(model, {}), **asked}
+    return model, {**own, **asked}
 
 
-def _read_strengths(asked: dict[str, float | None], served: Served) -> dict[str, float]:
+def _read_strengths(asked: dict[str, float | None], config: ServeConfig) -> dict[str, float]:
     """The strengths of guides that are named, or that steer by default."""
     found: dict[str, float] = {}
-    for name, entry in served.config.guides.items():
+    for name, entry in config.guides.items():
         if name in asked:
             number = asked[name]
             found[name] = entry.suggested if number is None else number
         elif entry.default:
             found[name] = entry.default
-    return {name: found[name] for name in served.order(list(found))}
+    return found
 
 
 def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> tuple[int, list[list[int]]]:

@@ -3,7 +3,7 @@
     scheduler.submit([text])      # from any thread; text.deliver is called in the scheduler's thread
     scheduler.cancel([text])      # its row is free from the next step on
 
-Texts that name the same guides are decoded together, in an engine of their own; engines take turns, step by step.
+Texts that need the same guides are decoded together, in an engine of their own; engines take turns, step by step.
 """
 
 import logging
@@ -54,8 +54,8 @@ class Scheduler:
         self._change = threading.Condition()
         self._waiting: deque[Text] = deque()
         self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._lanes: dict[tuple[tuple[str, ...], bool], _Lane] = {}
-        self._clocked: dict[tuple[str, ...], ClockedGuide] = {}
+        self._lanes: dict[tuple[tuple[int, ...], bool], _Lane] = {}
+        self._clocked: dict[tuple[int, ...], ClockedGuide] = {}
         self._deadline = math.inf  # of texts that run while the server ends
         metrics.watch(lambda: self.waiting, lambda: self.running, lambda: self.nbytes)
         self._thread = threading.Thread(target=self._run, name="radq-scheduler", daemon=True)
@@ -134,6 +134,7 @@ class Scheduler:
             for lane in self._lanes.values():
                 self._fail(lane, error)
             self._refuse_waiting()
+            self._refuse_tasks()
 
     def _work(self) -> None:
         while True:
@@ -165,6 +166,12 @@ class Scheduler:
             text = self._waiting.popleft()
             text.deliver(Delivery(text, [], finish_reason="cancelled", error="the server is about to end."))
 
+    def _refuse_tasks(self) -> None:
+        while self._tasks:
+            _, future = self._tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ClosingError("the server is about to end.", "send the request to another server."))
+
     def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
         if future.set_running_or_notify_cancel():
             try:
@@ -173,16 +180,18 @@ class Scheduler:
                 future.set_exception(error)
 
     def _admit(self) -> None:
-        """Let waiting texts join their engines while there is room."""
+        """Let waiting texts join their engines while there is room; those that were cancelled leave."""
+        with self._change:
+            cancelled = [text for text in self._waiting if text.cancelled]
+            self._waiting = deque(text for text in self._waiting if not text.cancelled)
+        for text in cancelled:
+            text.deliver(Delivery(text, [], finish_reason="cancelled"))
         while self._waiting and self.running < self.limits.rows:
             text = self._waiting.popleft()
-            if text.cancelled:
-                text.deliver(Delivery(text, [], finish_reason="cancelled"))
-                continue
-            lane = self._lane(text.guides, text.details)
+            lane = self._lane(text.selection.guides, text.details)
             lane.texts[lane.engine.submit(text.request())] = text
 
-    def _lane(self, guides: tuple[str, ...], details: bool) -> _Lane:
+    def _lane(self, guides: tuple[int, ...], details: bool) -> _Lane:
         key = guides, details
         if key not in self._lanes:
             guide = self._guide(guides) if guides else None
@@ -196,10 +205,10 @@ class Scheduler:
             self._lanes[key] = _Lane(engine, guide)
         return self._lanes[key]
 
-    def _guide(self, names: tuple[str, ...]) -> "ClockedGuide":
-        if names not in self._clocked:
-            self._clocked[names] = ClockedGuide(self.served.guide(names))
-        return self._clocked[names]
+    def _guide(self, numbers: tuple[int, ...]) -> ClockedGuide:
+        if numbers not in self._clocked:
+            self._clocked[numbers] = ClockedGuide(self.served.panel.sum(numbers))
+        return self._clocked[numbers]
 
     def _step(self, lane: _Lane) -> None:
         """Draw a token for each text of a lane, and deliver what has come."""

@@ -2,27 +2,27 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, reduce
-from operator import add
+from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from radq.errors import ContextLengthError
-from radq.guides import Guide, RewardGuide
-from radq.guides.spec import MakeGuide, guide_maker
+from radq.guides import RewardGuide
 from radq.models.loading import Wrappable, find_device, load, max_positions, num_logits
+from radq.models.reward import RewardModel
 from radq.models.trial import choose_dtype
 from radq.models.vocabulary import find_bos, tokenise
 from radq.numerics import log_probabilities
-from radq.serving.config import GuideEntry, ServeConfig
+from radq.serving.config import ServeConfig
+from radq.serving.panel import Panel
 
+UNLIMITED = 2**31  # tokens of a text, where no model has a limit
 ANCHOR = "a"  # single tokens are decoded after it, since some tokenizers drop a space at the beginning of a text
 
 
 class Served:
-    """A base model with guides. Guides that share a folder share its models, and one reading of each text."""
+    """A base model with guides."""
 
     def __init__(self, config: ServeConfig):
         self.config, self.device = config, find_device(config.device)
@@ -30,57 +30,30 @@ class Served:
         self.tokenizer: PreTrainedTokenizerBase
         self.dtype = choose_dtype(config.dtype, config.base, self.device)
         self.lm, self.tokenizer = load(config.base, self.device, self.dtype)
-        self._makers: dict[str, MakeGuide] = {}
-        self._guides: dict[tuple[str, ...], Guide] = {}
-        self.context = max_positions(self.lm.config) or 2**31
+        self.panel = Panel.load(config.guides, str(self.device), self.dtype)
+        for guide in self.panel.guides:
+            guide.check_vocabulary(num_logits(self.lm), self.tokenizer, config.base_id)
+        self.context = self._find_context()
         self.has_chat = getattr(self.tokenizer, "chat_template", None) is not None
-        for name in config.guides:
-            self._check(self.guide((name,)))
         self._anchor = self.tokenizer(ANCHOR, add_special_tokens=False).input_ids
         self._before = str(self.tokenizer.decode(self._anchor))
         self.show_token = lru_cache(maxsize=65536)(self._show_token)
 
-    def _check(self, guide: Guide) -> None:
-        """Refuse a guide with another vocabulary; texts are limited to what it has room for."""
-        guide.check_vocabulary(num_logits(self.lm), self.tokenizer, self.config.base_id)
-        longest, shortest = self.context, 1
-        while shortest < longest:  # the longest text that the guide can follow
-            middle = (shortest + longest + 1) // 2
-            try:
-                guide.check_length(middle)
-                shortest = middle
-            except ContextLengthError:
-                longest = middle - 1
-        self.context = shortest
+    def _find_context(self) -> int:
+        """The most tokens of a text that the base model and all guides have positions for."""
+        rooms = [max_positions(self.lm.config), *(guide.context for guide in self.panel.guides)]
+        return min((room for room in rooms if room is not None), default=UNLIMITED)
 
-    def order(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Names of guides in the order of the strengths of their guide: those that share a folder stand together."""
-        groups: dict[Any, list[str]] = {}
-        for name in self.config.guides:
-            if name in names:
-                groups.setdefault(_group(self.config.guides[name]), []).append(name)
-        return tuple(name for group in groups.values() for name in group)
-
-    def guide(self, names: tuple[str, ...]) -> Guide:
-        """The guide with a strength for each of these names, which `order` has put in order."""
-        if names not in self._guides:
-            groups: dict[Any, list[GuideEntry]] = {}
-            for name in names:
-                entry = self.config.guides[name]
-                groups.setdefault(_group(entry), []).append(entry)
-            self._guides[names] = reduce(add, [self._make(entries) for entries in groups.values()])
-        return self._guides[names]
-
-    def _make(self, entries: Sequence[GuideEntry]) -> Guide:
-        folder = entries[0].folder
-        if folder not in self._makers:
-            self._makers[folder] = guide_maker(folder, self.device, self.dtype)
-        return self._makers[folder]({entry.strength: entry.default for entry in entries} | entries[0].options)
+    def reward_model(self, name: str) -> tuple[RewardModel, int] | None:
+        """The reward model behind a name, and the column of its rewards; None for experts."""
+        number, place = self.panel.places[name]
+        guide = self.panel.guides[number]
+        return (guide.model, guide.columns[place]) if isinstance(guide, RewardGuide) else None
 
     def reward_range(self, name: str) -> tuple[float, float] | None:
         """The lowest and highest reward of a guide; None for a guide without a reward model."""
-        guide = self.guide((name,))
-        return guide.model.config.attribute_ranges[guide.columns[0]] if isinstance(guide, RewardGuide) else None
+        found = self.reward_model(name)
+        return None if found is None else found[0].config.attribute_ranges[found[1]]
 
     def _show_token(self, token: int) -> str:
         """The text of a single token, with its space; special tokens are shown by their names."""
@@ -99,7 +72,7 @@ class Served:
         input_ids = torch.tensor([list(token_ids)], device=self.lm.device)
         logits = self.lm(input_ids=input_ids).logits[0, :-1]
         likelihoods = log_probabilities(logits, input_ids[0, 1:]).tolist()
-        rewards = {name: values for name in self.config.guides if (values := self._token_rewards(name, input_ids))}
+        rewards = self._token_rewards(input_ids)
         tokens = [
             {
                 "id": token,
@@ -113,20 +86,19 @@ class Served:
         last = {name: values[-1] for name, values in rewards.items()}
         return {"tokens": tokens, "rewards": last, "perplexity": perplexity(mean)}
 
-    def _token_rewards(self, name: str, input_ids: torch.Tensor) -> list[float]:
-        guide = self.guide((name,))
-        if not isinstance(guide, RewardGuide):
-            return []
-        column = guide.columns[0]
-        rewards = guide.model.token_rewards(input_ids.to(guide.model.device))[0, :, column]
-        return rewards.clamp(*guide.model.config.attribute_ranges[column]).tolist()
+    def _token_rewards(self, input_ids: torch.Tensor) -> dict[str, list[float]]:
+        """The reward of each token by each name; a model that several names share reads the text once."""
+        found = {name: pair for name in self.config.guides if (pair := self.reward_model(name)) is not None}
+        read: dict[RewardModel, torch.Tensor] = {}  # (t, attributes)
+        for model, _ in found.values():
+            if model not in read:
+                read[model] = model.token_rewards(input_ids.to(model.device))[0]
+        return {
+            name: read[model][:, column].clamp(*model.config.attribute_ranges[column]).tolist()
+            for name, (model, column) in found.items()
+        }
 
 
 def perplexity(mean_log_probability: float) -> float:
     """exp(−mean); finite also where a token is impossible for the base model."""
     return math.exp(min(-mean_log_probability, 700.0))
-
-
-def _group(entry: GuideEntry) -> Any:
-    """What guides share that can be one guide with several strengths."""
-    return entry.folder, tuple(sorted(entry.options.items()))

@@ -24,7 +24,7 @@ def read_strengths(value: Any) -> dict[str, float | None]:
     """
     pairs = _split(value) if isinstance(value, str) else value
     if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
-        raise OptionError(f"radq must give names of guides their strengths, got {_shorten(value)}.", HINT)
+        raise OptionError(f"radq must give names of guides their strengths, got {shorten(value)}.", HINT)
     return {_name(name): _number(name, number) for name, number in pairs.items()}
 
 
@@ -44,14 +44,14 @@ def _split(text: str) -> dict[str, Any]:
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, number = map(str.strip, part.partition("="))
         if name in pairs:
-            raise OptionError(f"radq names {_shorten(name)} twice.", "give each name once.")
+            raise OptionError(f"radq names {shorten(name)} twice.", "give each name once.")
         pairs[name] = number if equals else True
     return pairs
 
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not name.isprintable() or not name:
-        raise OptionError(f"radq must name guides by texts, got {_shorten(name)}.", HINT)
+        raise OptionError(f"radq must name guides by texts, got {shorten(name)}.", HINT)
     return name
 
 
@@ -60,15 +60,21 @@ def _number(name: str, value: Any) -> float | None:
         return None
     if value is True and name not in SETTINGS:
         return None
-    try:
-        number = math.nan if value is None else float(value)
-    except (OverflowError, TypeError, ValueError):
-        number = math.nan
+    number = to_number(value)
     if not math.isfinite(number):
-        raise OptionError(f"radq must give {_shorten(name)} a finite number, got {_shorten(value)}.", HINT)
+        raise OptionError(f"radq must give {shorten(name)} a finite number, got {shorten(value)}.", HINT)
     return number
 
 
-def _shorten(value: Any) -> str:
+def to_number(value: Any) -> float:
+    """A number, or a text that holds one, as a float; NaN if it is neither."""
+    try:
+        return math.nan if value is None else float(value)
+    except (OverflowError, TypeError, ValueError):
+        return math.nan
+
+
+def shorten(value: Any) -> str:
+    """A value of a client as it may stand in an error message."""
     shown = ascii(value)  # also characters that cannot be written as UTF-8
     return shown if len(shown) <= 60 else shown[:57] + "..."

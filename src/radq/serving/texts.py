@@ -1,7 +1,7 @@
 """Texts that requests ask for, on their way through the engine, and the news of them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from radq.decoding.config import Steering
 from radq.decoding.engine import Processor, Request, StepResult, Ticket
 from radq.decoding.text import GrowingText
+from radq.serving.panel import Selection
 from radq.serving.served import perplexity
 
 MOST_CANDIDATES = 64  # that are told about a token
@@ -58,8 +59,7 @@ class Text:
     index: int  # among the texts of its request
     prompt: list[int]
     steering: Steering
-    guides: tuple[str, ...]  # in the order of `Served.order`
-    strengths: tuple[float, ...]
+    selection: Selection
     max_tokens: int
     uniforms: np.ndarray
     stops: frozenset[int]
@@ -75,7 +75,7 @@ class Text:
     _told: list[tuple[dict[str, float], list[Candidate]]] = field(default_factory=list)  # of each token, in detail
 
     def request(self) -> Request:
-        beta = self.strengths if self.guides else None
+        beta = self.selection.strengths if self.selection.guides else None
         return Request(
             self.prompt,
             self.steering,
@@ -106,14 +106,14 @@ class Text:
     def tell(self, result: StepResult, row: int, numbers: "StepNumbers") -> None:
         """Note the candidates of a token, unless the text has begun again and this is known already."""
         if len(self._told) < len(result.tickets[row].rows):
-            self._told.append(numbers.describe(row, self.guides))
+            self._told.append(numbers.describe(row, self.selection.places))
 
     def summary(self) -> dict[str, Any]:
         """Means over the tokens of the text."""
         n = max(1, len(self.drawn))
         rewards = {
             name: sum(one.rewards[name] for one in self.drawn if one.rewards) / n
-            for name in self.guides
+            for name in self.selection.places
             if self.drawn and self.drawn[0].rewards is not None
         }
         return {
@@ -138,24 +138,24 @@ class StepNumbers:
         parts = proposal.rewards or ()
         self.rewards = np.concatenate([part.double().cpu().numpy() for part in parts], axis=2) if parts else None
 
-    def describe(self, row: int, guides: Sequence[str]) -> tuple[dict[str, float], list[Candidate]]:
+    def describe(self, row: int, places: Mapping[str, int]) -> tuple[dict[str, float], list[Candidate]]:
         """The rewards of the chosen token, and the most likely candidates, with the chosen one."""
         order = np.argsort(-self.base[row], kind="stable")
         chosen = int(self.choice[row])
         order = [int(place) for place in order[:MOST_CANDIDATES] if self.base[row, place] > 0]
         order = order if chosen in order else [*order[: MOST_CANDIDATES - 1], chosen]
-        return self._rewards(row, chosen, guides), [
+        return self._rewards(row, chosen, places), [
             Candidate(
                 int(self.candidates[row, place]),
                 float(self.base[row, place]),
                 float(self.guided[row, place]),
                 float(max(self.shift[row, place], -1e30)),  # a guide forbids a candidate by −∞, which JSON has not
-                self._rewards(row, place, guides),
+                self._rewards(row, place, places),
             )
             for place in order
         ]
 
-    def _rewards(self, row: int, place: int, guides: Sequence[str]) -> dict[str, float]:
+    def _rewards(self, row: int, candidate: int, places: Mapping[str, int]) -> dict[str, float]:
         if self.rewards is None:
             return {}
-        return {name: float(value) for name, value in zip(guides, self.rewards[row, place], strict=True)}
+        return {name: float(self.rewards[row, candidate, place]) for name, place in places.items()}

@@ -2,8 +2,10 @@
 reads a text once, whatever strengths the text has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 from radq.guides import Guide
 from radq.guides.spec import guide_maker
@@ -11,6 +13,15 @@ from radq.models.embedded import EMBEDDED
 from radq.serving.config import GuideEntry
 
 Model = tuple[str, tuple[tuple[str, float], ...]]  # a folder, and the numbers of its guide that are no strengths
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The guides of a panel that a text needs, by their numbers, and their strengths, one guide after the other."""
+
+    guides: tuple[int, ...] = ()
+    strengths: tuple[float, ...] = ()
+    places: Mapping[str, int] = field(default_factory=dict)  # of each name among the strengths
 
 
 @dataclass
@@ -47,6 +58,20 @@ class Panel:
             row = found.setdefault(guide, [0.0] * len(self.guides[guide].beta))
             row[place] += number
         return found
+
+    def select(self, wanted: Mapping[str, float]) -> Selection:
+        """The guides that texts with these strengths by name need."""
+        rows = dict(sorted(self.strengths(wanted).items()))
+        strengths, first = [], {}
+        for guide, row in rows.items():
+            first[guide] = len(strengths)
+            strengths += row
+        places = {name: first[guide] + place for name, (guide, place) in self.places.items() if name in wanted}
+        return Selection(tuple(rows), tuple(strengths), places)
+
+    def sum(self, numbers: Sequence[int]) -> Guide:
+        """The sum of the guides with these numbers."""
+        return reduce(add, [self.guides[number] for number in numbers])
 
 
 def _model(entry: GuideEntry) -> Model:
