@@ -174,6 +174,22 @@ def test_mistakes_are_one_line(
     assert said in fails(capsys, "bench", "--lm", tiny, *argv)
 
 
+def test_an_interrupted_benchmark_keeps_whole_rounds(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure_one, runs = measuring.time_variant, []
+
+    def interrupt(*arguments: Any) -> float | None:
+        runs.append(arguments)
+        if len(runs) == 6:  # two variants, and a first round that only warms up: one round is whole
+            raise KeyboardInterrupt
+        return measure_one(*arguments)
+
+    monkeypatch.setattr(measuring, "time_variant", interrupt)
+    options = "--guides q --top-k 4 --rows 1 --prompt-tokens 5 --new-tokens 2 --rounds 3".split()
+    assert bench(capsys, "--lm", tiny, *options)["rounds"] == 1
+
+
 def test_results_go_into_a_folder_of_their_own(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     assert "is a file" in fails(capsys, "bench", "--lm", tiny, "--out", str(tmp_path / "file"))

@@ -93,10 +93,11 @@ def test_captured_steps_give_the_same_texts(name: str, lm_folders: Any) -> None:
     from test_engine import make_any_guide, make_request
 
     lm, guide = make_lm("llama").double().cuda(), make_any_guide(name, lm_folders)
-    for reader in () if guide is None else guide.readers:
-        reader.model.cuda()
-    if isinstance(getattr(guide, "model", None), nn.Module):
-        guide.model.cuda()  # pyright: ignore
+    for part in getattr(guide, "guides", [guide]):
+        for reader in () if part is None else part.readers:
+            reader.model.cuda()
+        if isinstance(getattr(part, "model", None), nn.Module):
+            part.model.cuda()
     texts = []
     for captures in (False, True):
         engine = Engine(lm, guide, captures=captures)

@@ -42,16 +42,23 @@ def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchRe
     variants, left_out = _choose_variants(models, list(guides), grid)
     seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}
     turns = [(number, variant) for number in range(config.rounds + 1) for variant in variants]
-    for number, variant in tqdm(turns, desc="measuring", unit="run", disable=not progress):
-        if variant not in seconds:
-            continue
-        steps = grid.new_tokens if number else 1  # the first round only warms up
-        taken = time_variant(models, guides[variant.guide], variant, steps)
-        if taken is None:
-            del seconds[variant]
-            left_out.append(_leave_out(variant, "the memory is full"))
-        elif number:
-            seconds[variant].append(taken)
+    rounds = config.rounds
+    try:
+        for number, variant in tqdm(turns, desc="measuring", unit="run", disable=not progress):
+            if variant not in seconds:
+                continue
+            steps = grid.new_tokens if number else 1  # the first round only warms up
+            taken = time_variant(models, guides[variant.guide], variant, steps)
+            if taken is None:
+                del seconds[variant]
+                left_out.append(_leave_out(variant, "the memory is full"))
+            elif number:
+                seconds[variant].append(taken)
+    except KeyboardInterrupt:  # the rounds that are whole count
+        rounds = min(map(len, seconds.values()), default=0)
+        if not rounds:
+            raise
+        seconds = {variant: times[:rounds] for variant, times in seconds.items()}
     return BenchResult(
         lm=config.lm,
         reward=config.reward,
@@ -61,7 +68,7 @@ def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchRe
         torch=torch.__version__,
         vocab_size=num_logits(models.lm),
         new_tokens=grid.new_tokens,
-        rounds=config.rounds,
+        rounds=rounds,
         timings=summarise(seconds),
         left_out=left_out,
     )
