@@ -12,7 +12,7 @@ from torch import Tensor
 from radq.guides.base import Advice, Guide
 from radq.guides.reward import RewardGuide
 from radq.models.reading import Reader
-from radq.models.reward import RewardState
+from radq.models.reward_state import RewardState
 
 
 class NaiveGuide(Guide):

@@ -83,8 +83,8 @@ def run(arguments: Arguments) -> None:
     )
     device = find_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, arguments.base, device)
-    guide = load_guides(arguments.guide, device, dtype, arguments.clamp)
     lm, tokenizer = load(arguments.base, device, dtype)
+    guide = load_guides(arguments.guide, device, dtype, arguments.clamp, lm)
     if arguments.stream:
         _print_streams(arguments, prompts, lm, tokenizer, guide)
         return

@@ -26,6 +26,7 @@ from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prompt_graphs import PromptGraphs
 from radq.models.reading import Reader
+from radq.models.readout import join_layers
 from radq.models.reward import SIBLINGS_PER_FORWARD
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
@@ -64,8 +65,12 @@ class Decoder:
     def __init__(self, lm: Wrappable, guide: Guide | None, captures: bool = True, compile: bool = False):
         self.lm, self.guide = lm, guide
         self.device = lm.device
-        self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)))
-        readers = [self.reader, *(guide.readers if guide is not None else ())]
+        asked = () if guide is None else guide.readers
+        self.reader = Reader(
+            lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=join_layers([one.layers for one in asked])
+        )
+        readers = [self.reader, *(reader for reader in asked if not reader.layers)]
+        self._num_readers = len(readers)
         models = [reader.model for reader in readers]
         self.captures = Captures(models, guide, captures and self.device.type == "cuda")
         self._prompts = PromptGraphs([reader.model for reader in readers if self.captures.on and takes_slots(reader)])
@@ -111,7 +116,8 @@ class Decoder:
         with self._prompts.used() if self.captures.on else nullcontext():
             self._join("base", self.reader.read(input_ids, attention_mask), index, capacity, width)
             if self.guide is not None:
-                self._join("state", self.guide.start(input_ids, attention_mask), index, capacity, width)
+                state = self.guide.start_beside(self._base_states, input_ids, attention_mask)
+                self._join("state", state, index, capacity, width)
         strengths = Strengths.stack(steerings, betas, self.reader.vocabulary.size, self.device)
         first, last = self.count, self.count + len(rows)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
@@ -120,6 +126,14 @@ class Decoder:
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
         self._done[first:last] = 0
         self.count = last
+
+    def _base_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
+        """The outputs of layers of the base model at the last token of each row, side by side."""
+        known, states = self.reader.layers, self.base.notes
+        if layers == known:
+            return states
+        parts = states.chunk(len(known), dim=1)
+        return torch.cat([parts[known.index(layer)] for layer in layers], dim=1)
 
     def _siblings(self, reader: Reader) -> int:
         """The number of candidates that a model reads beside each other."""
@@ -212,7 +226,7 @@ class Decoder:
     @property
     def _in_slots(self) -> bool:
         """Whether all models work with slots."""
-        return len(self.slots) == 1 + (0 if self.guide is None else len(self.guide.readers))
+        return len(self.slots) == self._num_readers
 
     @property
     def slots(self) -> list[SlotReading]:
@@ -300,7 +314,7 @@ class Decoder:
         """Read one token per row; the guide reads on another stream where one is given."""
         if self.guide is None:
             self.base = self.base.read(tokens)
-        elif side is None:
+        elif side is None or self._num_readers == 1:  # the guide has nothing to read
             self.base = self.base.read(tokens)
             self.state = self.guide.advance(self.state, tokens)
         else:

@@ -358,7 +358,8 @@ async def astream_text(*arguments: Any, **options: Any) -> AsyncIterator[str]:
 def check_guide(
     guide: Guide, lm: Wrappable, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> None:
-    """Raise if a guide has another vocabulary than the base model, or no room for the texts."""
+    """Raise if a guide has another vocabulary than the base model, no room for the texts, or needs another model."""
+    guide.check_base(lm)
     guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
     guide.check_length(max(map(len, prompts)) + max_new_tokens)
 

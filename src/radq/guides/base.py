@@ -22,6 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.models.reading import Reader
 
+# From numbers of layers to their outputs at the last token of each text, side by side, (b, n).
+BaseStates = Callable[[tuple[int, ...]], Tensor]
+
 
 class State(Protocol):
     """The state of a guide after a batch of texts.
@@ -88,6 +91,11 @@ class Guide(ABC):
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
         """The state after a batch of prompts."""
 
+    def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
+        """The state after a batch of prompts in a host that keeps the states of the base model for which the readers
+        of the guide ask by their `layers`: a guide need not run the base model a second time."""
+        return self.start(input_ids, attention_mask)
+
     @abstractmethod
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         """The guide's opinion on k candidates for the next token of each row.
@@ -122,6 +130,9 @@ class Guide(ABC):
     def context(self) -> int | None:
         """The most tokens of a text that the guide can follow; None if there is no limit."""
         return min((room for reader in self.readers if (room := reader.context) is not None), default=None)
+
+    def check_base(self, lm: Any) -> None:  # noqa: B027 - most guides can steer any language model
+        """Raise if the guide cannot steer this language model, since it was made for the states of another."""
 
     def check_length(self, num_tokens: int) -> None:
         """Raise if the guide cannot follow a text of so many tokens."""
@@ -175,8 +186,17 @@ class SumGuide(Guide):
     def readers(self) -> list[Reader]:
         return [reader for guide in self.guides for reader in guide.readers]
 
+    def check_base(self, lm: Any) -> None:
+        for guide in self.guides:
+            guide.check_base(lm)
+
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> States:
         return States(tuple(guide.start(input_ids, attention_mask) for guide in self.guides))
+
+    def start_beside(
+        self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> States:
+        return States(tuple(guide.start_beside(base, input_ids, attention_mask) for guide in self.guides))
 
     def advise(self, state: States, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         sizes = [len(guide.beta) for guide in self.guides]

@@ -9,7 +9,8 @@ RAD-V's candidates count, and so do both classes of GeDi. Reading the prompts is
 is never read, so in a short text the numbers per token are a little lower than those of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from radq.guides.base import Advice, Guide
+from radq.guides.base import Advice, BaseStates, Guide
 from radq.models.reading import Reader
 
 
@@ -48,7 +49,8 @@ class Meter(Guide):
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "Meter":
-        models = {id(reader.model): reader.model for reader in self.readers}  # one that serves two guides counts once
+        # One that serves two guides counts once; a base model whose states a guide reads is not the guide's.
+        models = {id(reader.model): reader.model for reader in self.readers if not reader.layers}
         self._hooks = [model.register_forward_pre_hook(self._on_call, with_kwargs=True) for model in models.values()]
         return self
 
@@ -73,10 +75,22 @@ class Meter(Guide):
     def readers(self) -> Sequence[Reader]:
         return self.guide.readers
 
+    def check_base(self, lm: Any) -> None:
+        self.guide.check_base(lm)
+
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
+        with self._reading_prompts():
+            return self.guide.start(input_ids, attention_mask)
+
+    def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
+        with self._reading_prompts():
+            return self.guide.start_beside(base, input_ids, attention_mask)
+
+    @contextmanager
+    def _reading_prompts(self) -> Iterator[None]:
         self._count = self.prompts
         try:
-            return self.guide.start(input_ids, attention_mask)
+            yield
         finally:
             self._count = self.continuations
 

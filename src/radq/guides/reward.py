@@ -2,18 +2,22 @@
 
 import math
 from collections.abc import Mapping
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.errors import OptionError
-from radq.guides.base import Advice, Guide
+from radq.guides.base import Advice, BaseStates, Guide
 from radq.models.kv_cache import takes_padding, takes_siblings
+from radq.models.loading import find_backbone
 from radq.models.lora import fold_adapters
 from radq.models.reading import Reader
-from radq.models.reward import RadV, RewardModel, RewardState
+from radq.models.readout import check_base
+from radq.models.reward import RadV, RewardModel
+from radq.models.reward_state import BaseReading, RewardState
 from radq.models.slots import takes_slots
 from radq.models.stored import require_attributes
 from radq.numerics import at_least_float32, constant
@@ -51,6 +55,20 @@ class RewardGuide(Guide):
     @property
     def readers(self) -> list[Reader]:
         return [self.model.reader]
+
+    def check_base(self, lm: Any) -> None:
+        if (
+            self.model.readout is not None
+            and (backbone := find_backbone(lm, type(lm).__name__)) is not self.model.backbone
+        ):
+            check_base(self.model.readout.sketch, backbone)
+
+    def start_beside(
+        self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> RewardState:
+        if self.model.readout is None:
+            return self.start(input_ids, attention_mask)
+        return RewardState(BaseReading(partial(base, self.model.readout.layers)))
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
         device = self.model.device

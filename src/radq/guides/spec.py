@@ -50,7 +50,9 @@ def check_guide(folder: str, numbers: Numbers) -> None:
     find_kind(folder).check(folder, numbers)
 
 
-def load_guide(specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> "Guide":
+def load_guide(
+    specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None
+) -> "Guide":
     """Load a guide that is written as text, as `radq generate --guide` takes it.
 
     >>> guide = radq.load_guide("embedded:sentiment=35,toxicity=-100")
@@ -63,24 +65,26 @@ def load_guide(specification: str, device: str = "cpu", dtype: str = "auto", cla
         device: "cpu", "cuda", "cuda:1", …: where the models of the guide compute.
         dtype: data type of the models; "auto" takes the one in which they are stored.
         clamp: clamp rewards to the range of the labels that the reward model was trained on.
+        lm: the language model that is to be steered; a reward model that reads its hidden states then shares its
+            weights instead of loading them a second time.
     """
     folder, numbers = parse_guide(specification)
     check_guide(folder, numbers)
-    return guide_maker(folder, device, dtype, clamp)(numbers)
+    return guide_maker(folder, device, dtype, clamp, lm)(numbers)
 
 
 def load_guides(
-    specifications: Sequence[str], device: str = "cpu", dtype: str = "auto", clamp: bool = True
+    specifications: Sequence[str], device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None
 ) -> "Guide | None":
     """The sum of the guides; None if there are none."""
-    guides = [load_guide(specification, device, dtype, clamp) for specification in specifications]
+    guides = [load_guide(specification, device, dtype, clamp, lm) for specification in specifications]
     return reduce(add, guides) if guides else None
 
 
-def guide_maker(folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True) -> MakeGuide:
+def guide_maker(folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None) -> MakeGuide:
     """Load a folder's models once; return a function that makes guides with any numbers from them."""
     kind = find_kind(folder)
-    make = kind.load(folder, device, dtype, clamp)
+    make = kind.load(folder, device, dtype, clamp, lm)
 
     def make_checked(numbers: Numbers) -> "Guide":
         kind.check(folder, numbers)
@@ -96,7 +100,7 @@ def find_kind(folder: str) -> "GuideKind":
 # --- kinds of guides ---
 
 
-def _load_embedded(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+def _load_embedded(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
     """Load a reward model for each attribute when it is first asked for."""
     from radq.guides.reward import RewardGuide
     from radq.models.reward import RewardModel
@@ -106,32 +110,32 @@ def _load_embedded(folder: str, device: str, dtype: str, clamp: bool) -> MakeGui
     def make(beta: Numbers) -> "Guide":
         for name in beta:
             if name not in loaded:
-                loaded[name] = RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device, dtype=dtype)
+                loaded[name] = RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device, lm=lm, dtype=dtype)
         guides: list[Guide] = [RewardGuide(loaded[name], {name: number}, clamp) for name, number in beta.items()]
         return reduce(add, guides)
 
     return make
 
 
-def _load_dexperts(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+def _load_dexperts(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
     from radq.guides.dexperts import DExpertsGuide, load_experts
 
     experts = load_experts(folder, device, dtype)
     return lambda numbers: DExpertsGuide(**experts, **dict[str, Any](numbers))
 
 
-def _load_gedi(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+def _load_gedi(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
     from radq.guides.gedi import GeDiGuide, load_gedi
 
     expert = load_gedi(folder, device, dtype)
     return lambda numbers: GeDiGuide(**expert, **dict[str, Any](numbers))
 
 
-def _load_reward(folder: str, device: str, dtype: str, clamp: bool) -> MakeGuide:
+def _load_reward(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
     from radq.guides.reward import RewardGuide
     from radq.models.reward import RewardModel
 
-    model = RewardModel.from_pretrained(folder, device, dtype=dtype)
+    model = RewardModel.from_pretrained(folder, device, lm=lm, dtype=dtype)
     return lambda beta: RewardGuide(model, beta, clamp)
 
 
@@ -168,13 +172,13 @@ class GuideKind:
         holds: whether a folder, or name of one, holds a guide of this kind.
         check: refuse a folder with models that cannot be loaded, or numbers that the guide does not have. It reads
             config.json alone.
-        load: load its models from (folder, device, dtype, clamp) and return a function from numbers to guides.
+        load: load its models from (folder, device, dtype, clamp, lm) and return a function from numbers to guides.
         options: numbers of a specification that are no strengths. They are set once, by whoever sets the guide up.
     """
 
     holds: Callable[[str], bool]
     check: Callable[[str, Numbers], None]
-    load: Callable[[str, str, str, bool], MakeGuide]
+    load: Callable[[str, str, str, bool, Any], MakeGuide]
     options: tuple[str, ...] = ()
 
 

@@ -28,8 +28,9 @@ class RewardModelConfig(PreTrainedConfig):
         prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
         vocabulary: size, number of tokens and fingerprint, see `radq.models.vocabulary`.
         lora_rank: rank of the adapters that were trained beside a frozen backbone; 0 without adapters.
-        backbone_name: where that backbone is found, since the folder then holds adapters and head only: `embedded`, a
-            hub name, or a folder, in config.json relative to the folder of the reward model.
+        readout: layers and width of a readout, see `radq.models.readout`; None for a model that trains its backbone.
+        backbone_name: where a frozen backbone is found, since the folder then holds adapters or a readout, and the
+            head: `embedded`, a hub name, or a folder, in config.json relative to the folder of the reward model.
         backbone_revision: commit of a backbone on the hub.
         backbone_fingerprint: fingerprint of its weights, see `radq.models.origins`.
     """
@@ -49,6 +50,7 @@ class RewardModelConfig(PreTrainedConfig):
         bos_token_id: int | None = None,
         vocabulary: Sequence[Any] | None = None,
         lora_rank: int = 0,
+        readout: dict[str, Any] | None = None,
         backbone_name: str | None = None,
         backbone_revision: str | None = None,
         backbone_fingerprint: str | None = None,
@@ -64,6 +66,7 @@ class RewardModelConfig(PreTrainedConfig):
         self.prepend_bos = prepend_bos
         self.vocabulary = None if vocabulary is None else list(vocabulary)
         self.lora_rank = lora_rank
+        self.readout = readout
         self.backbone_name = backbone_name
         self.backbone_revision = backbone_revision
         self.backbone_fingerprint = backbone_fingerprint
@@ -71,8 +74,13 @@ class RewardModelConfig(PreTrainedConfig):
         self.bos_token_id: Any = bos_token_id
 
     @property
+    def beside_backbone(self) -> bool:
+        """Whether the folder holds what was trained beside a frozen backbone, and not the backbone itself."""
+        return bool(self.lora_rank or self.readout)
+
+    @property
     def origin(self) -> Origin:
-        """The origin of the frozen backbone of a LoRA model."""
+        """The origin of a frozen backbone."""
         return Origin(self.backbone_name or "", self.backbone_revision, self.backbone_fingerprint)
 
     def set_origin(self, origin: Origin) -> None:

@@ -26,11 +26,13 @@ from radq.errors import ModelError
 from radq.models.config import RewardModelConfig
 from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.models.hub import explained
+from radq.models.loading import find_tokenizer
 from radq.models.origins import find_backbone_source
+from radq.models.readout import check_base
 
 SCALE = 2.0  # s in W + s·B·A, as with lora_alpha = 2 · rank
 CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
-EARLIER_WEIGHT_FILE = "model.safetensors"  # in folders that earlier versions have written
+READOUT_FILE = "model.safetensors"  # also of adapters, in folders that earlier versions have written
 
 
 @final
@@ -167,9 +169,15 @@ def save_adapters(
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def save_trained(weights: dict[str, Tensor], folder: Path) -> None:
+    """Save the readout and the head of a reward model, whose tensors are `weights`."""
+    trained = {name: tensor.contiguous() for name, tensor in _without_backbone(weights).items()}
+    save_file(trained, folder / READOUT_FILE, metadata={"format": "pt"})
+
+
 def find_adapters(name: str | Path, **hub: Any) -> Path:
     """Find the file with the adapters of a LoRA model, in a folder or on the hub."""
-    for file in (WEIGHT_FILE, EARLIER_WEIGHT_FILE):
+    for file in (WEIGHT_FILE, READOUT_FILE):
         found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
         if found is not None:
             return Path(found)
@@ -195,8 +203,8 @@ def load_beside_backbone(
     torch_dtype: Any = None,
     **loading: Any,
 ) -> Any:
-    """Load a reward model with adapters: these and its head from its folder, the backbone from where its configuration
-    says.
+    """Load a reward model with adapters or a readout: these and its head from its folder, the backbone from where its
+    configuration says.
 
     Args:
         kind: the class of the reward model.
@@ -208,28 +216,48 @@ def load_beside_backbone(
     if origin.is_hub and not Path(source).is_dir():
         loading["revision"] = origin.revision
     wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
-    kept = ("kind", "loss", "response_range", "label_scales", "prepend_bos", "head")
-    options = {key: getattr(config, key) for key in kept}
     model = kind._over_backbone(
         source,
         config.attributes,
         config.backbone.num_hidden_layers,
         torch.float32 if wanted == "auto" else getattr(torch, wanted),
         loading,
-        **options,
+        **_options(config),
     )
-    add_adapters(model.backbone, config.lora_rank)
-    model.config.lora_rank = config.lora_rank
+    if config.lora_rank:
+        add_adapters(model.backbone, config.lora_rank)
+        model.config.lora_rank = config.lora_rank
     found = str(Path(source).resolve()) if Path(source).is_dir() else source
     model.config.set_origin(replace(origin, name=found))
     with explained(name, "adapters", hub):
         load_adapters(model, find_adapters(name, **hub))
+    if model.readout is not None:
+        model.backbone.requires_grad_(False)
+        check_base(model.readout.sketch, model.backbone, repr(source))
     return model
 
 
+def load_beside_lm(kind: Any, config: RewardModelConfig, name: str | Path, lm: Any, hub: dict[str, Any]) -> Any:
+    """Load a reward model with a readout, which shares the weights of the language model that is to be steered."""
+    model = kind._over_lm(lm, find_tokenizer(name, **hub), "the language model", config.attributes, **_options(config))
+    model.config.set_origin(config.origin)
+    with explained(name, "a readout", hub):
+        load_adapters(model, find_adapters(name, **hub))
+    check_base(model.readout.sketch, model.backbone)
+    return model
+
+
+def _options(config: RewardModelConfig) -> dict[str, Any]:
+    """Settings of a stored model that a new one over the same backbone must have."""
+    kept = ("kind", "loss", "response_range", "label_scales", "prepend_bos", "head", "readout")
+    return {key: getattr(config, key) for key in kept}
+
+
 def _without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Only the tensors of adapters and head."""
-    return {name: value for name, value in weights.items() if name.startswith("head.") or ".lora_" in name}
+    """Only the tensors of adapters, readout and head."""
+    return {
+        name: value for name, value in weights.items() if name.startswith(("head.", "readout.")) or ".lora_" in name
+    }
 
 
 def _file_name(name: str) -> str:

@@ -9,7 +9,7 @@ they must be copied before, as `radq.models.slots` does. Axes: b rows, t time, d
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from radq.errors import first_line
@@ -36,7 +36,7 @@ class _PromptGraph:
     graph: Any
     input_ids: Int[Tensor, "b t"]
     attention_mask: Int[Tensor, "b t"]
-    last: Float[Tensor, "b d"]
+    last: Any  # what the reader takes of the last tokens
     prefix: Prefix
 
 
@@ -57,24 +57,15 @@ class PromptGraphs:
             _USED.reset(token)
 
     def read(
-        self,
-        model: nn.Module,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        take_last: Callable[[Any], Tensor],
-        extra: dict[str, Any],
-    ) -> tuple[Tensor, Prefix] | None:
-        """The output at the last tokens, and the prefix; None where a batch must be read without a graph.
-
-        Args:
-            take_last: takes the output at the last tokens from the model's whole output.
-            extra: further arguments of the model.
-        """
+        self, reader: Any, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> tuple[Any, Prefix] | None:
+        """What a reader takes of the last tokens, and the prefix; None where a batch must be read without a graph."""
+        model = reader.model
         if model not in self._models or not input_ids.is_cuda or input_ids.numel() > MOST_TOKENS:
             return None
         gap = -input_ids.shape[1] % STEP
         input_ids, attention_mask = F.pad(input_ids, (gap, 0)), F.pad(attention_mask, (gap, 0))
-        key = (model, *input_ids.shape)
+        key = (model, reader.layers, *input_ids.shape)
         if key not in self._kept:
             if len(self._kept) < MOST_SHAPES:
                 self._kept[key] = None
@@ -82,7 +73,7 @@ class PromptGraphs:
         found = self._kept[key]
         if found is None:
             try:
-                found = self._kept[key] = _capture(model, input_ids, attention_mask, take_last, extra)
+                found = self._kept[key] = _capture(reader, input_ids, attention_mask)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a model does that a graph cannot hold
@@ -98,16 +89,12 @@ class PromptGraphs:
         return found.last, found.prefix
 
 
-def _capture(
-    model: nn.Module,
-    input_ids: Int[Tensor, "b t"],
-    attention_mask: Int[Tensor, "b t"],
-    take_last: Callable[[Any], Tensor],
-    extra: dict[str, Any],
-) -> _PromptGraph:
+def _capture(reader: Any, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> _PromptGraph:
     input_ids, attention_mask = input_ids.clone(), attention_mask.clone()
-    graph, (output, prefix) = record(lambda: read_with_masks(model, input_ids, attention_mask, **extra))
-    return _PromptGraph(graph, input_ids, attention_mask, take_last(output), prefix)
+    graph, (output, prefix) = record(
+        lambda: read_with_masks(reader.model, input_ids, attention_mask, **reader.arguments)
+    )
+    return _PromptGraph(graph, input_ids, attention_mask, reader.take_last(output), prefix)
 
 
 def prompt_graphs() -> PromptGraphs | None:

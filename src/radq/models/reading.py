@@ -31,21 +31,24 @@ class Reader:
 
     Args:
         model: a language model, or the backbone of a reward model.
-        output: the field of its output that is kept of the last token of a text.
+        output: the field of its output that is kept of the last token of a text; "states" keeps outputs of `layers`.
         role: what the model is called in error messages, such as "reward model".
         vocabulary: the tokens it was trained with. Tokens beyond them, which a base model may have, are not read.
         tokenizer: the model's own.
         overhead: the number of tokens that the reader puts before every text, such as a BOS.
         reads_candidates: whether it reads candidates for the next token, as RAD-V does, beside each other.
+        layers: layers whose outputs are kept of the last token, side by side; 0 are the input embeddings. With another
+            `output` they are kept in the notes of a reading, for guides that read a base model's states.
     """
 
     model: Wrappable
-    output: Literal["logits", "last_hidden_state"]
+    output: Literal["logits", "last_hidden_state", "states"]
     role: str
     vocabulary: Vocabulary
     tokenizer: PreTrainedTokenizerBase | None = None
     overhead: int = 0
     reads_candidates: bool = False
+    layers: tuple[int, ...] = ()
 
     @property
     def num_known(self) -> int:
@@ -93,22 +96,29 @@ class Reader:
         b, t = input_ids.shape
         self.check_columns(t)
         if graphs := prompt_graphs():
-            found = graphs.read(self.model, input_ids, attention_mask, self.take_last, self.last_only)
+            found = graphs.read(self, input_ids, attention_mask)
             if found is not None:
-                last, prefix = found
-                return Reading(self, prefix, last)
+                (last, notes), prefix = found
+                return Reading(self, prefix, last, notes)
         size = max(1, TOKENS_PER_FORWARD // b)
-        output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **self.last_only)
+        output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **self.arguments)
         for first in range(size, t, size):
             part = slice(first, first + size)
             output, prefix = kv_cache.extend(
-                self.model, prefix, input_ids[:, part], attention_mask[:, part], **self.last_only
+                self.model, prefix, input_ids[:, part], attention_mask[:, part], **self.arguments
             )
-        return Reading(self, prefix, self.take_last(output))
+        return Reading(self, prefix, *self.take_last(output))
 
-    def take_last(self, output: Any) -> Float[Tensor, "b n"]:
-        """Take the output at the last token from the output of a forward: all that a reading keeps of it."""
-        return output[self.output][:, -1]
+    def take_last(self, output: Any) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]:
+        """Take from the output of a forward what a reading keeps of the last token: the output, and notes."""
+        states = [output.hidden_states[layer][:, -1] for layer in self.layers]
+        if self.output == "states":
+            return torch.cat(states, dim=-1), None
+        return output[self.output][:, -1], torch.cat(states, dim=-1) if states else None
+
+    def take_states(self, output: Any) -> Float[Tensor, "b t n"]:
+        """The outputs of `layers` at each token, side by side."""
+        return torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1)
 
     @torch.no_grad()
     def read_everywhere(
@@ -116,15 +126,20 @@ class Reader:
     ) -> tuple["Reading", Float[Tensor, "b t n"]]:
         """Read a batch of texts and also return the output at each of their tokens."""
         self.check_columns(input_ids.shape[1])
-        output, prefix = kv_cache.start(self.model, input_ids, attention_mask)
-        outputs = output[self.output]
+        output, prefix = kv_cache.start(self.model, input_ids, attention_mask, **self.state_arguments)
+        outputs = self.take_states(output) if self.output == "states" else output[self.output]
         return Reading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
 
     @cached_property
-    def last_only(self) -> dict[str, Any]:
-        """The argument that spares the logits of all tokens but the last."""
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of forwards of which the last token counts alone: they spare the logits of all others."""
         keeps_last = self.output == "logits" and kv_cache.accepts(self.model, "logits_to_keep")
-        return {"logits_to_keep": 1} if keeps_last else {}
+        return {**self.state_arguments, **({"logits_to_keep": 1} if keeps_last else {})}
+
+    @property
+    def state_arguments(self) -> dict[str, Any]:
+        """The argument that asks for the outputs of all layers, where some are needed."""
+        return {"output_hidden_states": True} if self.layers else {}
 
     def check_columns(self, n: int) -> None:
         """Raise if the model has fewer than n positions."""
@@ -185,8 +200,9 @@ class Reading:
         if not reader.fits(self.length + 1):
             prefix = prefix.trim()  # the longest text may have left the batch
             reader.check_columns(prefix.input_ids.shape[1] + 1)
-        output, prefix = kv_cache.extend(reader.model, prefix, tokens[:, None], **reader.last_only)
-        return replace(self, prefix=prefix, last=output[reader.output][:, -1])
+        output, prefix = kv_cache.extend(reader.model, prefix, tokens[:, None], **reader.arguments)
+        last, notes = reader.take_last(output)
+        return replace(self, prefix=prefix, last=last, notes=self.notes if notes is None else notes)
 
     def advance(self, tokens: Int[Tensor, " b"]) -> "Reading":
         """The state after one more token per row; rows whose token the model does not know stay as they are."""

@@ -12,7 +12,7 @@ Axes: b batch, t time, k candidates, d hidden, a attributes.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,7 @@ from radq.models.loading import (
     find_tokenizer,
     hidden_size,
     load_causal_lm,
+    load_config,
     load_output_embedding,
     load_weights,
     resolve,
@@ -47,11 +48,15 @@ from radq.models.lora import (
     find_adapters,
     load_adapters,
     load_beside_backbone,
+    load_beside_lm,
     save_adapters,
+    save_trained,
     unfold_adapters,
 )
 from radq.models.origins import identify_backbone
 from radq.models.reading import Reader
+from radq.models.readout import Readout, ReadoutConfig, sketch_weights
+from radq.models.reward_state import RewardState
 from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
 from radq.numerics import at_least_float32
@@ -65,32 +70,6 @@ class RewardOutput(ModelOutput):
 
     rewards: Any = None  # a tensor (b, t, a); under autocast outputs are made again from a dict of their fields
     marginals: Tensor | None = None  # (b, t, a): Δr of the random tokens, where some were given
-
-
-@dataclass(frozen=True)
-class RewardState:
-    """A reward model's state after a batch of prefixes."""
-
-    reading: Any  # a Reading, a SlotReading or a Glance; its last output is the hidden state at the last token
-    candidates: Int[Tensor, "b k"] | None = None  # those that RAD-V has read after the prefix,
-    siblings: Any = None  # with which it can go on without another forward
-
-    def select(self, rows: Int[Tensor, " r"]) -> "RewardState":
-        rows = rows.to(self.reading.last.device)
-        if self.candidates is None or self.siblings is None:
-            return RewardState(self.reading.select(rows))
-        return RewardState(self.reading.select(rows), self.candidates[rows], self.siblings.select(rows))
-
-    @staticmethod
-    def join(states: "Sequence[RewardState]") -> "RewardState":
-        readings: list[Any] = [state.reading for state in states]
-        return RewardState(readings[0].join(readings))
-
-    def map_readings(self, change: Callable[[Any], Any]) -> "RewardState":
-        return RewardState(change(self.reading))
-
-    def rewind(self, n: int) -> "RewardState":
-        return RewardState(self.reading.rewind(n))
 
 
 class RewardModel(PreTrainedModel):
@@ -112,6 +91,16 @@ class RewardModel(PreTrainedModel):
         self.backbone = AutoModel.from_config(config.backbone, dtype=torch.get_default_dtype())
         self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
         self.tokenizer = None
+        self.readout = self._build_readout(config)
+
+    def _build_readout(self, config: RewardModelConfig) -> Readout | None:
+        if not config.readout:
+            return None
+        shape: Any = config.backbone
+        if hidden_size(shape) != shape.hidden_size:
+            raise OptionError("the layers of this base model have outputs of different sizes.", "leave --reads out.")
+        num_weights = len(list(self.backbone.parameters()))
+        return Readout(ReadoutConfig.from_dict(config.readout), shape.hidden_size, num_weights)
 
     # --- making, saving, loading ---
 
@@ -126,19 +115,30 @@ class RewardModel(PreTrainedModel):
         **options: Any,
     ) -> Any:
         """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
+        lm = load_causal_lm(name, num_layers, dtype, **loading)
+        tokenizer = find_tokenizer(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
+        model = cls._over_lm(lm, tokenizer, name, attributes, **options)
+        model.freeze_embeddings()
+        return model
+
+    @classmethod
+    def _over_lm(cls, lm: Any, tokenizer: Any, name: str | Path, attributes: Sequence[str], **options: Any) -> Any:
+        """Make an untrained model over the backbone of a language model, which it shares with the language model."""
         if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
             raise OptionError(f"attributes must be a list of different names, got {attributes!r}.", "give one or more.")
-        lm = load_causal_lm(name, num_layers, dtype, **loading)
         backbone = find_backbone(lm, name)
-        tokenizer = find_tokenizer(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
-        embedding = lm.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
-        lm.config.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
-        lm.config._name_or_path = ""  # a path of this machine means nothing where the reward model goes
+        embedding = lm.get_output_embeddings().weight
+        shape = copy.deepcopy(lm.config)
+        shape.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
+        shape._name_or_path = ""  # a path of this machine means nothing where the reward model goes
+        bos = find_bos(shape, tokenizer)
+        if options.get("readout"):
+            options["prepend_bos"] = _writes_bos(tokenizer, bos)  # a readout reads what the base model reads
         config = RewardModelConfig(
             attributes=attributes,
-            backbone=lm.config,
-            bos_token_id=find_bos(lm.config, tokenizer),
-            vocabulary=read_vocabulary(lm.config.vocab_size, tokenizer),
+            backbone=shape,
+            bos_token_id=bos,
+            vocabulary=read_vocabulary(shape.vocab_size, tokenizer),
             **options,
         )
         with no_init_weights():
@@ -146,9 +146,10 @@ class RewardModel(PreTrainedModel):
         model.backbone = backbone
         model.init_head(embedding)
         model.tokenizer = tokenizer
-        model.freeze_embeddings()
         # not the whole: the backbone has this dtype, but for buffers that must stay float32
-        model.head.to(backbone.device, dtype)  # pyright: ignore[reportArgumentType]
+        for part in (model.head, model.readout):
+            if part is not None:
+                part.to(backbone.device, backbone.dtype)
         return model.eval()
 
     @abstractmethod
@@ -163,19 +164,23 @@ class RewardModel(PreTrainedModel):
     ) -> None:
         """Write config.json, safetensors and the tokenizer; if anything fails, none of them."""
         with whole_folder(save_directory, replaces=MODEL_FILES) as folder, quiet():
-            if self.config.lora_rank:
-                self._save_adapters(folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict())
+            if self.config.beside_backbone:
+                self._save_beside_backbone(folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict())
             else:
                 super().save_pretrained(folder, **kwargs)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
 
-    def _save_adapters(self, folder: Path, final_folder: Path, weights: dict[str, Tensor]) -> None:
+    def _save_beside_backbone(self, folder: Path, final_folder: Path, weights: dict[str, Tensor]) -> None:
+        """Save what was trained alone: adapters or a readout, and the head."""
         config = copy.deepcopy(self.config)
         config.set_origin(self.config.origin.relative_to(final_folder))
         config.architectures, config.dtype = [type(self).__name__], self.dtype
         config.save_pretrained(folder)
-        save_adapters(self.backbone, weights, folder, config.origin.name, config.backbone_revision)
+        if config.lora_rank:
+            save_adapters(self.backbone, weights, folder, config.origin.name, config.backbone_revision)
+        else:
+            save_trained(weights, folder)
 
     @classmethod
     def from_pretrained(
@@ -184,6 +189,7 @@ class RewardModel(PreTrainedModel):
         device: str | torch.device | None = None,
         *,
         backbone: str | Path | None = None,
+        lm: Any = None,
         **kwargs: Any,
     ) -> "RewardModel":
         """Load a reward model.
@@ -197,6 +203,8 @@ class RewardModel(PreTrainedModel):
             device: where to put the model; the CPU by default, or where `device_map` says.
             backbone: name or folder of a LoRA model's backbone, where it is no longer at the place that the model
                 remembers; other weights are refused.
+            lm: the language model that is to be steered. A reward model that reads its hidden states then shares its
+                weights and its device instead of loading them a second time; others take no notice of it.
             kwargs: those of transformers, such as `dtype`, `attn_implementation`, `device_map` or `revision`.
         """
         if device is not None and kwargs.get("device_map") is not None:
@@ -209,7 +217,9 @@ class RewardModel(PreTrainedModel):
             raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
         kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
         config: Any = kwargs.pop("config", None) or RewardModelConfig.from_dict(stored)
-        if config.lora_rank:
+        if config.readout and lm is not None:
+            return load_beside_lm(kind, config, name, lm, hub)
+        if config.beside_backbone:
             model: Any = load_beside_backbone(kind, config, name, backbone, hub, **kwargs)
         else:
             if attention := kwargs.pop("attn_implementation", None):
@@ -229,7 +239,7 @@ class RewardModel(PreTrainedModel):
 
     def load_trained(self, folder: str | Path) -> None:
         """Load the trained weights from a folder that a model of this shape has saved, such as a checkpoint."""
-        if self.config.lora_rank:
+        if self.config.beside_backbone:
             with explained(folder, "adapters"):
                 load_adapters(self, find_adapters(folder))
         else:
@@ -245,7 +255,10 @@ class RewardModel(PreTrainedModel):
     def train(self, mode: bool = True) -> Any:
         if mode and self.config.lora_rank:
             unfold_adapters(self.backbone)  # which a guide has folded
-        return super().train(mode)
+        super().train(mode)
+        if self.readout is not None:
+            self.backbone.eval()  # states in training are those of decoding
+        return self
 
     # --- rewards of texts ---
 
@@ -266,8 +279,29 @@ class RewardModel(PreTrainedModel):
         """Hidden states of whole texts; n is t, or t + 1 if a BOS was prepended."""
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
+        if self.readout is not None:
+            return self._read_states(tokens, mask)
         packed = kv_cache.pack_left(tokens, mask)
         return self.backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state, packed
+
+    def _read_states(
+        self, tokens: Int[Tensor, "b n"], mask: Int[Tensor, "b n"]
+    ) -> tuple[Float[Tensor, "b m d"], LeftPacked]:
+        """Hidden states of a readout, with a learned one before the first token where no BOS stands there."""
+        assert self.readout is not None
+        empty = int(not self.config.prepend_bos)
+        packed = kv_cache.pack_left(F.pad(tokens, (empty, 0)), F.pad(mask, (empty, 0), value=1))
+        with torch.no_grad():
+            output = self.backbone(input_ids=packed.input_ids[:, empty:], use_cache=False, output_hidden_states=True)
+            states = self.reader.take_states(output)
+        hidden = self.readout(states)
+        first = self.readout.empty.to(hidden.dtype).expand(len(hidden), empty, -1)
+        return torch.cat([first, hidden], dim=1), packed
+
+    def read_hidden(self, state: RewardState) -> Float[Tensor, "b d"]:
+        """The hidden state after each prefix, which the head reads."""
+        last = state.reading.last
+        return last if self.readout is None else self.readout(last.to(self.readout.empty.device))
 
     def _with_bos(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
@@ -296,12 +330,13 @@ class RewardModel(PreTrainedModel):
     def reader(self) -> Reader:
         return Reader(
             self.backbone,
-            "last_hidden_state",
+            "last_hidden_state" if self.readout is None else "states",
             "reward model",
             self.vocabulary,
             self.tokenizer,
             overhead=int(self.config.prepend_bos),
             reads_candidates=self.config.kind == "v",
+            layers=() if self.readout is None else self.readout.layers,
         )
 
     @property
@@ -367,7 +402,7 @@ class RadQ(RewardModel):
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
         assert config.backbone is not None
-        if not config.prepend_bos:
+        if not config.prepend_bos and not config.readout:
             raise OptionError(
                 "prepend_bos must be True for RAD-Q, got False.", "its first token needs a prefix, a BOS."
             )
@@ -388,6 +423,32 @@ class RadQ(RewardModel):
     ) -> "RadQ":
         """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
         return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
+
+    @classmethod
+    def from_base(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        head: str = "linear",
+        num_layers: int | None = None,
+        width: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> "RadQ":
+        """Make an untrained model that reads hidden states of a language model, which stays as it is.
+
+        Args:
+            num_layers: number of layers whose outputs are read, evenly spaced; by default 5.
+            width: number of hidden units of the readout; by default as many as a state has numbers.
+        """
+        shape = load_config(name_or_folder)
+        readout = ReadoutConfig.choose(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
+        model = cls._over_backbone(
+            name_or_folder, attributes, None, dtype, kind="q", head=head, readout=readout.to_dict()
+        )
+        model.backbone.requires_grad_(False)
+        model.readout.sketch.copy_(sketch_weights(model.backbone))
+        model.config.set_origin(identify_backbone(name_or_folder))
+        return model
 
     @classmethod
     def from_teacher(cls, teacher: "RadV", head: str = "linear") -> "RadQ":
@@ -414,6 +475,8 @@ class RadQ(RewardModel):
 
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
         self.head.reset_parameters()
+        if self.readout is not None:
+            self.readout.reset_parameters()
         if self.output_embedding is not None:
             self.output_embedding.weight.data = output_embedding.data
 
@@ -452,7 +515,7 @@ class RadQ(RewardModel):
     def _score(
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        hidden = state.reading.last
+        hidden = self.read_hidden(state)
         features = self.head.features(hidden, self.embedding)  # (b, a, d)
         marginals = score_candidates(features, self.head.table(self.embedding), candidates)
         return torch.where(known[..., None], marginals, 0.0) + self.head.baseline(hidden)[:, None], state
@@ -518,6 +581,11 @@ def _check_one_device(model: RewardModel) -> None:
             f"device_map spreads the reward model over {', '.join(devices)}.",
             "a reward model stands on one device: give device='cuda', say, or device_map={'': 0}.",
         )
+
+
+def _writes_bos(tokenizer: PreTrainedTokenizerBase | None, bos: int) -> bool:
+    """Whether a tokenizer writes a BOS before every text by itself."""
+    return tokenizer is not None and tokenizer("a").input_ids[:1] == [bos]
 
 
 def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:

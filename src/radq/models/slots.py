@@ -206,7 +206,9 @@ class SlotReading:
     @torch.no_grad()
     def read(self, tokens: Int[Tensor, " b"]) -> "SlotReading":
         """Read one more token of each row, all of which the model knows."""
-        self._last[: self.count] = self._read(tokens)
+        self._last[: self.count], notes = self._read(tokens)
+        if notes is not None and self._notes is not None:
+            self._notes[: self.count] = notes
         self.lengths.add_(1)
         return self
 
@@ -215,16 +217,15 @@ class SlotReading:
         """Read one more token of each row; rows whose token the model does not know stay as they are."""
         tokens = tokens.to(self.device)
         known = tokens < self.reader.num_known
-        self._keep(known, self._read(tokens * known))
+        self._keep(known, self._read(tokens * known)[0])
         return self
 
-    def _read(self, tokens: Int[Tensor, " b"]) -> Float[Tensor, "b d"]:
-        """The output at one more token of each row, whose length is not changed."""
+    def _read(self, tokens: Int[Tensor, " b"]) -> tuple[Float[Tensor, "b d"], Float[Tensor, "b m"] | None]:
+        """The output and the notes at one more token of each row, whose length is not changed."""
         columns = self.lengths.clamp(max=self.window - 1)[:, None]  # (b, 1)
         self._input_ids[: self.count].scatter_(1, columns, tokens[:, None])
         seen = torch.arange(self.window, device=self.device) <= columns[..., None]  # (b, 1, w)
-        output = self._forward(tokens[:, None], columns, columns, seen)
-        return output[self.reader.output][:, -1]
+        return self.reader.take_last(self._forward(tokens[:, None], columns, columns, seen))
 
     def _keep(self, known: Bool[Tensor, " b"], output: Float[Tensor, "b d"]) -> None:
         """Make rows one token longer where their token is known."""
@@ -253,7 +254,8 @@ class SlotReading:
         columns = (starts[:, None] + torch.arange(tokens.shape[1], device=self.device)).clamp(max=self.window - 1)
         self._input_ids[: self.count].scatter_(1, columns, tokens)
         seen = torch.arange(self.window, device=self.device) <= columns[..., None]
-        return self._forward(tokens, columns, columns, seen)[self.reader.output]
+        output = self._forward(tokens, columns, columns, seen)
+        return self.reader.take_states(output) if self.reader.output == "states" else output[self.reader.output]
 
     def rewind(self, n: int) -> "SlotReading":
         """Go back to the state before the last n tokens of every row, all of which the model knows."""
@@ -265,7 +267,8 @@ class SlotReading:
     ) -> Any:
         self.columns, self.seen_width = columns, seen.shape[2]
         model = self.reader.model
-        extra: dict[str, Any] = dict(self.reader.last_only) if tokens.shape[1] == 1 else {}
+        reader = self.reader
+        extra: dict[str, Any] = dict(reader.arguments if tokens.shape[1] == 1 else reader.state_arguments)
         if kv_cache.accepts(model, "position_ids"):
             extra["position_ids"] = positions if self._limit is None else positions.clamp(max=self._limit - 1)
         masks = {kind: self._mask(kind, positions, seen) for kind in self._types}

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from radq.guides.base import Advice, Guide
+from radq.guides.base import Advice, BaseStates, Guide
 from radq.models.reading import Reader
 
 
@@ -26,8 +26,14 @@ class ClockedGuide(Guide):
     def readers(self) -> Sequence[Reader]:
         return self.guide.readers
 
+    def check_base(self, lm: Any) -> None:
+        self.guide.check_base(lm)
+
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
         return self._timed(self.guide.start, input_ids, attention_mask)
+
+    def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
+        return self._timed(self.guide.start_beside, base, input_ids, attention_mask)
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         return self._timed(self.guide.advise, state, candidates, beta)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
+from typing import Any
 
 from radq.guides import Guide
 from radq.guides.spec import guide_maker
@@ -32,13 +33,16 @@ class Panel:
     places: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a name: its guide, and its strength there
 
     @classmethod
-    def load(cls, entries: Mapping[str, GuideEntry], device: str = "cpu", dtype: str = "auto") -> "Panel":
+    def load(
+        cls, entries: Mapping[str, GuideEntry], device: str = "cpu", dtype: str = "auto", lm: Any = None
+    ) -> "Panel":
         strengths: dict[Model, list[str]] = {}
         for entry in entries.values():
             names = strengths.setdefault(_model(entry), [])
             if entry.strength not in names:
                 names.append(entry.strength)
-        makers = {folder: guide_maker(folder, device, dtype) for folder in {entry.folder for entry in entries.values()}}
+        folders = {entry.folder for entry in entries.values()}
+        makers = {folder: guide_maker(folder, device, dtype, lm=lm) for folder in folders}
         guides = [
             makers[EMBEDDED if folder.startswith(f"{EMBEDDED}:") else folder](dict.fromkeys(names, 1.0) | dict(options))
             for (folder, options), names in strengths.items()

@@ -30,8 +30,9 @@ class Served:
         self.tokenizer: PreTrainedTokenizerBase
         self.dtype = choose_dtype(config.dtype, config.base, self.device)
         self.lm, self.tokenizer = load(config.base, self.device, self.dtype)
-        self.panel = Panel.load(config.guides, str(self.device), self.dtype)
+        self.panel = Panel.load(config.guides, str(self.device), self.dtype, self.lm)
         for guide in self.panel.guides:
+            guide.check_base(self.lm)
             guide.check_vocabulary(num_logits(self.lm), self.tokenizer, config.base_id)
         self.context = self._find_context()
         self.has_chat = getattr(self.tokenizer, "chat_template", None) is not None

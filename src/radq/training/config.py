@@ -177,13 +177,22 @@ class RewardTrainingConfig(TrainingConfig):
     """Folder of a RAD-V whose rewards are the targets of training, instead of labels (distillation)."""
     kind: Literal["q", "v"] = "q"
     """Kind of reward model: q (RAD-Q) scores all next tokens in one forward pass, v (RAD-V) reads each of them."""
+    reads: Literal["itself", "base"] = "itself"
+    """Where a RAD-Q has its hidden states from: itself trains the transformer of the --backbone, or adapters; base
+    trains a small readout of hidden states of the --backbone, which must then be the base model that is steered:
+    rewards cost next to nothing there."""
+    readout_layers: Annotated[int | None, COUNT] = None
+    """With --reads base, the number of layers whose states are read, evenly spaced. By default 5."""
+    readout_width: Annotated[int | None, COUNT] = None
+    """With --reads base, the number of hidden units of the readout. By default as many as a state has numbers."""
     head: HeadName = "linear"
     """Head of a RAD-Q, which computes rewards from hidden states."""
     lora_rank: Annotated[int | None, Range(0, 2**31 - 1)] = None
     """Rank of LoRA adapters that are trained beside a frozen backbone; 0 trains the backbone itself. By default 0, or
     the rank of the --teacher."""
     backbone_dtype: DType = "float32"
-    """Precision of the weights of a frozen backbone; adapters and head stay float32. Only with --lora-rank."""
+    """Precision of the weights of a frozen backbone; what is trained stays float32. Only with --lora-rank
+    or --reads base."""
     loss: LossName = "mse"
     """Loss on the labels: mse (squared error) takes any labels, ce (cross-entropy) takes labels from 0 to 1."""
     head_learning_rate: Annotated[float | None, RATE] = None
@@ -203,15 +212,37 @@ class RewardTrainingConfig(TrainingConfig):
             raise OptionError(
                 f"lora_rank must be 0 without a backbone, got {self.lora_rank}.", "give the --backbone of the adapters."
             )
-        if self.backbone_dtype != "float32" and not self.lora_rank:
+        self._check_readout()
+        if self.backbone_dtype != "float32" and not self.lora_rank and self.reads == "itself":
             raise OptionError(
                 f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}.",
-                "give --lora-rank to freeze the backbone, or leave --backbone-dtype out.",
+                "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out.",
             )
         if self.cache_targets and not self.teacher:
             raise OptionError("cache_targets needs a teacher, and there is none.", "give --teacher.")
         if self.teacher and self.kind != "q":
             raise OptionError(f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out.")
+
+    def _check_readout(self) -> None:
+        """Refuse settings that contradict a readout, or that only a readout has."""
+        if self.reads == "itself":
+            given = [name for name in ("readout_layers", "readout_width") if getattr(self, name) is not None]
+            if given:
+                raise OptionError(f"{given[0]} is for readouts.", "give --reads base, too.")
+            return
+        if not self.backbone:
+            raise OptionError("reads is base, and there is no base model.", "name it by --backbone.")
+        contradicting = {
+            "kind": self.kind != "q",
+            "lora_rank": self.lora_rank,
+            "num_layers": self.num_layers,
+            "init": self.init,
+        }
+        for name, given in contradicting.items():
+            if given:
+                raise OptionError(
+                    f"{name} and reads=base exclude each other.", f"leave --{name.replace('_', '-')} out."
+                )
 
 
 @dataclass

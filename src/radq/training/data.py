@@ -29,6 +29,7 @@ class Start:
         max_tokens: the room for a text; None without a limit.
         may_cut_layers: False for a model that was trained before, whose layers all stay.
         lora: whether adapters are trained beside a frozen backbone.
+        readout: whether a readout of a frozen backbone is trained.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -36,6 +37,7 @@ class Start:
     max_tokens: int | None
     may_cut_layers: bool = True
     lora: bool = False
+    readout: bool = False
 
 
 @dataclass
@@ -61,6 +63,7 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
         whole_backbone.num_hidden_layers,
         "cpu" if config.trainer.get("use_cpu") or find_device("auto") == "cpu" else "gpu",
         start.lora,
+        start.readout,
         start.may_cut_layers,
         may_cut_texts=config.prompt is None,
     )

@@ -39,6 +39,7 @@ CPU_LAYERS_LONG = 6  # texts are cut shorter rather than the backbone below this
 WANTED_PASSES = 1.4  # on a CPU, so many passes over the data are worth more than deeper layers
 RATE, RATE_WIDTH, RATE_LAYERS, HIGHEST_RATE = 2e-4, 576, 12, 1e-3  # of a whole backbone of this width and depth
 LORA_RATE, HIGHEST_LORA_RATE, LORA_HEAD_SHARE = 1e-3, 5e-3, 0.1
+READOUT_RATE = 1e-3
 WARMUP_SHARE = 0.1
 
 
@@ -51,6 +52,7 @@ class Task:
     num_layers: int  # of the backbone
     device: str  # cpu or gpu
     lora: bool = False
+    readout: bool = False  # of a backbone that is read whole, and not trained
     may_cut_layers: bool = True  # not those of a trained model
     may_cut_texts: bool = True  # not where a prompt stands before each text
 
@@ -60,7 +62,8 @@ class Task:
 
     def passes(self, max_length: int, num_layers: int) -> float:
         """Number of passes over the data that the work of a run allows."""
-        work_per_token = 6 * 12 * self.width**2 * num_layers  # 12 d² weights in a layer: 2 operations forward, 4 back
+        operations = 2 if self.readout else 6  # for each weight: 2 forward, and 4 back
+        work_per_token = operations * 12 * self.width**2 * num_layers  # 12 d² weights in a layer
         work = WORK[self.device] * (1 if self.may_cut_layers else TRAINED_SHARE)
         return work / (work_per_token * max(1, self.tokens(max_length)))
 
@@ -81,7 +84,7 @@ def complete(config: Config, task: Task) -> Config:
     max_length = config.max_length or _choose_length(task)
     num_layers = min(config.num_layers or _choose_layers(task, max_length), task.num_layers)
     config = _fill(config, max_length=max_length)
-    if task.may_cut_layers:
+    if task.may_cut_layers and not task.readout:
         config = _fill(config, num_layers=num_layers)
     passes = config.epochs or _choose_passes(task, max_length, num_layers)
     batch_size = config.batch_size or _choose_batch(task, max_length, passes)
@@ -118,7 +121,7 @@ def _choose_length(task: Task) -> int:
 
 
 def _choose_layers(task: Task, max_length: int) -> int:
-    if task.device == "gpu" or not task.may_cut_layers:
+    if task.device == "gpu" or not task.may_cut_layers or task.readout:
         return task.num_layers
     enough = (number for number in CPU_LAYERS if task.passes(max_length, number) >= WANTED_PASSES)
     return next(enough, CPU_LAYERS[-1])
@@ -138,6 +141,8 @@ def _choose_batch(task: Task, max_length: int, passes: float) -> int:
 def _choose_rate(task: Task, num_layers: int) -> float:
     """Wider and deeper backbones need smaller rates."""
     narrower = RATE_WIDTH / task.width
+    if task.readout:
+        return min(HIGHEST_RATE, READOUT_RATE * narrower)
     if task.lora:
         return min(HIGHEST_LORA_RATE, LORA_RATE * narrower)
     return min(HIGHEST_RATE, RATE * narrower * min(1.0, (RATE_LAYERS / num_layers) ** 0.5))

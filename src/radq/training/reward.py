@@ -138,7 +138,11 @@ def _start_from_backbone(config: RewardTrainingConfig, teacher: RewardModel | No
     torch.manual_seed(config.seed)
     attributes = config.attributes or (teacher.config.attributes if teacher is not None else [])
     dtype = getattr(torch, config.backbone_dtype)
-    if config.kind == "q":
+    if config.reads == "base":
+        sizes = config.readout_layers, config.readout_width
+        model = RadQ.from_base(config.backbone, attributes, config.head, *sizes, dtype)
+        model.readout.float()  # pyright: ignore[reportOptionalMemberAccess]
+    elif config.kind == "q":
         model = RadQ.from_backbone(config.backbone, attributes, config.head, config.num_layers, dtype)
     else:
         model = RadV.from_backbone(config.backbone, attributes, config.num_layers, dtype)
@@ -189,7 +193,9 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
         source = config.backbone or config.init or config.teacher
         raise ModelError(f"{source!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
     assert backbone is not None
-    return Start(tokenizer, backbone, max_tokens, may_cut_layers=model is None, lora=bool(rank))
+    return Start(
+        tokenizer, backbone, max_tokens, may_cut_layers=model is None, lora=bool(rank), readout=config.reads == "base"
+    )
 
 
 def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingConfig) -> None:

@@ -47,13 +47,13 @@ class RewardTrainer(BatchTrainer):
         return optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.model.config.lora_rank:  # pyright: ignore
+        if self.model.config.beside_backbone:  # pyright: ignore
             self._load_adapters(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self.model.config.lora_rank and self.state.best_model_checkpoint is not None:  # pyright: ignore
+        if self.model.config.beside_backbone and self.state.best_model_checkpoint is not None:  # pyright: ignore
             self._load_adapters(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()

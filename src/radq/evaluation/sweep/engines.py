@@ -77,7 +77,9 @@ class TransformersEngine(Engine):
 
     def _guided(self, cell: SweepCell) -> Produce:
         guide = self.sweep.guides[cell.guide]
-        make = self._load(cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp))
+        make = self._load(
+            cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp, self.lm)
+        )
         steer = make(guide.numbers_at(cell.beta or 0.0))
 
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
@@ -91,7 +93,8 @@ class TransformersEngine(Engine):
     def _best_of(self, cell: SweepCell, n: int) -> Produce:
         guide = self.sweep.guides[cell.guide]
         model = self._load(
-            cell.guide, lambda: RewardModel.from_pretrained(guide.folder, self.device, dtype=self.sweep.dtype)
+            cell.guide,
+            lambda: RewardModel.from_pretrained(guide.folder, self.device, lm=self.lm, dtype=self.sweep.dtype),
         )
 
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:

@@ -1,0 +1,123 @@
+"""Readouts: the part of a reward model that reads hidden states of a frozen base model, in place of a transformer of
+its own.
+
+    states of a few layers → each normalised → side by side → a small MLP → the hidden state of the reward model's head
+
+Where the base model is the one that is steered, its own forward gives these states, so that rewards cost next to
+nothing. A folder holds the readout and the head alone, and a sketch of the base model's weights: beside other weights,
+the states would mean something else.
+
+Axes: n layers, d hidden size of the base model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from radq.errors import ModelError, OptionError
+
+NUM_LAYERS = 5  # that are read by default
+SAMPLES = 8  # numbers of each tensor in a sketch
+TOLERANCE = 0.01  # relative; bfloat16 rounds by at most 0.004, and quantisation by more than this
+
+
+@dataclass(frozen=True)
+class ReadoutConfig:
+    """The shape of a readout.
+
+    Args:
+        layers: layers whose outputs are read; 0 are the input embeddings, and the last one is read after its norm.
+        width: number of hidden units of the MLP.
+    """
+
+    layers: tuple[int, ...]
+    width: int
+
+    @classmethod
+    def choose(cls, depth: int, hidden_size: int, num_layers: int | None = None, width: int | None = None) -> Any:
+        """Evenly spaced layers up to the last one, and an MLP as wide as the base model's states."""
+        count = min(NUM_LAYERS, depth) if num_layers is None else num_layers
+        if not 1 <= count <= depth:
+            raise OptionError(
+                f"readout_layers must be from 1 to {depth}, the layers of the base model, got {count}.", "lower it."
+            )
+        return cls(tuple(round(depth * (n + 1) / count) for n in range(count)), width or hidden_size)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "ReadoutConfig":
+        return cls(tuple(stored["layers"]), stored["width"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "layers": list(self.layers)}
+
+
+class Readout(nn.Module):
+    """Turns the states of a base model into the hidden state that a head reads."""
+
+    sketch: Tensor
+
+    def __init__(self, config: ReadoutConfig, hidden_size: int, num_weights: int):
+        """`num_weights` is the number of weights of the base model, of which the readout keeps a sketch."""
+        super().__init__()
+        self.layers = config.layers
+        self.inner = nn.Linear(len(config.layers) * hidden_size, config.width)
+        self.outer = nn.Linear(config.width, hidden_size)
+        self.empty = nn.Parameter(torch.zeros(hidden_size))  # the hidden state before the first token of a text
+        self.register_buffer("sketch", torch.zeros(num_weights, SAMPLES))
+
+    def reset_parameters(self) -> None:
+        for layer in (self.inner, self.outer):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+            nn.init.zeros_(layer.bias)
+        nn.init.zeros_(self.empty)
+
+    def forward(self, states: Float[Tensor, "*p nd"]) -> Float[Tensor, "*p d"]:
+        parts = states.to(self.inner.weight.dtype).unflatten(-1, (len(self.layers), -1))
+        normalised = F.rms_norm(parts, parts.shape[-1:], eps=1e-6)
+        return self.outer(F.gelu(self.inner(normalised.flatten(-2))))
+
+
+# --- the base model of a readout ---
+
+
+def sketch_weights(backbone: nn.Module) -> Float[Tensor, "m s"]:
+    """Some numbers of every weight of a base model, in the order of their names. The data type hardly changes them."""
+    rows = []
+    for _, weight in sorted(backbone.named_parameters()):
+        flat = weight.detach().flatten()
+        places = torch.linspace(0, len(flat) - 1, SAMPLES, device=flat.device).long()
+        rows.append(flat[places].float().cpu())
+    return torch.stack(rows)
+
+
+def check_base(sketch: Float[Tensor, "m s"], backbone: nn.Module, name: str = "this language model") -> None:
+    """Refuse a base model with other weights than the one whose states the readout was trained on."""
+    problem = None
+    if any(part.endswith("base_layer") or "lora_" in part for part, _ in backbone.named_modules()):
+        problem = f"{name} has adapters"
+    elif any(not weight.is_floating_point() for weight in backbone.parameters()):
+        problem = f"{name} is quantised"
+    elif not _agree(sketch, sketch_weights(backbone)):
+        problem = f"{name} has other weights"
+    if problem:
+        raise ModelError(
+            f"the reward model reads the hidden states of the base model it was trained on, and {problem}.",
+            "steer that base model, or train a readout for this one: radq train --reads base --backbone NAME.",
+        )
+
+
+def _agree(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape:
+        return False
+    scale = one.square().mean(1, keepdim=True).sqrt()
+    return bool(((one - two).abs() <= TOLERANCE * (one.abs() + 0.1 * scale) + 1e-6).all())
+
+
+def join_layers(layers: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """All layers that several readouts read, each once."""
+    return tuple(sorted({layer for some in layers for layer in some}))

@@ -1,0 +1,144 @@
+"""Readouts: rewards from the hidden states of the base model, by its own forward or by one beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from baselines import make_guide
+from families import FAMILIES, VOCAB, make_lm, make_number_tokenizer
+from safetensors.torch import load_file
+
+from radq import generate
+from radq.decoding.engine import Engine
+from radq.errors import ModelError, OptionError
+from radq.guides import RewardGuide
+from radq.guides.spec import load_guide
+from radq.models.loading import find_backbone
+from radq.models.readout import ReadoutConfig
+from radq.models.reward import RadQ, RewardModel
+
+
+def make_readout(folder: Path, **options: Any) -> RadQ:
+    """A readout with random weights, whose rewards differ clearly."""
+    torch.manual_seed(1)
+    model = RadQ.from_base(folder, ["nice", "rude"], **options)
+    with torch.no_grad():
+        model.readout.empty.normal_()  # pyright: ignore
+        for parameter in model.head.parameters():
+            parameter.normal_(std=0.3)
+    model.config.response_range = [-100.0, 100.0]
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rewards_are_those_of_the_formula(family: str, lm_folders: dict[str, Path]) -> None:
+    model = make_readout(lm_folders[family]).double()
+    lm = make_lm(family).double()
+    tokens = torch.randint(3, VOCAB, (2, 7))
+    found = model.token_rewards(tokens)
+    states = lm(input_ids=tokens, output_hidden_states=True).hidden_states
+    readout: Any = model.readout
+    for row in range(2):
+        for t in range(7):
+            hidden = readout.empty
+            if t:
+                parts = [states[layer][row, t - 1] for layer in readout.layers]
+                joined = torch.cat([part / (part.square().mean() + 1e-6).sqrt() for part in parts])
+                hidden = readout.outer(F.gelu(readout.inner(joined)))
+            for a in range(2):
+                token = model.embedding[tokens[row, t]]
+                expected = hidden @ model.head.baseline_weight[a] + hidden @ model.head.weight[a] @ token
+                torch.testing.assert_close(found[row, t, a], expected)
+
+
+def test_padding_changes_nothing(lm_folders: dict[str, Path]) -> None:
+    model = make_readout(lm_folders["llama"]).double()
+    text = torch.randint(3, VOCAB, (1, 5))
+    alone = model.token_rewards(text)
+    left = torch.cat([torch.zeros(1, 3, dtype=torch.long), text], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 5])
+    torch.testing.assert_close(model.token_rewards(left, mask)[:, 3:], alone)
+    torch.testing.assert_close(
+        model.token_rewards(left.flip(1), mask.flip(1))[:, :5], model.token_rewards(text.flip(1))
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: dict[str, Path]) -> None:
+    """The same texts as with a forward of its own, and no forward beside that of the base model."""
+    lm: Any = make_lm(family).double()
+    own = make_readout(lm_folders[family]).double()
+    guide = RewardGuide(own, {"nice": 5.0, "rude": -3.0})
+    prompts = ["5 9 11", "7 8 9 10 12 13", "20"]
+    calls = []
+    own.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = generate(lm, make_number_tokenizer(), prompts, guide, num_samples=3, max_new_tokens=9, seed=4)
+    assert not calls
+    guide.start_beside = lambda base, ids, mask: guide.start(ids, mask)  # pyright: ignore
+    beside = generate(lm, make_number_tokenizer(), prompts, guide, num_samples=3, max_new_tokens=9, seed=4)
+    assert calls
+    assert [one.token_ids for one in found] == [one.token_ids for one in beside]
+    shifts = [torch.tensor([shift for one in texts for shift in one.shifts]) for texts in (found, beside)]
+    torch.testing.assert_close(*shifts, rtol=1e-4, atol=1e-5)
+
+
+def test_several_readouts_and_another_guide_together(lm_folders: dict[str, Path]) -> None:
+    """Readouts of different layers share one forward of the base model."""
+    lm: Any = make_lm("llama").double()
+    one = RewardGuide(make_readout(lm_folders["llama"], num_layers=1).double(), {"nice": 4.0})
+    two = RewardGuide(make_readout(lm_folders["llama"], num_layers=2, width=5).double(), {"rude": -4.0})
+    guide = two + make_guide("dexperts", "llama") + one
+    found = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, num_samples=2, max_new_tokens=8)
+    for part in (one, two):
+        part.start_beside = lambda base, ids, mask, part=part: part.start(ids, mask)  # pyright: ignore
+    beside = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, num_samples=2, max_new_tokens=8)
+    assert [text.token_ids for text in found] == [text.token_ids for text in beside]
+
+
+def test_a_folder_holds_the_readout_alone(lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    model = make_readout(lm_folders["gpt2"])
+    model.save_pretrained(tmp_path / "readout")
+    tensors = load_file(tmp_path / "readout" / "model.safetensors")
+    assert not any(name.startswith("backbone.") for name in tensors)
+    text = torch.randint(3, VOCAB, (1, 6))
+    loaded = RewardModel.from_pretrained(tmp_path / "readout")
+    assert loaded.readout is not None
+    torch.testing.assert_close(loaded.token_rewards(text), model.token_rewards(text))
+    lm: Any = make_lm("gpt2")
+    shared = RewardModel.from_pretrained(tmp_path / "readout", lm=lm)
+    assert shared.backbone is find_backbone(lm, "")
+    torch.testing.assert_close(shared.token_rewards(text), model.token_rewards(text))
+    assert all(parameter.requires_grad for parameter in lm.parameters())  # the language model is not changed
+    guide = load_guide(f"{tmp_path / 'readout'}:nice=3", lm=lm)
+    assert guide.readers[0].model is shared.backbone
+
+
+@pytest.mark.parametrize("change", ["other weights", "float16", "bfloat16", "adapters", "another shape"])
+def test_only_its_own_base_model_is_steered(change: str, lm_folders: dict[str, Path]) -> None:
+    model = make_readout(lm_folders["llama"])
+    lm: Any = make_lm("qwen3" if change == "another shape" else "llama")
+    if change == "other weights":
+        lm.model.layers[1].mlp.up_proj.weight.data.mul_(1.05)
+    elif change == "adapters":
+        from peft import LoraConfig, get_peft_model
+
+        lm = get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"]))
+    elif change != "another shape":
+        lm = lm.to(getattr(torch, change))
+    guide = RewardGuide(model, {"nice": 1.0})
+    if change in ("float16", "bfloat16"):
+        guide.check_base(lm)
+        assert Engine(lm, guide).decoder.reader.layers == (1, 2)
+    else:
+        with pytest.raises(ModelError, match="reads the hidden states"):
+            generate(lm, make_number_tokenizer(), ["5 6"], guide, max_new_tokens=2)
+
+
+def test_layers_are_evenly_spaced() -> None:
+    assert ReadoutConfig.choose(30, 576).layers == (6, 12, 18, 24, 30)
+    assert ReadoutConfig.choose(2, 16).layers == (1, 2)
+    assert ReadoutConfig.choose(30, 576, 1, 7) == ReadoutConfig((30,), 7)
+    with pytest.raises(OptionError, match="from 1 to 30"):
+        ReadoutConfig.choose(30, 576, 31)
