@@ -116,4 +116,10 @@ def is_watched(model: nn.Module) -> bool:
     hooks = [
         hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     ]
-    return any(not isinstance(getattr(hook, "__self__", None), Meter) for hook in hooks)
+    return not all(map(_is_known, hooks))
+
+
+def _is_known(hook: Any) -> bool:
+    """Whether a hook is a meter's, or one by which transformers collects hidden states."""
+    own = isinstance(getattr(hook, "__self__", None), Meter)
+    return own or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

@@ -203,7 +203,7 @@ def hidden_size(config: PreTrainedConfig) -> int:
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
-def find_backbone(lm: PreTrainedModel, name: str | Path) -> PreTrainedModel:
+def find_backbone(lm: Wrappable, name: str | Path) -> PreTrainedModel:
     """The transformer below a language model's head: the class that `AutoModel` would make."""
     wanted = MODEL_MAPPING.get(type(lm.config), None)
     found: Any = next((module for module in lm.modules() if type(module) is wanted), None)
