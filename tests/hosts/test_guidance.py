@@ -82,7 +82,7 @@ def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
         ({"radq": 3}, "must give names"),
         ({"radq": "toxicity", "radq_guide": "toxicity"}, "both radq and radq_guide"),
         ({"radq": "toxicity,top_k=3", "radq_top_k": 3}, "top_k twice"),
-        ({"radq": "toxicity,details=5"}, "no details in vLLM"),
+        ({"radq": "toxicity,details=5"}, "tells no details"),
         ({"radq_guide": "toxicity", "radq_gide": 1}, "no argument 'radq_gide'. hint: choose from radq, radq_guide"),
         ({"radqguide": "toxicity"}, "no argument 'radqguide'"),
         ({"RADQ_guide": "toxicity"}, "no argument 'RADQ_guide'"),
