@@ -67,6 +67,15 @@ def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
     assert off.strengths == {}
 
 
+def test_details_read_guides_that_do_not_steer() -> None:
+    """The server's middleware gives requests a ticket, under which it asks for their details."""
+    text = {"radq": "toxicity=0,praise=3,details=1,kl_budget=none", "radq_ticket": "1", "radq_seed": 5}
+    found = REGISTRY.guidance(text, 1.0)
+    assert found == Guidance({"toxicity": 0.0, "praise": 3.0}, Steering(), details=True)
+    plain = REGISTRY.guidance(text | {"radq": "toxicity=0,praise=3,details=0,kl_budget=none"}, 1.0)
+    assert plain == Guidance({"praise": 3.0}, Steering())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
