@@ -52,6 +52,7 @@ def make_page_app(server: VllmServer) -> FastAPI:
     @app.post("/radq/score", **guarded)
     async def score(body: ScoreBody) -> dict[str, Any]:
         check_unicode(body.text)
+        await server.find_facts()  # which refuses if workers cannot score
         ids = await asyncio.to_thread(server.encode, body.text)
         check_scored(body.text, ids, min(server.config.limits.prompt_tokens, server.context - 1))
         rewards, likelihoods = await asyncio.gather(server.find_rewards(ids), server.find_likelihoods(ids))

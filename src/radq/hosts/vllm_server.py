@@ -105,5 +105,4 @@ class VllmServer:
 
     async def find_rewards(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """The reward of each token of a text by each name."""
-        await self.find_facts()
         return next((rewards for rewards in await self.call("radq_score", list(token_ids)) if rewards is not None), {})

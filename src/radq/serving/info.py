@@ -1,13 +1,13 @@
 """The description of a server, from which the page is made."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from radq.serving.config import ServeConfig
 
 VERSION = version("radq")
-Ranges = Mapping[str, tuple[float, float] | None]  # of the rewards of each guide
+Ranges = Mapping[str, Sequence[float] | None]  # lowest and highest reward of each guide
 
 
 def describe_server(
