@@ -19,9 +19,9 @@ import torch
 from radq.decoding.config import Steering
 from radq.hosts.batching import Request, Steerer
 from radq.hosts.guidance import Guidance
-from radq.serving.panel import Panel
 from radq.hosts.vllm import VllmEngine
 from radq.serving.config import ServeConfig
+from radq.serving.panel import Panel
 
 PROMPT = "The film was"
 LENGTH = 512
