@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radq.decoding.steering import Steering, Strengths, propose
+from radq.decoding.steering import Proposal, Steering, Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
@@ -24,6 +24,7 @@ from radq.guides.meter import Meter
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.guidance import Guidance
+from radq.hosts.records import RecordedRow
 from radq.serving.panel import Panel
 
 KINDS = ["q", "v", "dexperts", "gedi"]
@@ -59,17 +60,48 @@ def base_logits(text: list[int]) -> Tensor:
     return logits.masked_fill(torch.rand(VOCAB, generator=generator) < 0.2, -torch.inf)
 
 
-def alone(guides: dict[str, Guide], text: list[int], guidance: Guidance) -> Tensor:
-    """The guided logits of one text, read from scratch by the sum of its guides, times the temperature."""
+def propose_alone(guides: dict[str, Guide], text: list[int], guidance: Guidance) -> Proposal:
+    """The proposal for one text, read from scratch by the sum of its guides."""
     used = {name.split(".")[0] for name in guidance.strengths}
     parts = [kind for kind in guides if kind in used]
     betas = [guidance.strengths.get(f"{kind}.{n}", 0.0) for kind in parts for n in range(len(guides[kind].beta))]
     guide = reduce(add, [guides[kind] for kind in parts]) if parts else None
     strengths = Strengths.stack([guidance.steering], [betas], VOCAB, "cpu")
     state = None if guide is None else guide.start(torch.tensor([text]))
-    proposal = propose(base_logits(text)[None], guide, state, strengths)
+    return propose(base_logits(text)[None], guide, state, strengths)
+
+
+def alone(guides: dict[str, Guide], text: list[int], guidance: Guidance) -> Tensor:
+    """The guided logits of one text alone, times the temperature."""
+    proposal = propose_alone(guides, text, guidance)
     scaled = proposal.logits * (guidance.steering.temperature or 1.0)
     return torch.full((1, VOCAB), -torch.inf).scatter(1, proposal.candidates, scaled)[0]
+
+
+def check_record(steerer: Steerer, guides: dict[str, Guide], text: list[int], request: Any) -> None:
+    """Candidates of requests with details are recorded, and those of no others."""
+    found = steerer.records.take(request.ticket)
+    if not request.guidance.details:
+        assert found == []
+        return
+    (packed,) = [row for row in found if (row["choice"], row["position"]) == (request.choice, len(text))]
+    row, expected = RecordedRow.unpack(packed), propose_alone(guides, text, request.guidance)
+    used = [kind for kind in guides if any(name.startswith(f"{kind}.") for name in request.guidance.strengths)]
+    names = [f"{kind}.{n}" for kind in used for n in range(len(guides[kind].beta))]
+    rewards = torch.cat(expected.rewards or (torch.zeros(1, VOCAB, 0),), dim=2)[0]
+    likelihoods = base_logits(text).log_softmax(-1)
+    assert set(row.candidates.rewards) == set(request.guidance.strengths)
+    for place, token in enumerate(expected.candidates[0].tolist()):
+        if expected.base[0, place].isneginf():
+            continue
+        drawn = row.draw(token, "")
+        assert drawn is not None
+        numbers = [drawn.logprob, drawn.base_logprob, drawn.kl]
+        wanted = [expected.logits[0].log_softmax(-1)[place], likelihoods[token], expected.kl[0]]
+        assert numbers == pytest.approx([float(one) for one in wanted], abs=1e-4)
+        assert drawn.rewards == pytest.approx(
+            {name: float(rewards[place, names.index(name)]) for name in request.guidance.strengths}, abs=1e-4
+        )
 
 
 def check(steerer: Steerer, slots: Slots, texts: dict[int, list[int]], guides: dict[str, Guide]) -> None:
@@ -87,6 +119,7 @@ def check(steerer: Steerer, slots: Slots, texts: dict[int, list[int]], guides: d
             expected = alone(guides, texts[row], request.guidance)
             torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
             assert logits[row][base[row].isneginf()].isneginf().all()  # what the base forbids stays forbidden
+            check_record(steerer, guides, texts[row], request)
 
 
 STEERINGS = [Steering(5), Steering(None, temperature=0.5), Steering(8, 0.7, 0), Steering(6, kl_budget=0.2)]
@@ -146,11 +179,15 @@ class Engine:
         used = self.rng.sample(self.kinds, self.rng.randint(1, min(2, len(self.kinds))))
         names = [f"{kind}.{n}" for kind in used for n in range(len(self.guides[kind].beta))]
         numbers = {name: self.rng.choice([-3.0, 0.0, 0.5, 2.0]) for name in names}
-        return Guidance({name: number for name, number in numbers.items() if number}, self.rng.choice(STEERINGS))
+        details = self.rng.random() < 0.5
+        strengths = {name: number for name, number in numbers.items() if number or details}
+        return Guidance(strengths, self.rng.choice(STEERINGS), details)
 
     def _request(self, row: int) -> Request | None:
         guidance = self.params[row]
-        return None if guidance is None else Request(guidance, *self.lists[row])
+        if guidance is None:
+            return None
+        return Request(guidance, *self.lists[row], ticket=str(self.rng.random()), choice=self.rng.randrange(3))
 
 
 @settings(max_examples=8, deadline=None)
@@ -323,7 +360,8 @@ def test_tokens_on_the_device_are_read_as_those_of_the_host(guides: dict[str, Gu
     def come(slot: int) -> DeviceRequest:
         tokens[slot] = torch.randint(3, VOCAB, (LENGTH,))
         numbers = {name: rng.choice([-2.0, 3.0]) for name in rng.sample(names, 2)}
-        return DeviceRequest(Guidance(numbers, Steering(6)), source, slot, size=rng.randint(1, 6))
+        guidance = Guidance(numbers, Steering(6), details=rng.random() < 0.5)
+        return DeviceRequest(guidance, source, slot, ticket=str(rng.random()), size=rng.randint(1, 6))
 
     requests, steerer = [come(slot) for slot in range(4)], make_steerer(guides, capacity=4)
     for step in range(12):
@@ -335,6 +373,7 @@ def test_tokens_on_the_device_are_read_as_those_of_the_host(guides: dict[str, Gu
         for row, request in rows.items():
             expected = alone(guides, texts[row], request.guidance)
             torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
+            check_record(steerer, guides, texts[row], request)
             request.size += 1 if step % 4 else 2
         if step % 3 == 0:
             slot = rng.randrange(4)

@@ -67,6 +67,15 @@ def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
     assert off.strengths == {}
 
 
+def test_details_read_guides_that_do_not_steer() -> None:
+    """The server's middleware gives requests a ticket, under which it asks for their details."""
+    text = {"radq": "toxicity=0,praise=3,details=1,kl_budget=none", "radq_ticket": "1", "radq_seed": 5}
+    found = REGISTRY.guidance(text, 1.0)
+    assert found == Guidance({"toxicity": 0.0, "praise": 3.0}, Steering(), details=True)
+    plain = REGISTRY.guidance(text | {"radq": "toxicity=0,praise=3,details=0,kl_budget=none"}, 1.0)
+    assert plain == Guidance({"praise": 3.0}, Steering())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -82,7 +91,7 @@ def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
         ({"radq": 3}, "must give names"),
         ({"radq": "toxicity", "radq_guide": "toxicity"}, "both radq and radq_guide"),
         ({"radq": "toxicity,top_k=3", "radq_top_k": 3}, "top_k twice"),
-        ({"radq": "toxicity,details=5"}, "no details in vLLM"),
+        ({"radq": "toxicity,details=5"}, "tells no details"),
         ({"radq_guide": "toxicity", "radq_gide": 1}, "no argument 'radq_gide'. hint: choose from radq, radq_guide"),
         ({"radqguide": "toxicity"}, "no argument 'radqguide'"),
         ({"RADQ_guide": "toxicity"}, "no argument 'RADQ_guide'"),

@@ -18,10 +18,12 @@ import pytest
 import torch
 import yaml
 from families import make_reward
+from serving import Running, serving
 from vllm_world import NEW_TOKENS, PROMPTS, TOKENIZER, World
 
 from radq.models.hub import quiet
 from radq.models.reward import RadQ
+from radq.serving.config import ServeConfig
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),
@@ -48,8 +50,10 @@ class Server:
             "broken": f"{make_broken(world, folder)}:nice=1",
         }
         settings = {
+            "base": str(world.base),
             "name": "base",
             "guides": guides,
+            "defaults": {"max_tokens": 12},
             "limits": {"top_k": 32},
             "models": {"gentle": {"nice": 8, "rude": True, "kl_budget": 0.2, "top_k": 6}},
         }
@@ -125,6 +129,15 @@ def ask(prompt: str, radq: str, **fields: Any) -> dict[str, Any]:
     return {**GREEDY, "prompt": prompt, "vllm_xargs": {"radq": radq}, **fields}
 
 
+def read_stream(server: Server, body: dict[str, Any], route: str = "completions") -> list[dict[str, Any]]:
+    """The documents of a stream."""
+    with httpx.stream("POST", f"{server.url}/v1/{route}", json={**body, "stream": True}, timeout=120) as stream:
+        events = stream.read().decode().strip().split("\n\n")
+        assert stream.status_code == 200, events
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 def text_of(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["text"].strip()
@@ -190,6 +203,188 @@ def test_answers_confirm_what_was_applied(server: Server) -> None:
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ask("5 9", "nice=9", stream=True)) as stream:
         assert json.loads(stream.headers["x-radq"])["strengths"] == {"nice": 9}
         assert b"[DONE]" in stream.read()
+    chunks = read_stream(server, ask(PROMPTS[0], "nice=9,kl_budget=0.25,top_k=6", n=2, temperature=1))
+    assert all("radq" in chunk or chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert chunks[-1]["radq"]["strengths"] == {"nice": 9}
+    assert 0 < chunks[-1]["radq"]["kl"] <= 0.25 + 1e-4
+
+
+# --- details ---
+
+DETAILED = [
+    {"nice": 9, "rude": -3, "kl_budget": 0.4, "top_k": 6},
+    {"kind": 6, "nice": 0, "kl_budget": None, "top_k": 5},
+    {"nice": 0, "rude": 0, "kind": 0},
+]
+NUMBERS = ("logprob", "base_logprob", "shift", "kl")
+
+
+def drop_last(details: list[Any]) -> list[dict[str, Any]]:
+    """Details without that of a token that ends the text, of which there are none."""
+    return details[:-1] if details[-1] is None else details
+
+
+def assert_same_details(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [(one["id"], one["token"], one["piece"]) for one in found] == [
+        (one["id"], one["token"], one["piece"]) for one in expected
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert [one[name] for name in NUMBERS] == pytest.approx([other[name] for name in NUMBERS], abs=1e-3)
+        assert one["rewards"] == pytest.approx(other["rewards"], abs=1e-3)
+        assert len(one["candidates"]) == len(other["candidates"])
+        known = {candidate["id"]: candidate for candidate in other["candidates"]}  # equal ones may change places
+        for candidate in one["candidates"]:
+            same = known[candidate["id"]]
+            assert candidate.keys() == same.keys()
+            assert candidate["token"] == same["token"]
+            for name in ("base_probability", "probability", "shift", "rewards"):
+                assert candidate[name] == pytest.approx(same[name], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def own_server(server: Server) -> Iterator[Running]:
+    """A server of `radq serve` with the same file."""
+    with serving(ServeConfig.read(server.folder / "guides.yaml")) as running:
+        yield running
+
+
+def assert_same_summary(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["strengths"] == expected["strengths"]
+    assert found["rewards"] == pytest.approx(expected["rewards"], abs=1e-3)
+    for name in ("kl", "shift", "perplexity"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("radq", DETAILED)
+def test_details_are_those_of_radq_serve(radq: dict[str, Any], server: Server, own_server: Running) -> None:
+    count = 0
+    for prompt in PROMPTS:
+        body = {"model": "base", "prompt": prompt, "temperature": 0, "max_tokens": 8, "logprobs": 1}
+        body |= {"radq": radq | {"details": True}, "return_token_ids": True}
+        expected = httpx.post(f"{own_server.address}/v1/completions", json=body, timeout=60).json()["choices"][0]
+        whole = server.complete(body).json()["choices"][0]
+        assert whole["prompt_token_ids"] == expected["prompt_token_ids"]
+        details = drop_last(whole["logprobs"]["radq"])
+        assert_same_details(details, expected["logprobs"]["radq"])
+        assert "".join(one["piece"] for one in details) == whole["text"]
+        assert_same_summary(whole["radq"], expected["radq"])
+
+        chunks = [chunk["choices"][0] for chunk in read_stream(server, body)]
+        told = [[one for one in chunk["logprobs"]["radq"] if one is not None] for chunk in chunks]
+        assert ["".join(one["piece"] for one in part) for part in told] == [chunk["text"] for chunk in chunks]
+        assert_same_details([one for part in told for one in part], details)
+        assert_same_summary(chunks[-1]["radq"], whole["radq"])
+        count += len(details)
+    assert count > 12
+
+
+def test_chats_have_details_too(server: Server, own_server: Running) -> None:
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    radq = {"nice": 9, "kl_budget": None, "top_k": 6, "details": True}
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "logprobs": True, "radq": radq, "model": "base"}
+    answer = httpx.post(f"{own_server.address}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+    expected = [entry["radq"] for entry in answer["logprobs"]["content"]]
+    whole = server.complete(body, "chat/completions").json()
+    details = [entry["radq"] for entry in whole["choices"][0]["logprobs"]["content"]]
+    assert_same_details(drop_last(details), expected)
+    assert whole["prompt_token_ids"] is None  # nobody has asked for it
+    chunks = [chunk["choices"][0] for chunk in read_stream(server, body, "chat/completions")]
+    streamed = [entry["radq"] for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
+    assert_same_details(drop_last(streamed), expected)
+
+
+def test_each_choice_has_its_own_details(server: Server) -> None:
+    body = GREEDY | {"prompt": PROMPTS[0], "temperature": 1, "n": 4, "logprobs": 0, "return_token_ids": True}
+    body |= {"radq": {"nice": 3, "top_k": 9, "details": True}, "max_tokens": 10}
+    whole = server.complete(body).json()["choices"]
+    streams: dict[int, list[dict[str, Any]]] = {}
+    for chunk in read_stream(server, body):
+        for choice in chunk["choices"]:
+            streams.setdefault(choice["index"], []).append(choice)
+    joined = [
+        {
+            "token_ids": [token for chunk in chunks for token in chunk["token_ids"]],
+            "logprobs": {
+                name: [value for chunk in chunks for value in chunk["logprobs"][name]]
+                for name in ("token_logprobs", "radq")
+            },
+        }
+        for chunks in streams.values()
+    ]
+    assert len(joined) == len(whole) == 4
+    for choice in whole + joined:
+        details = choice["logprobs"]["radq"]
+        assert [one["id"] for one in details] == choice["token_ids"]
+        assert [one["base_logprob"] for one in details] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-3)
+    assert len({tuple(choice["token_ids"]) for choice in whole}) > 1
+
+
+def test_details_at_random_times_are_those_of_a_text_alone(server: Server) -> None:
+    """Some of the clients go away, and some ask for no details."""
+    rng = random.Random(2)
+    radq = {"nice": 5, "kind": 0, "kl_budget": None, "top_k": 6, "details": True}
+    bodies = [GREEDY | {"prompt": prompt, "logprobs": 0, "radq": radq} for prompt in PROMPTS]
+    alone = [server.complete(body).json()["choices"][0]["logprobs"]["radq"] for body in bodies]
+
+    async def one(client: httpx.AsyncClient, number: int) -> tuple[int, list[Any]] | None:
+        await asyncio.sleep(rng.uniform(0, 1))
+        if number % 4 == 1:
+            await client.post("/v1/completions", json=ask(PROMPTS[0], "nice=3"))
+            return None
+        body = bodies[number % len(bodies)] | {"stream": True}
+        found: list[Any] = []
+        async with client.stream("POST", "/v1/completions", json=body) as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("data: {"):
+                    found += json.loads(line[6:])["choices"][0]["logprobs"]["radq"]
+                if number % 4 == 2 and len(found) > 3:
+                    return None
+        return number % len(bodies), found
+
+    async def run() -> list[tuple[int, list[Any]] | None]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(32)))
+
+    found = [pair for pair in asyncio.run(run()) if pair is not None]
+    assert len(found) == 16
+    for number, details in found:
+        assert_same_details(details, alone[number])
+
+
+# --- the page ---
+
+
+def test_the_page_and_its_description_are_those_of_radq_serve(server: Server, own_server: Running) -> None:
+    for path in ("/", "/page/main.js", "/page/style.css"):
+        found, expected = httpx.get(server.url + path), httpx.get(own_server.address + path)
+        assert found.status_code == 200
+        assert found.content == expected.content
+        assert found.headers["content-security-policy"] == expected.headers["content-security-policy"]
+    assert httpx.get(f"{server.url}/page/nothing.js").status_code == 404
+    info, expected = httpx.get(f"{server.url}/radq/info").json(), httpx.get(f"{own_server.address}/radq/info").json()
+    assert info == expected | {"context": 63}
+    assert str(server.folder) not in json.dumps(info)
+
+
+def test_texts_are_scored_as_by_radq_serve(server: Server, own_server: Running) -> None:
+    for text in (PROMPTS[0], "7"):
+        found, expected = (
+            httpx.post(f"{address}/radq/score", json={"text": text}, timeout=60).json()
+            for address in (server.url, own_server.address)
+        )
+        assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
+        assert found["rewards"].pop("broken") is None
+        expected["rewards"].pop("broken")
+        assert found["rewards"] == pytest.approx(expected["rewards"], abs=1e-3)
+        for one, other in zip(found["tokens"], expected["tokens"], strict=True):
+            assert (one["id"], one["token"]) == (other["id"], other["token"])
+            assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+            assert one["rewards"]["kind"] == pytest.approx(other["rewards"]["kind"], abs=1e-3)
+    for body in ({}, {"text": ""}, {"text": 5}, {"text": "5", "more": 1}, {"text": "5 " * 63}, {"text": "\ud800"}):
+        content = json.dumps(body)
+        response = httpx.post(f"{server.url}/radq/score", content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"]
 
 
 # --- mistakes ---
@@ -206,6 +401,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vllm_args": {"radq_guide": "nice"}}, "'vllm_args' is no field"),
     ({"radq_guide": "nice"}, "'radq_guide' is no field"),
     ({"nice": 4}, "'nice' is no field"),
+    ({"radq": {"nice": 3, "details": True}}, "details together with logprobs"),
+    ({"radq": {"nice": 3, "details": True}, "logprobs": 1, "prompt": ["5", "9"]}, "one prompt at a time"),
+    ({"radq": {"nice": 3, "details": True}, "logprobs": 1, "n": 2, "seed": "x"}, "seed must be a whole number"),
     ({"vllm_xargs": {"radq": "nice=3"}, "use_beam_search": True, "n": 2}, "beam search cannot be guided"),
 ]
 

@@ -157,8 +157,9 @@ def test_both_sides_ask_for_the_same_random_numbers(call: Call) -> None:
     unguided = one(call, f"m.detailedRequest(m.plainRequest(value, m.zeroStrengths({json.dumps(INFO)})))", STATE)
     guided = one(call, "m.detailedRequest(m.plainRequest(value, {sentiment: 35}))", STATE)
     assert unguided["path"] == guided["path"] == "v1/completions"
-    assert unguided["body"]["radq"] == {"sentiment": 0, "a.b&c=<d>": 0, "kl_budget": None, "details": True}
-    assert guided["body"]["radq"] == {"sentiment": 35, "kl_budget": None, "details": True}
+    settings = {"kl_budget": None, "top_k": STATE["topK"], "details": True}
+    assert unguided["body"]["radq"] == {"sentiment": 0, "a.b&c=<d>": 0, **settings}
+    assert guided["body"]["radq"] == {"sentiment": 35, **settings}
     assert guided["body"] | {"radq": None} == unguided["body"] | {"radq": None}
     assert guided["body"]["logprobs"] == 1
     assert guided["body"]["prompt"] == STATE["prompt"]

@@ -121,6 +121,12 @@ class Proposal:
     def kl(self) -> Float[Tensor, " b"]:
         return kl_divergence(self.logits, self.base)
 
+    def select(self, rows: Int[Tensor, " r"]) -> "Proposal":
+        """The given rows, without a state."""
+        parts = (self.candidates, self.base, self.shift, self.clipped, self.finite)
+        rewards = None if self.rewards is None else tuple(part[rows] for part in self.rewards)
+        return Proposal(*(part[rows] for part in parts), rewards=rewards)
+
     def require_finite(self) -> "Proposal":
         """Raise if the guide gave no numbers for some row. This waits for the device."""
         if not bool(self.finite.all()):

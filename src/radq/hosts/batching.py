@@ -22,6 +22,8 @@ from radq.guides.base import Advice
 from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
 from radq.hosts.guidance import Guidance
+from radq.hosts.records import RecordedRow, Records
+from radq.serving.details import StepNumbers
 from radq.serving.panel import Panel
 
 LOGGER = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Request(Text):
     output: list[int]
     stop: int = 0  # the token that ends the text
     ticket: str | None = None  # under which the server asks for figures about it
+    choice: int = 0  # its number among the texts with this ticket
     ended: bool = field(default=False, init=False)  # whether it ends, since it cannot be guided
     betas: dict[int, list[float]] | None = field(default=None, init=False)  # of each guide in a panel
 
@@ -69,6 +72,7 @@ class DeviceRequest(Text):
     slot: int
     stop: int = 0
     ticket: str | None = None
+    choice: int = 0
     size: int = 0  # the number of tokens
     ended: bool = field(default=False, init=False)
     betas: dict[int, list[float]] | None = field(default=None, init=False)
@@ -132,6 +136,7 @@ class _Group:
     stops: Int[Tensor, "b 1"]
     members: "list[_Member]"
     sums: Float[Tensor, "b n"]  # figures of the steps that were not counted yet
+    told: dict[int, dict[str, int]]  # rows with details: the places of their guides among the strengths
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         """The sum of the shifts of all guides, each of which advises on its own rows alone."""
@@ -139,6 +144,7 @@ class _Group:
         shift = torch.zeros(candidates.shape, device=candidates.device)
         clipped = torch.zeros_like(shift, dtype=torch.bool)
         filters = []
+        rewards = shift.new_zeros(*shift.shape, beta.shape[1]) if self.told else None
         for member in self.members:
             own = beta[member.rows][:, member.columns]
             advice = member.follower.advise(member.texts, candidates[member.rows], own)
@@ -147,6 +153,8 @@ class _Group:
                 clipped[member.rows] |= advice.clipped
             if advice.allowed is not None:
                 filters.append((member.rows, advice.allowed))
+            if rewards is not None and advice.rewards is not None:
+                rewards[member.rows, :, member.columns] = torch.cat(advice.rewards, dim=2).to(rewards)
 
         def allowed(logits: Float[Tensor, "b k"]) -> Tensor:
             kept = torch.ones_like(clipped)
@@ -154,7 +162,7 @@ class _Group:
                 kept[rows] &= allow(logits[rows]).to(kept.device)
             return kept
 
-        return Advice(shift, None, clipped, allowed=allowed if filters else None)
+        return Advice(shift, None, clipped, None if rewards is None else (rewards,), allowed if filters else None)
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,7 @@ class Steerer:
         """`capacity` requests of `length` tokens are the most that the engine runs at once."""
         self.panel, self.device = panel, torch.device(device)
         self.followers = [Follower(guide, capacity, length, self.device) for guide in panel.guides]
-        self._figures = Figures()
+        self._figures, self.records = Figures(), Records()
         self._plan: tuple[Any, list[_Group]] = (None, [])
         self._steps = 0  # since the figures were counted
 
@@ -308,14 +316,24 @@ class Steerer:
         strengths = Strengths.stack(steerings, numbers, vocab_size, self.device)
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
         members, first = [], 0
+        columns: dict[int, slice] = {}
         for number in used:
             own = [row for row, beta in enumerate(betas) if number in beta]
             texts = [self.followers[number].rows[requests[row]] for row in own]
-            columns = slice(first, first := first + sizes[number])
-            members.append(_Member(self.followers[number], self._index(own), self._index(texts), columns))
+            columns[number] = slice(first, first := first + sizes[number])
+            members.append(_Member(self.followers[number], self._index(own), self._index(texts), columns[number]))
         stops = self._index([request.stop for request in requests])[:, None]
         sums = torch.zeros(len(requests), len(NAMES), dtype=torch.float64, device=self.device)
-        return _Group(requests, self._index(list(rows)), strengths, temperature, stops, members, sums)
+        told = {
+            row: {name: columns[number].start + place for name, (number, place) in self._places(request).items()}
+            for row, request in enumerate(requests)
+            if request.guidance.details and request.ticket is not None
+        }
+        return _Group(requests, self._index(list(rows)), strengths, temperature, stops, members, sums, told)
+
+    def _places(self, request: Any) -> dict[str, tuple[int, int]]:
+        """The guide of each name that a request uses, and its strength there."""
+        return {name: self.panel.places[name] for name in request.guidance.strengths}
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " r"]:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)
@@ -325,6 +343,8 @@ class Steerer:
         proposal = propose(base.float(), group, None, group.strengths)
         logits[group.places] = self._write(base, proposal, group.temperature, group.stops)
         self._sum_up(group, proposal)
+        if group.told:
+            self._record(group, base, proposal)
 
     def _write(
         self,
@@ -342,6 +362,17 @@ class Steerer:
     def _sum_up(self, group: _Group, proposal: Proposal) -> None:
         fine = proposal.finite.double()
         group.sums.add_(torch.stack([fine, proposal.kl * fine, proposal.clipped * fine, 1 - fine], dim=1))
+
+    def _record(self, group: _Group, base: Float[Tensor, "b v"], proposal: Proposal) -> None:
+        """Record the candidates of requests with details. This waits for the device."""
+        rows = self._index(list(group.told))
+        told = proposal.select(rows)
+        numbers, likelihoods = StepNumbers(told), base[rows].double().log_softmax(-1).gather(1, told.candidates)
+        for place, (row, names) in enumerate(group.told.items()):
+            request = group.requests[row]
+            if bool(told.finite[place]):
+                found = RecordedRow(numbers.row(place, names), likelihoods[place].cpu().numpy(), float(told.kl[place]))
+                self.records.add(request.ticket, request.choice, request.length, found, request.last)
 
 
 def _width(request: Any) -> int:

@@ -258,7 +258,8 @@ class Follower:
         advice = self.guide.advise(self._state, everywhere, strengths)
         self._state = advice.state
         clipped = None if advice.clipped is None else advice.clipped[rows]
-        return Advice(advice.shift[rows], None, clipped)
+        rewards = None if advice.rewards is None else tuple(part[rows] for part in advice.rewards)
+        return Advice(advice.shift[rows], None, clipped, rewards)
 
 
 def _group(texts: Sequence[Text]) -> list[list[Text]]:

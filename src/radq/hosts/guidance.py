@@ -8,8 +8,10 @@ Importing this module imports no torch.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,23 @@ from radq.serving.strengths import read_strengths, shorten, to_number
 PREFIX = "radq"
 ARGUMENTS = ("radq", "radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
 TICKET = "radq_ticket"  # under which the server asks for figures about the request
+SEED = "radq_seed"  # of the first choice of a request with several; engines add their numbers to it
+OWN_ARGUMENTS = (TICKET, SEED)  # which the server's middleware adds
+GUIDES = "RADQ_GUIDES"  # an environment variable, since an engine's processes share nothing else before they start
 GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
 TOP_K = 20
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The strengths of registered guides that a request asks for, without those that are 0, and its steering."""
+    """The strengths of registered guides that a request asks for, and its steering.
+
+    Guides with a strength of 0 are among them only if details are told, to which their rewards belong.
+    """
 
     strengths: Mapping[str, float]
     steering: Steering
+    details: bool = False  # whether candidates and rewards of each token are told
 
     def describe(self) -> dict[str, Any]:
         """The strengths and settings that are applied to the request, for its answer."""
@@ -56,8 +65,9 @@ class Registry:
 
     def guidance(self, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
         """Read and check what a request's arguments ask for; None if it is not guided."""
-        arguments = {name: value for name, value in (arguments or {}).items() if name != TICKET}
+        arguments = arguments or {}
         given = {name: value for name, value in arguments.items() if name.lower().startswith(PREFIX)}
+        given = {name: value for name, value in given.items() if name not in OWN_ARGUMENTS}
         unknown = [name for name in given if name not in ARGUMENTS]
         if unknown:
             raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")
@@ -71,28 +81,33 @@ class Registry:
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             kl_budget=settings["kl_budget"],
         )
-        return Guidance({name: number for name, number in strengths.items() if number}, steering)
+        details = bool(settings["details"])
+        if details and TICKET not in arguments:
+            raise OptionError(
+                "this server tells no details.",
+                "leave them out, or let its operator add --middleware radq.hosts.vllm_http.GuideMiddleware.",
+            )
+        read = {name: number for name, number in strengths.items() if number or (details and name in named)}
+        return Guidance(read, steering, details)
 
     def _read_named(self, given: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-        """The strengths of the guides that are named, and top_k and kl_budget."""
+        """The strengths of the guides that are named, and top_k, kl_budget and details."""
         single = "radq_guide" in given or "radq_beta" in given
         if "radq" in given and single:
             raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
         defaults = self.config.defaults
-        settings = {"top_k": TOP_K, "kl_budget": None}
+        settings = {"top_k": TOP_K, "kl_budget": None, "details": None}
         found: dict[str, Any] = {}
         if single:
             found = self._read_single(given.get("radq_guide"), given.get("radq_beta"))
         elif "radq" in given or not given:
             found = read_strengths(given.get("radq", {}))
-            settings = {"top_k": defaults.top_k, "kl_budget": defaults.kl_budget}
+            settings |= {"top_k": defaults.top_k, "kl_budget": defaults.kl_budget}
         for name in ("top_k", "kl_budget"):
             if f"radq_{name}" in given:
                 if name in found:
                     raise OptionError(f"a request gives {name} twice.", f"leave radq_{name} out.")
                 found[name] = _read_number(given[f"radq_{name}"], f"radq_{name}")
-        if "details" in found:
-            raise OptionError("there are no details in vLLM.", "leave them out, or ask a server of `radq serve`.")
         self.config.check_strengths(found)
         settings |= {name: found[name] for name in settings if name in found}
         settings["top_k"] = int(settings["top_k"])
@@ -110,6 +125,22 @@ class Registry:
     def _strength(self, name: str, number: float | None) -> float:
         suggested = self.entries[name].suggested
         return number if number is not None else suggested if suggested is not None else 0.0
+
+
+@lru_cache
+def _read_registry(path: str) -> Registry:
+    return Registry.read(path)
+
+
+def find_registry(path: str | None = None) -> Registry:
+    """Read the guides in a file, by default the one that the environment variable names."""
+    path = path or os.environ.get(GUIDES)
+    if not path:
+        raise OptionError(
+            f"the environment variable {GUIDES} is not set.",
+            "set it to a YAML file with lines name: DIR:attribute=beta.",
+        )
+    return _read_registry(path)
 
 
 def _read_number(value: Any, name: str) -> float | None:

@@ -8,7 +8,6 @@ The operator of the server writes guides.yaml, see `radq.serving.config`. A clie
 """
 
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,8 @@ from radq.guides.spec import parse_guide
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
-from radq.hosts.guidance import TICKET, Guidance, Registry
+from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry
+from radq.hosts.records import Records
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
 from radq.numerics import available_memory
 from radq.serving.config import NAME, OPTIONS
@@ -40,7 +40,6 @@ vllm_errors: Any = require_package("vllm.exceptions", "vllm")
 platforms: Any = require_package("vllm.platforms", "vllm")
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
-GUIDES = "RADQ_GUIDES"  # an environment variable, since vLLM's processes share nothing else before they start
 PROCESSOR = "GuidedProcessor"
 LONGEST = 2048  # default context length of the engine: a shorter context leaves memory for more texts
 HEADROOM = 8  # room for tokens that guides put before a text: a BOS, maybe a control code
@@ -50,22 +49,6 @@ GIB = 2**30
 
 
 PROCESSORS: "WeakSet[GuidedProcessor]" = WeakSet()  # of this process
-
-
-@lru_cache
-def _read_registry(path: str) -> Registry:
-    return Registry.read(path)
-
-
-def find_registry(path: str | None = None) -> Registry:
-    """Read the guides in a file, by default the one that the environment variable names."""
-    path = path or os.environ.get(GUIDES)
-    if not path:
-        raise OptionError(
-            f"the environment variable {GUIDES} is not set.",
-            "set it to a YAML file with lines name: DIR:attribute=beta.",
-        )
-    return _read_registry(path)
 
 
 class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcessor):
@@ -100,6 +83,19 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
     @property
     def figures(self) -> Figures:
         return self._steerer.figures
+
+    @property
+    def records(self) -> Records:
+        return self._steerer.records
+
+    @property
+    def panel(self) -> Panel:
+        return self._steerer.panel
+
+    @property
+    def tells_details(self) -> bool:
+        """Whether tokens are recorded for requests with details."""
+        return self._drafts is None
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +146,8 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         guidance = self.read_guidance(params)  # it was checked when the request came
         if guidance is None:
             return None
-        return Request(guidance, prompt or [], output, self._find_stop(params), _find_ticket(params))
+        text = (prompt or [], output)
+        return Request(guidance, *text, self._find_stop(params), _find_ticket(params), _find_choice(params))
 
     # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
@@ -158,9 +155,10 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         guidance = self.read_guidance(sampling_params)
         request = None
         if guidance is not None:
-            stop, ticket = self._find_stop(sampling_params), _find_ticket(sampling_params)
             make = partial(DraftRequest, lengths=self._states.total_len) if self._drafts else DeviceRequest
-            request = make(guidance, self._states.all_token_ids, req_idx, stop, ticket)
+            stop, ticket = self._find_stop(sampling_params), _find_ticket(sampling_params)
+            choice = _find_choice(sampling_params)
+            request = make(guidance, self._states.all_token_ids, req_idx, stop, ticket, choice)
         self._slots.update([], [(req_idx, request)], [])
         return request is not None
 
@@ -187,6 +185,12 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
 def _find_ticket(params: Any) -> str | None:
     ticket = (params.extra_args or {}).get(TICKET)
     return None if ticket is None else str(ticket)
+
+
+def _find_choice(params: Any) -> int:
+    """The number of a text among those of its request: vLLM gives each of them a seed of its own."""
+    first = (params.extra_args or {}).get(SEED)
+    return params.seed - first if isinstance(first, int) and isinstance(params.seed, int) else 0
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,11 @@
 vLLM's server lives in another process than the guides; it calls these methods to ask for figures.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from radq.hosts.figures import NAMES, Sums
+from radq.hosts.records import PackedRow
 from radq.hosts.vllm import PROCESSORS
 
 
@@ -23,3 +27,17 @@ class GuideWorker:
     def radq_bytes(self) -> int:
         """The memory that the guides' states may take up now."""
         return sum(processor.nbytes for processor in PROCESSORS)
+
+    def radq_facts(self) -> dict[str, Any] | None:
+        """What the server must know of the guides to describe itself; None if this worker has no guides."""
+        for processor in PROCESSORS:
+            return {"ranges": processor.panel.reward_ranges(), "details": processor.tells_details}
+        return None
+
+    def radq_details(self, ticket: str) -> list[PackedRow]:
+        """The candidates of a request's tokens since the last call, which are then forgotten."""
+        return [row for processor in PROCESSORS for row in processor.records.take(ticket)]
+
+    def radq_score(self, token_ids: Sequence[int]) -> dict[str, list[float]] | None:
+        """The reward of each token of a text by each name; None if this worker has no guides."""
+        return next((processor.panel.token_rewards(token_ids) for processor in PROCESSORS), None)

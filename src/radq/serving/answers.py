@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from radq.serving.bodies import Kind
+from radq.serving.details import LEAST, Drawn, make_finite
 from radq.serving.orders import Order
 from radq.serving.served import Served
-from radq.serving.texts import Delivery, Drawn, Text
+from radq.serving.texts import Delivery, Text
 
 OBJECTS = {"completion": ("text_completion", "text_completion"), "chat": ("chat.completion", "chat.completion.chunk")}
-LEAST = -9999.0  # in place of −∞, which JSON does not have
 
 
 class Answer:
@@ -107,11 +107,13 @@ class Answer:
             self._offsets[text.index] += len(one.piece)
         columns: dict[str, Any] = {
             "tokens": [self.served.show_token(one.id) for one in tokens],
-            "token_logprobs": [_finite(one.logprob) for one in tokens],
+            "token_logprobs": [make_finite(one.logprob) for one in tokens],
             "top_logprobs": [dict(self._top(one)) for one in tokens] if self.order.logprobs else None,
             "text_offset": offsets,
         }
-        return columns | ({"radq": [self._detail(one) for one in tokens]} if self.order.details else {})
+        return columns | (
+            {"radq": [one.describe(self.served.show_token) for one in tokens]} if self.order.details else {}
+        )
 
     def _entries(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
         """Log-probabilities in the form of chats: an entry for each token."""
@@ -119,7 +121,7 @@ class Answer:
             "content": [
                 _entry(self.served.show_token(one.id), one.logprob)
                 | {"top_logprobs": [_entry(*pair) for pair in self._top(one)]}
-                | ({"radq": self._detail(one)} if self.order.details else {})
+                | ({"radq": one.describe(self.served.show_token)} if self.order.details else {})
                 for one in tokens
             ]
         }
@@ -129,43 +131,14 @@ class Answer:
         ranked = sorted(one.candidates or [], key=lambda candidate: -candidate.probability)[: self.order.logprobs]
         return [(self.served.show_token(candidate.id), _log(candidate.probability)) for candidate in ranked]
 
-    def _detail(self, one: Drawn) -> dict[str, Any]:
-        """radq's own numbers about a token and the candidates that it was chosen from."""
-        candidates = [
-            {
-                "id": candidate.id,
-                "token": self.served.show_token(candidate.id),
-                "base_probability": candidate.base_probability,
-                "probability": candidate.probability,
-                "shift": candidate.shift,
-                "rewards": candidate.rewards,
-            }
-            for candidate in one.candidates or []
-        ]
-        return {
-            "id": one.id,
-            "token": self.served.show_token(one.id),
-            "piece": one.piece,
-            "logprob": _finite(one.logprob),
-            "base_logprob": _finite(one.base_logprob),
-            "shift": one.shift,
-            "kl": one.kl,
-            "rewards": one.rewards or {},
-            "candidates": candidates,
-        }
-
 
 def _finish_reason(end: Delivery) -> str:
     return "error" if end.error is not None else end.finish_reason or "stop"
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode("utf-8", "replace"))}
+    return {"token": token, "logprob": make_finite(logprob), "bytes": list(token.encode("utf-8", "replace"))}
 
 
 def _log(probability: float) -> float:
     return math.log(probability) if probability > 0 else LEAST
-
-
-def _finite(number: float) -> float:
-    return number if math.isfinite(number) else LEAST

@@ -7,33 +7,26 @@ and /metrics are for operators; / is the page.
 """
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from radq.errors import ContextLengthError, OptionError
 from radq.serving.answers import Answer
 from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody
-from radq.serving.config import GuideEntry
+from radq.serving.gate import Gate
+from radq.serving.info import VERSION, describe_server
+from radq.serving.keys import check_key
 from radq.serving.metrics import Metrics
 from radq.serving.orders import read_order
+from radq.serving.page_files import add_page
 from radq.serving.problems import ERRORS, add_handlers, answer_problem, check_unicode
 from radq.serving.scheduler import Scheduler
+from radq.serving.scores import check_scored
 from radq.serving.served import Served
 from radq.serving.streams import TextStream, unless_gone, write_events
-
-VERSION = version("radq")
-PAGE = Path(__file__).parent / "page"
-POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Server:
@@ -69,10 +62,7 @@ class Server:
         check_unicode(body.text)
         ids = await asyncio.to_thread(self.served.encode, body.text)
         limit = min(self.config.limits.prompt_tokens, self.served.context)
-        if not ids or not body.text.strip():
-            raise OptionError("text must not be empty.", "give a text with at least one token.")
-        if len(ids) > limit:
-            raise ContextLengthError(f"a text may have at most {limit} tokens, got {len(ids)}.", "shorten it.")
+        check_scored(body.text, ids, limit)
         return await asyncio.wrap_future(self.scheduler.call(lambda: self.served.score(ids)))
 
     # --- descriptions ---
@@ -87,73 +77,21 @@ class Server:
 
     def info(self) -> dict[str, Any]:
         """A description of the server, from which the page is made."""
-        config = self.config
-        return {
-            "version": VERSION,
-            "base": config.base_id,
-            "chat": self.served.has_chat,
-            "context": self.served.context,
-            "needs_key": self.api_key is not None,
-            "attributes": {name: self._attribute(name, entry) for name, entry in config.guides.items()},
-            "models": [{"id": config.base_id, "radq": {}}]
-            + [{"id": name, "radq": strengths} for name, strengths in config.models.items()],
-            "defaults": vars(config.defaults),
-            "limits": vars(config.limits),
-        }
-
-    def _attribute(self, name: str, entry: GuideEntry) -> dict[str, Any]:
-        return {
-            "range": entry.limits,
-            "default": entry.default,
-            "suggested": entry.suggested,
-            "safe": entry.safe,
-            "rewards": self.served.reward_range(name),
-            "description": entry.description,
-        }
+        served = self.served
+        return describe_server(
+            self.config,
+            self.config.base_id,
+            served.panel.reward_ranges(),
+            served.context,
+            chat=served.has_chat,
+            needs_key=self.api_key is not None,
+        )
 
     def check_key(self, request: Request) -> None:
-        if self.api_key is None:
-            return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.api_key.encode()):
-            raise HTTPException(401, "the API key is wrong or missing. hint: send Authorization: Bearer KEY.")
+        check_key(request, [] if self.api_key is None else [self.api_key])
 
-
-class Gate:
-    """Middleware that limits bodies, counts answers, and adds headers that tell browsers what to trust."""
-
-    def __init__(self, app: Any, server: Server):
-        self.app, self.server = app, server
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        limit, read = self.server.config.limits.body_bytes, 0
-
-        async def limited() -> MutableMapping[str, Any]:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > limit:
-                raise HTTPException(413, f"a body may have at most {limit} bytes. hint: send less.")
-            return message
-
-        async def counted(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *HEADERS]
-                route = getattr(scope.get("route"), "path", "other")
-                self.server.metrics.requests.labels(route, str(message["status"])).inc()
-            await send(message)
-
-        await self.app(scope, limited, counted)
-
-
-HEADERS = [
-    (b"content-security-policy", POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
+    def count(self, route: str, status: int) -> None:
+        self.metrics.requests.labels(route, str(status)).inc()
 
 
 # --- routes ---
@@ -171,11 +109,11 @@ def make_app(served: Served, api_key: str | None = None) -> FastAPI:
 
     app = FastAPI(title="radq", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Gate, server=server)
+    app.add_middleware(Gate, limit=server.config.limits.body_bytes, count=server.count)
     add_handlers(app)
     _add_texts(app, server)
     _add_descriptions(app, server)
-    _add_page(app)
+    add_page(app)
     return app
 
 
@@ -219,17 +157,3 @@ def _add_descriptions(app: FastAPI, server: Server) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(server.metrics.write(), media_type="text/plain; version=0.0.4")
-
-
-def _add_page(app: FastAPI) -> None:
-    files = {file.name: file for file in PAGE.iterdir() if file.is_file()}
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(files["index.html"], headers={"Cache-Control": "no-cache"})
-
-    @app.get("/page/{name}", include_in_schema=False)
-    async def page_file(name: str) -> Response:
-        if name not in files:
-            raise HTTPException(404, "there is no such file.")
-        return FileResponse(files[name], headers={"Cache-Control": "no-cache"})

@@ -8,9 +8,12 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from radq.guides import Guide
+import torch
+
+from radq.guides import Guide, RewardGuide
 from radq.guides.spec import guide_maker
 from radq.models.embedded import EMBEDDED
+from radq.models.reward import RewardModel
 from radq.serving.config import GuideEntry
 
 Model = tuple[str, tuple[tuple[str, float], ...]]  # a folder, and the numbers of its guide that are no strengths
@@ -76,6 +79,35 @@ class Panel:
     def sum(self, numbers: Sequence[int]) -> Guide:
         """The sum of the guides with these numbers."""
         return reduce(add, [self.guides[number] for number in numbers])
+
+    # --- rewards ---
+
+    def reward_model(self, name: str) -> tuple[RewardModel, int] | None:
+        """The reward model behind a name, and the column of its rewards; None for experts."""
+        number, place = self.places[name]
+        guide = self.guides[number]
+        return (guide.model, guide.columns[place]) if isinstance(guide, RewardGuide) else None
+
+    def reward_ranges(self) -> dict[str, tuple[float, float] | None]:
+        """The lowest and highest reward of each name; None for a guide without a reward model."""
+        found = {name: self.reward_model(name) for name in self.places}
+        return {
+            name: None if pair is None else pair[0].config.attribute_ranges[pair[1]] for name, pair in found.items()
+        }
+
+    @torch.no_grad()
+    def token_rewards(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """The reward of each token of a text by each name with a reward model. A model that several names share reads
+        the text once."""
+        found = {name: pair for name in self.places if (pair := self.reward_model(name)) is not None}
+        read: dict[RewardModel, torch.Tensor] = {}  # (t, attributes)
+        for model, _ in found.values():
+            if model not in read:
+                read[model] = model.token_rewards(torch.tensor([list(token_ids)], device=model.device))[0]
+        return {
+            name: read[model][:, column].clamp(*model.config.attribute_ranges[column]).tolist()
+            for name, (model, column) in found.items()
+        }
 
 
 def _model(entry: GuideEntry) -> Model:

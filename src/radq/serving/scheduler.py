@@ -21,9 +21,10 @@ from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.steering import not_finite
 from radq.errors import RadqError, explain
 from radq.serving.clock import ClockedGuide
+from radq.serving.details import StepNumbers
 from radq.serving.metrics import Metrics
 from radq.serving.served import Served
-from radq.serving.texts import Delivery, StepNumbers, Text
+from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
 PROMPT_BUDGET = {"cpu": 512, "cuda": 8192}  # tokens of prompts that are read between two steps of the others
@@ -229,10 +230,11 @@ class Scheduler:
             self._deliver(lane, ticket, text)
 
     def _tell(self, lane: _Lane, result: StepResult) -> None:
-        numbers = StepNumbers(result)
-        for row, ticket in enumerate(result.tickets):
+        assert result.drawn is not None
+        numbers = StepNumbers(result.drawn.proposal)
+        for row, (ticket, chosen) in enumerate(zip(result.tickets, result.drawn.choice.tolist(), strict=False)):
             if ticket in lane.texts:
-                lane.texts[ticket].tell(result, row, numbers)
+                lane.texts[ticket].tell(ticket, row, chosen, numbers)
 
     def _deliver(self, lane: _Lane, ticket: Ticket, text: Text) -> None:
         first = not text.drawn

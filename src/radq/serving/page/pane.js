@@ -141,7 +141,7 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
 }
 
 // The strengths in use, such as "sentiment 35, KL at most 0.5"; nothing where nothing is steered.
-function describeSteering({ kl_budget: budget, ...strengths }) {
+function describeSteering({ kl_budget: budget, top_k: _, ...strengths }) {
   const parts = Object.entries(strengths)
     .filter(([, value]) => value !== 0)
     .map(([name, value]) => `${name} ${formatStrength(value)}`);

@@ -13,8 +13,7 @@ export function plainRequest(state, strengths, samples = 1) {
     max_tokens: state.maxTokens,
     temperature: state.temperature,
     seed: state.seed,
-    top_k: state.topK,
-    radq: { ...strengths, kl_budget: state.klBudget },
+    radq: { ...strengths, kl_budget: state.klBudget, top_k: state.topK },
   };
   if (samples > 1) body.n = samples;
   return { path: chat ? "v1/chat/completions" : "v1/completions", body };
@@ -66,8 +65,8 @@ with urlopen(request) as answer:
 
 function asOpenai(origin, { path, body }, needsKey) {
   const chat = path.includes("chat");
-  const { radq, top_k, ...known } = body;
-  const lines = Object.entries({ ...known, extra_body: { top_k, radq } }).map(
+  const { radq, ...known } = body;
+  const lines = Object.entries({ ...known, extra_body: { radq } }).map(
     ([name, value]) => `    ${name}=${pythonLiteral(value, "    ")},`,
   );
   const key = needsKey ? `os.environ["RADQ_API_KEY"]` : `"none"`;

@@ -45,7 +45,7 @@ async function fetchWithKey(path, body, signal) {
     return await fetch(path, { ...asked, headers, signal, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server cannot be reached. Is “radq serve” still running?");
+    throw new ServerError("The server cannot be reached. Is it still running?");
   }
 }
 

@@ -1,0 +1,137 @@
+"""Requests and responses on their way through a middleware, in the terms of ASGI."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+
+EVENT_END = b"\n\n"
+DATA = b"data: "
+
+
+async def read_body(receive: Receive) -> bytes:
+    content = b""
+    while True:
+        message = await receive()
+        content += message.get("body", b"")
+        if message["type"] != "http.request" or not message.get("more_body"):
+            return content
+
+
+def replay(content: bytes, receive: Receive) -> Receive:
+    """Give the body again, and then whatever comes, such as a client that goes away."""
+    given = False
+
+    async def replay_once() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    return replay_once
+
+
+def with_length(scope: Scope, content: bytes) -> Scope:
+    """The scope of a request with another body."""
+    kept = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+    return {**scope, "headers": [*kept, (b"content-length", str(len(content)).encode())]}
+
+
+async def send_json(send: Send, status: int, document: dict[str, Any]) -> None:
+    content = json.dumps(document).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+class Tail:
+    """Sends a response with something at its end."""
+
+    def __init__(self, send: Send, write: Callable[[], Awaitable[bytes]]):
+        self._send, self._write = send, write
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kept = [pair for pair in message["headers"] if pair[0].lower() != b"content-length"]
+            message = {**message, "headers": kept}
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            message = {**message, "body": message.get("body", b"") + await self._write()}
+        await self._send(message)
+
+
+class Rewrite(ABC):
+    """Sends a response whose JSON document, or events if it is a stream, are changed on their way; errors pass as they
+    are."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._start: Message = {}
+        self._pass: Send = send  # what the parts of the body go through
+        self._content = b""  # that was not sent yet
+
+    @abstractmethod
+    async def change(self, document: dict[str, Any]) -> None:
+        """Change the document in place."""
+
+    def reads(self, event: bytes) -> bool:
+        """Whether an event of a stream may have to be changed."""
+        return False
+
+    async def change_event(self, document: dict[str, Any]) -> None:
+        """Change the document of an event in place."""
+        await self.change(document)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers to add."""
+        return []
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif message["type"] == "http.response.body":
+            await self._pass(message)
+        else:
+            await self._send(message)
+
+    async def _begin(self, message: Message) -> None:
+        headers = [(name.lower(), value) for name, value in message["headers"]]
+        kind = dict(headers).get(b"content-type", b"") if message["status"] == 200 else b""
+        whole = kind.startswith(b"application/json")
+        kept = [pair for pair in headers if not whole or pair[0] != b"content-length"]
+        self._start = {**message, "headers": [*kept, *self.headers()]}
+        if whole:
+            self._pass = self._pass_whole
+            return
+        if kind.startswith(b"text/event-stream"):
+            self._pass = self._pass_events
+        await self._send(self._start)
+
+    async def _pass_whole(self, message: Message) -> None:
+        self._content += message.get("body", b"")
+        if message.get("more_body"):
+            return
+        document = json.loads(self._content)
+        await self.change(document)
+        content = json.dumps(document).encode()
+        self._start["headers"].append((b"content-length", str(len(content)).encode()))
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def _pass_events(self, message: Message) -> None:
+        *events, self._content = (self._content + message.get("body", b"")).split(EVENT_END)
+        changed = [await self._change(event) + EVENT_END for event in events]
+        rest = b"" if message.get("more_body") else self._content
+        await self._send({**message, "body": b"".join([*changed, rest])})
+
+    async def _change(self, event: bytes) -> bytes:
+        if not event.startswith(DATA + b"{") or not self.reads(event):
+            return event
+        document = json.loads(event[len(DATA) :])
+        await self.change_event(document)
+        return DATA + json.dumps(document).encode()

@@ -1,0 +1,108 @@
+"""vLLM's server, as radq's middleware sees it: its model, its clients' keys, and its workers."""
+
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from radq.errors import RadqError, require_package
+from radq.hosts.guidance import Registry, find_registry
+from radq.models.loading import load_tokenizer
+from radq.models.vocabulary import find_bos, tokenise
+from radq.serving.config import ServeConfig
+from radq.serving.token_texts import TokenTexts
+
+LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
+
+
+class WorkerError(RadqError):
+    """vLLM's workers do not have what is asked for."""
+
+
+class VllmServer:
+    """vLLM's server, by the state that it keeps of its application."""
+
+    def __init__(self, state: Any):
+        self.state = state
+        self._facts: dict[str, Any] | None = None
+
+    # --- what it serves ---
+
+    @property
+    def registry(self) -> Registry:
+        return find_registry()
+
+    @property
+    def config(self) -> ServeConfig:
+        return self.registry.config
+
+    @property
+    def base(self) -> str:
+        """The name of the base model for clients."""
+        return self.state.openai_serving_models.base_model_paths[0].name
+
+    @property
+    def context(self) -> int:
+        return self.state.engine_client.model_config.max_model_len
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that clients may have; none if they need none."""
+        given = getattr(self.state.args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        return [key for key in given if key]
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(load_tokenizer(self.state.engine_client.model_config.tokenizer))
+
+    @property
+    def has_chat(self) -> bool:
+        own = getattr(self.texts.tokenizer, "chat_template", None)
+        return (getattr(self.state.args, "chat_template", None) or own) is not None
+
+    def encode(self, text: str) -> list[int]:
+        tokenizer = self.texts.tokenizer
+        return tokenise(tokenizer, [text], find_bos(self.state.engine_client.model_config.hf_config, tokenizer))[0]
+
+    async def find_likelihoods(self, token_ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token but the first under the base model."""
+        params = require_package("vllm", "vllm").SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        found: Sequence[Any] = ()
+        prompt, name = {"prompt_token_ids": list(token_ids)}, f"radq-score-{uuid.uuid4().hex}"
+        async for output in self.state.engine_client.generate(prompt, params, name):
+            found = output.prompt_logprobs or found
+        return [entry[token].logprob for entry, token in zip(found[1:], token_ids[1:], strict=True)]
+
+    # --- its workers ---
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all workers; nothing if they do not have it."""
+        client = getattr(self.state, "engine_client", None)
+        if client is None:
+            return []
+        call_engines = getattr(getattr(client, "engine_core", None), "call_utility_all_async", None)
+        try:
+            if call_engines is None:
+                return await client.collective_rpc(method, args=arguments)
+            engines = await call_engines("collective_rpc", method, None, arguments, None)
+        except Exception as error:
+            LOGGER.warning("radq has no figures of vLLM's workers; is --worker-extension-cls set? %s", error)
+            return []
+        return [result for results in engines for result in results]
+
+    async def find_facts(self) -> Mapping[str, Any]:
+        """What workers know of the guides: ranges of rewards, and whether there are details of tokens."""
+        if self._facts is None:
+            self._facts = next((facts for facts in await self.call("radq_facts") if facts), None)
+        if self._facts is None:
+            raise WorkerError(
+                "vLLM's workers tell nothing about tokens.",
+                "let the operator add --worker-extension-cls radq.hosts.vllm_worker.GuideWorker.",
+            )
+        return self._facts
+
+    async def find_rewards(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """The reward of each token of a text by each name."""
+        return next((rewards for rewards in await self.call("radq_score", list(token_ids)) if rewards is not None), {})

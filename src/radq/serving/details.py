@@ -1,0 +1,141 @@
+"""Numbers about the tokens of a text and the candidates that they were drawn from, as clients get them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from radq.decoding.steering import Proposal
+
+MOST_CANDIDATES = 64  # that are told about a token
+LEAST = -9999.0  # in place of −∞, which JSON does not have
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that could have been drawn; probabilities are over the candidates, at the temperature of the request."""
+
+    id: int
+    base_probability: float
+    probability: float
+    shift: float
+    rewards: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token that was drawn, with the text that became final with it."""
+
+    id: int
+    piece: str
+    shift: float
+    kl: float
+    base_logprob: float  # under the base model alone, over the whole vocabulary, at temperature 1
+    logprob: float  # in the distribution that it was drawn from
+    rewards: dict[str, float] | None = None
+    candidates: list[Candidate] | None = None
+
+    def describe(self, show: Callable[[int], str]) -> dict[str, Any]:
+        """The numbers as a part of an answer; `show` gives the text of a token."""
+        candidates = [{"id": one.id, "token": show(one.id), **_numbers(one)} for one in self.candidates or []]
+        return {
+            "id": self.id,
+            "token": show(self.id),
+            "piece": self.piece,
+            "logprob": make_finite(self.logprob),
+            "base_logprob": make_finite(self.base_logprob),
+            "shift": self.shift,
+            "kl": self.kl,
+            "rewards": self.rewards or {},
+            "candidates": candidates,
+        }
+
+
+def _numbers(candidate: Candidate) -> dict[str, Any]:
+    return {name: value for name, value in vars(candidate).items() if name != "id"}
+
+
+@dataclass(frozen=True)
+class CandidateRow:
+    """All candidates of one token, or those that are told."""
+
+    ids: np.ndarray  # (k,)
+    base: np.ndarray  # (k,): probabilities under the base model
+    guided: np.ndarray  # (k,)
+    shift: np.ndarray  # (k,)
+    rewards: dict[str, np.ndarray]  # (k,) each
+
+    def find(self, token: int) -> int | None:
+        """The place of a token; None if it is no candidate."""
+        (places,) = np.nonzero(self.ids == token)
+        return int(places[0]) if len(places) else None
+
+    def select(self, chosen: int) -> np.ndarray:
+        """The places of the candidates that are told: the most likely ones, and the one at the chosen place."""
+        order = np.argsort(-self.base, kind="stable")[:MOST_CANDIDATES]
+        order = order[self.base[order] > 0]
+        return order if chosen in order else np.append(order[: MOST_CANDIDATES - 1], chosen)
+
+    def take(self, places: np.ndarray) -> "CandidateRow":
+        rewards = {name: values[places] for name, values in self.rewards.items()}
+        return CandidateRow(self.ids[places], self.base[places], self.guided[places], self.shift[places], rewards)
+
+    def tell(self, chosen: int) -> tuple[dict[str, float], list[Candidate]]:
+        """The rewards of the candidate at the chosen place, and the candidates that are told."""
+        return self._rewards(chosen), [
+            Candidate(
+                int(self.ids[place]),
+                float(self.base[place]),
+                float(self.guided[place]),
+                float(max(self.shift[place], -1e30)),  # a guide forbids a candidate by −∞, which JSON has not
+                self._rewards(place),
+            )
+            for place in self.select(chosen).tolist()
+        ]
+
+    def _rewards(self, place: int) -> dict[str, float]:
+        return {name: float(values[place]) for name, values in self.rewards.items()}
+
+
+class StepNumbers:
+    """The candidates of a step for all its rows, on the host."""
+
+    def __init__(self, proposal: Proposal):
+        self.candidates = proposal.candidates.cpu().numpy()
+        self.base = proposal.base.double().softmax(-1).cpu().numpy()
+        self.guided = proposal.logits.double().softmax(-1).cpu().numpy()
+        self.shift = proposal.shift.double().cpu().numpy()
+        parts = proposal.rewards or ()
+        self.rewards = np.concatenate([part.double().cpu().numpy() for part in parts], axis=2) if parts else None
+
+    def row(self, row: int, places: Mapping[str, int]) -> CandidateRow:
+        """The candidates of one row; `places` are those of names among the strengths."""
+        rewards = {} if self.rewards is None else {name: self.rewards[row, :, place] for name, place in places.items()}
+        return CandidateRow(self.candidates[row], self.base[row], self.guided[row], self.shift[row], rewards)
+
+
+def summarise(drawn: Sequence[Drawn], names: Sequence[str]) -> dict[str, Any]:
+    """Means over the tokens of a text; of rewards, if they were told."""
+    n = max(1, len(drawn))
+    rewards = {
+        name: sum(one.rewards[name] for one in drawn if one.rewards) / n
+        for name in names
+        if drawn and drawn[0].rewards is not None
+    }
+    return {
+        "kl": sum(one.kl for one in drawn) / n,
+        "perplexity": perplexity(sum(one.base_logprob for one in drawn) / n),
+        "shift": sum(one.shift for one in drawn) / n,
+        "rewards": rewards,
+    }
+
+
+def perplexity(mean_log_probability: float) -> float:
+    """exp(−mean); finite also where a token is impossible for the base model."""
+    return math.exp(min(-mean_log_probability, 700.0))
+
+
+def make_finite(number: float) -> float:
+    return number if math.isfinite(number) else LEAST

@@ -1,0 +1,46 @@
+"""The description of a server, from which the page is made."""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from radq.serving.config import ServeConfig
+
+VERSION = version("radq")
+Ranges = Mapping[str, Sequence[float] | None]  # lowest and highest reward of each guide
+
+
+def describe_server(
+    config: ServeConfig, base: str, ranges: Ranges, context: int, *, chat: bool, needs_key: bool
+) -> dict[str, Any]:
+    """Describe what a server has.
+
+    Args:
+        base: the name of the base model for clients.
+        ranges: the lowest and highest reward of each guide; None for one without a reward model.
+        context: the most tokens of a text.
+        chat: whether the base model has a chat template.
+    """
+    attributes = {
+        name: {
+            "range": entry.limits,
+            "default": entry.default,
+            "suggested": entry.suggested,
+            "safe": entry.safe,
+            "rewards": ranges[name],
+            "description": entry.description,
+        }
+        for name, entry in config.guides.items()
+    }
+    virtual = [{"id": name, "radq": strengths} for name, strengths in config.models.items()]
+    return {
+        "version": VERSION,
+        "base": base,
+        "chat": chat,
+        "context": context,
+        "needs_key": needs_key,
+        "attributes": attributes,
+        "models": [{"id": base, "radq": {}}, *virtual],
+        "defaults": vars(config.defaults),
+        "limits": vars(config.limits),
+    }

@@ -1,0 +1,14 @@
+"""Keys that clients must have."""
+
+import hmac
+from collections.abc import Sequence
+
+from fastapi import HTTPException, Request
+
+
+def check_key(request: Request, keys: Sequence[str]) -> None:
+    """Refuse a request without one of the keys, if there are any."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip().encode("utf-8", "replace")
+    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
+    if keys and not any(matches):
+        raise HTTPException(401, "the API key is wrong or missing. hint: send Authorization: Bearer KEY.")
