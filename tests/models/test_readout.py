@@ -15,6 +15,7 @@ from radq.decoding.engine import Engine
 from radq.errors import ModelError, OptionError
 from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
+from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.loading import find_backbone
 from radq.models.readout import ReadoutConfig
 from radq.models.reward import RadQ, RewardModel
@@ -142,3 +143,27 @@ def test_layers_are_evenly_spaced() -> None:
     assert ReadoutConfig.choose(30, 576, 1, 7) == ReadoutConfig((30,), 7)
     with pytest.raises(OptionError, match="from 1 to 30"):
         ReadoutConfig.choose(30, 576, 31)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3, "do_sample": False}])
+def test_the_processor_of_transformers_takes_the_states_of_the_base_model(
+    options: dict[str, Any], lm_folders: dict[str, Path]
+) -> None:
+    lm: Any = make_lm("llama").double()
+    own = make_readout(lm_folders["llama"]).double()
+    guide = RewardGuide(own, {"nice": 5.0}) + make_guide("dexperts", "llama")
+    prompts = torch.tensor([[0, 5, 9, 11], [7, 8, 10, 12]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    options |= {"attention_mask": mask, "max_new_tokens": 6, "top_k": 0}
+    calls = []
+    own.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
+    watching = GuidedLogitsProcessor(guide, mask, lm=lm)
+    found = lm.generate(prompts, logits_processor=[watching], **options)
+    assert not calls
+    beside = lm.generate(prompts, logits_processor=[GuidedLogitsProcessor(guide, mask)], **options)
+    assert calls
+    torch.testing.assert_close(found, beside)
+    del watching
+    assert not lm.model._forward_hooks  # those of the processor are gone with it
+    with pytest.raises(OptionError, match="hidden states are not theirs"):
+        GuidedLogitsProcessor(guide, lm=lm)(prompts, torch.zeros(2, VOCAB))

@@ -9,6 +9,7 @@ more, it updates the state; otherwise it reads the texts from their beginning. S
 and prompt after prompt, and never has to be reset.
 """
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from radq.decoding.steering import Steering, Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
+from radq.models.loading import Wrappable, find_backbone
+from radq.models.readout import join_layers
 
 PADDING = -1  # marks padding in the texts that are kept
 
@@ -33,6 +36,8 @@ class GuidedLogitsProcessor(LogitsProcessor):
         top_k, top_p, temperature, kl_budget: see `radq.decoding.steering.Steering`. Call `generate` with `top_k=0` and
             without a temperature: it would apply its own values to the guided scores.
         tokenizer: the tokenizer of the base model, to compare vocabularies token by token and not by size alone.
+        lm: the base model. Guides that read its hidden states then take them from its own forwards, instead of running
+            it a second time; this does not work with assisted decoding.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
         temperature: float = 1.0,
         kl_budget: float | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        lm: Wrappable | None = None,
     ):
         if temperature == 0:
             raise OptionError(
@@ -56,6 +62,11 @@ class GuidedLogitsProcessor(LogitsProcessor):
         self._prompts: Tensor | None = None  # (b, t): the prompts that the attention mask belongs to
         self._texts: Tensor | None = None  # (b, t): the texts that the state has read, with PADDING
         self._state: Any = None
+        self._watch: _BaseWatch | None = None
+        layers = join_layers([reader.layers for reader in guide.readers])
+        if lm is not None:
+            guide.check_base(lm)
+            self._watch = _BaseWatch(lm, layers) if layers else None
 
     @torch.no_grad()
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -63,6 +74,8 @@ class GuidedLogitsProcessor(LogitsProcessor):
     ) -> Float[Tensor, "b v"]:
         if self._texts is None:
             self.guide.check_vocabulary(scores.shape[1], self.tokenizer, "the base model")
+        if self._watch is not None:
+            self._watch.check(input_ids)
         self._follow(self._with_padding(input_ids))
         strengths = Strengths.repeat(self.steering, self.guide, scores)
         proposal = propose(scores.float(), self.guide, self._state, strengths).require_finite()
@@ -118,7 +131,9 @@ class GuidedLogitsProcessor(LogitsProcessor):
             if not self._knows_padding(texts):
                 self._refuse_padding(texts)
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt are equal at first
-            state = self.guide.start(unique.clamp(min=0), (unique != PADDING).long())
+            prompts = unique.clamp(min=0), (unique != PADDING).long()
+            watch = self._watch
+            state = self.guide.start(*prompts) if watch is None else self.guide.start_beside(watch.take, *prompts)
             self._state = state.select(rows)
         else:
             if update.rows is not None:
@@ -128,6 +143,42 @@ class GuidedLogitsProcessor(LogitsProcessor):
             if update.tokens is not None:
                 self._state = self.guide.advance(self._state, update.tokens)
         self._texts = texts
+
+
+class _BaseWatch:
+    """Hooks that keep the hidden states of the last forward of a base model, while the watch exists."""
+
+    def __init__(self, lm: Wrappable, layers: tuple[int, ...]):
+        self.layers = layers
+        self._tokens: Tensor | None = None  # (b, n): that the last forward has read
+        self._states: dict[int, Tensor] = {}  # of each layer, (b, d), at the last of them
+        backbone, seen = find_backbone(lm, type(lm).__name__), weakref.ref(self)
+
+        def ask(_: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return arguments, {**options, "output_hidden_states": True}
+
+        def keep(_: Any, __: Any, options: dict[str, Any], output: Any) -> None:
+            watch = seen()
+            if watch is not None:
+                watch._tokens = options.get("input_ids")
+                watch._states = {layer: output.hidden_states[layer][:, -1] for layer in layers}
+
+        before = backbone.register_forward_pre_hook(ask, with_kwargs=True)
+        after = backbone.register_forward_hook(keep, with_kwargs=True)
+        for handle in (before, after):
+            weakref.finalize(self, handle.remove)
+
+    def check(self, input_ids: Int[Tensor, "b t"]) -> None:
+        """Refuse texts that do not end with the tokens that the base model has just read."""
+        tokens = self._tokens
+        if tokens is None or not torch.equal(input_ids[:, -tokens.shape[1] :], tokens.to(input_ids.device)):
+            raise OptionError(
+                "the base model has not just read the ends of these texts, so its hidden states are not theirs.",
+                "leave lm out of GuidedLogitsProcessor, as for assisted decoding.",
+            )
+
+    def take(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
+        return torch.cat([self._states[layer] for layer in layers], dim=1)
 
 
 class _Update(NamedTuple):
