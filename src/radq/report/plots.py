@@ -40,7 +40,7 @@ COLOURS = (
     "#8a5a2b",
     "#d4145a",
     "#7a8b00",
-    "#00a0b0",
+    "#a3c400",
     "#8f8fd0",
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 12 colours, pairs repeat after 84 guides
