@@ -179,9 +179,9 @@ def find_doubt(difference: Estimate, prompts: int | None) -> str:
     """Say why a difference decides nothing; empty where its interval excludes 0 and comes from enough prompts."""
     if not interval(difference):
         return "there is no interval"
-    if not difference.excludes_zero:
-        return "the 95% interval includes 0"
-    return "" if is_trusted(prompts) else f"{prompts} prompts are too few to tell"
+    if not is_trusted(prompts):
+        return f"{prompts} prompts are too few to tell"
+    return "" if difference.excludes_zero else "the 95% interval includes 0"
 
 
 def is_trusted(prompts: int | None) -> bool:
