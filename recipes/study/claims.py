@@ -1,10 +1,10 @@
 """The claims of the paper, each with a verdict that fixed rules compute from the measurements of a study.
 
 A rule takes a gain with its 95% interval and says whether a claim holds. The gain of a comparison is a difference at
-equal perplexity, positive where the first guide is better than the second.
+equal perplexity, positive where the first guide is better than the second. Where the whole interval is on one side of
+0, the verdict says "better" or "worse", also where a margin decides that the claim holds.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -13,6 +13,7 @@ from typing import Any
 from measurements import MeasuredSweep, Study
 
 from radq.evaluation.metrics import Estimate
+from radq.rank.numerical import count_above
 from radq.report.results import NAN
 from radq.report.tables import interval, number
 
@@ -21,15 +22,15 @@ MARGIN = 0.03  # differences of a rate or score in [0, 1] below this count as no
 SLIGHT = 0.05  # differences up to this count as slight
 FITS, FITS_NOT = 5e-6, 1e-4  # the paper's errors of RAD-V and RAD-Q on data of full rank
 LOW_RANK = 0.95  # a rank above this share of d is not called low, although the paper would call it so
+RANK_SHARES = (1e-2, 1e-3)  # more cutoffs of the rank, as shares of σ_1; below them lies the rounding of TF32
+EXPRESSIVITY_CAVEATS = "third setting tried, first check below the threshold, nothing tuned for RAD-Q"
 
 
 @dataclass(frozen=True)
 class Verdict:
     word: str
     reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.word}: {self.reason}" if self.reason else self.word
+    against: bool = False  # whether a margin alone decides: the whole interval is on the worse side of 0
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,27 @@ class Claim:
     text: str
     subject: str
     findings: list[Finding]
+    caveats: str = ""
+
+    @property
+    def word(self) -> str:
+        """The verdict in one word, of the settings that were run."""
+        words = {finding.verdict.word for finding in self._run}
+        return MISSING if not words else words.pop() if len(words) == 1 else MIXED
 
     @property
     def verdict(self) -> str:
-        return combine([finding.verdict for finding in self.findings])
+        """The word, and the reason for every setting."""
+        run, count = self._run, len(self.findings)
+        if not run:
+            return MISSING
+        word = f"{self.word}, with caveats ({self.caveats})" if self.caveats else self.word
+        missing = f" ({count - len(run)} of {count} not run)" if len(run) < count else ""
+        return f"{word}: {_join_reasons(run)}{missing}"
+
+    @property
+    def _run(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict.word != MISSING]
 
 
 def find_claims(study: Study) -> list[Claim]:
@@ -61,18 +79,25 @@ def find_claims(study: Study) -> list[Claim]:
     ]
 
 
-def combine(verdicts: Sequence[Verdict]) -> str:
-    """One word where all settings that were run agree, otherwise the number of settings with each verdict."""
-    words = Counter(verdict.word for verdict in verdicts if verdict.word != MISSING)
-    if not words:
-        return MISSING
-    missing = f" ({len(verdicts) - words.total()} of {len(verdicts)} not run)" if words.total() < len(verdicts) else ""
-    if len(words) == 1:
-        (word,) = words
-        reasons = {verdict.reason for verdict in verdicts if verdict.word == word}
-        return str(Verdict(word, reasons.pop() if len(reasons) == 1 else "")) + missing
-    counts = (f"{word} in {words[word]} of {words.total()}" for word in (HOLDS, FAILS, UNDECIDED) if words[word])
-    return f"{MIXED}: {', '.join(counts)}{missing}"
+def _join_reasons(findings: Sequence[Finding]) -> str:
+    """The reasons, each with its settings where there are several, and with its verdict where these differ."""
+    settings: dict[Verdict, list[str]] = {}
+    for finding in findings:
+        settings.setdefault(finding.verdict, []).append(finding.setting)
+    if len(settings) == 1:
+        return findings[0].verdict.reason
+    differ = len({verdict.word for verdict in settings}) > 1
+    return "; ".join(
+        f"{f'{verdict.word}, ' if differ else ''}{verdict.reason} ({_join_settings(names)})"
+        for verdict, names in settings.items()
+    )
+
+
+def _join_settings(names: Sequence[str]) -> str:
+    """Several settings as one text: k = 20 and k = 40 become k = 20, 40."""
+    heads = {name.rpartition(" ")[0] for name in names}
+    rest = [name.rpartition(" ")[2] for name in names[1:]] if len(heads) == 1 else names[1:]
+    return ", ".join([names[0], *rest])
 
 
 # --- rules ---
@@ -99,11 +124,17 @@ def better(gain: Estimate) -> Verdict:
 def no_worse(gain: Estimate) -> Verdict:
     """Holds if the whole interval is above −MARGIN, fails if it is below −MARGIN, otherwise is undecided."""
     if gain.low > -MARGIN:
-        side = "better" if gain.low > 0 else "worse, by less than the margin" if gain.high < 0 else "within the margin"
-        return Verdict(HOLDS, side)
+        return Verdict(HOLDS, "better") if gain.low > 0 else _within_margin(gain)
     if gain.high < -MARGIN:
         return Verdict(FAILS, f"worse by more than {MARGIN}")
-    return Verdict(UNDECIDED, f"perhaps worse by more than {MARGIN}")
+    return Verdict(UNDECIDED, f"{'worse, perhaps' if gain.high < 0 else 'perhaps worse'} by more than {MARGIN}")
+
+
+def _within_margin(gain: Estimate) -> Verdict:
+    """Holds because of the margin; says on which side of 0 the interval lies."""
+    if gain.high < 0:
+        return Verdict(HOLDS, f"worse, by less than {MARGIN}", against=True)
+    return Verdict(HOLDS, f"better, by less than {MARGIN}" if gain.low > 0 else "within the margin")
 
 
 def slightly_worse(gain: Estimate) -> Verdict:
@@ -122,10 +153,11 @@ def slightly_worse(gain: Estimate) -> Verdict:
 def on_par(gain: Estimate) -> Verdict:
     """Holds if the interval lies within ±MARGIN, fails if all of it lies outside, otherwise is undecided."""
     if gain.low > -MARGIN and gain.high < MARGIN:
-        return Verdict(HOLDS, "within the margin")
+        return _within_margin(gain)
+    side = "better" if gain.low > 0 else "worse" if gain.high < 0 else ""
     if gain.low > MARGIN or gain.high < -MARGIN:
-        return Verdict(FAILS, f"{'better' if gain.low > 0 else 'worse'} by more than {MARGIN}")
-    return Verdict(UNDECIDED, f"the interval reaches beyond ±{MARGIN}")
+        return Verdict(FAILS, f"{side} by more than {MARGIN}")
+    return Verdict(UNDECIDED, f"{side}, perhaps by more than {MARGIN}" if side else f"the interval exceeds ±{MARGIN}")
 
 
 def above_one(ratio: Estimate) -> Verdict:
@@ -135,21 +167,28 @@ def above_one(ratio: Estimate) -> Verdict:
     return Verdict(FAILS, "slower") if ratio.high < 1 else Verdict(UNDECIDED, "the interval includes 1")
 
 
-def low_rank(rank: int, num_rows: int, hidden_size: int) -> Verdict:
-    """Holds for a rank of at most LOW_RANK · d, fails from d on; a matrix with no more than d rows decides nothing."""
-    if rank >= hidden_size:
-        return Verdict(FAILS, "d or more")
+def low_rank(counts: Sequence[int], num_rows: int, hidden_size: int) -> Verdict:
+    """Holds if each cutoff counts at most LOW_RANK · d values, fails if each counts d or more, otherwise is undecided.
+
+    A matrix with no more than d rows decides nothing.
+    """
+    fewest, most = min(counts), max(counts)
+    if fewest >= hidden_size:
+        return Verdict(FAILS, "d or more at every cutoff")
     if num_rows <= hidden_size:
         return Verdict(UNDECIDED, f"{num_rows} rows say nothing about ranks above {num_rows}")
-    if rank > LOW_RANK * hidden_size:
-        return Verdict(UNDECIDED, f"below d, but above {LOW_RANK} d")
-    return Verdict(HOLDS, f"{rank / hidden_size:.2f} d")
+    reason = f"{fewest / hidden_size:.2f} to {most / hidden_size:.2f} d by the cutoff"
+    return Verdict(HOLDS if most <= LOW_RANK * hidden_size else UNDECIDED, reason)
 
 
-def lower(rank: int, other: int) -> Verdict:
-    if rank == other:
-        return Verdict(UNDECIDED, "the same")
-    return Verdict(HOLDS, "lower") if rank < other else Verdict(FAILS, "higher")
+def lower(counts: Sequence[int], others: Sequence[int]) -> Verdict:
+    """Holds if every cutoff counts fewer values than in the other matrix, fails if every cutoff counts more."""
+    pairs = list(zip(counts, others, strict=True))
+    if all(count < other for count, other in pairs):
+        return Verdict(HOLDS, "lower at every cutoff")
+    if all(count > other for count, other in pairs):
+        return Verdict(FAILS, "higher at every cutoff")
+    return Verdict(UNDECIDED, "not at every cutoff")
 
 
 def fits(error: float) -> Verdict:
@@ -239,30 +278,56 @@ def signed(estimate: Estimate) -> str:
 
 def _low_ranks(study: Study) -> Iterator[Claim]:
     for attribute in ("toxicity", "sentiment"):
-        findings = [_low_rank(f"RAD-{kind.upper()}", study.ranks.get(f"{attribute}-{kind}")) for kind in "vq"]
-        yield Claim("learned reward matrices have low numerical rank", attribute, findings)
+        documents = {f"RAD-{kind.upper()}": study.ranks.get(f"{attribute}-{kind}") for kind in "vq"}
+        findings = [_low_rank(label, document) for label, document in documents.items()]
+        known = next((document for document in documents.values() if document is not None), None)
+        subject = attribute if known is None else f"{attribute}, {_cutoffs(known)}"
+        yield Claim("learned reward matrices have low numerical rank", subject, findings)
 
 
 def _low_rank(label: str, document: dict[str, Any] | None) -> Finding:
     if document is None:
         return Finding(label, "", Verdict(MISSING))
-    (num_rows, rank), d = max(ranks_by_rows(document).items()), document["hidden_size"]
-    return Finding(f"{label}, N = {num_rows}", f"rank {rank}, d = {d}", low_rank(rank, num_rows, d))
+    (num_rows, counts), d = max(counts_by_rows(document).items()), document["hidden_size"]
+    verdict = low_rank(list(counts.values()), num_rows, d)
+    return Finding(label, f"{join_counts(counts)}, N = {num_rows}, d = {d}", verdict)
+
+
+def _cutoffs(document: dict[str, Any]) -> str:
+    _, counts = max(counts_by_rows(document).items())
+    return f"above {' / '.join(counts)} σ_1"
 
 
 def _regularised_rank(study: Study) -> Claim:
     """Compares at the largest number of rows that was measured with and without the regulariser."""
     names = ("toxicity-q", "toxicity-q-no-regulariser")
-    regularised, plain = (ranks_by_rows(study.ranks.get(name, {"ranks": []})) for name in names)
+    regularised, plain = (counts_by_rows(study.ranks.get(name, {"ranks": []})) for name in names)
     findings = [
-        Finding(f"N = {n}", f"rank {regularised[n]}, without it {plain[n]}", lower(regularised[n], plain[n]))
+        Finding(
+            f"N = {n}",
+            f"{join_counts(regularised[n])}, without it {join_counts(plain[n])}",
+            lower(list(regularised[n].values()), list(plain[n].values())),
+        )
         for n in sorted(regularised.keys() & plain.keys())[-1:]
     ]
-    return Claim("the regulariser lowers the rank", "toxicity", findings)
+    return Claim("the regulariser lowers the rank", "toxicity, the same cutoffs", findings)
 
 
-def ranks_by_rows(document: dict[str, Any]) -> dict[int, int]:
-    return {row["num_rows"]: row["rank"] for row in document["ranks"]}
+def counts_by_rows(document: dict[str, Any]) -> dict[int, dict[str, int]]:
+    """The numbers of singular values above the cutoffs, by the number of rows and the name of the cutoff."""
+    return {row["num_rows"]: _count(row) for row in document["ranks"]}
+
+
+def _count(row: dict[str, Any]) -> dict[str, int]:
+    """Counts at the paper's cutoff and at RANK_SHARES of the largest singular value, from the highest cutoff on."""
+    share = row["cutoff"] / (row["spectrum"][0] or 1.0)
+    found = [(share, f"{share:.2g} (the paper's)", row["rank"])]
+    found += [(one.share, f"{one.share:g}", one.count) for one in count_above(row["spectrum"], RANK_SHARES)]
+    return {name: count for _, name, count in sorted(found, reverse=True)}
+
+
+def join_counts(counts: dict[str, int]) -> str:
+    return " / ".join(map(str, counts.values()))
 
 
 def _expressivity(study: Study) -> Claim:
@@ -271,7 +336,7 @@ def _expressivity(study: Study) -> Claim:
         error, label = study.expressivity.get(kind), f"RAD-{kind.upper()}"
         measured = "" if error is None else f"MSE {error:.2g}"
         findings.append(Finding(label, measured, Verdict(MISSING) if error is None else rule(error)))
-    return Claim("RAD-V fits full-rank data, RAD-Q cannot", "name pairs", findings)
+    return Claim("RAD-V fits full-rank data, RAD-Q cannot", "name pairs", findings, EXPRESSIVITY_CAVEATS)
 
 
 # --- cost ---

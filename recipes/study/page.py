@@ -33,8 +33,9 @@ from claims import (
     UNDECIDED,
     Claim,
     cost,
+    counts_by_rows,
     find_claims,
-    ranks_by_rows,
+    join_counts,
     time_ratios,
 )
 from measurements import UNKNOWN, MeasuredSweep, Study, read_study
@@ -51,6 +52,18 @@ FIGURES = {"sentiment": "neutral", "detox": "nontoxic"}  # the prompts whose cur
 TOP_K = 20  # the number of candidates that the sentences are about
 SHOWN_K = (20, 100)  # the numbers of candidates whose times are named
 DIST_2 = 0.85  # the share of the base's Dist-2 at which texts count as equally varied
+
+RANK_LIMIT = (
+    "The rewards behind the ranks were multiplied in TF32, which has three digits, from one model and one draw of "
+    "prefixes each. Lower cutoffs are not shown, since rounding may exceed them; how much of the counts at 0.001 is "
+    "rounding was not measured."
+)
+EXPRESSIVITY_LIMIT = (
+    "The error on data of full rank comes from the third setting that was tried, with one seed, in TF32. Training of "
+    "RAD-V stopped at its first check below 5e-6, and its error rose and fell between checks: it reached that error, "
+    "and need not stay there. Nothing was tuned for RAD-Q, so its error is no lower limit "
+    "([rank.md](rank.md))."
+)
 
 
 @dataclass
@@ -162,21 +175,38 @@ def _metric(sweep: MeasuredSweep, guide: str, group: str, metric: str, beta: flo
 
 
 def _compare(study: Study, first_name: str, first: str, second_name: str, second: str) -> str:
-    """First guide against second in every task; gains are positive where the first is better."""
-    parts = []
+    """First guide against second in every task, in words; gains are positive where the first is better."""
+    places: dict[str, list[str]] = {}
     for name, sweep in study.sweeps.items():
         found = sweep.compare(first, second, TASKS[name].metric)
         for group in (group for group in sweep.groups if (group, TOP_K) in found):
-            gain = TASKS[name].gain(found[group, TOP_K])
+            gains = {k: TASKS[name].gain(found[group, k]) for k in sweep.top_ks if (group, k) in found}
             place = TASKS[name].name + (f" on {group} prompts" if len(sweep.groups) > 1 else "")
-            parts.append(f"{_standing(gain)} in {place} ({number(gain.value, '+')} {interval(gain, '+')})")
-    return f"{first_name}, compared with {second_name}, is {', '.join(parts) or 'not run'}"
+            places.setdefault(_standing(gains[TOP_K]), []).append(f"{place} ({_gains(gains)})")
+    parts = [f"{_stands(standing, second_name)} in {', in '.join(where)}" for standing, where in places.items()]
+    return f"{first_name} {'; it '.join(parts) or f'was not compared with {second_name}'}"
 
 
 def _standing(gain: Estimate) -> str:
     if not isfinite(gain.value):
         return "never as fluent"
-    return "ahead" if gain.low > 0 else "behind" if gain.high < 0 else "level"
+    return "better" if gain.low > 0 else "worse" if gain.high < 0 else "not told apart"
+
+
+def _stands(standing: str, other: str) -> str:
+    words = {"never as fluent": "never has the perplexity of", "not told apart": "cannot be told from"}
+    return f"{words.get(standing, f'is {standing} than')} {other}"
+
+
+def _gains(gains: dict[int | None, Estimate]) -> str:
+    """The gain at TOP_K, and those at other k where the guides stand differently."""
+    here = gains[TOP_K]
+    differing = {k: gain for k, gain in gains.items() if _standing(gain) != _standing(here)}
+    return _gain(here) + "".join(f"; at k = {k} {_standing(gain)}: {_gain(gain)}" for k, gain in differing.items())
+
+
+def _gain(gain: Estimate) -> str:
+    return f"{number(gain.value, '+')} {interval(gain, '+')}".strip()
 
 
 def _rate_at_equal_variety(study: Study, guide: str) -> str:
@@ -192,16 +222,23 @@ def _rate_at_equal_variety(study: Study, guide: str) -> str:
 
 
 def _ranks(study: Study) -> str:
-    names = {"RAD-V": "toxicity-v", "RAD-Q": "toxicity-q", "RAD-Q without the regulariser": "toxicity-q-no-regulariser"}
-    ranks = [
-        f"{max(ranks_by_rows(study.ranks[name]).items())[1]} for {label}"
-        for label, name in names.items()
-        if name in study.ranks
-    ]
+    """The singular values of one attribute (the table has both), and the errors on data of full rank."""
+    attributes = [name for name in ("sentiment", "toxicity") if {f"{name}-v", f"{name}-q"} <= study.ranks.keys()]
+    ranks = _ranks_of(study, attributes[0]) if attributes else "The ranks of RAD-V and RAD-Q were not measured."
     errors = " and ".join(f"{study.expressivity[k]:.2g} for RAD-{k.upper()}" for k in "vq" if k in study.expressivity)
+    fit = f"{errors}, with the caveats below" if errors else MISSING
+    return f"{ranks} On constructed data of full rank the error is {fit}."
+
+
+def _ranks_of(study: Study, attribute: str) -> str:
+    of_v, of_q = (study.ranks[f"{attribute}-{kind}"] for kind in "vq")
+    (rows, counts), (_, others) = (max(counts_by_rows(document).items()) for document in (of_v, of_q))
+    d = of_v["hidden_size"]
+    beyond = [f"{count} is more than d = {d}" for count in counts.values() if count > d]
     return (
-        f"The learned toxicity rewards of 1,024 prefixes have numerical rank {', '.join(ranks) or 'not run'}, where "
-        f"576 is possible for RAD-Q; on constructed data of full rank the error is {errors or 'not run'}."
+        f"The rewards of {attribute} after {rows:,} prefixes have {join_counts(counts)} singular values above "
+        f"{' / '.join(counts)} times the largest with RAD-V{f' ({beyond[-1]})' if beyond else ''}, "
+        f"{join_counts(others)} with RAD-Q, whose limit is d."
     )
 
 
@@ -246,10 +283,12 @@ def _texts(study: Study) -> str:
 
 
 def _claims(claims: Sequence[Claim]) -> str:
-    words = Counter(claim.verdict.partition(":")[0].partition(" (")[0] for claim in claims)
+    words = Counter(claim.word for claim in claims)
     counts = ", ".join(f"{words[word]} × {word}" for word in (HOLDS, FAILS, MIXED, UNDECIDED, MISSING) if words[word])
+    against = sum(any(finding.verdict.against for finding in claim.findings) for claim in claims)
     text = (
-        f"Of {len(claims)} lines: {counts}. Verdicts are computed by the rules of "
+        f"Of {len(claims)} lines: {counts}. In {against} of them a claim holds in some setting by the margin alone, "
+        "although the first is worse. Verdicts are computed by the rules of "
         "[claims.py](../recipes/study/claims.py). Unless said otherwise, the numbers are differences at equal "
         "perplexity, first guide minus second: less toxicity and more sentiment are better."
     )
@@ -274,6 +313,8 @@ def _limits(study: Study) -> str:
         "hold there.",
         "Intervals are over prompts. Each model was trained once, so they do not include the effect of another seed.",
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
+        *([RANK_LIMIT] if any(document.get("tf32", True) for document in study.ranks.values()) else []),
+        *([EXPRESSIVITY_LIMIT] if study.expressivity else []),
         f"The margins ({MARGIN} for no difference, {SLIGHT} for a slight one) are chosen here; the paper has none.",
         f"Judges are models that err, and guidance may exploit their errors. AUC on unseen texts: {', '.join(judges)}.",
         "Perplexity does not see that texts become alike. GeDi's filter leaves the base few tokens to choose from; at "

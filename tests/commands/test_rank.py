@@ -22,6 +22,7 @@ from radq.models.reward import RadQ
 from radq.rank.analysis import RankResult
 from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix
+from radq.rank.numerical import SHARES
 from radq.rank.verdict import Backbone, give_verdict
 from radq.toy import make_reviews
 
@@ -324,8 +325,17 @@ def test_model_draws_ranks(reviews: Path, toy: Path, capsys: pytest.CaptureFixtu
     assert json.loads((folder / "out/rank.json").read_text()) == result
     for plot in ("rank.png", "spectrum.png"):
         assert (folder / "out" / plot).read_bytes().startswith(b"\x89PNG")
+    for row in result["ranks"]:
+        assert {one["share"]: one["count"] for one in row["counts"]} == {
+            share: sum(value > share * row["spectrum"][0] for value in row["spectrum"]) for share in SHARES
+        }
+    assert result["tf32"] is False
     assert main([*argv]) == 0
-    assert "cutoff" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert all(text in " ".join(out.split()) for text in ("cutoff", "0.01", "1e-06", "Another cutoff gives another"))
+    last = next(line for line in out.splitlines() if line.strip("│ ").startswith("64"))
+    assert [int(cell) for cell in last.split("│")[5:-1]] == [one["count"] for one in result["ranks"][-1]["counts"]]
+    assert "TF32" not in out
     assert "no attribute 'calm'" in fails(capsys, *argv, "--json", "--attribute", "calm")
     assert "rows must be numbers of at least 1, got '0'" in fails(capsys, *argv[:5], "--json", "--rows", "0")
 

@@ -6,14 +6,22 @@ import numpy as np
 import pytest
 import torch
 from families import VOCAB, make_reward
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reward_data import make_data
 
 from radq import numerics
 from radq.data.dataset import RewardData
 from radq.errors import MemoryLimitError, OptionError
-from radq.rank.numerical import numerical_ranks, reward_rows, sample_prefixes
+from radq.rank.numerical import (
+    SHARES,
+    count_above,
+    is_tf32_forced,
+    numerical_ranks,
+    reward_rows,
+    sample_prefixes,
+    without_tf32,
+)
 
 
 @settings(max_examples=30, deadline=None)
@@ -27,6 +35,45 @@ def test_ranks_are_those_of_torch(rank: int, dtype: torch.dtype, seed: int) -> N
         assert result.rank == expected == min(rank, result.num_rows)
         values = torch.linalg.svdvals(rows[: result.num_rows].double())
         assert result.spectrum == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-9, 1), min_size=1, max_size=12), st.integers(0, 1000))
+def test_counts_are_those_of_a_matrix_with_known_singular_values(logarithms: list[float], seed: int) -> None:
+    """The matrix is U diag(σ) Vᵀ with σ that lie clear of every cutoff, counted one by one."""
+    values = sorted((10.0**number for number in logarithms), reverse=True)
+    ratios = np.array(values)[:, None] / values[0] / np.array(SHARES)
+    assume(np.all(np.abs(np.log(ratios)) > 1e-6))
+    generator = torch.Generator().manual_seed(seed)
+    n = len(values)
+    left, right = (
+        torch.linalg.qr(torch.randn(size, n, generator=generator, dtype=torch.float64)).Q for size in (n, 30)
+    )
+    rows = left @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ right.T
+    (result,) = numerical_ranks(rows, [n], torch.finfo(torch.float32).eps)
+    assert [(one.share, one.count) for one in result.counts] == [
+        (share, len([value for value in values if value > share * values[0]])) for share in SHARES
+    ]
+
+
+def test_counts_by_hand() -> None:
+    assert [one.count for one in count_above([8.0, 0.8, 0.08, 0.0], [0.5, 0.1, 0.05, 1e-9])] == [1, 1, 2, 3]
+    assert [one.count for one in count_above([0.0, 0.0])] == [0] * len(SHARES)
+
+
+def test_products_have_all_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with without_tf32():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    assert not is_tf32_forced("cuda:0")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert is_tf32_forced("cuda:0")
+    assert not is_tf32_forced("cpu")
 
 
 @pytest.fixture(scope="module")

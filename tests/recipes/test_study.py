@@ -18,6 +18,8 @@ import pytest
 import torch
 import yaml
 from classifiers import make_classifier
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripts import run_script
 from sweep_folders import make_cell, make_result, measure_cell, write_lines
 
@@ -84,7 +86,12 @@ def write_json(file: Path, document: dict[str, Any]) -> None:
 
 
 def write_rank(folder: Path, name: str, *ranks: int) -> None:
-    rows = [{"num_rows": 64 * 4**n, "rank": rank, "cutoff": 1e-3, "spectrum": [1.0]} for n, rank in enumerate(ranks)]
+    """A tenth of the rank lies above 0.01 of the largest singular value, and the rank also above 0.001 of it."""
+    rows = [
+        {"num_rows": 64 * 4**n, "rank": rank, "cutoff": 0.01}
+        | {"spectrum": [2.0] * (rank // 10) + [0.01] * (rank - rank // 10) + [1e-5] * (64 * 4**n - rank)}
+        for n, rank in enumerate(ranks)
+    ]
     document = {"reward": name, "kind": "q", "attribute": "toxicity", "hidden_size": 576, "vocabulary": 49152}
     write_json(folder / "rank" / f"{name}.json", document | {"dtype": "float32", "ranks": rows})
 
@@ -199,7 +206,8 @@ def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
         ("better", 0.0, 0.03, "undecided: the interval includes 0"),
         ("no_worse", -0.029, 0.01, "holds: within the margin"),
         ("no_worse", 0.001, 0.2, "holds: better"),
-        ("no_worse", -0.02, -0.01, "holds: worse, by less than the margin"),
+        ("no_worse", -0.02, -0.01, "holds: worse, by less than 0.03"),
+        ("no_worse", -0.04, -0.01, "undecided: worse, perhaps by more than 0.03"),
         ("no_worse", -0.03, 0.01, "undecided: perhaps worse by more than 0.03"),
         ("no_worse", -0.06, -0.031, "does not hold here: worse by more than 0.03"),
         ("slightly_worse", -0.04, -0.01, "holds: worse, by less than 0.05"),
@@ -208,7 +216,10 @@ def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
         ("slightly_worse", -0.1, -0.06, "does not hold here: worse by more than 0.05"),
         ("slightly_worse", 0.01, 0.02, "does not hold here: better"),
         ("on_par", -0.02, 0.02, "holds: within the margin"),
-        ("on_par", -0.02, 0.04, "undecided: the interval reaches beyond ±0.03"),
+        ("on_par", -0.02, 0.04, "undecided: the interval exceeds ±0.03"),
+        ("on_par", -0.028, -0.018, "holds: worse, by less than 0.03"),
+        ("on_par", 0.018, 0.028, "holds: better, by less than 0.03"),
+        ("on_par", -0.038, -0.028, "undecided: worse, perhaps by more than 0.03"),
         ("on_par", 0.04, 0.06, "does not hold here: better by more than 0.03"),
         ("on_par", -0.06, -0.04, "does not hold here: worse by more than 0.03"),
         ("better", NAN, NAN, "undecided: there is no interval"),
@@ -217,26 +228,62 @@ def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
 def test_verdicts(modules: dict[str, ModuleType], rule: str, low: float, high: float, wanted: str) -> None:
     claims = modules["claims"]
     gain = Estimate(0.0 if low != low else (low + high) / 2, low, high)
-    assert str(claims.judge(gain, getattr(claims, rule))) == wanted
+    verdict = claims.judge(gain, getattr(claims, rule))
+    assert f"{verdict.word}: {verdict.reason}" == wanted
+    assert verdict.against == wanted.startswith("holds: worse, by less than 0.03")
     assert claims.judge(Estimate(NAN, NAN, NAN), getattr(claims, rule)).word == "undecided"
+
+
+@pytest.mark.parametrize("rule", ["better", "no_worse", "slightly_worse", "on_par"])
+@given(ends=st.tuples(st.floats(-0.1, 0.1), st.floats(-0.1, 0.1)).map(sorted))
+@settings(deadline=None)
+def test_no_verdict_hides_the_side_of_zero(modules: dict[str, ModuleType], rule: str, ends: list[float]) -> None:
+    """A verdict says worse or better where the whole interval is on that side, whatever the rule decides."""
+    low, high = ends
+    reason = modules["claims"].judge(Estimate((low + high) / 2, low, high), getattr(modules["claims"], rule)).reason
+    if high < 0:
+        assert reason.startswith("worse")
+    elif low > 0:
+        assert reason.startswith("better")
+    else:
+        assert not reason.startswith(("worse", "better"))
 
 
 def test_verdicts_on_ranks(modules: dict[str, ModuleType]) -> None:
     low_rank, lower = modules["claims"].low_rank, modules["claims"].lower
-    assert str(low_rank(144, 1024, 576)) == "holds: 0.25 d"
-    assert low_rank(575, 1024, 576).word == "undecided"
-    assert low_rank(144, 512, 576).word == "undecided"
-    assert low_rank(576, 1024, 576).word == low_rank(900, 1024, 576).word == "does not hold here"
-    assert [lower(*pair).word for pair in ((1, 2), (2, 2), (2, 1))] == ["holds", "undecided", "does not hold here"]
+    verdict = low_rank([58, 144, 288], 1024, 576)
+    assert (verdict.word, verdict.reason) == ("holds", "0.10 to 0.50 d by the cutoff")
+    assert low_rank([51, 575], 1024, 576).word == "undecided"
+    assert low_rank([51, 666], 1024, 576).word == "undecided"  # the cutoff decides
+    assert low_rank([51, 144], 512, 576).word == "undecided"
+    assert low_rank([576, 900], 1024, 576).word == "does not hold here"
+    pairs = {((1, 3), (2, 4)): "holds", ((1, 4), (2, 4)): "undecided", ((3, 5), (2, 4)): "does not hold here"}
+    assert {pair: lower(*pair).word for pair in pairs} == pairs
+
+
+def test_ranks_are_counted_at_several_cutoffs(modules: dict[str, ModuleType]) -> None:
+    spectrum = [10.0, 1.0, 0.2, 0.05, 0.02, 0.001]
+    document = {"ranks": [{"num_rows": 6, "rank": 4, "cutoff": 0.04, "spectrum": spectrum}]}
+    found = {"0.01": 3, "0.004 (the paper's)": 4, "0.001": 5}
+    assert modules["claims"].counts_by_rows(document) == {6: found}
+    assert list(modules["claims"].counts_by_rows(document)[6]) == list(found)
 
 
 def test_verdicts_of_several_settings(modules: dict[str, ModuleType]) -> None:
     claims = modules["claims"]
-    fine, other, wrong, missing = (claims.Verdict(word, word) for word in ("holds", "holds", "undecided", "not run"))
-    assert claims.combine([]) == claims.combine([missing]) == "not run"
-    assert claims.combine([fine, missing]) == "holds: holds (1 of 2 not run)"
-    assert claims.combine([fine, claims.Verdict("holds", "better")]) == "holds"
-    assert claims.combine([fine, other, wrong]) == "mixed: holds in 2 of 3, undecided in 1 of 3"
+    fine, worse = claims.Verdict("holds", "fine"), claims.Verdict("holds", "worse", against=True)
+    unsure, missing = claims.Verdict("undecided", "unsure"), claims.Verdict("not run")
+
+    def combine(*verdicts: Any, caveats: str = "") -> str:
+        findings = [claims.Finding(f"k = {20 * n}", "", verdict) for n, verdict in enumerate(verdicts, 1)]
+        return claims.Claim("text", "subject", findings, caveats).verdict
+
+    assert combine() == combine(missing) == combine(missing, caveats="small") == "not run"
+    assert combine(fine, fine) == "holds: fine"
+    assert combine(fine, missing) == "holds: fine (1 of 2 not run)"
+    assert combine(fine, worse, fine) == "holds: fine (k = 20, 60); worse (k = 40)"
+    assert combine(fine, fine, unsure) == "mixed: holds, fine (k = 20, 40); undecided, unsure (k = 60)"
+    assert combine(fine, caveats="small") == "holds, with caveats (small): fine"
 
 
 def test_less_toxicity_is_better(modules: dict[str, ModuleType]) -> None:
@@ -265,11 +312,20 @@ def test_claims_of_a_study(page: str) -> None:
     assert rows["regulariser and baseline together help fluency", ablation][0].startswith("holds: better")
     verdict, _ = rows["cross-entropy is slightly behind squared loss", ablation]
     assert verdict == "holds: worse, by less than 0.05 (2 of 4 not run)"
-    assert rows["learned reward matrices have low numerical rank", "toxicity"][0].startswith("mixed: holds in 1 of 2")
-    assert "(1 of 2 not run)" in rows["learned reward matrices have low numerical rank", "sentiment"][0]
-    assert rows["the regulariser lowers the rank", "toxicity"] == ["holds: lower", "N = 256: rank 90, without it 200"]
+    cutoffs = "above 0.01 / 0.005 (the paper's) / 0.001 σ_1"
+    assert rows["learned reward matrices have low numerical rank", f"toxicity, {cutoffs}"] == [
+        "mixed: undecided, 0.16 to 1.56 d by the cutoff (RAD-V); holds, 0.02 to 0.21 d by the cutoff (RAD-Q)",
+        "RAD-V: 90 / 900 / 900, N = 1024, d = 576; RAD-Q: 12 / 120 / 120, N = 1024, d = 576",
+    ]
+    found = rows["learned reward matrices have low numerical rank", f"sentiment, {cutoffs}"]
+    assert found[0] == "undecided: 0.10 to 0.99 d by the cutoff (1 of 2 not run)"
+    assert rows["the regulariser lowers the rank", "toxicity, the same cutoffs"] == [
+        "holds: lower at every cutoff",
+        "N = 256: 9 / 90 / 90, without it 20 / 200 / 200",
+    ]
     assert rows["RAD-V fits full-rank data, RAD-Q cannot", "name pairs"] == [
-        "holds: below 5e-06 (1 of 2 not run)",
+        "holds, with caveats (third setting tried, first check below the threshold, nothing tuned for RAD-Q): "
+        "below 5e-06 (1 of 2 not run)",
         "RAD-V: MSE 4e-06; RAD-Q: not run",
     ]
     verdict, measured = rows["RAD-Q takes less time per token than RAD-V", "RAD-V's time over RAD-Q's, batch of 25"]
@@ -302,14 +358,23 @@ def test_the_rate_at_equal_variety_is_read_off_straight_lines(modules: dict[str,
     assert modules["page"]._rate_at_equal_variety(study, "weak") == "–"  # its texts never become so alike
 
 
-def test_sentences_say_who_is_ahead(page: str) -> None:
+def test_sentences_say_who_is_better(page: str) -> None:
     text = " ".join(page.split())
     assert (
-        "RAD-Q trained on labels, compared with RAD-V, is behind in sentiment on neutral prompts "
-        "(−0.090 [−0.100, −0.080])" in text
+        "RAD-Q trained on labels is worse than RAD-V in sentiment on neutral prompts (−0.090 [−0.100, −0.080]), in "
+        "sentiment on negative prompts" in text
     )
-    assert "ahead in sentiment on neutral prompts (+0.135 [+0.125, +0.145])" in text  # distilled RAD-Q and GeDi
-    assert "numerical rank 900 for RAD-V, 120 for RAD-Q" in text
+    assert "Distilled RAD-Q is better than GeDi in sentiment on neutral prompts (+0.135 [+0.125, +0.145])" in text
+    assert (
+        "The rewards of toxicity after 1,024 prefixes have 90 / 900 / 900 singular values above 0.01 / 0.005 (the "
+        "paper's) / 0.001 times the largest with RAD-V (900 is more than d = 576), 12 / 120 / 120 with RAD-Q" in text
+    )
+
+
+def test_sentences_name_other_candidates_where_these_decide_otherwise(modules: dict[str, ModuleType]) -> None:
+    gains = {20: Estimate(-0.001, -0.005, 0.004), 40: Estimate(-0.006, -0.011, -0.002)}
+    assert modules["page"]._gains(gains) == "−0.001 [−0.005, +0.004]; at k = 40 worse: −0.006 [−0.011, −0.002]"
+    assert modules["page"]._gains(gains | {40: gains[20]}) == "−0.001 [−0.005, +0.004]"
 
 
 def test_a_pair_in_the_other_order_has_the_other_sign(modules: dict[str, ModuleType], study: Path) -> None:
@@ -331,6 +396,28 @@ def test_links_and_images_are_there(docs: Path, page: str) -> None:
         assert (REPOSITORY / "docs" / link).exists(), link
     for name in images:
         assert (docs / name).stat().st_size < 100_000
+
+
+def test_the_published_page_says_what_misleads() -> None:
+    page = (REPOSITORY / "docs" / "results.md").read_text()
+    rows, text = claim_rows(page), " ".join(page.split())
+    verdict, _ = rows["distilled RAD-Q follows RAD-V in detoxification", "detoxification, nontoxic"]
+    assert verdict == "holds: within the margin (k = 20); worse, by less than 0.03 (k = 40)"
+    verdict, _ = rows["the MLP head is on par with the linear one", "detoxification, nontoxic"]
+    assert verdict.startswith("mixed: holds, worse, by less than 0.03 (k = 20)")
+    assert "In 2 of them a claim holds in some setting by the margin alone" in text
+    assert "16 / 51 / 666 singular values" in text
+    assert "666 is more than d = 576" in text
+    for caveat in ("multiplied in TF32", "third setting", "first check below", "Nothing was tuned for RAD-Q"):
+        assert caveat in text.split("## Limits")[1]
+
+
+def test_ranks_without_tf32_need_no_caveat(modules: dict[str, ModuleType], study: Path, tmp_path: Path) -> None:
+    assert "TF32" in write(modules, study, tmp_path / "docs")
+    shutil.rmtree(study / "expressivity")
+    for file in (study / "rank").iterdir():
+        write_json(file, json.loads(file.read_text()) | {"tf32": False})
+    assert "TF32" not in write(modules, study, tmp_path / "docs")
 
 
 def test_the_page_holds_texts_and_limits(page: str) -> None:
@@ -417,9 +504,9 @@ def test_the_models_and_sweeps_of_the_study_fit_together(modules: dict[str, Modu
     run = modules["run"]
     kinds: dict[bool, Any] = {True: ExpertTrainingConfig, False: RewardTrainingConfig}
     made: set[str] = set()
-    for name, settings in run.MODELS.items():
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings | {"out": f"models/{name}"}))
-        config = read_yaml(tmp_path / "config.yaml", kinds["method" in settings])
+    for name, model in run.MODELS.items():
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(model | {"out": f"models/{name}"}))
+        config = read_yaml(tmp_path / "config.yaml", kinds["method" in model])
         config.check()
         assert getattr(config, "teacher", "") in {"", *made}  # teachers come first
         made.add(config.out)

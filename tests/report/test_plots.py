@@ -1,14 +1,17 @@
 """Plots: every guide can be told, whatever it is called and whatever was measured of it."""
 
-from math import isnan
+import re
+from itertools import combinations
+from math import dist, isnan
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep_folders import NAMES, Page, make_result, svg_texts
 
 from radq.evaluation.metrics import Estimate
-from radq.report.plots import INK, plot_by_candidates, plot_tradeoff
-from radq.report.results import NAN
+from radq.report.plots import COLOURS, INK, choose_colour, plot_by_candidates, plot_tradeoff
+from radq.report.published import PublishedCurve
+from radq.report.results import NAN, Result
 
 VALUES = st.floats(0.001, 0.999) | st.just(NAN)
 
@@ -38,6 +41,48 @@ def test_names_are_left_as_they_are() -> None:
     plot = plot_tradeoff("name", "all", [make_result(guide=name, metrics=known)], lambda attribute, fluency: [])
     assert plot is not None
     assert f"{name}, k=20" in Page(plot.inline).texts
+
+
+def test_perplexity_is_a_multiple_of_the_unguided_one() -> None:
+    """Of the unguided cells with the same candidates, on a logarithmic axis."""
+
+    def cell(perplexity: float, **fields: object) -> Result:
+        known = {"avg_max": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(perplexity, NAN, NAN)}
+        return make_result(metrics=known, **fields)
+
+    unguided = [cell(p, guide="none", unguided=True, beta=None, top_k=k) for p, k in ((10.0, 20), (20.0, 40))]
+    points = [(15.0, 1.0, 20), (25.0, 2.0, 20), (30.0, 1.0, 40), (50.0, 2.0, 40)]
+    guided = [cell(perplexity, beta=beta, top_k=k) for perplexity, beta, k in points]
+    plot = plot_tradeoff("name", "all", [*unguided, *guided], lambda attribute, fluency: [])
+    assert plot is not None
+    texts = Page(plot.svg).texts
+    assert {"1×", "1.2×", "1.5×", "2×", "2.5×"} <= set(texts)
+    assert "perplexity (← more fluent), times the unguided base model's" in texts
+    assert not {"20", "30", "50"} & set(texts)
+    curves = re.findall(r'<path d="(M [^"]*)" clip-path="[^"]*" style="fill: none;[^"]*#0072b2; [^"]*1.7', plot.svg)
+    assert len(curves) == 2
+    assert len(set(curves)) == 1  # k=20 and k=40 have the same multiples
+    alone = plot_tradeoff("name", "all", guided, lambda attribute, fluency: [])
+    assert alone is not None
+    assert "perplexity (← more fluent)" in Page(alone.svg).texts
+
+
+def test_the_paper_s_curves_keep_the_perplexity_itself() -> None:
+    curve = PublishedCurve("RAD-V", 20, "GPT-2-Large", "Perspective", ((10.0, 12.0, 0.3), (50.0, 40.0, 0.2)))
+    known = {"avg_max": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(15.0, NAN, NAN)}
+    results = [make_result(metrics=known), make_result(guide="none", unguided=True, beta=None, metrics=known)]
+    plot = plot_tradeoff("name", "all", results, lambda attribute, fluency: [curve])
+    assert plot is not None
+    assert "perplexity (← more fluent)" in Page(plot.svg).texts
+
+
+def test_twelve_guides_have_colours_of_their_own() -> None:
+    """Any two are as far apart in red, green and blue as the two nearest of Okabe and Ito's palette, or nearly."""
+    colours = [tuple(int(colour[n : n + 2], 16) for n in (1, 3, 5)) for colour in COLOURS]
+    assert len(COLOURS) == 12
+    assert min(dist(one, other) for one, other in combinations(colours, 2)) > 60
+    guides = [f"guide {n}" for n in range(12)]
+    assert [choose_colour(guide, guides) for guide in guides] == list(COLOURS)
 
 
 def test_wide_ranges_of_perplexity_are_logarithmic() -> None:

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from sweep_folders import lines_of, make_result, make_run, write_lines
 
 from radq.evaluation.metrics import TRUSTED_PROMPTS, Estimate
-from radq.report.plots import is_decided
-from radq.report.results import NAN, GuideDifference, Result, Run, read_runs
+from radq.report.results import NAN, Result, Run, read_runs
 from radq.report.summary import (
+    Change,
     change_table,
     count_group,
     describe_changes,
-    describe_difference,
     describe_run,
     find_changes,
+    find_doubt,
     name_group,
     warn_of_few_prompts,
 )
@@ -55,11 +55,10 @@ def test_a_guide_is_shown_at_its_strongest_beta_with_a_fair_perplexity() -> None
     assert (found[1].unguided, found[1].guided, found[1].difference.value) == (10, 12, 2)
     assert isnan(found[1].difference.low)  # a run of an older version
     assert describe_changes(found) == [
-        "rad-q at β = -20 lowers positive_rate[mood] from 0.500 (unguided) to 0.200 on 40 all prompts: "
-        "−0.300 [−0.400, −0.200]; the 95% interval excludes 0. "
-        "Its perplexity is 1.20 times the unguided one (12.00 instead of 10.00).",
-        "dear at β = 1 raises positive_rate[mood] from 0.500 (unguided) to 0.900 on all prompts: +0.400. "
-        "Its perplexity is 1.60 times the unguided one (16.00 instead of 10.00).",
+        "rad-q at β = -20 lowers positive_rate[mood] from 0.500 (unguided) to 0.200 on 40 all prompts "
+        "(−0.300 [−0.400, −0.200]), at 1.20 times the unguided perplexity.",
+        "dear at β = 1 raises positive_rate[mood] from 0.500 (unguided) to 0.900 on all prompts "
+        "(+0.400; there is no interval), at 1.60 times the unguided perplexity.",
     ]
     assert [entry.text for entry in change_table(found).rows[0]] == [
         *("rad-q", "β = -20", "40 all prompts", "positive_rate[mood]", "0.500", "0.200", "−0.300")
@@ -87,7 +86,8 @@ def test_without_perplexity_the_strongest_beta_is_shown() -> None:
     unguided = make_result(guide="none", unguided=True, beta=None, metrics=scores[0])
     run = make_summary(unguided, *(make_result(beta=10.0 * n, metrics=scores[n]) for n in (1, 2)))
     assert describe_changes(find_changes(run)) == [
-        "rad-q at β = 20 raises mean_score[mood] from 0.500 (unguided) to 0.700 on all prompts: +0.200."
+        "rad-q at β = 20 raises mean_score[mood] from 0.500 (unguided) to 0.700 on all prompts "
+        "(+0.200; there is no interval)."
     ]
 
 
@@ -98,13 +98,18 @@ def test_without_perplexity_the_strongest_beta_is_shown() -> None:
 @settings(deadline=None)
 def test_few_prompts_never_decide(numbers: list[float], prompts: int | None) -> None:
     low, value, high = numbers
-    words = describe_difference(Estimate(value, low, high), prompts)
-    pair = GuideDifference("a", "b", "avg_max", "all", value, low, high, (1.0, 2.0), prompts)
     excludes = not low <= 0 <= high
     few = prompts is not None and prompts < TRUSTED_PROMPTS
-    assert f"the 95% interval {'excludes' if excludes else 'includes'} 0" in words
-    assert (f"but {prompts} prompts are too few to rely on it" in words) == few
-    assert is_decided(pair) == (excludes and not few)
+    doubt = find_doubt(Estimate(value, low, high), prompts)
+    assert (doubt == "") == (excludes and not few)
+    assert ("too few to tell" in doubt) == few
+    assert ("includes 0" in doubt) == (not excludes and not few)
+    change = Change("g", "", "all", prompts, "avg_max", 0.5, 0.5 + value, Estimate(value, low, high))
+    (sentence,) = describe_changes([change])
+    assert (", but not clearly" in sentence) == bool(doubt)
+    assert (" raises " in sentence or " lowers " in sentence) <= (not doubt)
+    assert sentence.endswith(").")
+    assert ". " not in sentence  # one sentence
 
 
 @pytest.mark.parametrize(

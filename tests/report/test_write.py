@@ -14,7 +14,6 @@ from sweep_folders import BAD_GUIDE, BETAS, COST, GUIDES, HOSTILE, Page, lines_o
 from radq.cli import main
 from radq.errors import OptionError
 from radq.report.results import read_runs
-from radq.report.tables import difference_table
 from radq.report.write import write_report
 
 pytestmark = pytest.mark.slow
@@ -45,8 +44,10 @@ def test_plots_of_a_run(run: Path) -> None:
         assert ("DistilBERT" in text) == (group != "all")  # sentiment has classes of prompts
         assert (run / "plots" / f"tradeoff-{group}.png").read_bytes().startswith(b"\x89PNG")
     pairs = svg_texts((run / "plots" / "differences.svg").read_text())
-    assert "rad-q − rad-v, all" in pairs
-    assert f"rad-q − {BAD_GUIDE}, negative" in pairs
+    assert "not told apart from rad-v, all" in pairs
+    assert f"better than {BAD_GUIDE}, negative" in pairs
+    assert "avg_max: rad-q minus the other guide (← better)" in pairs
+    assert "rad-v − dexperts" not in pairs  # ours against each, not all pairs
 
 
 def test_csv_holds_the_metrics(run: Path) -> None:
@@ -96,15 +97,16 @@ def test_published_judge_and_base_of_a_run(tmp_path: Path) -> None:
 def test_guides_without_a_common_range(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", {"rad-q": 1.0, "rad-v": 1.1}, groups=("all",))
     rows = lines_of(folder / "differences.jsonl")
-    rows[0] |= {"value": None, "low": None, "high": None, "perplexity": None}
+    nothing = dict.fromkeys(("value", "low", "high", "perplexity"))
+    rows[0] |= nothing | {"reason": "the guides have no common perplexity."}
     write_lines(folder / "differences.jsonl", rows)
-    (read,) = read_runs([folder])
-    table = difference_table(read.differences)
-    assert [entry.text for entry in table.rows[0]] == ["rad-q − rad-v", "avg_max", "all", "–", "no common range"]
-    page = write_report([folder]).page.read_text()
-    assert "Not compared" not in page  # positive_rate is
-    assert "no common range" in page
-    assert "rad-q has 0.010 more positive_rate than rad-v at equal perplexity (11.20 to 24.00)" in page
+    report = write_report([folder])
+    page = "".join(Page(report.page.read_text()).texts)
+    assert "not compared with rad-v: the guides have no common perplexity" in page  # the run's own reason
+    assert "hold no comparison" not in page
+    assert report.comparisons == [
+        "At equal perplexity rad-q cannot be told apart from rad-v in positive_rate on all prompts."
+    ]
 
 
 def test_torn_last_lines_are_noted(tmp_path: Path) -> None:
@@ -124,7 +126,11 @@ def test_a_bare_run_is_enough(tmp_path: Path) -> None:
         (folder / name).unlink()
     report = write_report([folder])
     assert [note.split("has no ")[1] for note in report.notes] == ["differences.jsonl.", "generations.jsonl."]
-    assert "Not compared: rad-q and rad-v, rad-q and dexperts, rad-v and dexperts." in report.page.read_text()
+    page = "".join(Page(report.page.read_text()).texts)
+    assert "The runs hold no comparison of rad-q and rad-v, rad-q and dexperts." in page
+    assert "The run folders hold no texts of the measured cells." in page
+    assert "sweep β" not in page  # nobody knows why they are missing
+    assert "differences.jsonl of the run folder" not in page
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
@@ -137,11 +143,29 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     text = svg_texts((tmp_path / "both" / "plots" / "tradeoff-all.svg").read_text())
     assert all(guide in text for guide in report.guides)
     page = report.page.read_text()
-    assert "first/rad-q − rad-v" in page
+    assert "At equal perplexity first/rad-q cannot be told apart from rad-v in avg_max on all prompts." in page
+    assert "At equal perplexity second/rad-q is better than gedi in avg_max on all prompts." in page
     assert "Guides of different runs are not compared" in page
-    assert page.count("<details") == 5  # both have the same prompts
+    assert page.count("<summary><b>") == 5  # both have the same prompts
     namesakes = read_runs([first, shutil.copytree(second, tmp_path / "other" / "first")])
     assert {result.guide for result in namesakes[1].results} >= {f"{tmp_path / 'other' / 'first'}/rad-q", "gedi"}
+
+
+def test_texts_stand_side_by_side_at_the_strengths_of_the_headlines(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {"rad-q": 1.0, "rad-v": 1.1}, groups=("all",))
+    html = write_report([folder]).page.read_text()
+    prompt = html.split("<summary><b>")[1]
+    shown, rest = prompt.split('<details class="rest">')
+    titles = re.findall(r"<h4>([^<]*)</h4>", shown)
+    assert titles == ["none (unguided), k=20", "rad-q, k=20, β = 100", "rad-v, k=20, β = 100"]
+    assert "rad-q at β = 100" in html.split("<nav>")[0]
+    assert sorted(re.findall(r"<h4>([^<]*)</h4>", rest)) == [
+        f"{guide}, k=20, β = {beta}" for guide in ("rad-q", "rad-v") for beta in (10, 300, 50)
+    ]
+    colours = re.findall(r"border-color: (#\w{6})", shown)
+    assert len(colours) == len(set(colours)) == 2
+    svg = (folder / "plots" / "tradeoff-all.svg").read_text()
+    assert all(colour in svg for colour in colours)  # the colours of the curves
 
 
 # --- the page ---
@@ -176,11 +200,16 @@ def test_the_page_says_it_all(run: Path) -> None:
     assert f"none, rad-q, rad-v, dexperts, {BAD_GUIDE}, _low" in text
     assert "100 all prompts, 100 neutral prompts, 100 negative prompts, 6 samples of each" in text
     assert (
-        "rad-q at β = 100 lowers avg_max from 0.382 (unguided) to 0.181 on 100 all prompts: "
-        "−0.201 [−0.211, −0.191]; the 95% interval excludes 0. Its perplexity is 1.24 times"
+        "rad-q at β = 100 lowers avg_max from 0.382 (unguided) to 0.181 on 100 all prompts "
+        "(−0.201 [−0.211, −0.191]), at 1.24 times the unguided perplexity."
     ) in text
-    assert "rad-q has 0.015 more avg_max than rad-v at equal perplexity (11.20 to 24.00), all prompts: +0.015" in text
-    assert "rad-q has 0.025 less avg_max than dexperts" in text
+    assert (
+        f"At equal perplexity rad-q is better than dexperts and {BAD_GUIDE}, and it cannot be told apart from rad-v "
+        "and _low in avg_max on all prompts."
+    ) in text
+    assert "Less counts as better for avg_max: the guides lower it from the unguided base model's." in text
+    assert "More counts as better for positive_rate: the guides raise it" in text
+    assert "Comparisons of other guides with each other are in differences.jsonl" in text
     assert "the highest score of a prompt's samples, averaged over prompts" in text
     assert "base: gpt2-large" in text
     assert "Calls per token in the paper: GeDi 1, DExperts 2, RAD-V k, RAD-Q 1." in text

@@ -196,16 +196,26 @@ def rank_model(arguments: ModelArguments) -> None:
 
 
 def _print_ranks(measured: "ModelRanks") -> None:
-    from radq.commands.console import console, make_table
+    from radq.commands.console import console, print_table
 
-    table = make_table("prefixes", "rank", "σ_1", "cutoff", "σ at a tenth of N")
-    table.title = f"{measured.attribute}: {measured.vocabulary} tokens, d = {measured.hidden_size}, {measured.dtype}"
-    for rank in measured.ranks:
-        spectrum = rank.spectrum
-        tenth = spectrum[min(len(spectrum) - 1, rank.num_rows // 10)]
-        cells = (f"{number:.3g}" for number in (spectrum[0], rank.cutoff, tenth))
-        table.add_row(str(rank.num_rows), str(rank.rank), *cells)
-    console().print(table)
+    header = ["prefixes", "rank", "cutoff", "σ_1", *(f"> {one.share:g} σ_1" for one in measured.ranks[0].counts)]
+    rows = [
+        [str(rank.num_rows), str(rank.rank), f"{rank.cutoff:.3g}", f"{rank.spectrum[0]:.3g}"]
+        + [str(one.count) for one in rank.counts]
+        for rank in measured.ranks
+    ]
+    out = console()
+    out.print(f"{measured.attribute}: {measured.vocabulary} tokens, d = {measured.hidden_size}, {measured.dtype}")
+    print_table(header, rows, words=0)
+    out.print(
+        "The rank is the number of singular values above the cutoff. Another cutoff gives another number: the columns "
+        "on the right count the singular values above shares of the largest, σ_1."
+    )
+    if measured.tf32:
+        out.print(
+            "note: NVIDIA_TF32_OVERRIDE=1 took digits from the products of float32 numbers, so small singular values "
+            "may be rounding errors. Unset it and measure again."
+        )
 
 
 # --- radq rank verify ---

@@ -2,11 +2,14 @@
 
 N prefixes are drawn from the data, and each gives a row with the rewards of all tokens. The rank is the number of
 singular values above max(N, |V|) · eps · σ_1, where eps is that of the dtype the model computed in. This is the cutoff
-of numpy and PyTorch.
+of numpy and PyTorch. It is high for large vocabularies (0.0059 · σ_1 for 49,152 tokens in float32), and another cutoff
+gives another number, so the singular values above several shares of σ_1 are counted as well.
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,16 @@ from radq.models.reward import RewardModel
 from radq.numerics import require_memory
 from radq.rank.config import ModelRankConfig
 
+SHARES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the largest singular value
+
+
+@dataclass(frozen=True)
+class ShareCount:
+    """The number of singular values above a share of the largest one."""
+
+    share: float
+    count: int
+
 
 @dataclass(frozen=True)
 class NumericalRank:
@@ -33,6 +46,7 @@ class NumericalRank:
     num_rows: int
     rank: int
     cutoff: float
+    counts: list[ShareCount]
     spectrum: list[float]  # singular values, largest first
 
 
@@ -46,6 +60,7 @@ class ModelRanks:
     hidden_size: int
     vocabulary: int
     dtype: str
+    tf32: bool  # whether the environment forced products of float32 into TF32, which has three digits
     ranks: list[NumericalRank]
 
     def save(self, folder: Path) -> None:
@@ -106,7 +121,8 @@ def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks
     data = load_data(config.data, model.tokenizer, columns, NO_LIMIT, config.cache, progress)
     max_tokens = None if model.max_tokens is None else model.max_tokens - 1  # one position is left for a candidate
     prefixes = sample_prefixes(data, sizes[-1], max_tokens, config.seed)
-    rows = reward_rows(model, prefixes, attribute, config.batch_size, progress)
+    with without_tf32():
+        rows = reward_rows(model, prefixes, attribute, config.batch_size, progress)
     assert model.config.backbone is not None
     return ModelRanks(
         reward=config.reward,
@@ -115,8 +131,25 @@ def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks
         hidden_size=model.config.backbone.hidden_size,
         vocabulary=rows.shape[1],
         dtype=config.dtype,
+        tf32=config.dtype == "float32" and is_tf32_forced(device),
         ranks=numerical_ranks(rows, sizes, torch.finfo(dtype).eps, device),
     )
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Multiply float32 matrices with all their digits inside the block: the rounding of TF32 looks like rank."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def is_tf32_forced(device: str) -> bool:
+    """Whether NVIDIA's libraries use TF32 whatever PyTorch asks for."""
+    return device.startswith("cuda") and os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
 
 
 def _find_attribute(model: RewardModel, name: str | None) -> str:
@@ -192,5 +225,11 @@ def numerical_ranks(
     for n in sizes:
         spectrum = torch.linalg.svdvals(reduced[:, :n])
         cutoff = max(n, rows.shape[1]) * eps * float(spectrum[0])
-        results.append(NumericalRank(n, int((spectrum > cutoff).sum()), cutoff, spectrum.tolist()))
+        values = spectrum.tolist()
+        results.append(NumericalRank(n, int((spectrum > cutoff).sum()), cutoff, count_above(values), values))
     return results
+
+
+def count_above(spectrum: Sequence[float], shares: Sequence[float] = SHARES) -> list[ShareCount]:
+    """Count the singular values (largest first) above each share of the largest."""
+    return [ShareCount(share, sum(value > share * spectrum[0] for value in spectrum)) for share in shares]

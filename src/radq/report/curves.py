@@ -77,6 +77,14 @@ def find_curves(results: Sequence[Result]) -> list[Curve]:
     ]
 
 
+def find_unguided(results: Sequence[Result], curve: Curve) -> Step | None:
+    """Find the unguided cells with the run and the candidates of a curve."""
+    one = curve.steps[0].results[0]
+    wanted = (one.run, one.top_k, one.top_p)
+    found = [result for result in results if result.unguided and (result.run, result.top_k, result.top_p) == wanted]
+    return Step("", found) if found else None
+
+
 def _guide_and_candidates(result: Result) -> tuple[str, int | None, float | None]:
     """The guide and candidates that the cells of a curve over the KL budget share."""
     return result.guide, result.top_k, result.top_p

@@ -7,28 +7,33 @@ scripts and requests.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import combinations
-from math import isfinite
 
 from radq.errors import require_package
-from radq.evaluation.metrics import METRICS, TRUSTED_PROMPTS, Estimate
-from radq.report.curves import Step, find_curves
-from radq.report.plots import Plot
+from radq.evaluation.metrics import METRICS, TRUSTED_PROMPTS
+from radq.report.comparisons import (
+    Comparison,
+    comparison_table,
+    describe_comparisons,
+    explain_better,
+    find_missing,
+)
+from radq.report.curves import Curve, Step, find_curves, find_unguided
+from radq.report.plots import Plot, choose_colour
 from radq.report.published import published_calls
-from radq.report.results import GuideDifference, PromptSamples, Result, Run, Sample, metric_and_judge, unique
+from radq.report.results import PromptSamples, Result, Run, Sample, metric_and_judge, unique
 from radq.report.summary import (
     MAX_PERPLEXITY_RATIO,
     Change,
     change_table,
+    choose_step,
     describe_changes,
-    describe_difference,
     describe_run,
     name_group,
     order_groups,
 )
-from radq.report.tables import difference_table, left_out_table, metric_keys, metric_order, number, result_table
+from radq.report.tables import left_out_table, metric_keys, number, result_table
 
-HEADLINES = 6  # guides, and pairs of guides, in words at the top; the tables have all
+HEADLINES = 6  # sentences about guides, and about comparisons of them, at the top; the tables have all
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,9 @@ class PageContent:
 
     runs: list[Run]
     changes: list[Change]
+    comparisons: list[Comparison]
     tradeoffs: list[tuple[str, Plot]]  # class of prompts and plot
-    differences: Plot | None
+    comparison_plot: Plot | None
     samples: list[PromptSamples]
     published: bool
     notes: list[str]
@@ -48,8 +54,18 @@ class PageContent:
         return [result for run in self.runs for result in run.results]
 
     @property
-    def pairs(self) -> list[GuideDifference]:
-        return [pair for run in self.runs for pair in run.differences]
+    def other_pairs(self) -> int:
+        """The number of comparisons in the runs that are not about our guide."""
+        return sum(len(run.differences) for run in self.runs) - len(self.comparisons)
+
+
+@dataclass(frozen=True)
+class TextCard:
+    """The texts of one guide at one strength, beside those of other guides."""
+
+    title: str
+    colour: str  # of the guide in plots; empty for the unguided base model
+    samples: list[Sample]
 
 
 def render_page(content: PageContent) -> str:
@@ -62,24 +78,26 @@ def render_page(content: PageContent) -> str:
     template = environment.from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
     results = content.results
     groups = order_groups(unique(result.group for result in results))
+    comparisons = describe_comparisons(content.comparisons)
     return template.render(
         vars(content),
         title=f"Report: {', '.join(run.name for run in content.runs)}",
         css=(folder / "page.css").read_text(encoding="utf-8"),
         facts=[(run.name, describe_run(run)) for run in content.runs],
-        headlines=_first(describe_changes(content.changes), "guides") + _first(_in_words(content.pairs), "pairs"),
+        headlines=_first(comparisons, "comparisons") + _first(describe_changes(content.changes), "guides"),
         change_table=change_table(content.changes),
         max_ratio=MAX_PERPLEXITY_RATIO,
         trusted_prompts=TRUSTED_PROMPTS,
         name_group=name_group,
         number=number,
-        pairs=difference_table(content.pairs),
-        not_compared=unique(f"{first} and {second}" for run in content.runs for first, second in _not_compared(run)),
+        comparison_table=comparison_table(content.comparisons),
+        explanations=explain_better(content.comparisons),
+        other_pairs=content.other_pairs,
+        missing=[pair for run in content.runs for pair in find_missing(run)],
         tables=[(group, result_table([result for result in results if result.group == group])) for group in groups],
         published_calls=published_calls(),
         left_out=left_out_table(results),
-        curves=find_curves(list({(result.run, result.cell): result for result in results}.values())),
-        samples_of=_samples_of,
+        texts=[(prompt, *_show_texts(prompt, results)) for prompt in content.samples],
         definitions=_definitions(results),
     )
 
@@ -90,34 +108,30 @@ def _first(sentences: Sequence[str], noun: str) -> list[str]:
     return [*sentences[:HEADLINES], *([f"… and {rest} more {noun} below."] if rest > 0 else [])]
 
 
-def _in_words(pairs: Sequence[GuideDifference]) -> list[str]:
-    """Compare pairs of guides in words, by the first metric of the first class of prompts."""
-    known = [pair for pair in pairs if isfinite(pair.value)]
-    if not known:
-        return []
-    group = order_groups([pair.group for pair in known])[0]
-    metric = min((pair.metric for pair in known if pair.group == group), key=metric_order)
-    return [_describe_pair(pair) for pair in known if (pair.group, pair.metric) == (group, metric)]
+def _show_texts(prompt: PromptSamples, results: Sequence[Result]) -> tuple[list[TextCard], list[TextCard]]:
+    """The texts of all guides at the β that the changes are about, and those at all other β."""
+    here = [result for result in results if result.group == prompt.group]
+    here = here or list({(result.run, result.cell): result for result in results}.values())
+    guides = unique(result.guide for result in results if not result.unguided)
+    shown, rest = [], []
+    for curve in find_curves(here):
+        chosen = _choose_shown(here, curve)
+        for step in curve.steps:
+            (shown if step is chosen else rest).append(_make_card(prompt, curve, step, guides))
+    return [card for card in shown if card.samples], [card for card in rest if card.samples]
 
 
-def _describe_pair(pair: GuideDifference) -> str:
-    low, high = map(number, pair.perplexity_range)
-    amount = f"{number(abs(pair.value))} {'more' if pair.value > 0 else 'less'} {pair.metric} than {pair.second}"
-    found = describe_difference(Estimate(pair.value, pair.low, pair.high), pair.prompts)
-    return f"{pair.first} has {amount} at equal perplexity ({low} to {high}), {name_group(pair.group)}: {found}."
+def _choose_shown(results: Sequence[Result], curve: Curve) -> Step:
+    unguided = find_unguided(results, curve)
+    return curve.steps[-1] if unguided is None else choose_step(curve, unguided)
 
 
-def _not_compared(run: Run) -> list[tuple[str, str]]:
-    """Find the pairs of guides that no metric compares."""
-    known = {frozenset((pair.first, pair.second)) for pair in run.differences if isfinite(pair.value)}
-    guides = unique(result.guide for result in run.results if not result.unguided)
-    return [pair for pair in combinations(guides, 2) if frozenset(pair) not in known]
-
-
-def _samples_of(prompt: PromptSamples, step: Step) -> list[Sample]:
+def _make_card(prompt: PromptSamples, curve: Curve, step: Step, guides: Sequence[str]) -> TextCard:
     """The continuations of a prompt at one step of a curve, with its first seed."""
     first = step.results[0]
-    return prompt.continuations.get((first.run, first.cell), [])
+    title = f"{curve.label}, {step.title}" if step.title else curve.label
+    colour = "" if curve.unguided else choose_colour(curve.guide, guides)
+    return TextCard(title, colour, prompt.continuations.get((first.run, first.cell), []))
 
 
 def _definitions(results: Sequence[Result]) -> list[tuple[str, str, list[str]]]:

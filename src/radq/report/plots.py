@@ -1,9 +1,10 @@
-"""Plots of attributes against fluency with one curve per guide, and of pairs of guides at equal perplexity.
+"""Plots of attributes against fluency with one curve per guide, and of our guide against others at equal perplexity.
 
     plot = plot_tradeoff("tradeoff-all", "all", results, find_published)   # results of one class of prompts
     plot.svg, plot.png, plot.inline                                        # files, and a drawing for a page
 
 Guides differ in colour and marker, settings in the line; dashed lines are the paper's. Text stays text in the SVG.
+Perplexity is drawn as a multiple of the unguided base model's where that was measured, on a logarithmic axis.
 """
 
 import io
@@ -21,10 +22,12 @@ from jaxtyping import Float
 
 from radq.errors import require_package
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, Estimate
-from radq.report.curves import Curve, find_curves
+from radq.report.comparisons import Comparison
+from radq.report.curves import Curve, find_curves, find_unguided
 from radq.report.published import PublishedCurve
-from radq.report.results import GuideDifference, Result, metric_and_judge, unique
-from radq.report.summary import is_trusted, name_group
+from radq.report.results import NAN, Result, metric_and_judge, unique
+from radq.report.summary import name_group
+from radq.report.tables import metric_keys
 
 COLOURS = (
     "#0072b2",
@@ -32,9 +35,15 @@ COLOURS = (
     "#009e73",
     "#cc79a7",
     "#e69f00",
-    "#56b4e9",
-)  # Okabe and Ito's palette for colour-blind readers
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 6 colours, pairs repeat after 42 guides
+    "#56b4e9",  # up to here Okabe and Ito's palette for colour-blind readers
+    "#7a3fa0",
+    "#8a5a2b",
+    "#d4145a",
+    "#7a8b00",
+    "#a3c400",
+    "#8f8fd0",
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 12 colours, pairs repeat after 84 guides
 LINES: tuple[Any, ...] = ("-", ":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)))
 GREYS = ("#6e7781", "#8c959f", "#57606a")
 INK = "#1f2329"  # inside a page it is replaced by the colour of the text
@@ -62,6 +71,8 @@ STYLE = {
 }
 WIDTH, PANEL_HEIGHT, LEGEND_ROW = 9.8, 3.4, 0.2  # inches
 LEGEND_CHARACTERS = 140  # the most characters in a row of a legend
+LINEAR_SPAN = 1.4  # a logarithmic axis of a smaller span would look linear, and have few ticks
+WIDE_TICKS, FINE_TICKS = (1, 2, 5), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of a logarithmic axis
 CORNERS = (
     (4, 4, "left"),
     (4, -10, "left"),
@@ -105,9 +116,10 @@ class Plot:
 
 def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: Published) -> Plot | None:
     """Plot every attribute of a class of prompts against perplexity and MAUVE; None where there is nothing to draw."""
-    keys = unique(key for result in results for key in result.metrics if _is_measured(key, results))
-    rows = sorted((key for key in keys if metric_and_judge(key)[0] in ATTRIBUTE_METRICS), key=_order)
-    columns = sorted((key for key in keys if metric_and_judge(key)[0] in FLUENCY_METRICS), key=_order)
+    keys = [key for key in metric_keys(results) if _is_measured(key, results)]
+    rows, columns = (
+        [key for key in keys if metric_and_judge(key)[0] in metrics] for metrics in (ATTRIBUTE_METRICS, FLUENCY_METRICS)
+    )
     if not rows or not columns:
         return None
     curves = find_curves(results)
@@ -153,11 +165,6 @@ def _is_measured(key: str, results: Sequence[Result]) -> bool:
     return any(isfinite(result.metrics[key].value) for result in results if key in result.metrics)
 
 
-def _order(key: str) -> tuple[int, str]:
-    metric, judge = metric_and_judge(key)
-    return list(METRICS).index(metric), judge
-
-
 def _draw_panel(
     axes: Any, curves: list[Curve], fluency: str, attribute: str, published: list[PublishedCurve]
 ) -> dict[str, Any]:
@@ -170,13 +177,29 @@ def _draw_panel(
         (drawn[curve.label],) = axes.plot(x, y, **style, zorder=1)
         for end in (0, -1):
             _write_at(axes, f"{curve.points[end][0]:g}", x[end], y[end], grey, corner=1)
+    bases = {} if published else _find_bases(curves, fluency)
     for curve in curves:
-        points = [(step.label, step.estimate(fluency), step.estimate(attribute)) for step in curve.steps]
+        base = bases.get(curve.label, 1.0)
+        points = [(step.label, _divide(step.estimate(fluency), base), step.estimate(attribute)) for step in curve.steps]
         points = [point for point in points if isfinite(point[1].value) and isfinite(point[2].value)]
         if points:
             drawn[curve.label] = _draw_curve(axes, curve, _look(curve, curves), points)
-    _label_axes(axes, fluency)
+    _label_axes(axes, fluency, relative=bool(bases))
     return drawn
+
+
+def _find_bases(curves: Sequence[Curve], fluency: str) -> dict[str, float]:
+    """The unguided perplexity by which each curve is divided; empty for other metrics, or where one is unknown."""
+    if not METRICS[metric_and_judge(fluency)[0]].wide_range:
+        return {}
+    cells = [result for curve in curves for step in curve.steps for result in step.results]
+    unguided = {curve.label: find_unguided(cells, curve) for curve in curves if curve.steps}
+    bases = {label: NAN if step is None else step.estimate(fluency).value for label, step in unguided.items()}
+    return bases if all(isfinite(base) and base > 0 for base in bases.values()) else {}
+
+
+def _divide(estimate: Estimate, base: float) -> Estimate:
+    return Estimate(estimate.value / base, estimate.low / base, estimate.high / base)
 
 
 def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tuple[str, Estimate, Estimate]]) -> Any:
@@ -196,15 +219,20 @@ def _look(curve: Curve, curves: Sequence[Curve]) -> dict[str, Any]:
     if curve.unguided:
         hollow = {} if curve.setting in settings[:1] or not settings else {"mfc": "none"}
         return {"color": INK, "marker": "*", "ls": "none", "ms": 12} | hollow
-    guide = unique(other.guide for other in curves if not other.unguided).index(curve.guide)
+    guides = unique(other.guide for other in curves if not other.unguided)
     setting = settings.index(curve.setting)
     return {
-        "color": COLOURS[guide % len(COLOURS)],
-        "marker": MARKERS[guide % len(MARKERS)],
+        "color": choose_colour(curve.guide, guides),
+        "marker": MARKERS[guides.index(curve.guide) % len(MARKERS)],
         "ls": LINES[setting % len(LINES)],
         "lw": 1.7,
         "ms": 5.5,
     }
+
+
+def choose_colour(guide: str, guides: Sequence[str]) -> str:
+    """The colour of a guide by its place among the guides; the same in plots and on the page."""
+    return COLOURS[list(guides).index(guide) % len(COLOURS)]
 
 
 def _write_at(axes: Any, label: str, x: float, y: float, colour: str, corner: int) -> None:
@@ -220,16 +248,17 @@ def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
     return np.maximum(np.array([low, high]), 0.0)
 
 
-def _label_axes(axes: Any, fluency: str) -> None:
+def _label_axes(axes: Any, fluency: str, relative: bool) -> None:
     ticker = require_package("matplotlib.ticker", "report")
     against, model = metric_and_judge(fluency)
-    axes.set_xlabel(_axis_label(against, model))
+    label = _axis_label(against, model)
+    axes.set_xlabel(f"{label}, times the unguided base model's" if relative else label)
     axes.margins(0.08)
     low, high = axes.dataLim.intervalx
-    if METRICS[against].wide_range and 0 < 4 * low < high:
+    if METRICS[against].wide_range and 0 < LINEAR_SPAN * low < high:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=WIDE_TICKS if high > 6 * low else FINE_TICKS))
+        axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g×" if relative else "%g"))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
@@ -259,43 +288,41 @@ def _middle_cut(name: str, length: int) -> str:
     return name if len(name) <= length else f"{name[:half]}…{name[-half:]}"
 
 
-# --- pairs of guides ---
+# --- our guide against others ---
 
 
-def plot_differences(name: str, differences: Sequence[GuideDifference]) -> Plot | None:
-    """Plot the difference at equal perplexity with its interval, a line per pair of guides and class of prompts."""
-    known = [pair for pair in differences if isfinite(pair.value)]
-    keys = sorted(unique(pair.metric for pair in known))
+def plot_comparisons(name: str, comparisons: Sequence[Comparison], guides: Sequence[str]) -> Plot | None:
+    """Plot the differences at equal perplexity with their intervals, a line per other guide and class of prompts."""
+    known = [one for one in comparisons if one.is_known]
+    keys = unique(one.metric for one in known)
     if not keys:
         return None
-    sizes = [sum(pair.metric == key for pair in known) for key in keys]
+    sizes = [sum(one.metric == key for one in known) for key in keys]
     with plot_style(name):
         figure = make_figure()
         figure.set_size_inches(WIDTH, 0.8 * len(keys) + 0.3 * sum(sizes))
         panels = figure.subplots(len(keys), 1, squeeze=False, height_ratios=[2 + size for size in sizes])
         for axes, key in zip(panels[:, 0], keys, strict=True):
-            _draw_forest(axes, [pair for pair in known if pair.metric == key], key)
-        return render(figure, name, "Differences between guides at equal perplexity")
+            _draw_forest(axes, [one for one in known if one.metric == key], guides)
+        ours = ", ".join(unique(one.ours for one in known))
+        return render(figure, name, f"{ours} against other guides at equal perplexity")
 
 
-def _draw_forest(axes: Any, pairs: list[GuideDifference], key: str) -> None:
+def _draw_forest(axes: Any, comparisons: list[Comparison], guides: Sequence[str]) -> None:
     axes.axvline(0, color=INK, lw=1, zorder=1)
-    for height, pair in enumerate(reversed(pairs)):
-        estimate = Estimate(pair.value, pair.low, pair.high)
-        colour = COLOURS[0] if is_decided(pair) else GREYS[0]
-        look = {"fmt": "o", "color": colour, "capsize": 3, "lw": 1.6, "mfc": colour if is_decided(pair) else "none"}
-        axes.errorbar([pair.value], [height], xerr=error_bars([estimate]), **look)
-    axes.set_yticks(
-        range(len(pairs)), [f"{pair.first} − {pair.second}, {_middle_cut(pair.group, 24)}" for pair in reversed(pairs)]
-    )
-    axes.set_ylim(-0.7, len(pairs) - 0.3)
+    for height, one in enumerate(reversed(comparisons)):
+        colour = choose_colour(one.other, guides)
+        look = {"fmt": "o", "color": colour, "capsize": 3, "lw": 1.6, "mfc": "none" if one.doubt else colour}
+        axes.errorbar([one.difference.value], [height], xerr=error_bars([one.difference]), **look)
+    labels = [f"{one.word} {one.other}, {_middle_cut(one.place, 24)}" for one in reversed(comparisons)]
+    axes.set_yticks(range(len(comparisons)), labels)
+    axes.set_ylim(-0.7, len(comparisons) - 0.3)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"difference of {_middle_cut(key, 80)}: first − second")
-
-
-def is_decided(pair: GuideDifference) -> bool:
-    """Whether the interval excludes zero, and comes from enough prompts to rely on it."""
-    return Estimate(pair.value, pair.low, pair.high).excludes_zero and is_trusted(pair.prompts)
+    first = comparisons[0]
+    sides = {one.better_side for one in comparisons}
+    better = {1: " (better →)", -1: " (← better)"}.get(first.better_side, "") if len(sides) == 1 else ""
+    ours = " or ".join(unique(one.ours for one in comparisons))
+    axes.set_xlabel(f"{_middle_cut(first.metric, 60)}: {_middle_cut(ours, 60)} minus the other guide{better}")
 
 
 # --- figures ---

@@ -68,6 +68,8 @@ class GuideDifference:
     high: float
     perplexity_range: tuple[float, float]
     prompts: int | None = None
+    setting: str = ""  # candidates and seed, such as ", k=20, seed=0", where a run has several
+    reason: str = ""  # why the value is NaN, where the run tells
 
 
 @dataclass(frozen=True)
@@ -302,12 +304,14 @@ def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDiff
         first=_name(place, row, "first"),
         second=_name(place, row, "second"),
         metric=_metric(place, _name(place, row, "metric")),
-        group=_name(place, row, "group") + printable(setting),
+        group=_name(place, row, "group"),
         value=_number(place, row, "value"),
         low=_number(place, row, "low"),
         high=_number(place, row, "high"),
         perplexity_range=(low, high),
         prompts=_optional_integer(place, row, "prompts"),
+        setting=printable(setting),
+        reason="" if row.get("reason") is None else _name(place, row, "reason").removesuffix("."),
     )
 
 

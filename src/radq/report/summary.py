@@ -13,7 +13,7 @@ from typing import Any
 
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, TRUSTED_PROMPTS, Estimate
 from radq.models.embedded import EMBEDDED, HUB_NAME
-from radq.report.curves import Curve, Step, find_curves
+from radq.report.curves import Curve, Step, find_curves, find_unguided
 from radq.report.results import NAN, Result, Run, metric_and_judge, printable, unique
 from radq.report.tables import Entry, Table, interval, metric_order, number
 
@@ -107,21 +107,14 @@ def find_changes(run: Run) -> list[Change]:
         curves = [curve for curve in find_curves(results) if not curve.unguided]
         settings = unique(curve.setting for curve in curves)
         for curve in curves:
-            unguided = _find_unguided(results, curve)
+            unguided = find_unguided(results, curve)
             if unguided is not None:
                 name = curve.label if len(settings) > 1 else curve.guide
-                changes += _compare(name, _choose_step(curve, unguided), unguided)
+                changes += _compare(name, choose_step(curve, unguided), unguided)
     return changes
 
 
-def _find_unguided(results: Sequence[Result], curve: Curve) -> Step | None:
-    """Find the unguided cells with the candidates of a curve."""
-    one = curve.steps[0].results[0]
-    found = [result for result in results if result.unguided and (result.top_k, result.top_p) == (one.top_k, one.top_p)]
-    return Step("", found) if found else None
-
-
-def _choose_step(curve: Curve, unguided: Step) -> Step:
+def choose_step(curve: Curve, unguided: Step) -> Step:
     """Choose the strongest step whose perplexity is not too high or unknown, else the weakest step."""
     limit = MAX_PERPLEXITY_RATIO * unguided.estimate(PERPLEXITY).value
     affordable = [step for step in curve.steps if not step.estimate(PERPLEXITY).value > limit]
@@ -167,28 +160,28 @@ def describe_changes(changes: Sequence[Change]) -> list[str]:
 
 
 def _describe_change(change: Change, perplexity: Change | None) -> str:
-    amount = change.difference.value
-    verb = "raises" if amount > 0 else "lowers" if amount < 0 else "does not change"
-    numbers = f"from {number(change.unguided)} (unguided) to {number(change.guided)}"
     guide = f"{change.guide} at {change.step}" if change.step else change.guide
+    numbers = f"from {number(change.unguided)} (unguided) to {number(change.guided)}"
     where = f"on {count_group(change.group, change.prompts)}"
-    found = describe_difference(change.difference, change.prompts)
-    words = f"{guide} {verb} {change.metric} {numbers} {where}: {found}."
-    if perplexity is None:
-        return words
-    ratio = perplexity.guided / perplexity.unguided
-    values = f"{number(perplexity.guided)} instead of {number(perplexity.unguided)}"
-    return f"{words} Its perplexity is {ratio:.2f} times the unguided one ({values})."
+    cost = ""
+    if perplexity is not None:
+        cost = f", at {perplexity.guided / perplexity.unguided:.2f} times the unguided perplexity"
+    doubt = find_doubt(change.difference, change.prompts)
+    difference = f"{number(change.difference.value, '+')} {interval(change.difference, '+')}".strip()
+    found = f"({difference}{f'; {doubt}' if doubt else ''})"
+    if interval(change.difference) and doubt:
+        return f"{guide} changes {change.metric} {numbers} {where}, but not clearly {found}{cost}."
+    verb = "raises" if change.difference.value > 0 else "lowers" if change.difference.value < 0 else "does not change"
+    return f"{guide} {verb} {change.metric} {numbers} {where} {found}{cost}."
 
 
-def describe_difference(difference: Estimate, prompts: int | None) -> str:
-    """Write a difference with its interval, and say whether the interval excludes 0 and can be trusted."""
-    amount = number(difference.value, "+")
+def find_doubt(difference: Estimate, prompts: int | None) -> str:
+    """Say why a difference decides nothing; empty where its interval excludes 0 and comes from enough prompts."""
     if not interval(difference):
-        return amount
-    found = f"the 95% interval {'excludes' if difference.excludes_zero else 'includes'} 0"
-    doubt = "" if is_trusted(prompts) else f", but {prompts} prompts are too few to rely on it"
-    return f"{amount} {interval(difference, '+')}; {found}{doubt}"
+        return "there is no interval"
+    if not is_trusted(prompts):
+        return f"{prompts} prompts are too few to tell"
+    return "" if difference.excludes_zero else "the 95% interval includes 0"
 
 
 def is_trusted(prompts: int | None) -> bool:

@@ -10,10 +10,10 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, isinf, isnan
+from math import isinf, isnan
 
 from radq.evaluation.metrics import METRICS, Estimate
-from radq.report.results import GuideDifference, Result, metric_and_judge, unique
+from radq.report.results import Result, metric_and_judge, unique
 
 SETTINGS = ("beta", "best_of", "top_k", "top_p", "kl_budget")
 SETTING_TITLES = {"beta": "β", "best_of": "n", "top_k": "k", "top_p": "p", "kl_budget": "KL budget"}
@@ -84,18 +84,6 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
         row += [Entry(str(result.seed)), *(_entry(result.metrics.get(key)) for key in keys)]
         rows.append([*row, *(_cost(name, result.cost.get(name)) for name in costs)])
     return Table(title, header, rows)
-
-
-def difference_table(differences: Sequence[GuideDifference], title: str = "") -> Table:
-    """Make a table with a row per pair of guides, metric and class of prompts."""
-    rows = []
-    for pair in differences:
-        low, high = pair.perplexity_range
-        common = f"{number(low)} – {number(high)}" if isfinite(low) and isfinite(high) else "no common range"
-        names = [Entry(name) for name in (f"{pair.first} − {pair.second}", pair.metric, pair.group)]
-        difference = _entry(Estimate(pair.value, pair.low, pair.high), sign="+")
-        rows.append([*names, difference, Entry(common)])
-    return Table(title, ["guides", "metric", "prompts", "difference", "at perplexity"], rows, words=3)
 
 
 def left_out_table(results: Sequence[Result], title: str = "") -> Table:

@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from radq.errors import OptionError
 from radq.files import whole_folder
+from radq.report.comparisons import compare_with_others, describe_comparisons
 from radq.report.page import PageContent, render_page
-from radq.report.plots import Plot, plot_differences, plot_tradeoff
+from radq.report.plots import Plot, plot_comparisons, plot_tradeoff
 from radq.report.published import BASES, TOXICITY_JUDGES, PublishedCurve, find_named, find_published
 from radq.report.results import Result, Run, metric_and_judge, read_runs, read_samples, unique
 from radq.report.summary import Change, describe_run, find_changes, name_group, order_groups, warn_of_few_prompts
@@ -32,6 +33,7 @@ class Report:
     cells: int
     runs: dict[str, dict[str, str]]  # the base model, judges and prompts of each run, in words
     changes: list[Change]  # from the unguided base model
+    comparisons: list[str]  # of our guide with others at equal perplexity, in words
     notes: list[str]
 
 
@@ -53,13 +55,16 @@ def write_report(
     results = [result for run in runs for result in run.results]
     drawn = _Published(runs) if published else None
     tradeoffs = _plot_tradeoffs(results, drawn, progress)
-    differences = plot_differences("differences", [pair for run in runs for pair in run.differences])
+    guides = unique(result.guide for result in results)
+    comparisons = [one for run in runs for one in compare_with_others(run)]
+    guided = unique(result.guide for result in results if not result.unguided)
+    drawn_comparisons = plot_comparisons("differences", comparisons, guided)
     changes = [change for run in runs for change in find_changes(run)]
     notes = [note for run in runs for note in (*run.notes, *warn_of_few_prompts(run))]
     if drawn is not None and not drawn.found:
         notes.append("the paper has no numbers for the metrics and prompts of this report.")
-    page = render_page(PageContent(runs, changes, tradeoffs, differences, samples, published, notes))
-    plots = [plot for _, plot in tradeoffs] + ([differences] if differences else [])
+    page = render_page(PageContent(runs, changes, comparisons, tradeoffs, drawn_comparisons, samples, published, notes))
+    plots = [plot for _, plot in tradeoffs] + ([drawn_comparisons] if drawn_comparisons else [])
     written = {"plots": _plot_files(plots), "tables": _table_files(results)}
     for name, files in written.items():
         _write(target / name, files)
@@ -68,10 +73,11 @@ def write_report(
     return Report(
         target / "report.html",
         **places,
-        guides=unique(result.guide for result in results),
+        guides=guides,
         cells=len(_cells(results)),
         runs={run.name: dict(describe_run(run)) for run in runs},
         changes=changes,
+        comparisons=describe_comparisons(comparisons),
         notes=notes,
     )
 
