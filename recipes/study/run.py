@@ -315,7 +315,6 @@ def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
 
 
 def rank(jobs: int) -> None:
-    """In float32 by TF32 tensor cores: their noise is far below the cutoff, and RAD-V reads 50 million tokens."""
     models = [name for name in MODELS if ("-v" in name or "-q" in name) and not name.endswith("-again")]
     run_all([rank_job(name) for name in models], jobs, keep_json)
 
@@ -323,7 +322,7 @@ def rank(jobs: int) -> None:
 def rank_job(name: str) -> Job:
     command = [*RADQ, "rank", "model", f"models/{name}", "--data", DATA[name.split("-")[0]], "--batch-size", "256"]
     command += ["--rows", "64,128,256,512,1024", "--json"]
-    return Job(f"rank-{name}", command, f"rank/{name}.json", environment={"NVIDIA_TF32_OVERRIDE": "1"})
+    return Job(f"rank-{name}", command, f"rank/{name}.json")
 
 
 def time_tokens(jobs: int) -> None:

@@ -19,6 +19,7 @@ from instruments import WAITING, CountWaiting
 from reward_data import make_data
 from safetensors.torch import load_file
 from torch import Tensor
+from training_runs import changed
 from transformers import TrainingArguments
 
 from radq.data.dataset import RewardData, pad_batch
@@ -306,27 +307,17 @@ def test_steps_are_captured_on_one_gpu(setting: dict[str, Any], captures: bool) 
 
 
 @pytest.fixture
-def settings(tmp_path: Path, calm_toy: Path) -> RewardTrainingConfig:
+def settings(settings: RewardTrainingConfig, tmp_path: Path) -> RewardTrainingConfig:
     file = tmp_path / "reviews.csv"
     pandas.DataFrame(make_reviews(100), columns=["text", "praise"]).to_csv(file, index=False)
-    return RewardTrainingConfig(
-        recipe="paper",
+    return changed(
+        settings,
         data=[str(file)],
-        labels="praise",
-        backbone=str(calm_toy),
-        out=str(tmp_path / "run"),
-        cache=str(tmp_path / "cache"),
         epochs=4,
         batch_size=24,  # and a last batch of 4
-        learning_rate=1e-3,
         adam_epsilon=1e-5,  # gradients that are rounding errors must not become whole steps
         precision="float32",
-        log_steps=1,
     )
-
-
-def changed(settings: Any, **changes: Any) -> Any:
-    return type(settings)(**(vars(settings) | changes))
 
 
 def losses(run: str | Path) -> list[float]:

@@ -9,6 +9,7 @@ import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_runs import changed, losses
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.cli import main
@@ -52,15 +53,6 @@ def settings(reviews: Path, calm_toy: Path, tmp_path: Path) -> ExpertTrainingCon
         learning_rate=1e-3,
         log_steps=1,
     )
-
-
-def changed(settings: ExpertTrainingConfig, **changes: Any) -> ExpertTrainingConfig:
-    return ExpertTrainingConfig(**(vars(settings) | changes))
-
-
-def losses(folder: str | Path) -> list[float]:
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def part(settings: ExpertTrainingConfig) -> Path:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from kills import fork, run_and_kill, wait_for
-from safetensors.torch import load_file
+from training_runs import changed, losses, weights
 
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
@@ -27,43 +27,6 @@ from radq.training.config import RewardTrainingConfig
 from radq.training.losses import baseline_loss, squared_loss
 from radq.training.reward import train
 from radq.training.reward_trainer import compute_metrics, constant_metrics, random_tokens
-
-SMALL: dict[str, Any] = {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3, "log_steps": 1}
-
-
-@pytest.fixture(scope="session")
-def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "reviews.csv"
-    pandas.DataFrame(make_reviews(200), columns=["text", "praise"]).to_csv(file, index=False)
-    return file
-
-
-@pytest.fixture
-def settings(reviews: Path, calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
-    return RewardTrainingConfig(
-        recipe="paper",
-        data=[str(reviews)],
-        labels="praise",
-        backbone=str(calm_toy),
-        out=str(tmp_path / "run"),
-        cache=str(tmp_path / "cache"),
-        **SMALL,
-    )
-
-
-def changed(settings: RewardTrainingConfig, **changes: Any) -> RewardTrainingConfig:
-    return RewardTrainingConfig(**(vars(settings) | changes))
-
-
-def losses(run: str | Path) -> list[float]:
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def weights(run: str | Path) -> dict[str, torch.Tensor]:
-    (file,) = Path(run).glob("*model.safetensors")  # of a LoRA run adapter_model.safetensors
-    return load_file(file)
-
 
 # --- what is learnt ---
 

@@ -10,7 +10,7 @@ import pandas
 import pytest
 import torch
 from instruments import full_disk
-from safetensors.torch import load_file
+from training_runs import changed, weights
 
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, TrainingError, WriteError
@@ -43,15 +43,6 @@ def settings(calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
         log_steps=1,
         max_steps=4,
     )
-
-
-def changed(settings: RewardTrainingConfig, **changes: Any) -> RewardTrainingConfig:
-    return RewardTrainingConfig(**(vars(settings) | changes))
-
-
-def weights(run: str | Path) -> dict[str, torch.Tensor]:
-    (file,) = Path(run).glob("*model.safetensors")  # of a LoRA run adapter_model.safetensors
-    return load_file(file)
 
 
 def same_weights(one: str | Path, other: str | Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from safetensors.torch import load_file
+from training_runs import weights
 
 from radq.cli import main
 from radq.toy import make_reviews
@@ -44,10 +44,6 @@ def press_ctrl_c_in_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return usual(self, *args, **kwargs)
 
     monkeypatch.setattr(RewardTrainer, "training_step", step)
-
-
-def weights(run: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(run) / "model.safetensors")
 
 
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_weights(

@@ -1,0 +1,30 @@
+"""A table of reviews, and settings of a training on it."""
+
+from pathlib import Path
+
+import pandas
+import pytest
+from training_runs import SMALL
+
+from radq.toy import make_reviews
+from radq.training.config import RewardTrainingConfig
+
+
+@pytest.fixture(scope="session")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "reviews.csv"
+    pandas.DataFrame(make_reviews(200), columns=["text", "praise"]).to_csv(file, index=False)
+    return file
+
+
+@pytest.fixture
+def settings(reviews: Path, calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
+    return RewardTrainingConfig(
+        recipe="paper",
+        data=[str(reviews)],
+        labels="praise",
+        backbone=str(calm_toy),
+        out=str(tmp_path / "run"),
+        cache=str(tmp_path / "cache"),
+        **SMALL,
+    )
