@@ -17,11 +17,9 @@ def describe_plan(trainer: BatchTrainer) -> str:
     """Say what is trained with which settings, and how long it will take on this machine."""
     config, model = trainer.settings, _parts(trainer).model
     rows, held_out = len(_parts(trainer).train_dataset), len(_parts(trainer).eval_dataset or ())
-    backbone = getattr(model.config, "backbone", model.config)
-    rank = getattr(config, "lora_rank", 0)
     steps = num_steps(config, rows)
     parts = [
-        f"{backbone.num_hidden_layers} layers" + (f" with LoRA of rank {rank}" if rank else ""),
+        _describe_layers(model.config),
         f"texts of at most {config.max_length} tokens",
         f"{rows} to train on and {held_out or 'none'} held out",
         f"{config.epochs:g} passes in {steps} steps" if config.max_steps < 0 else f"{steps} steps",
@@ -31,6 +29,14 @@ def describe_plan(trainer: BatchTrainer) -> str:
     seconds = estimate_seconds(trainer, steps)
     duration = "" if seconds is None else f"; about {format_duration(seconds)} on this machine"
     return f"recipe {config.recipe}: {', '.join(parts)}{duration}"
+
+
+def _describe_layers(config: Any) -> str:
+    depth = getattr(config, "backbone", config).num_hidden_layers
+    if readout := getattr(config, "readout", None):
+        return f"a readout of {len(readout['layers'])} of {depth} layers"
+    rank = getattr(config, "lora_rank", 0)
+    return f"{depth} layers" + (f" with LoRA of rank {rank}" if rank else "")
 
 
 def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
