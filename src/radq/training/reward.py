@@ -64,13 +64,14 @@ def train(
     model = _make_model(config, model, teacher)
     _note_labels(model, data, config)
     contents = _fingerprint_contents(data, eval_data, model, teacher)
-    trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
-    maker = _prepare_candidates(trainer, teacher, data, eval_data, progress) if config.base else None
-    if maker is not None:
+    maker = None
+    if teacher is not None and config.base:
+        maker = _prepare_candidates(config, model, teacher, found, progress and processes.is_main_process)
         contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
     if resume:
         check_resumed(out, config, contents)
     checkpoint = find_resumed_checkpoint(out, resume)
+    trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
     if processes.is_main_process:
         begin_run(out, config, contents, data.scales, resume)
     if maker is not None:
@@ -245,22 +246,23 @@ def _map_targets(
 
 
 def _prepare_candidates(
-    trainer: RewardTrainer, teacher: Teacher | None, data: RewardData, eval_data: RewardData | None, progress: bool
+    config: RewardTrainingConfig,
+    student: RewardModel,
+    teacher: Teacher,
+    data: RunData[RewardTrainingConfig],
+    progress: bool,
 ) -> CandidateMaker:
     """Load the base model and find its prompts; nothing is written or computed before all of them are checked."""
-    config, student = trainer.config, trainer.reward_model
-    assert teacher is not None
     tokenizer = find_tokenizer(config.base)
     if tokenizer is None:
         raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
-    lm = load_causal_lm(config.base, device=str(trainer.args.device))
+    lm = load_causal_lm(config.base)
     student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
-    prompts = choose_prompts(config, data, eval_data, lm, tokenizer)
+    prompts = choose_prompts(config, data.train, data.evaluation, lm, tokenizer)
     room = [context for context in (teacher.context, student.max_tokens) if context is not None]
     check_room(prompts, config, min(room, default=None))
     known = [vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies]
-    shown = progress and trainer.is_world_process_zero()
-    maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, min(known), shown)
+    maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, min(known), progress)
     maker.check_disk()
     return maker
 

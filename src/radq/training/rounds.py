@@ -23,6 +23,7 @@ class RoundsCallback(TrainerCallback):
         if trainer.is_fsdp_enabled and trainer.config.rounds > 1:
             raise OptionError("rounds must be 1 with FSDP.", "leave --rounds out, or train without FSDP.")
         self.trainer, self.maker = trainer, maker
+        maker.lm.to(trainer.args.device)
         self.sets: list[CandidateSet] = []
         with trainer.args.main_process_first(), torch.random.fork_rng():
             trainer.held_out = maker.make(HELD_OUT)
