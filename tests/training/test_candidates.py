@@ -1,7 +1,10 @@
 """Distillation on the base's candidates: targets by brute force, losses by hand, rounds, resuming and mistakes."""
 
+import functools
 import json
+import os
 import shutil
+import socket
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -12,10 +15,12 @@ import oracle
 import pandas
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from baselines import make_guide
 from families import VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given
 from hypothesis import strategies as st
+from kills import fork, wait_for
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -369,7 +374,7 @@ def losses(out: str | Path) -> list[float]:
 
 
 def test_a_student_learns_to_compare_candidates(settings: RewardTrainingConfig, tmp_path: Path) -> None:
-    longer = changed(settings, max_steps=60, num_prefixes=64, prefix_positions=6, candidates=10)
+    longer = changed(settings, max_steps=40, num_prefixes=48, prefix_positions=6, candidates=10)
     without = run(changed(longer, candidate_share=0.0, out=str(tmp_path / "without")))
     found = run(longer)
     assert found["eval_candidate_correlation"] > without["eval_candidate_correlation"] + 0.1
@@ -420,6 +425,29 @@ def test_micro_batches_do_not_change_the_losses(share: float, settings: RewardTr
     run(settings)
     run(changed(settings, micro_batch_size=5, out=str(tmp_path / "cut")))
     assert losses(tmp_path / "cut") == pytest.approx(losses(settings.out), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # of torch's reducer
+def test_two_processes_have_the_losses_of_one(settings: RewardTrainingConfig, tmp_path: Path) -> None:
+    settings = changed(settings, rounds=2)
+    run(settings)
+    two = changed(settings, out=str(tmp_path / "two"))
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+
+    def work(rank: int) -> int:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        places |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in places.items()}
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()  # it remembers the runs of earlier tests, which were of one process
+        run(two)
+        return 0
+
+    processes = [fork(functools.partial(work, rank)) for rank in range(2)]
+    assert [wait_for(process) for process in processes] == [0, 0]
+    assert losses(two.out) == pytest.approx(losses(settings.out), abs=1e-5)
 
 
 def test_a_run_that_is_stopped_in_a_later_round_goes_on_to_the_same_weights(

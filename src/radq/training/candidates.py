@@ -151,9 +151,9 @@ class CandidateMaker:
 
     def check_disk(self) -> None:
         """Refuse to begin if the disk has no room for the pieces that are still to be made."""
-        rounds = range(HELD_OUT, self.config.rounds + 1)
-        missing = [len(part) for number in rounds for file, part in self._pieces(number) if not file.exists()]
-        needed = sum(missing) * self._bytes_per_prefix
+        number = self.config.rounds * self.config.num_prefixes + min(self.config.num_prefixes, HELD_OUT_PREFIXES)
+        stored = sum(file.stat().st_size for file in self.folder.glob(f"{self._key}-*"))
+        needed = number * self._bytes_per_prefix - stored
         place = next(folder for folder in (self.folder, *self.folder.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(place).free
         if needed > free:

@@ -217,7 +217,7 @@ class RewardTrainingConfig(TrainingConfig):
     difference_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of the squared error of the differences between candidates: of their rewards minus the mean of all
     candidates for the same place."""
-    rounds: Annotated[int, COUNT] = 1
+    rounds: Annotated[int, Range(1, 1_000)] = 1
     """Number of rounds into which the steps are divided. In the first, the --base alone writes prefixes; before each
     later one it writes as many more, guided by the student."""
     round_beta: Annotated[float, NOT_NEGATIVE] = 20.0
