@@ -291,7 +291,8 @@ def test_agreement_of_any_models(lm_folders: dict[str, Path]) -> None:
     found = measure_candidate_agreement(student, teacher, prefixes, candidates)
     rows = list(zip(prefixes, candidates.clamp(0).tolist(), strict=True))
     rewards = [torch.stack([oracle.rewards(model, *row) for row in rows]).detach() for model in (student, teacher)]
-    wanted = compare_rewards(*(found.numpy() for found in rewards), candidates.numpy() != UNUSED)
+    one, two = (found.numpy() for found in rewards)
+    wanted = compare_rewards(one, two, candidates.numpy() != UNUSED)
     assert found.correlation == pytest.approx(wanted.correlation)
     assert found.error == pytest.approx(wanted.error)
     guide = RewardGuide(student, {"nice": 3.0, "rude": -1.0}, clamp=False)

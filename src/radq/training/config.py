@@ -214,7 +214,7 @@ class RewardTrainingConfig(TrainingConfig):
     """Share of prefixes in each step, beside the --batch-size texts of the data; 0 only measures the agreement."""
     candidate_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of the squared error of the candidates' rewards in the loss."""
-    difference_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    difference_weight: Annotated[float, NOT_NEGATIVE] = 10.0
     """Weight of the squared error of the differences between candidates: of their rewards minus the mean of all
     candidates for the same place."""
     rounds: Annotated[int, Range(1, 1_000)] = 1
