@@ -74,7 +74,13 @@ SPECIFICATIONS = [  # of guides and judges: a kind, a folder, and what follows i
     *("reward:{world}/q#other", "not:not:classifier:{world}/classifier", "not:"),
 ]
 OUTPUTS = ("out", "cache", "save_matrix", "certificates")  # these are never pointed at a folder outside {here}
-LONG_WORK = ("max_steps", "epochs", "iterations", "tolerance")  # a large number there asks for long work alone
+LONG_WORK = (
+    "max_steps",
+    "num_prefixes",
+    "epochs",
+    "iterations",
+    "tolerance",
+)  # a large number there asks for long work alone
 
 
 def values_for(option: Option) -> st.SearchStrategy[str]:

@@ -36,6 +36,7 @@ print(json.dumps(results))
 """
 GENERATE = "generate --base lm --prompt x"
 TRAIN = "train --data reviews.csv --labels praise --backbone lm"
+DISTILL = "distill --teacher reward --data reviews.csv --backbone lm --out new"
 MISTAKES = {
     # of values
     "generate --base lm": "there is no prompt",
@@ -56,6 +57,13 @@ MISTAKES = {
     "train --data reviews.csv --backbone lm --out new": "there are no labels",
     f"{TRAIN} --out new --lora-rank 4 --epochs -1": "epochs must be more than 0",
     "distill --data reviews.csv --out new": "there is no teacher",
+    "train --data reviews.csv --labels praise --backbone lm --base lm --out new": "base needs a teacher",
+    f"{DISTILL} --rounds 2": "rounds needs a base",
+    f"{DISTILL} --prompts prompts.txt": "prompts needs a base",
+    f"{DISTILL} --base lm --candidates 1": "candidates must be at least 2",
+    f"{DISTILL} --base lm --candidate-share 1": "candidate_share must be",
+    f"{DISTILL} --base lm --teacher reward,": "separated by commas",
+    "distill --data reviews.csv --out new --backbone lm --teacher experts:alpha=2": "needs a base",
     "rank data reviews.csv --labels praise --backbone lm --eps -1": "eps must be",
     "rank data reviews.csv --backbone lm": "labels must name",
     "demo --num-samples 0": "num_samples must be at least 1",
@@ -71,6 +79,8 @@ MISTAKES = {
     # of files
     "generate --base lm --prompts nowhere.txt": "nowhere.txt",
     "train --data nowhere.csv --labels praise --backbone lm --out new": "there is no file 'nowhere.csv'",
+    f"{DISTILL} --base lm --prompts nowhere.txt": "nowhere.txt",
+    f"{DISTILL} --base lm --prompts nothing.txt": "there are no prompts",
     f"{TRAIN} --eval-data nowhere.tsv.gz --out new": "there is no file 'nowhere.tsv.gz'",
     "train --data reviews.csv --labels joy --backbone lm --out new": "it has text, praise",
     f"{TRAIN} --weight importance --out new": "no column 'importance'",
@@ -98,6 +108,9 @@ MISTAKES = {
     "train --data reviews.csv --labels praise --backbone nowhere/lm/ --out new": "there is no folder 'nowhere/lm/'",
     "train --data reviews.csv --labels praise --init lm --out new": "not a reward model",
     f"{TRAIN} --out run": "holds a run already",
+    f"{DISTILL} --base reward": "a reward model, not a language model",
+    f"{DISTILL} --base ./nowhere": "there is no folder './nowhere'",
+    f"{DISTILL} --teacher reward,./nowhere": "there is no folder './nowhere'",
     f"{TRAIN} --out empty/..": "holds other files",
     "distill --teacher praise-v --data reviews.csv --out new": "there is no folder 'praise-v' here",
     "rank data reviews.csv --labels praise --backbone ./nowhere": "there is no folder",
@@ -136,6 +149,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | s
     (here / "reviews.csv").write_text("text,praise\na good film,1\na bad film,0\n")
     (here / "texts.jsonl").write_text(json.dumps({"text": "a", "continuations": [" b", " c"]}) + "\n")
     (here / "prompts.txt").write_text("the film\n")
+    (here / "nothing.txt").write_text("\n")
     sweep = {"base": "lm", "prompts": [{"file": "prompts.txt"}]}
     guide = {"folder": "./nowhere", "weights": {"praise": 1}, "beta": [1]}
     for name, changes in {

@@ -48,7 +48,14 @@ CALLS: dict[tuple[str, ...], Call] = {
     ("serve",): {"config": ["{world}/serve.yaml"], "check": []},
     ("score",): {"reward": ["{world}/q"], "data": ["{world}/reviews.csv"], "out": ["{here}/scored.csv"]},
     ("train",): _TRAINING,
-    ("distill",): _TRAINING | {"teacher": ["{world}/v"]},
+    ("distill",): _TRAINING
+    | {
+        "teacher": ["{world}/v"],
+        "base": ["{world}/toy"],
+        "num_prefixes": ["4"],
+        "prefix_tokens": ["3"],
+        "candidates": ["4"],
+    },
     ("rank", "data"): {
         "files": ["{world}/reviews.csv"],
         "labels": ["praise"],

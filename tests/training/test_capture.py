@@ -26,6 +26,7 @@ from radq.data.dataset import RewardData, pad_batch
 from radq.models.reward import RadQ, RadV
 from radq.toy import make_reviews
 from radq.training import capture, trainer
+from radq.training.candidates import CandidateFeed, CandidateSet
 from radq.training.capture import MOST_TOKENS, CapturedSteps, PackedBatch, can_capture
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 from radq.training.expert_trainer import ExpertTrainer, TextFormat
@@ -35,7 +36,8 @@ from radq.training.reward_trainer import RewardTrainer
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["q", "v", "ce", "mlp", "lora", "distilled", "cached", "dexperts", "gedi"]
+KINDS = ["q", "v", "ce", "mlp", "lora", "distilled", "cached", "candidates", "dexperts", "gedi"]
+DISTILLED = ("distilled", "cached", "candidates")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 
 
@@ -97,7 +99,7 @@ def make_trainer(kind: str, folder: Path, lm_folder: Path) -> tuple[Any, Any]:
         text_format = TextFormat([[1]] if kind == "dexperts" else [[1, 4, 5], [1, 6]], 2, 12)
         model: Any = make_lm("llama").double()
         return ExpertTrainer(model, config, text_format, data), model
-    teacher = RadV.from_backbone(lm_folder, ["label"]).double() if kind in ("distilled", "cached") else None
+    teacher = RadV.from_backbone(lm_folder, ["label"]).double() if kind in DISTILLED else None
     config = RewardTrainingConfig(
         labels="label",
         backbone="lm",
@@ -115,7 +117,21 @@ def make_trainer(kind: str, folder: Path, lm_folder: Path) -> tuple[Any, Any]:
     if kind == "cached":
         data.targets = np.random.default_rng(1).random((len(data.token_ids), 1)).astype(np.float32)
     model = model.double()
-    return RewardTrainer(model, config, data, teacher=teacher), model
+    found = RewardTrainer(model, config, data, teacher=teacher)
+    if kind == "candidates":
+        found.feed = feed = CandidateFeed(make_candidates(), data.rows, 0.6, 0)
+        found.collate = lambda batch: batch | feed.batch(batch["rows"].numpy(), 0, len(batch["rows"]))
+    return found, model
+
+
+def make_candidates() -> CandidateSet:
+    """Random prefixes, some of whose places and candidates are not used."""
+    random = np.random.default_rng(2)
+    candidates = random.integers(-1, VOCAB, (5, 2, 3)).astype(np.int32)
+    candidates[1, 1] = -1
+    lengths, places = np.array([4, 6, 5, 6, 6], np.int32), np.array([[1, 4], [3, 0], [4, 5], [2, 6], [1, 3]], np.int32)
+    tokens, targets = random.integers(3, VOCAB, (5, 6)).astype(np.int32), random.random((5, 2, 3, 1))
+    return CandidateSet(tokens, lengths, places, candidates, targets.astype(np.float32))
 
 
 def add_gradients(found: Any, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -399,6 +415,37 @@ def test_a_gpu_trains_the_same_with_graphs(options: dict[str, Any], settings: Re
 def test_a_gpu_distils_the_same_with_graphs(settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path) -> None:
     RadV.from_backbone(calm_toy, attributes=["praise"]).save_pretrained(tmp_path / "teacher")
     distilled = changed(settings, teacher=str(tmp_path / "teacher"))
+    plain = changed(distilled, capture_steps=False, out=settings.out + "-plain")
+    train(plain)
+    train(distilled)
+    assert_same_run(settings.out, plain.out)
+
+
+def with_candidates(settings: RewardTrainingConfig, calm_toy: Path, folder: Path) -> RewardTrainingConfig:
+    RadV.from_backbone(calm_toy, attributes=["praise"]).save_pretrained(folder)
+    small = {"num_prefixes": 12, "prefix_tokens": 6, "prefix_positions": 2, "candidates": 5, "rounds": 2}
+    return changed(settings, teacher=str(folder), base=str(calm_toy), candidate_share=0.4, **small)
+
+
+@pytest.mark.filterwarnings("ignore:on the held-out texts")
+def test_captured_steps_compare_candidates_as_others_do(
+    settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path, repeated: None
+) -> None:
+    distilled = with_candidates(settings, calm_toy, tmp_path / "teacher")
+    plain = changed(distilled, capture_steps=False, out=settings.out + "-plain")
+    train(plain)
+    assert not RepeatedSteps.replays
+    train(distilled)
+    assert RepeatedSteps.replays > 10
+    assert_same_run(settings.out, plain.out)
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore:on the held-out texts")
+def test_a_gpu_compares_candidates_the_same_with_graphs(
+    settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
+) -> None:
+    distilled = with_candidates(settings, calm_toy, tmp_path / "teacher")
     plain = changed(distilled, capture_steps=False, out=settings.out + "-plain")
     train(plain)
     train(distilled)

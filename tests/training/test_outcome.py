@@ -25,6 +25,10 @@ def test_figures_come_with_their_meaning() -> None:
     assert error == "mean squared distance to the labels: 0.1000; that of a constant is 0.2500"
     (correlation,) = describe_outcome({"eval_loss": 0.1, "eval_spearman_praise": 0.5}, ["praise"])
     assert "rank correlation 0.50" in correlation
+    agreement = {"eval_candidate_correlation": 0.8, "eval_candidate_error": 0.2, "eval_constant_candidate_error": 0.3}
+    (candidates,) = describe_outcome({"eval_loss": 0.1} | agreement, ["praise"])
+    assert "correlation 0.80" in candidates
+    assert "error 0.2000; that of equal rewards is 0.3000" in candidates
     (nothing,) = describe_outcome({"train_loss": 0.1}, ["praise"])
     assert "no texts were held out" in nothing
 
@@ -36,6 +40,10 @@ def test_chance_is_said_in_words() -> None:
         warn_of_chance({"train_loss": 0.1}, ["praise"])
     with pytest.warns(UserWarning, match="AUC of 'praise' is 0.55, which is no better than chance.*hint: "):
         warn_of_chance(GOOD | {"eval_auc_praise": 0.55}, ["praise"])
+    with pytest.warns(
+        UserWarning, match="differences between candidates .* an error of 0.3, and equal rewards one of 0.3"
+    ):
+        warn_of_chance({"eval_candidate_error": 0.3, "eval_constant_candidate_error": 0.3}, [])
     with pytest.warns(UserWarning, match="does not beat a constant: .* the teacher's rewards is 0.2"):
         warn_of_chance({"eval_distillation_mse": 0.2, "eval_constant_distillation_mse": 0.2}, [])
 

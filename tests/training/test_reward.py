@@ -453,8 +453,8 @@ def test_teachers_that_do_not_fit(settings: RewardTrainingConfig, calm_toy: Path
     with pytest.raises(OptionError, match="teacher's attributes are blame.*praise"):
         train(changed(settings, teacher=str(tmp_path / "blame")))
     RadQ.from_backbone(calm_toy, attributes=["praise"]).save_pretrained(tmp_path / "q")
-    with pytest.raises(ModelError, match="RadQ, not a RadV"):
-        train(changed(settings, teacher=str(tmp_path / "q")))
+    with pytest.raises(OptionError, match="cannot start as a copy .* not one RAD-V"):
+        train(changed(settings, teacher=str(tmp_path / "q"), backbone=""))
     other = RadV.from_backbone(calm_toy, attributes=["praise"])
     other.config.vocabulary = [*other.config.vocabulary[:2], "another"]  # pyright: ignore[reportOptionalSubscript]
     other.save_pretrained(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""radq distill --teacher DIR --data reviews.csv --backbone gpt2 --out student"""
+"""radq distill --teacher DIR --data reviews.csv --base gpt2-large --backbone gpt2 --out student"""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,9 @@ from radq.errors import OptionError
 
 @dataclass
 class Arguments(train.Arguments):
-    """Train a RAD-Q on the rewards of a RAD-V. Labels are not needed; if given, they are used in the evaluation."""
+    """Train a RAD-Q on the rewards of a teacher: of the tokens of texts and, with --base, of the candidates that a
+    language model has for the next tokens of texts of its own. Labels are not needed; if given, they are used in the
+    evaluation."""
 
     online: bool = False
     """Compute the teacher's rewards in every step. This is the default, and the opposite of --cache-targets."""

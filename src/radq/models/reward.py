@@ -70,6 +70,7 @@ class RewardOutput(ModelOutput):
 
     rewards: Any = None  # a tensor (b, t, a); under autocast outputs are made again from a dict of their fields
     marginals: Tensor | None = None  # (b, t, a): Δr of the random tokens, where some were given
+    candidates: Tensor | None = None  # (b, p, k, a): outputs of candidates at p positions, where some were given
 
 
 class RewardModel(PreTrainedModel):
@@ -496,8 +497,13 @@ class RadQ(RewardModel):
         input_ids: Int[Tensor, "b t"],
         attention_mask: Int[Tensor, "b t"] | None = None,
         random_tokens: Int[Tensor, "b t"] | None = None,
+        positions: Int[Tensor, "b p"] | None = None,
+        candidates: Int[Tensor, "b p k"] | None = None,
     ) -> RewardOutput:
-        """Head outputs for every token of a text and, for the regulariser, marginals of a random token in its place."""
+        """Head outputs for every token of a text and, for the regulariser, marginals of a random token in its place.
+
+        If there are `candidates`, also their outputs in place of the tokens at `positions`; those below 0 are unused.
+        """
         hidden, packed = self._read_texts(input_ids, attention_mask)
         features = self.head.features(hidden[:, :-1], self.embedding)  # (b, t, a, d): each position scores the next
         table = self.head.table(self.embedding)
@@ -510,7 +516,16 @@ class RadQ(RewardModel):
             return packed.unpack(torch.cat([first, values], dim=1))[:, 1:]
 
         rewards = restore(marginals(input_ids) + self.head.baseline(hidden[:, :-1]))
-        return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)))
+        compared = None
+        if positions is not None and candidates is not None:
+            places = positions[..., None].expand(-1, -1, hidden.shape[-1])
+            compared = self._compare(packed.unpack(hidden).gather(1, places), candidates)
+        return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)), compared)
+
+    def _compare(self, hidden: Float[Tensor, "b p d"], candidates: Int[Tensor, "b p k"]) -> Float[Tensor, "b p k a"]:
+        features = self.head.features(hidden, self.embedding)  # (b, p, a, d)
+        rows = F.embedding(candidates.clamp(min=0), self.head.table(self.embedding)).to(features.dtype)
+        return torch.einsum("bpkd,bpad->bpka", rows, features) + self.head.baseline(hidden)[:, :, None]
 
     def _score(
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]

@@ -2,12 +2,21 @@
 
 from pathlib import Path
 
+from radq.data.prompts import read_prompts
 from radq.data.tables import check_sources
+from radq.errors import OptionError
 from radq.models.stored import check_language_model, check_reward_model
 from radq.training.config import TrainingConfig
 from radq.training.run_folder import check_run_folder
+from radq.training.teacher_names import check_teachers, needs_base
 
-CHECKS = {"backbone": check_language_model, "init": check_reward_model, "teacher": check_reward_model}
+CHECKS = {
+    "backbone": check_language_model,
+    "init": check_reward_model,
+    "teacher": check_teachers,
+    "base": check_language_model,
+    "prompts": read_prompts,
+}
 
 
 def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
@@ -15,8 +24,11 @@ def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
     config.check()
     check_run_folder(Path(config.out), resume, overwrite)
     for option, check in CHECKS.items():
-        name = getattr(config, option, "")  # runs of experts have no `init` and no `teacher`
+        name = getattr(config, option, "")  # runs of experts have no `init`, `teacher`, `base` and `prompts`
         if name:
             check(name)
+    teacher = getattr(config, "teacher", "")
+    if teacher and not getattr(config, "base", "") and needs_base(teacher):
+        raise OptionError(f"the teacher {teacher!r} is no reward model, and needs a base.", "give --base.")
     columns = [name for name in (config.text, config.prompt, config.weight, *config.attributes) if name is not None]
     check_sources([*config.data, *config.eval_data], columns)

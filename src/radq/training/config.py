@@ -174,7 +174,9 @@ class RewardTrainingConfig(TrainingConfig):
     init: str = ""
     """Reward model to start from instead of a backbone, for a second stage of training."""
     teacher: str = ""
-    """Folder of a RAD-V whose rewards are the targets of training, instead of labels (distillation)."""
+    """Folder of a reward model whose rewards are the targets of training, instead of labels (distillation). Several
+    folders, separated by commas, teach the mean of their rewards. With --base, a guide may be a teacher, too, written
+    as for --guide: DIR:alpha=2 or DIR:omega=30."""
     kind: Literal["q", "v"] = "q"
     """Kind of reward model: q (RAD-Q) scores all next tokens in one forward pass, v (RAD-V) reads each of them."""
     reads: Literal["itself", "base"] = "itself"
@@ -201,6 +203,34 @@ class RewardTrainingConfig(TrainingConfig):
     """Weight of the regulariser that keeps the marginal rewards of random tokens near 0, for RAD-Q only."""
     cache_targets: bool = False
     """In distillation, compute the teacher's rewards once and store them, instead of in every step."""
+    base: str = ""
+    """In distillation, the language model that the student will guide: a hub name, a folder, or embedded. It writes
+    prefixes, and the student learns to compare its candidates for their next tokens as the teacher does."""
+    prompts: str = ""
+    """File with prompts for the --base: one per line, or a column prompt or text of a csv, tsv, jsonl or parquet file.
+    By default the beginnings of the texts of --data."""
+    prompt_tokens: Annotated[int, COUNT] = 8
+    """Largest number of tokens of the beginnings that are prompts if there are no --prompts."""
+    num_prefixes: Annotated[int, COUNT] = 2000
+    """Number of prefixes that the --base writes in each round."""
+    prefix_tokens: Annotated[int, COUNT] = 24
+    """Largest number of tokens that the --base writes after each prompt."""
+    prefix_positions: Annotated[int, COUNT] = 8
+    """Number of places in each prefix, chosen at random, where candidates are compared."""
+    candidates: Annotated[int, Range(2, 2**31 - 1)] = 20
+    """Number of candidates at each place: the most likely next tokens of the --base."""
+    candidate_share: Annotated[float, BELOW_ONE] = 0.5
+    """Share of prefixes in each step, beside the --batch-size texts of the data; 0 only measures the agreement."""
+    candidate_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Weight of the squared error of the candidates' rewards in the loss."""
+    difference_weight: Annotated[float, NOT_NEGATIVE] = 10.0
+    """Weight of the squared error of the differences between candidates: of their rewards minus the mean of all
+    candidates for the same place."""
+    rounds: Annotated[int, Range(1, 1_000)] = 1
+    """Number of rounds into which the steps are divided. In the first, the --base alone writes prefixes; before each
+    later one it writes as many more, guided by the student."""
+    round_beta: Annotated[float, NOT_NEGATIVE] = 20.0
+    """Strength of that guidance: one half of the prefixes is guided by this β, the other half by −β."""
 
     def check(self) -> None:
         super().check()
@@ -222,6 +252,16 @@ class RewardTrainingConfig(TrainingConfig):
             raise OptionError("cache_targets needs a teacher, and there is none.", "give --teacher.")
         if self.teacher and self.kind != "q":
             raise OptionError(f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out.")
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        if self.base and not self.teacher:
+            raise OptionError("base needs a teacher, and there is none.", "give --teacher, or leave --base out.")
+        if self.base and self.trainer.get("dataloader_num_workers"):
+            raise OptionError("trainer sets dataloader_num_workers, which base does not allow.", "leave it out.")
+        if not self.base and (self.prompts or self.rounds > 1):
+            name = "prompts" if self.prompts else "rounds"
+            raise OptionError(f"{name} needs a base, and there is none.", "give --base.")
 
     def _check_readout(self) -> None:
         """Refuse settings that contradict a readout, or that only a readout has."""

@@ -72,7 +72,7 @@ class ExpertTrainer(BatchTrainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         loss_mask, weights = inputs["loss_mask"], inputs["weights"]
-        texts, positions = self.share(loss_mask, num_items_in_batch)
+        texts, positions = self.share(inputs, num_items_in_batch)
         output = self.score_texts(model, inputs)
         if output.log_posterior is None:
             loss = text_loss(output.log_probabilities, loss_mask, weights) * positions

@@ -1,7 +1,7 @@
 """Training losses: pure functions of head outputs, masks and labels; for experts, of log-probabilities.
 
 `loss_mask` is 1 at the tokens that the loss is about and 0 elsewhere: at prompts and at padding, which may stand on
-either side. Axes: b batch, t time, a attributes.
+either side. Axes: b batch, t time, a attributes, p positions, k candidates.
 """
 
 from collections.abc import Callable
@@ -67,6 +67,31 @@ def distillation_loss(
     """Mean of (r̂_student − r̂_teacher)² over the positions in the mask and over attributes."""
     differences = _zero_outside(rewards, loss_mask) - _zero_outside(teacher_rewards, loss_mask)
     return _mean_over_positions(differences.square(), loss_mask)
+
+
+def candidate_loss(
+    rewards: Float[Tensor, "b p k a"], targets: Float[Tensor, "b p k a"], used: Bool[Tensor, "b p k"]
+) -> Float[Tensor, ""]:
+    """Mean of (r̂_student − r̂_teacher)² over the candidates that are used and over attributes."""
+    return _mean_over_candidates((at_least_float32(rewards) - at_least_float32(targets)).square(), used)
+
+
+def difference_loss(
+    rewards: Float[Tensor, "b p k a"], targets: Float[Tensor, "b p k a"], used: Bool[Tensor, "b p k"]
+) -> Float[Tensor, ""]:
+    """The same for the differences between candidates: of rewards minus the mean over those for the same place."""
+    errors = subtract_mean(at_least_float32(rewards), used) - subtract_mean(at_least_float32(targets), used)
+    return _mean_over_candidates(errors.square(), used)
+
+
+def subtract_mean(rewards: Float[Tensor, "*p k a"], used: Bool[Tensor, "*p k"]) -> Float[Tensor, "*p k a"]:
+    """Rewards minus the mean over the candidates of their row that are used."""
+    kept = torch.where(used[..., None], rewards, 0)
+    return rewards - kept.sum(-2, keepdim=True) / used.sum(-1).clamp(min=1)[..., None, None]
+
+
+def _mean_over_candidates(errors: Float[Tensor, "b p k a"], used: Bool[Tensor, "b p k"]) -> Float[Tensor, ""]:
+    return torch.where(used[..., None], errors, 0).sum() / (used.sum() * errors.shape[-1]).clamp(min=1)
 
 
 def baseline_loss(marginals: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[Tensor, ""]:

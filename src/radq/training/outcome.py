@@ -18,9 +18,9 @@ HINT = "look at the labels of some rows, give more rows, more --epochs, or anoth
 
 def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[str]:
     """Sentences about the figures of each attribute and their meaning."""
-    if "eval_loss" not in metrics:
-        return ["no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"]
     lines = []
+    if "eval_loss" not in metrics:
+        lines += ["no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"]
     for attribute in attributes:
         if (auc := metrics.get(f"eval_auc_{attribute}")) is not None:
             meaning = f"ranks a random high text above a random low one {auc:.0%} of the time; chance does so 50%"
@@ -32,6 +32,13 @@ def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[s
         if f"eval_{name}" in metrics and f"eval_constant_{name}" in metrics:
             own, constant = metrics[f"eval_{name}"], metrics[f"eval_constant_{name}"]
             lines.append(f"mean squared distance to {targets}: {own:.4f}; that of a constant is {constant:.4f}")
+    if (correlation := metrics.get("eval_candidate_correlation")) is not None:
+        own, constant = metrics["eval_candidate_error"], metrics["eval_constant_candidate_error"]
+        meaning = "1 is the order of the teacher, 0 is chance"
+        lines.append(
+            f"differences between candidates for the next token: correlation {correlation:.2f}: {meaning}; error "
+            f"{own:.4f}; that of equal rewards is {constant:.4f}"
+        )
     return lines
 
 
@@ -54,13 +61,19 @@ def warn_of_chance(metrics: dict[str, float], attributes: list[str]) -> None:
                 f"the model does not beat a constant: its mean squared distance to {targets} is {own:.4g}, that of a "
                 f"constant {constant:.4g}"
             )
+    own, constant = metrics.get("eval_candidate_error"), metrics.get("eval_constant_candidate_error")
+    if own is not None and constant is not None and own >= constant:
+        problems.append(
+            f"the differences between candidates for the next token have an error of {own:.4g}, and equal rewards one "
+            f"of {constant:.4g}"
+        )
     if problems:
         warnings.warn(f"on the held-out texts {'; '.join(problems)}. hint: {HINT}.", stacklevel=2)
 
 
 def next_commands(config: RewardTrainingConfig, attributes: list[str]) -> list[str]:
     """Commands that use the model: to score, to generate, and to distil a RAD-V into a faster RAD-Q."""
-    base = find_language_model(config)
+    base = config.base or find_language_model(config)
     out, data = shlex.quote(config.out), shlex.quote(config.data[0])
     column = "" if config.text == "text" else f" --text-column {shlex.quote(config.text)}"
     guide = shlex.quote(f"{config.out}:{attributes[0]}=20")

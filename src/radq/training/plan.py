@@ -26,6 +26,9 @@ def describe_plan(trainer: BatchTrainer) -> str:
         f"{config.batch_size} texts a step",
         f"learning rate {config.learning_rate:g}",
     ]
+    if (feed := getattr(trainer, "feed", None)) is not None:
+        _, p, k = feed.candidates.candidates.shape
+        parts.append(f"{len(feed.candidates)} prefixes with {k} candidates at each of {p} places")
     seconds = estimate_seconds(trainer, steps)
     duration = "" if seconds is None else f"; about {format_duration(seconds)} on this machine"
     return f"recipe {config.recipe}: {', '.join(parts)}{duration}"

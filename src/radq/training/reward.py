@@ -7,7 +7,6 @@ If several processes are launched, each of them calls `train`, and the first one
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +17,17 @@ from radq.data.label_scale import LabelRules
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
-from radq.models.loading import find_tokenizer, load_config, max_positions
+from radq.models.loading import find_tokenizer, load_causal_lm, load_config, max_positions, num_logits
 from radq.models.reward import RadQ, RadV, RewardModel
+from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
 from radq.training.data import RunData, Start, check_labels, load_run_data, scales_of_model
 from radq.training.outcome import warn_of_chance
 from radq.training.plan import describe_plan
+from radq.training.prefixes import check_room, choose_prompts
 from radq.training.reward_trainer import RewardTrainer
+from radq.training.rounds import RoundsCallback
 from radq.training.run_folder import (
     begin_run,
     check_resumed,
@@ -33,7 +35,8 @@ from radq.training.run_folder import (
     read_scales,
     take_settings_of_run,
 )
-from radq.training.teacher import cache_targets, check_teacher, fingerprint_teacher, target_shape
+from radq.training.targets import cache_targets, target_shape
+from radq.training.teacher import Teacher, check_teacher, load_teacher
 
 
 def train(
@@ -51,28 +54,35 @@ def train(
     processes = PartialState()
     processes.wait_for_everyone()  # all have looked before one writes
     config = take_settings_of_run(out, config) if resume else config
-    teacher: Any = RadV.from_pretrained(config.teacher) if config.teacher else None
-    config = replace(config, lora_rank=_find_rank(config, teacher))
-    model = _start_from_trained(config, teacher)
+    teacher = load_teacher(config.teacher) if config.teacher else None
+    copied = _find_copied(config, teacher)
+    config = replace(config, lora_rank=_find_rank(config, copied))
+    model = _start_from_trained(config, copied)
     with processes.main_process_first():  # the others find the data tokenised
         found = _load_data(config, model, teacher, resume, progress and processes.is_main_process)
     config, data, eval_data = found.config, found.train, found.evaluation
     model = _make_model(config, model, teacher)
     _note_labels(model, data, config)
     contents = _fingerprint_contents(data, eval_data, model, teacher)
+    maker = None
+    if teacher is not None and config.base:
+        maker = _prepare_candidates(config, model, teacher, found, progress and processes.is_main_process)
+        contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
     if resume:
         check_resumed(out, config, contents)
     checkpoint = find_resumed_checkpoint(out, resume)
     trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
     if processes.is_main_process:
         begin_run(out, config, contents, data.scales, resume)
-    if teacher is not None and config.cache_targets:
+    if maker is not None:
+        _make_candidates(trainer, maker)
+    if teacher is not None and (config.cache_targets or teacher.reads_step_by_step):
         for part in (data, eval_data):
             if part is not None:
                 part.targets = _map_targets(part, teacher, contents["teacher"], trainer, progress)
     if progress and processes.is_main_process:
         print(describe_plan(trainer))
-    metrics = trainer.train_and_evaluate(checkpoint)
+    metrics = trainer.train_and_evaluate(checkpoint) | ({} if maker is None else maker.metrics)
     _save_model(model, trainer, out)
     if processes.is_main_process:
         warn_of_chance(metrics, model.config.attributes)
@@ -82,9 +92,21 @@ def train(
 # --- the model ---
 
 
-def _find_rank(config: RewardTrainingConfig, teacher: RewardModel | None) -> int:
+def _find_copied(config: RewardTrainingConfig, teacher: Teacher | None) -> RadV | None:
+    """The teacher of which the student begins as a copy; None if it begins otherwise."""
+    if teacher is None or config.backbone or config.init:
+        return None
+    if not isinstance(teacher.model, RadV):
+        raise OptionError(
+            f"the student cannot start as a copy of {config.teacher!r}, which is not one RAD-V.",
+            "give the --backbone of the student, or a reward model as --init.",
+        )
+    return teacher.model
+
+
+def _find_rank(config: RewardTrainingConfig, teacher: RadV | None) -> int:
     """Rank of the adapters; a copy of the teacher has those of the teacher."""
-    if not _copies_teacher(config) or teacher is None:
+    if teacher is None:
         return config.lora_rank or 0
     depth = teacher.config.backbone.num_hidden_layers  # pyright: ignore[reportOptionalMemberAccess]
     for name, own in {"lora_rank": teacher.config.lora_rank, "num_layers": depth}.items():
@@ -97,10 +119,6 @@ def _find_rank(config: RewardTrainingConfig, teacher: RewardModel | None) -> int
     return teacher.config.lora_rank
 
 
-def _copies_teacher(config: RewardTrainingConfig) -> bool:
-    return bool(config.teacher) and not config.backbone and not config.init
-
-
 def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> RewardModel | None:
     """A reward model to train further, or a copy of the teacher with a new head; None if a backbone is to be loaded."""
     torch.manual_seed(config.seed)
@@ -111,10 +129,10 @@ def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> R
                 f"kind is {config.kind!r}, but {config.init!r} is a {type(model).__name__}.", "change --kind or --init."
             )
         return model
-    return RadQ.from_teacher(teacher, config.head).float() if teacher is not None and _copies_teacher(config) else None
+    return None if teacher is None else RadQ.from_teacher(teacher, config.head).float()
 
 
-def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teacher: RewardModel | None) -> RewardModel:
+def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teacher: Teacher | None) -> RewardModel:
     """The reward model with which training starts: a trained one, or a new head over a language model."""
     model = trained or _start_from_backbone(config, teacher)
     model.config.loss = "mse" if config.teacher else config.loss  # also of a model that was trained otherwise before
@@ -126,17 +144,18 @@ def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teach
         )
     if teacher is not None:
         check_teacher(teacher, model, config.teacher, config.backbone or config.init)
-        model.config.response_range = teacher.config.response_range
-        model.config.label_scales = teacher.config.label_scales
+        if teacher.ranges is not None:
+            model.config.response_range = simplify_ranges(teacher.ranges, len(teacher.attributes))
+        model.config.label_scales = teacher.label_scales
     if config.lora_rank and not model.config.lora_rank:
         _check_rank(config.lora_rank, model)
         model.add_lora(config.lora_rank, config.backbone)
     return model
 
 
-def _start_from_backbone(config: RewardTrainingConfig, teacher: RewardModel | None) -> RewardModel:
+def _start_from_backbone(config: RewardTrainingConfig, teacher: Teacher | None) -> RewardModel:
     torch.manual_seed(config.seed)
-    attributes = config.attributes or (teacher.config.attributes if teacher is not None else [])
+    attributes = config.attributes or (teacher.attributes if teacher is not None else [])
     dtype = getattr(torch, config.backbone_dtype)
     if config.reads == "base":
         sizes = config.readout_layers, config.readout_width
@@ -170,11 +189,12 @@ def _save_model(model: RewardModel, trainer: RewardTrainer, out: Path) -> None:
 
 
 def _load_data(
-    config: RewardTrainingConfig, model: RewardModel | None, teacher: RewardModel | None, resume: bool, progress: bool
+    config: RewardTrainingConfig, model: RewardModel | None, teacher: Teacher | None, resume: bool, progress: bool
 ) -> RunData[RewardTrainingConfig]:
     scales = read_scales(Path(config.out), config) if resume else None
-    if scales is None and teacher is not None and config.attributes and config.label_rules == LabelRules():
-        scales = scales_of_model(teacher.config, config.teacher)  # labels are compared with the teacher's rewards
+    rewards = None if teacher is None else teacher.model
+    if scales is None and rewards is not None and config.attributes and config.label_rules == LabelRules():
+        scales = scales_of_model(rewards.config, config.teacher)  # labels are compared with the teacher's rewards
     found = load_run_data(config, _describe_start(config, model), progress, scales)
     check_labels(found.train, config.attributes, config.loss)
     return found
@@ -206,7 +226,7 @@ def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingCon
 
 
 def _fingerprint_contents(
-    data: RewardData, eval_data: RewardData | None, model: RewardModel, teacher: RewardModel | None
+    data: RewardData, eval_data: RewardData | None, model: RewardModel, teacher: Teacher | None
 ) -> dict[str, str]:
     """Fingerprints of the data, teacher and frozen weights of a run; trained weights are in its checkpoints."""
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
@@ -214,15 +234,49 @@ def _fingerprint_contents(
     if eval_data is not None:
         contents["eval_data"] = eval_data.fingerprint
     if teacher is not None:
-        contents["teacher"] = fingerprint_teacher(teacher)
+        contents["teacher"] = teacher.fingerprint
     return contents
 
 
 def _map_targets(
-    data: RewardData, teacher: RewardModel, fingerprint: str, trainer: RewardTrainer, progress: bool
+    data: RewardData, teacher: Teacher, fingerprint: str, trainer: RewardTrainer, progress: bool
 ) -> np.ndarray:
     """The teacher's rewards of all tokens of these rows, (tokens, a), as a memory-mapped file of the run folder."""
     folder = Path(trainer.config.out) / "targets"
     with trainer.args.main_process_first():
         file = cache_targets(folder, data, teacher, fingerprint, trainer.args.train_batch_size, progress)
     return np.memmap(file, np.float32, "r", shape=target_shape(data, teacher))
+
+
+# --- candidates ---
+
+
+def _prepare_candidates(
+    config: RewardTrainingConfig,
+    student: RewardModel,
+    teacher: Teacher,
+    data: RunData[RewardTrainingConfig],
+    progress: bool,
+) -> CandidateMaker:
+    """Load the base model and find its prompts; nothing is written or computed before all of them are checked."""
+    tokenizer = find_tokenizer(config.base)
+    if tokenizer is None:
+        raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
+    lm = load_causal_lm(config.base)
+    student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
+    prompts = choose_prompts(config, data.train, data.evaluation, lm, tokenizer)
+    room = [context for context in (teacher.context, student.max_tokens) if context is not None]
+    check_room(prompts, config, min(room, default=None))
+    known = [vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies]
+    maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, min(known), progress)
+    maker.check_disk()
+    return maker
+
+
+def _make_candidates(trainer: RewardTrainer, maker: CandidateMaker) -> None:
+    """Make the candidates of the first round; the student may give any reward that a guide gives to them."""
+    rounds = RoundsCallback(trainer, maker)
+    trainer.add_callback(rounds)
+    if maker.teacher.ranges is None:
+        ranges = rounds.candidates.ranges
+        trainer.reward_model.config.response_range = simplify_ranges(ranges, len(ranges))

@@ -13,11 +13,22 @@ from torch import Tensor
 from transformers import EvalPrediction
 
 from radq.data.dataset import RewardData
+from radq.models.loading import evaluating
 from radq.models.reward import RewardModel
 from radq.numerics import take_last
 from radq.training.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
+from radq.training.candidate_agreement import compare_rewards, metrics_of
+from radq.training.candidates import UNUSED, CandidateFeed, CandidateSet
 from radq.training.config import RewardTrainingConfig
-from radq.training.losses import LOSSES, baseline_loss, distillation_loss, prefix_weights
+from radq.training.losses import (
+    LOSSES,
+    baseline_loss,
+    candidate_loss,
+    difference_loss,
+    distillation_loss,
+    prefix_weights,
+)
+from radq.training.teacher import Teacher
 from radq.training.trainer import BatchTrainer, count_items
 
 
@@ -30,11 +41,13 @@ class RewardTrainer(BatchTrainer):
         config: RewardTrainingConfig,
         train_dataset: RewardData,
         eval_dataset: RewardData | None = None,
-        teacher: RewardModel | None = None,
+        teacher: RewardModel | Teacher | None = None,
         progress: bool = False,
     ):
         self.config = config
         self.teacher = teacher  # no part of the model, so that it is neither trained nor saved
+        self.feed: CandidateFeed | None = None  # of prefixes that are learnt beside the texts
+        self.held_out: CandidateSet | None = None  # candidates with which the agreement is measured
         super().__init__(model, config, train_dataset, eval_dataset, progress)
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
@@ -63,6 +76,26 @@ class RewardTrainer(BatchTrainer):
         model: Any = self.model
         model.load_trained(checkpoint)
 
+    # --- batches ---
+
+    def collate_for_training(self, batch: Any) -> Any:
+        """Add prefixes to the texts of a batch; if steps are captured, to the shape that all batches have."""
+        batch = super().collate_for_training(batch)
+        if self.feed is None:
+            return batch
+        num_texts = len(batch["rows"]) if self.captures else None
+        return batch | self.feed.batch(batch["rows"].numpy(), self.batches.epoch, num_texts)
+
+    def count_items(self, batch: dict[str, Tensor]) -> Float[Tensor, " n"]:
+        counts = super().count_items(batch)
+        if "candidates" not in batch:
+            return counts
+        return torch.cat([counts, (batch["candidates"] >= 0).sum()[None].float()])
+
+    def count_tokens(self, inputs: dict[str, Tensor]) -> int:
+        prefixes = inputs.get("prefix_mask")
+        return super().count_tokens(inputs) + (0 if prefixes is None else int(prefixes.sum()))
+
     # --- losses ---
 
     def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -74,7 +107,7 @@ class RewardTrainer(BatchTrainer):
     ) -> Any:
         loss_mask = inputs["loss_mask"]
         num_texts, _ = count_items(loss_mask)
-        texts, positions = self.share(loss_mask, num_items_in_batch)
+        texts, positions, *candidates = self.share(inputs, num_items_in_batch)
         output = model(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._random_tokens(inputs)
         )
@@ -89,7 +122,28 @@ class RewardTrainer(BatchTrainer):
             if self.config.teacher:  # the mean over attributes, as in the distillation loss
                 regulariser = regulariser / output.marginals.shape[-1]
             loss = loss + self.config.reg_weight * regulariser
+        for share in candidates:
+            loss = loss + self._candidate_loss(model, inputs) * share
         return (loss, output) if return_outputs else loss
+
+    def _candidate_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, ""]:
+        """The loss on the candidates of the prefixes that come with a batch of texts.
+
+        They are read in a forward pass of their own, since prefixes and texts differ in length.
+        """
+        rewards = self._compare(model, inputs)
+        targets, used = inputs["candidate_targets"], inputs["candidates"] >= 0
+        loss = self.config.candidate_weight * candidate_loss(rewards, targets, used)
+        return loss + self.config.difference_weight * difference_loss(rewards, targets, used)
+
+    def _compare(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, "b p k a"]:
+        """The student's rewards of candidates."""
+        return model(
+            input_ids=inputs["prefix_ids"],
+            attention_mask=inputs["prefix_mask"],
+            positions=inputs["positions"],
+            candidates=inputs["candidates"],
+        ).candidates
 
     def _random_tokens(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Random tokens for the regulariser, as an argument of the model; none if there is no regulariser."""
@@ -148,7 +202,42 @@ class RewardTrainer(BatchTrainer):
             train: Any = self.train_dataset
             loss = None if self.config.teacher else self.config.loss
             metrics |= constant_metrics(labels, weights[:, 0], train.mean_labels, attributes, loss)
+        return metrics | self.measure_candidates()
+
+    @torch.no_grad()
+    def measure_candidates(self) -> dict[str, float]:
+        """Agreement with the teacher about held-out candidates; nothing if there are none."""
+        held_out, model, wrapped = self.held_out, self.reward_model, self.model_wrapped
+        if held_out is None or wrapped is None:
+            return {}
+        rewards = []
+        size = self.args.per_device_eval_batch_size
+        with evaluating(model), self.compute_loss_context_manager():
+            for first in range(0, len(held_out), size):
+                batch = held_out.batch(range(first, min(first + size, len(held_out))))
+                inputs = {name: values.to(self.args.device) for name, values in batch.items()}
+                rewards.append(model.link(self._compare(wrapped, inputs)).double().cpu().numpy())
+        found, k = np.concatenate(rewards), held_out.candidates.shape[2]
+        a = len(model.config.attributes)
+        used = held_out.candidates.reshape(-1, k) != UNUSED
+        return metrics_of(
+            compare_rewards(found.reshape(-1, k, a), held_out.targets.reshape(-1, k, a), used), model.config.attributes
+        )
+
+    def _evaluate_end(self) -> dict[str, float]:
+        """The metrics of the last weights. The agreement is measured also if no texts are held out."""
+        metrics = super()._evaluate_end()
+        if self.held_out is not None and "eval_candidate_error" not in metrics:
+            found = {f"eval_{name}": value for name, value in self.measure_candidates().items()}
+            self.log(dict(found))
+            metrics |= found
         return metrics
+
+    @property
+    def reward_model(self) -> RewardModel:
+        """The model that is trained."""
+        model: Any = self.model
+        return model
 
     def metric_names(self) -> list[str]:
         data: Any = self.eval_dataset
@@ -159,7 +248,8 @@ class RewardTrainer(BatchTrainer):
         label_ids: Any = np.concatenate([labels, weights[:, None]], axis=1)
         names = self.metrics(EvalPrediction(np.ones((len(data), width)), label_ids))
         unchanging = ("constant_", "chance_")  # training does not change these
-        return [name for name in names if not name.startswith(unchanging)]
+        agreement = ["candidate_correlation", "candidate_error"] if self.config.base else []
+        return [name for name in [*names, *agreement] if not name.startswith(unchanging)]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:

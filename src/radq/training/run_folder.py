@@ -1,7 +1,8 @@
 """The folder of a training run: which folders are allowed, the files a run begins with, and how it may be resumed.
 
 config.yaml holds the settings. fingerprints.json holds fingerprints of the contents that a run depends on: data,
-evaluation data, teacher and frozen weights. labels.json says how the labels of each column became numbers.
+evaluation data, teacher, base, prompts and frozen weights. labels.json says how the labels of each column became
+numbers.
 """
 
 import json
@@ -28,7 +29,7 @@ SETTINGS = "config.yaml"
 FINGERPRINTS = "fingerprints.json"
 LABELS = "labels.json"
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
-FINGERPRINTED = ("data", "eval_data", "teacher", "backbone")  # a resumed run may name them otherwise
+FINGERPRINTED = ("data", "eval_data", "teacher", "backbone", "base", "prompts")  # a resumed run may name them otherwise
 CHANGEABLE = (
     *("out", "cache", "log_steps", "save_steps", "save_minutes", "report_to", "micro_batch_size"),
     *("gradient_checkpointing", "capture_steps"),
@@ -90,8 +91,8 @@ def begin_run(
 
 
 def delete_run(out: Path) -> None:
-    """Delete an earlier run's checkpoints, metrics, targets and models; other files stay."""
-    for folder in (*find_checkpoints(out), out / "targets", out / EXPERT, out / ANTI_EXPERT):
+    """Delete an earlier run's checkpoints, metrics, targets, candidates and models; other files stay."""
+    for folder in (*find_checkpoints(out), out / "targets", out / "candidates", out / EXPERT, out / ANTI_EXPERT):
         shutil.rmtree(folder, ignore_errors=True)
     for path in (path for pattern in ("metrics.jsonl", "results.json", *MODEL_FILES) for path in out.glob(pattern)):
         if path.is_dir():

@@ -1,80 +1,283 @@
-"""The teacher of a distillation: a RAD-V whose rewards a RAD-Q, the student, learns."""
+"""The teacher of a distillation: reward models or guides whose rewards a RAD-Q, the student, learns.
 
-from pathlib import Path
-from typing import Any
+    teacher = load_teacher("reward-a,reward-b")
+    teacher.candidate_rewards(input_ids, attention_mask, candidates)
 
-import numpy as np
+A teacher has one or more members, and its reward is the mean of theirs. Axes: b batch, t time, k candidates, a
+attributes.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
 import torch
-from tqdm import tqdm
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
-from radq.data.dataset import RewardData
 from radq.errors import OptionError, VocabularyError
-from radq.files import explained_writing, fingerprint_tensors, fingerprint_values, whole_file
+from radq.files import fingerprint_tensors, fingerprint_values
+from radq.guides import Guide
+from radq.guides.folders import holds_experts, read_codes
+from radq.guides.spec import find_kind, load_guide, parse_guide
 from radq.models.reward import RewardModel
+from radq.models.stored import require_attributes
+from radq.models.vocabulary import Vocabulary
+from radq.training.teacher_names import find_reward_models, split_teachers
 
-TARGET_BYTES = 4  # targets are stored in float32
+Limits = tuple[float, float]
 
 
-def check_teacher(teacher: RewardModel, student: RewardModel, teacher_name: str, student_name: str) -> None:
+class Source(nn.Module):
+    """A source of rewards, for one or more attributes."""
+
+    attributes: list[str]
+    ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
+    label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Fingerprint of all that the rewards depend on."""
+
+    @property
+    @abstractmethod
+    def vocabularies(self) -> list[Vocabulary]:
+        """The vocabularies of its models."""
+
+    @property
+    @abstractmethod
+    def context(self) -> int | None:
+        """The most tokens of a text that it can read; None if there is no limit."""
+
+    @abstractmethod
+    def token_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> Float[Tensor, "b t a"]:
+        """The reward of every token of a batch of texts, which are padded on the right."""
+
+    @abstractmethod
+    def candidate_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+    ) -> Float[Tensor, "b k a"]:
+        """The rewards of candidates for the next token of each prefix."""
+
+
+@final
+class RewardSource(Source):
+    """A reward model, or some of its attributes. Its rewards are not clamped."""
+
+    def __init__(self, model: RewardModel, attributes: Sequence[str] = ()):
+        super().__init__()
+        require_attributes(attributes, model.config.attributes)
+        self.model = model
+        self.attributes = list(attributes) or list(model.config.attributes)
+        self._columns = [model.config.attributes.index(name) for name in self.attributes]
+        self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
+        scales = model.config.label_scales
+        self.label_scales = None if scales is None else [scales[column] for column in self._columns]
+
+    @property
+    def fingerprint(self) -> str:
+        whole = fingerprint_model(self.model)
+        return whole if self.attributes == self.model.config.attributes else fingerprint_values(whole, self._columns)
+
+    @property
+    def vocabularies(self) -> list[Vocabulary]:
+        return [self.model.vocabulary]
+
+    @property
+    def context(self) -> int | None:
+        return self.model.max_tokens
+
+    def token_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> Float[Tensor, "b t a"]:
+        return self._choose(self.model.token_rewards(input_ids, attention_mask))
+
+    def candidate_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+    ) -> Float[Tensor, "b k a"]:
+        return self._choose(self.model.next_rewards(input_ids, attention_mask, candidates))
+
+    def _choose(self, rewards: Float[Tensor, "b n m"]) -> Float[Tensor, "b n a"]:
+        if self._columns == list(range(rewards.shape[-1])):  # an index would make a captured step wait for its copy
+            return rewards
+        return torch.stack([rewards[..., column] for column in self._columns], dim=-1)
+
+
+@final
+class GuideSource(Source):
+    """A guide, whose rewards are what its strengths multiply: log-ratios of experts, or log-probabilities of a class.
+
+    The attributes of a student have the names of these strengths, such as alpha, and mean the same.
+    """
+
+    def __init__(self, guide: Guide, attributes: Sequence[str], settings: Sequence[Any] = ()):
+        """`settings` are all that the rewards depend on beside the weights, for the fingerprint."""
+        super().__init__()
+        self.guide, self.attributes, self.settings, self.ranges = guide, list(attributes), settings, None
+        self.label_scales = None
+        self.models = nn.ModuleList([reader.model for reader in guide.readers])
+
+    @property
+    def fingerprint(self) -> str:
+        weights = fingerprint_tensors(sorted(self.models.state_dict().items()))
+        return fingerprint_values(type(self.guide).__name__, self.attributes, self.settings, weights)
+
+    @property
+    def vocabularies(self) -> list[Vocabulary]:
+        return [reader.vocabulary for reader in self.guide.readers]
+
+    @property
+    def context(self) -> int | None:
+        return self.guide.context
+
+    @torch.no_grad()
+    def token_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> Float[Tensor, "b t a"]:
+        state = self.guide.start(input_ids[:, :1], torch.zeros_like(attention_mask[:, :1]))  # after a BOS alone
+        columns = []
+        for tokens in input_ids.T:
+            advice = self.guide.advise(state, tokens[:, None])
+            columns.append(_read_rewards(advice))
+            state = self.guide.advance(advice.state, tokens)
+        return torch.cat(columns, dim=1) * attention_mask[..., None]
+
+    @torch.no_grad()
+    def candidate_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+    ) -> Float[Tensor, "b k a"]:
+        return _read_rewards(self.guide.advise(self.guide.start(input_ids, attention_mask), candidates))
+
+
+def _read_rewards(advice: Any) -> Float[Tensor, "b k a"]:
+    if advice.rewards is None:
+        raise OptionError("this guide does not tell what its strengths multiply.", "choose another teacher.")
+    return torch.cat(advice.rewards, dim=-1)
+
+
+@final
+class Teacher(nn.Module):
+    """The mean of members, each of which consists of sources for different attributes."""
+
+    def __init__(self, members: Sequence[Sequence[Source]]):
+        super().__init__()
+        named = [[name for source in member for name in source.attributes] for member in members]
+        for names in named[1:]:
+            if names != named[0]:
+                raise OptionError(
+                    f"one teacher has the attributes {', '.join(named[0])}, another {', '.join(names)}.",
+                    "choose teachers with the same attributes, in the same order.",
+                )
+        self.attributes = named[0]
+        self.members = nn.ModuleList([nn.ModuleList(member) for member in members])
+
+    @property
+    def sources(self) -> list[Source]:
+        return [source for member in self._members() for source in member]
+
+    def _members(self) -> Iterator[list[Source]]:
+        found: Any = self.members
+        return (list(member) for member in found)
+
+    @property
+    def model(self) -> RewardModel | None:
+        """The reward model that the teacher is, if it is one, with all its attributes."""
+        first = self.sources[0]
+        if len(self.sources) > 1 or not isinstance(first, RewardSource):
+            return None
+        return first.model if first.attributes == first.model.config.attributes else None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def context(self) -> int | None:
+        return min((source.context for source in self.sources if source.context is not None), default=None)
+
+    @property
+    def ranges(self) -> list[Limits] | None:
+        """The range of the rewards of each attribute, over all members; None if it is not known."""
+        if any(source.ranges is None for source in self.sources):
+            return None
+        each = [[limits for source in member for limits in source.ranges or ()] for member in self._members()]
+        columns = zip(*each, strict=True)
+        return [(min(low for low, _ in column), max(high for _, high in column)) for column in columns]
+
+    @property
+    def label_scales(self) -> list[dict[str, Any]] | None:
+        """How the labels of each attribute became numbers, if all members agree about it."""
+        each = [[source.label_scales for source in member] for member in self._members()]
+        if any(scales is None for member in each for scales in member):
+            return None
+        joined = [[scale for scales in member for scale in scales or ()] for member in each]
+        return joined[0] if all(scales == joined[0] for scales in joined) else None
+
+    @property
+    def reads_step_by_step(self) -> bool:
+        """Whether the rewards of a text's tokens take a forward pass for each token."""
+        return any(isinstance(source, GuideSource) for source in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of all that the rewards depend on; the places of folders do not count."""
+        parts = [[source.fingerprint for source in member] for member in self._members()]
+        return parts[0][0] if len(self.sources) == 1 else fingerprint_values(parts)
+
+    def token_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> Float[Tensor, "b t a"]:
+        """The teacher's reward of every token of a batch of texts."""
+        each = [[source.token_rewards(input_ids, attention_mask) for source in member] for member in self._members()]
+        return torch.stack([torch.cat(parts, dim=-1) for parts in each]).mean(0)
+
+    def candidate_rewards(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+    ) -> Float[Tensor, "b k a"]:
+        """The teacher's rewards of candidates for the next token of each prefix."""
+        prefixes = input_ids, attention_mask, candidates
+        each = [[source.candidate_rewards(*prefixes) for source in member] for member in self._members()]
+        return torch.stack([torch.cat(parts, dim=-1) for parts in each]).mean(0)
+
+
+def load_teacher(text: str) -> Teacher:
+    """Load a teacher that is written as text: folders or guides, separated by commas."""
+    return Teacher([_load_member(name) for name in split_teachers(text)])
+
+
+def _load_member(name: str) -> list[Source]:
+    models = find_reward_models(name)
+    if models is not None:
+        return [RewardSource(RewardModel.from_pretrained(folder), attributes) for folder, attributes in models]
+    folder, numbers = parse_guide(name)
+    options = {option: numbers[option] for option in find_kind(folder).options if option in numbers}
+    attributes = [name for name in numbers if name not in options]
+    codes = None if holds_experts(folder) else read_codes(folder)
+    return [GuideSource(load_guide(name), attributes, [options, codes])]
+
+
+def check_teacher(teacher: Teacher, student: RewardModel, teacher_name: str, student_name: str) -> None:
     """Refuse a teacher with other attributes or another vocabulary than the student."""
-    if teacher.config.attributes != student.config.attributes:
+    if teacher.attributes != student.config.attributes:
         raise OptionError(
-            f"the teacher's attributes are {', '.join(teacher.config.attributes)}, "
+            f"the teacher's attributes are {', '.join(teacher.attributes)}, "
             f"the student's {', '.join(student.config.attributes)}.",
             "leave --labels out, or name the teacher's attributes.",
         )
-    if teacher.vocabulary != student.vocabulary:
+    if any(vocabulary != student.vocabulary for source in teacher.sources for vocabulary in source.vocabularies):
         raise VocabularyError(
             f"the vocabulary of the teacher {teacher_name!r} is not that of {student_name!r}.",
             "choose a student and a teacher with the same tokenizer.",
         )
 
 
-def fingerprint_teacher(teacher: RewardModel) -> str:
-    """Fingerprint of all that the teacher's rewards depend on; the place of its folder does not count."""
-    settings = [teacher.config.attributes, teacher.config.loss, teacher.config.prepend_bos, teacher.config.bos_token_id]
-    backbone: Any = teacher.config.backbone
+def fingerprint_model(model: RewardModel) -> str:
+    """Fingerprint of all that a reward model's rewards depend on; the place of its folder does not count."""
+    settings = [model.config.attributes, model.config.loss, model.config.prepend_bos, model.config.bos_token_id]
+    backbone: Any = model.config.backbone
     irrelevant = ("_name_or_path", "transformers_version", "dtype")
     shape = {name: value for name, value in backbone.to_dict().items() if name not in irrelevant}
-    return fingerprint_values(settings, shape, fingerprint_tensors(sorted(teacher.state_dict().items())))
-
-
-def cache_targets(
-    folder: Path, data: RewardData, teacher: RewardModel, fingerprint: str, batch_size: int, progress: bool
-) -> Path:
-    """Store the teacher's rewards of all tokens of these rows in a file, unless the file is there already.
-
-    The name of the file is made of the fingerprints of teacher and rows, so that a file never serves others.
-    """
-    file = folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin"
-    shape = target_shape(data, teacher)
-    if not file.exists() or file.stat().st_size != TARGET_BYTES * shape[0] * shape[1]:
-        with explained_writing(file), whole_file(file) as temporary:
-            _write_targets(temporary, data, teacher, batch_size, progress)
-    return file
-
-
-def target_shape(data: RewardData, teacher: RewardModel) -> tuple[int, int]:
-    """Shape of the targets: number of tokens of all rows, and number of attributes."""
-    return len(data.token_ids), len(teacher.config.attributes)
-
-
-@torch.no_grad()
-def _write_targets(file: Path, data: RewardData, teacher: RewardModel, batch_size: int, progress: bool) -> None:
-    """Write the rewards of each row at the place of its tokens; rows outside `data` stay holes in the file.
-
-    These are plain writes, since a full disk under a memory-mapped file would crash the process.
-    """
-    num_tokens, a = target_shape(data, teacher)
-    order = np.argsort(data.lengths, kind="stable")
-    chunks = np.array_split(order, -(-len(order) // batch_size))
-    with file.open("wb") as stream:
-        stream.truncate(TARGET_BYTES * num_tokens * a)
-        for chunk in tqdm(chunks, desc="rewards of the teacher", unit="batch", disable=not progress):
-            batch = data.batch(chunk.tolist())
-            input_ids, attention_mask = (batch[name].to(teacher.device) for name in ("input_ids", "attention_mask"))
-            rewards = teacher.token_rewards(input_ids, attention_mask).float().cpu().numpy()
-            lengths = attention_mask.sum(1).tolist()
-            for row, length, found in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
-                stream.seek(TARGET_BYTES * a * int(data.offsets[row]))
-                stream.write(found[:length].tobytes())
+    return fingerprint_values(settings, shape, fingerprint_tensors(sorted(model.state_dict().items())))

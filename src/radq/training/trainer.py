@@ -188,13 +188,17 @@ class BatchTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Number of texts and of positions in the whole optimizer step, over all micro-batches and processes."""
-        counts = torch.stack([count_items(batch["loss_mask"]) for batch in batch_samples]).sum(0)
+        counts = torch.stack([self.count_items(batch) for batch in batch_samples]).sum(0)
         counts = counts if self.captures else counts.to(device)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
 
-    def share(self, loss_mask: Tensor, num_items_in_batch: Tensor | None) -> Float[Tensor, "2"]:
-        """Share of a micro-batch in the texts and in the positions of the whole optimizer step."""
-        here = count_items(loss_mask)
+    def count_items(self, batch: dict[str, Tensor]) -> Float[Tensor, " n"]:
+        """Numbers of texts, of positions, and of other items of a batch over which a loss takes the mean."""
+        return count_items(batch["loss_mask"])
+
+    def share(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | None) -> Float[Tensor, " n"]:
+        """Share of a micro-batch in the texts, in the positions and in the other items of the whole optimizer step."""
+        here = self.count_items(batch)
         if num_items_in_batch is None:
             return here / here.clamp(min=1)
         return here / num_items_in_batch.clamp(min=1) * self.args.world_size  # the mean over processes is taken later

@@ -1,0 +1,54 @@
+"""The teacher's rewards of all tokens of a data set, computed once and stored in a file of the run folder."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from radq.data.dataset import RewardData
+from radq.files import explained_writing, fingerprint_values, whole_file
+from radq.training.teacher import Teacher
+
+TARGET_BYTES = 4  # targets are stored in float32
+
+
+def cache_targets(
+    folder: Path, data: RewardData, teacher: Teacher, fingerprint: str, batch_size: int, progress: bool
+) -> Path:
+    """Store the teacher's rewards of all tokens of these rows in a file, unless the file is there already.
+
+    The name of the file is made of the fingerprints of teacher and rows, so that a file never serves others.
+    """
+    file = folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin"
+    shape = target_shape(data, teacher)
+    if not file.exists() or file.stat().st_size != TARGET_BYTES * shape[0] * shape[1]:
+        with explained_writing(file), whole_file(file) as temporary:
+            _write_targets(temporary, data, teacher, batch_size, progress)
+    return file
+
+
+def target_shape(data: RewardData, teacher: Teacher) -> tuple[int, int]:
+    """Shape of the targets: number of tokens of all rows, and number of attributes."""
+    return len(data.token_ids), len(teacher.attributes)
+
+
+@torch.no_grad()
+def _write_targets(file: Path, data: RewardData, teacher: Teacher, batch_size: int, progress: bool) -> None:
+    """Write the rewards of each row at the place of its tokens; rows outside `data` stay holes in the file.
+
+    These are plain writes, since a full disk under a memory-mapped file would crash the process.
+    """
+    num_tokens, a = target_shape(data, teacher)
+    order = np.argsort(data.lengths, kind="stable")
+    chunks = np.array_split(order, -(-len(order) // batch_size))
+    with file.open("wb") as stream:
+        stream.truncate(TARGET_BYTES * num_tokens * a)
+        for chunk in tqdm(chunks, desc="rewards of the teacher", unit="batch", disable=not progress):
+            batch = data.batch(chunk.tolist())
+            input_ids, attention_mask = (batch[name].to(teacher.device) for name in ("input_ids", "attention_mask"))
+            rewards = teacher.token_rewards(input_ids, attention_mask).float().cpu().numpy()
+            lengths = attention_mask.sum(1).tolist()
+            for row, length, found in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
+                stream.seek(TARGET_BYTES * a * int(data.offsets[row]))
+                stream.write(found[:length].tobytes())

@@ -1,0 +1,62 @@
+"""Teachers written as text: folders of reward models, or guides, separated by commas.
+
+Importing this module imports no torch, so that a mistake shows at once.
+"""
+
+from pathlib import Path
+
+from radq.errors import OptionError
+from radq.guides.spec import GUIDES, check_guide, find_kind, parse_guide
+from radq.models.embedded import EMBEDDED
+from radq.models.stored import check_reward_model
+
+
+def split_teachers(text: str) -> list[str]:
+    """Split a list of teachers at its commas, but not at those between the numbers of a guide: DIR:a=1,b=2."""
+    if Path(text).is_dir():
+        return [text]
+    teachers: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        if not part:
+            raise OptionError(
+                f"teacher must name folders, separated by commas, got {text!r}.", "remove the superfluous commas."
+            )
+        if teachers and ":" not in part and is_guide(f"{teachers[-1]},{part}"):
+            teachers[-1] += f",{part}"
+        else:
+            teachers.append(part)
+    return teachers
+
+
+def is_guide(name: str) -> bool:
+    """Whether a teacher is written as a guide with numbers, such as DIR:alpha=2."""
+    try:
+        parse_guide(name)
+    except OptionError:
+        return False
+    return True
+
+
+def check_teachers(text: str) -> None:
+    """Refuse teachers that cannot be loaded; only their config.json is read."""
+    for name in split_teachers(text):
+        if is_guide(name):
+            check_guide(*parse_guide(name))
+        else:
+            check_reward_model(name)
+
+
+def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
+    """The reward models of which a teacher consists, each with the names of its attributes that count, or with none
+    where all do. None if the teacher is another guide, such as experts."""
+    if not is_guide(name):
+        return [(name, [])]
+    folder, numbers = parse_guide(name)
+    if find_kind(folder) is GUIDES["embedded"]:
+        return [(f"{EMBEDDED}:{attribute}", [attribute]) for attribute in numbers]
+    return [(folder, list(numbers))] if find_kind(folder) is GUIDES["reward"] else None
+
+
+def needs_base(text: str) -> bool:
+    """Whether one of the teachers is no reward model: the range of its rewards shows in those of candidates alone."""
+    return any(find_reward_models(name) is None for name in split_teachers(text))
