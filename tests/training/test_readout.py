@@ -55,6 +55,18 @@ def test_a_teacher_is_distilled_into_a_readout(settings: RewardTrainingConfig, t
     assert metrics["eval_distillation_mse"] < 0.5 * metrics["eval_constant_distillation_mse"]
 
 
+def test_a_readout_learns_candidates_of_its_base_model(
+    settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
+) -> None:
+    plain: dict[str, Any] = {"reads": "itself", "readout_layers": None, "readout_width": None}
+    train(changed(settings, kind="v", out=str(tmp_path / "v"), epochs=3, **plain))
+    student: dict[str, Any] = {"teacher": str(tmp_path / "v"), "base": str(calm_toy), "num_prefixes": 128}
+    student |= {"learning_rate": 1e-2, "epochs": 4, "prompt_tokens": 2, "prefix_tokens": 8, "candidates": 10}
+    found = train(changed(settings, **student))
+    assert found["eval_candidate_correlation"] > 0.5
+    assert found["eval_candidate_error"] < found["eval_constant_candidate_error"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
