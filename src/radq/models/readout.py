@@ -71,10 +71,11 @@ class Readout(nn.Module):
         self.register_buffer("sketch", torch.zeros(num_weights, SAMPLES))
 
     def reset_parameters(self) -> None:
-        for layer in (self.inner, self.outer):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-            nn.init.zeros_(layer.bias)
-        nn.init.zeros_(self.empty)
+        """Draw initial weights, with which rewards are small at first."""
+        nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
+        nn.init.normal_(self.outer.weight, std=0.1 * self.outer.in_features**-0.5)
+        for values in (self.inner.bias, self.outer.bias, self.empty):
+            nn.init.zeros_(values)
 
     def forward(self, states: Float[Tensor, "*p nd"]) -> Float[Tensor, "*p d"]:
         parts = states.to(self.inner.weight.dtype).unflatten(-1, (len(self.layers), -1))
