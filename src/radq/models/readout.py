@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from radq.errors import ModelError, OptionError
+from radq.models.kv_cache import LeftPacked, pack_left
+from radq.models.loading import hidden_size
 
 NUM_LAYERS = 5  # that are read by default
 SAMPLES = 8  # numbers of each tensor in a sketch
@@ -70,6 +72,13 @@ class Readout(nn.Module):
         self.empty = nn.Parameter(torch.zeros(hidden_size))  # the hidden state before the first token of a text
         self.register_buffer("sketch", torch.zeros(num_weights, SAMPLES))
 
+    @classmethod
+    def over(cls, backbone: nn.Module, shape: Any, stored: Mapping[str, Any]) -> "Readout":
+        """Make a readout of a base model from its configuration and the stored one of the readout."""
+        if hidden_size(shape) != shape.hidden_size:
+            raise OptionError("the layers of this base model have outputs of different sizes.", "leave --reads out.")
+        return cls(ReadoutConfig.from_dict(stored), shape.hidden_size, len(list(backbone.parameters())))
+
     def reset_parameters(self) -> None:
         """Draw initial weights, with which rewards are small at first."""
         nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
@@ -81,6 +90,19 @@ class Readout(nn.Module):
         parts = states.to(self.inner.weight.dtype).unflatten(-1, (len(self.layers), -1))
         normalised = F.rms_norm(parts, parts.shape[-1:], eps=1e-6)
         return self.outer(F.gelu(self.inner(normalised.flatten(-2))))
+
+    def read_texts(
+        self, backbone: nn.Module, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], with_bos: bool
+    ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
+        """Hidden states of whole texts, with a learned one before the first token where no BOS stands there."""
+        empty = int(not with_bos)
+        packed = pack_left(F.pad(tokens, (empty, 0)), F.pad(mask, (empty, 0), value=1))
+        with torch.no_grad():
+            output = backbone(input_ids=packed.input_ids[:, empty:], use_cache=False, output_hidden_states=True)
+            states = torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1)
+        hidden = self(states)
+        first = self.empty.to(hidden.dtype).expand(len(hidden), empty, -1)
+        return torch.cat([first, hidden], dim=1), packed
 
 
 # --- the base model of a readout ---

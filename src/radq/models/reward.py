@@ -58,7 +58,7 @@ from radq.models.reading import Reader
 from radq.models.readout import Readout, ReadoutConfig, sketch_weights
 from radq.models.reward_state import RewardState
 from radq.models.stored import require_reward_model
-from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary
+from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary, writes_bos
 from radq.numerics import at_least_float32
 
 SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
@@ -92,16 +92,7 @@ class RewardModel(PreTrainedModel):
         self.backbone = AutoModel.from_config(config.backbone, dtype=torch.get_default_dtype())
         self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
         self.tokenizer = None
-        self.readout = self._build_readout(config)
-
-    def _build_readout(self, config: RewardModelConfig) -> Readout | None:
-        if not config.readout:
-            return None
-        shape: Any = config.backbone
-        if hidden_size(shape) != shape.hidden_size:
-            raise OptionError("the layers of this base model have outputs of different sizes.", "leave --reads out.")
-        num_weights = len(list(self.backbone.parameters()))
-        return Readout(ReadoutConfig.from_dict(config.readout), shape.hidden_size, num_weights)
+        self.readout = Readout.over(self.backbone, config.backbone, config.readout) if config.readout else None
 
     # --- making, saving, loading ---
 
@@ -134,7 +125,7 @@ class RewardModel(PreTrainedModel):
         shape._name_or_path = ""  # a path of this machine means nothing where the reward model goes
         bos = find_bos(shape, tokenizer)
         if options.get("readout"):
-            options["prepend_bos"] = _writes_bos(tokenizer, bos)  # a readout reads what the base model reads
+            options["prepend_bos"] = writes_bos(tokenizer, bos)  # a readout reads what the base model reads
         config = RewardModelConfig(
             attributes=attributes,
             backbone=shape,
@@ -281,23 +272,9 @@ class RewardModel(PreTrainedModel):
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
         if self.readout is not None:
-            return self._read_states(tokens, mask)
+            return self.readout.read_texts(self.backbone, tokens, mask, self.config.prepend_bos)
         packed = kv_cache.pack_left(tokens, mask)
         return self.backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state, packed
-
-    def _read_states(
-        self, tokens: Int[Tensor, "b n"], mask: Int[Tensor, "b n"]
-    ) -> tuple[Float[Tensor, "b m d"], LeftPacked]:
-        """Hidden states of a readout, with a learned one before the first token where no BOS stands there."""
-        assert self.readout is not None
-        empty = int(not self.config.prepend_bos)
-        packed = kv_cache.pack_left(F.pad(tokens, (empty, 0)), F.pad(mask, (empty, 0), value=1))
-        with torch.no_grad():
-            output = self.backbone(input_ids=packed.input_ids[:, empty:], use_cache=False, output_hidden_states=True)
-            states = self.reader.take_states(output)
-        hidden = self.readout(states)
-        first = self.readout.empty.to(hidden.dtype).expand(len(hidden), empty, -1)
-        return torch.cat([first, hidden], dim=1), packed
 
     def read_hidden(self, state: RewardState) -> Float[Tensor, "b d"]:
         """The hidden state after each prefix, which the head reads."""
@@ -596,11 +573,6 @@ def _check_one_device(model: RewardModel) -> None:
             f"device_map spreads the reward model over {', '.join(devices)}.",
             "a reward model stands on one device: give device='cuda', say, or device_map={'': 0}.",
         )
-
-
-def _writes_bos(tokenizer: PreTrainedTokenizerBase | None, bos: int) -> bool:
-    """Whether a tokenizer writes a BOS before every text by itself."""
-    return tokenizer is not None and tokenizer("a").input_ids[:1] == [bos]
 
 
 def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:

@@ -97,6 +97,11 @@ def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
     raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")
 
 
+def writes_bos(tokenizer: PreTrainedTokenizerBase | None, bos: int) -> bool:
+    """Whether a tokenizer writes a BOS before every text by itself."""
+    return tokenizer is not None and tokenizer("a").input_ids[:1] == [bos]
+
+
 def find_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
     """The ids of tokens that mark beginnings, ends and padding, by tokenizer and configuration."""
     found = [] if tokenizer is None else list(tokenizer.all_special_ids)
