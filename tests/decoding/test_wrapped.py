@@ -171,7 +171,7 @@ def test_longrope_ends_where_its_frequencies_would_change(tmp_path: Path) -> Non
     """Beyond, a text's numbers would depend on whether a long one stands beside it."""
     folder = make_family(phi3_longrope(), tmp_path / "lm")
     model = make_reward("q", folder)
-    assert max_positions(phi3_longrope()) == model.max_positions == 16
+    assert max_positions(phi3_longrope()) == model.reader.max_positions == 16
     model.token_rewards(torch.full((1, 15), 5))
     with pytest.raises(ContextLengthError, match=r"16 positions \(beyond them, longrope"):
         model.token_rewards(torch.full((1, 16), 5))
