@@ -114,6 +114,22 @@ def test_a_folder_holds_the_readout_alone(lm_folders: dict[str, Path], tmp_path:
     assert all(parameter.requires_grad for parameter in lm.parameters())  # the language model is not changed
     guide = load_guide(f"{tmp_path / 'readout'}:nice=3", lm=lm)
     assert guide.readers[0].model is shared.backbone
+    for other in ("llama", "gpt_neox"):
+        with pytest.raises(ModelError, match="reads the hidden states"):
+            load_guide(f"{tmp_path / 'readout'}:nice=3", lm=make_lm(other))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_whether_a_bos_is_read_is_stored(stored: bool, lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    """A folder that has lost its tokenizer reads as before."""
+    model = make_readout(lm_folders["gpt2"])
+    model.config.prepend_bos = stored
+    model.save_pretrained(tmp_path / "readout")
+    text = torch.randint(3, VOCAB, (1, 6))
+    for options in ({}, {"lm": make_lm("gpt2")}):
+        loaded = RewardModel.from_pretrained(tmp_path / "readout", **options)
+        assert loaded.config.prepend_bos is stored
+        torch.testing.assert_close(loaded.token_rewards(text), model.token_rewards(text))
 
 
 @pytest.mark.parametrize("change", ["other weights", "float16", "bfloat16", "adapters", "another shape"])

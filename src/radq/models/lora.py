@@ -26,7 +26,7 @@ from radq.errors import ModelError
 from radq.models.config import RewardModelConfig
 from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.models.hub import explained
-from radq.models.loading import find_tokenizer
+from radq.models.loading import find_backbone, find_tokenizer
 from radq.models.origins import find_backbone_source
 from radq.models.readout import check_base
 
@@ -239,11 +239,13 @@ def load_beside_backbone(
 
 def load_beside_lm(kind: Any, config: RewardModelConfig, name: str | Path, lm: Any, hub: dict[str, Any]) -> Any:
     """Load a reward model with a readout, which shares the weights of the language model that is to be steered."""
+    with explained(name, "a readout", hub):
+        file = find_adapters(name, **hub)
+        sketch = load_file(file)["readout.sketch"]
+    check_base(sketch, find_backbone(lm, type(lm).__name__))  # first, since other shapes could not be loaded
     model = kind._over_lm(lm, find_tokenizer(name, **hub), "the language model", config.attributes, **_options(config))
     model.config.set_origin(config.origin)
-    with explained(name, "a readout", hub):
-        load_adapters(model, find_adapters(name, **hub))
-    check_base(model.readout.sketch, model.backbone)
+    load_adapters(model, file)
     return model
 
 

@@ -124,7 +124,7 @@ class RewardModel(PreTrainedModel):
         shape.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
         shape._name_or_path = ""  # a path of this machine means nothing where the reward model goes
         bos = find_bos(shape, tokenizer)
-        if options.get("readout"):
+        if options.get("readout") and "prepend_bos" not in options:
             options["prepend_bos"] = writes_bos(tokenizer, bos)  # a readout reads what the base model reads
         config = RewardModelConfig(
             attributes=attributes,
