@@ -90,6 +90,8 @@ def test_prefixes_are_as_frequent_as_in_the_data(tmp_path: Path) -> None:
     expected = {(): 0.4, (1,): 0.2, (1, 2): 0.2, (1, 2, 3): 0.2}
     assert shares == pytest.approx(expected, abs=0.03)
     assert max(len(prefix) for prefix in sample_prefixes(data, 200, 2, seed=0)) == 1
+    longer = {tuple(prefix.tolist()) for prefix in sample_prefixes(data, 5000, None, seed=0, shortest=1)}
+    assert longer == {prefix for prefix in prefixes if prefix}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -120,7 +120,8 @@ def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks
     columns = DataColumns(config.text, skip_empty=config.skip_empty)
     data = load_data(config.data, model.tokenizer, columns, NO_LIMIT, config.cache, progress)
     max_tokens = None if model.max_tokens is None else model.max_tokens - 1  # one position is left for a candidate
-    prefixes = sample_prefixes(data, sizes[-1], max_tokens, config.seed)
+    shortest = 0 if model.config.prepend_bos else 1  # without a BOS, a model has no state of an empty prefix
+    prefixes = sample_prefixes(data, sizes[-1], max_tokens, config.seed, shortest)
     with without_tf32():
         rows = reward_rows(model, prefixes, attribute, config.batch_size, progress)
     assert model.config.backbone is not None
@@ -162,18 +163,19 @@ def _find_attribute(model: RewardModel, name: str | None) -> str:
     return name or attributes[0]
 
 
-def sample_prefixes(data: RewardData, n: int, max_tokens: int | None, seed: int) -> list[np.ndarray]:
-    """Draw prefixes independently and uniformly from all prefixes in the data, the empty ones included.
+def sample_prefixes(data: RewardData, n: int, max_tokens: int | None, seed: int, shortest: int = 0) -> list[np.ndarray]:
+    """Draw prefixes independently and uniformly from all prefixes in the data with at least `shortest` tokens.
 
     Texts are cut off after `max_tokens` tokens.
     """
     lengths = data.lengths if max_tokens is None else np.minimum(data.lengths, max_tokens)
+    lengths = np.maximum(lengths - shortest, 0)
     ends = np.cumsum(lengths)
     if not len(ends) or not ends[-1]:
         raise DataError("the texts have no tokens to draw prefixes from.", "give --data with longer texts.")
     picks = np.random.default_rng(seed).integers(ends[-1], size=n)
     utterances = np.searchsorted(ends, picks, side="right")
-    sizes = picks - (ends - lengths)[utterances]  # 0 to length - 1: the number of tokens before a token
+    sizes = picks - (ends - lengths)[utterances] + shortest  # the number of tokens before a token
     starts = data.offsets[data.rows[utterances]]
     return [np.asarray(data.token_ids[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
