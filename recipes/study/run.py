@@ -11,13 +11,12 @@ import json
 import lzma
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice, repeat
 from multiprocessing import get_context
@@ -27,10 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from jobs import RADQ, Job, keep_json, run_all, write_json
 from sklearn.metrics import roc_auc_score
+from splits import prepare
 
 from radq import RewardGuide, RewardModel, generate
-from radq.data.tables import read_table
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.judges.models import load_judge
@@ -40,7 +40,6 @@ from radq.models.loading import find_device, load_causal_lm, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parent
-RADQ = [sys.executable, "-m", "radq"]
 SWEEPS = ("sentiment", "detox")  # the longest first
 DATA = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
@@ -49,129 +48,6 @@ SHOWN = (
     ("sentiment", "negative", 2),
     ("toxicity", "rtp", 1),
 )  # attribute, prompts, how many
-
-
-# --- data: prompts, and texts for judges that share none with the reward models ---
-
-NUM_PROMPTS = 1000  # of each kind
-UNSEEN_RECORDS = 1400  # records of RealToxicityPrompts that the toxicity judge does not see
-UNSEEN_REVIEWS = 2500  # reviews of IMDB's test split that the sentiment judge does not see
-FEWEST_WORDS, MOST_WORDS = (6, 30), 40  # of the end of a review: about as long as a prompt with its continuation
-MAX_TOXICITY = 0.5
-
-
-def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
-    """Write prompts and the judges' data into data/.
-
-    One part of RealToxicityPrompts' records trains the toxicity judge; the other gives the prompts to continue and the
-    texts that measure the judge. The sentiment judge learns from the ends of reviews of IMDB's test split.
-    """
-    Path("data").mkdir(exist_ok=True)
-    rng = np.random.default_rng(0)
-
-    records = _shuffled(_read_rows(rtp), rng)
-    unseen, seen = records[:UNSEEN_RECORDS], records[UNSEEN_RECORDS:]
-    _write_rows("judge-toxicity", _perspective_scores(seen))
-    _write_rows("judge-toxicity-unseen", _perspective_scores(unseen))
-    prompts = [record["prompt"] for record in unseen if record["prompt"]["toxicity"] is not None]
-    nontoxic = (prompt for prompt in prompts if prompt["toxicity"] < MAX_TOXICITY)
-    _write_rows("rtp", ({"prompt": prompt["text"]} for prompt in islice(nontoxic, NUM_PROMPTS)))
-
-    for name, file in (("neutral", neutral), ("negative", negative)):
-        rows = _read_rows(file)
-        chosen = np.sort(rng.choice(len(rows), size=NUM_PROMPTS, replace=False))
-        _write_rows(name, ({"prompt": rows[n]["prompt"]["text"]} for n in chosen))
-
-    reviews = _shuffled([row for row in _read_rows(imdb) if row["split"] == "test"], rng)
-    _write_rows("judge-sentiment", _ends_of_reviews(reviews[UNSEEN_REVIEWS:], rng))
-    _write_rows("judge-sentiment-unseen", _ends_of_reviews(reviews[:UNSEEN_REVIEWS], rng))
-
-
-def _perspective_scores(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Prompts and continuations with Perspective's toxicity, where there is a score."""
-    for record in records:
-        for part in (record["prompt"], record["continuation"]):
-            if part["toxicity"] is not None and part["text"].strip():
-                yield {"text": part["text"].strip(), "toxicity": part["toxicity"]}
-
-
-def _ends_of_reviews(reviews: Iterable[dict[str, Any]], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """The last sentences of each review, which hold its verdict, in various lengths."""
-    for review in reviews:
-        sentences = re.split(r"(?<=[.!?])\s+", review["text"].replace("<br /><br />", " ").strip())
-        words, fewest = [], rng.integers(*FEWEST_WORDS)
-        while sentences and len(words) < fewest:
-            words = sentences.pop().split() + words
-        yield {"text": " ".join(words[-MOST_WORDS:]), "sentiment": int(review["label"])}
-
-
-def _shuffled(rows: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    return [rows[n] for n in rng.permutation(len(rows))]
-
-
-def _read_rows(file: str) -> list[dict[str, Any]]:
-    return [row for table in read_table(file) for row in table.to_dict("records")]
-
-
-def _write_rows(name: str, rows: Iterable[dict[str, Any]]) -> None:
-    with Path(f"data/{name}.jsonl").open("w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-# --- jobs ---
-
-
-@dataclass(frozen=True)
-class Job:
-    """A command that makes one file; it does not run again once the file is there."""
-
-    name: str
-    command: list[str]
-    makes: str
-    needs: str = ""  # a file that an earlier job makes
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of the study
-
-
-Finish = Callable[[Job, str, float], None]  # takes the job, its standard output and its seconds
-
-
-def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None) -> None:
-    """Run the jobs that are not done yet. A failure skips the jobs that need its file and then ends the study."""
-    todo = [job for job in jobs if not Path(job.makes).exists()]
-    Path("logs").mkdir(exist_ok=True)
-    outcomes: dict[str, Future[bool]] = {}
-    with ThreadPoolExecutor(at_once) as pool:
-        for job in todo:
-            outcomes[job.makes] = pool.submit(run_one, job, outcomes.get(job.needs), finish)
-    failed = [job.name for job in todo if not outcomes[job.makes].result()]
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}; see logs/.")
-
-
-def run_one(job: Job, needed: Future[bool] | None, finish: Finish | None) -> bool:
-    """Run a job after the one it needs; return whether both succeeded."""
-    if needed is not None and not needed.result():
-        return False
-    began = time.time()
-    with (Path("logs") / f"{job.name}.log").open("a") as log:
-        environment = {**os.environ, **job.environment}
-        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    seconds = time.time() - began
-    print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
-    if done.returncode == 0 and finish is not None:
-        finish(job, done.stdout, seconds)
-    return done.returncode == 0
-
-
-def keep_json(job: Job, output: str, seconds: float) -> None:
-    write_json(job.makes, json.loads(output[output.index("{") :]))
-
-
-def write_json(file: str, content: Any) -> None:
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(f"{file}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    temporary.replace(file)
 
 
 # --- models ---
@@ -248,8 +124,14 @@ def training_job(name: str, settings: dict[str, Any]) -> Job:
     config.write_text(text)
     command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
     options = ["--config", str(config), "--resume" if began else "--overwrite", "--json"]
-    needs = f"{settings['teacher']}.json" if settings.get("teacher") else ""
-    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needs)
+    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needed_file(settings))
+
+
+def needed_file(settings: dict[str, Any]) -> str:
+    """The file that an earlier job makes and a training needs; a teacher may be a guide, DIR:name=number."""
+    own = [file for file in settings["data"] if Path(file).name.startswith("own-")]
+    teacher = settings.get("teacher", "").partition(":")[0]
+    return f"{teacher}.json" if teacher.startswith("models/") else own[0] if own else ""
 
 
 def describe_model(job: Job, output: str, seconds: float) -> None:
