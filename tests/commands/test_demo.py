@@ -95,7 +95,7 @@ def test_what_judges_read(models: DemoModels) -> None:
 def test_a_blank_text_has_no_score(models: DemoModels, monkeypatch: pytest.MonkeyPatch) -> None:
     def blank(*arguments: object, **options: object) -> list[demonstration.Generation]:
         end = models.tokenizer.eos_token_id
-        return [demonstration.Generation(prompt, "", [end], [0.0], "stop", 0.0, 0.0, 0.0, 0) for prompt in PROMPTS]
+        return [demonstration.Generation(prompt, "", [end], [0.0], "stop", 0.0, 0.0, 0.0, 0.0, 0) for prompt in PROMPTS]
 
     monkeypatch.setattr(demonstration, "generate", blank)
     cell = compare(models, ATTRIBUTES["toxicity"], PROMPTS, [1.0], num_samples=1).cells[0]

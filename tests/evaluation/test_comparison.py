@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radq.errors import OptionError
-from radq.evaluation.comparison import compare_at_equal_perplexity, mean_difference
+from radq.evaluation.comparison import compare_at_equal, mean_difference
 from radq.evaluation.metrics import Bootstrap, ScoredTexts
 
 QUICK = Bootstrap(resamples=200)
@@ -59,37 +59,37 @@ def sweep(p: int, gain: float, seed: int, logs: tuple[float, ...] = (2.0, 2.5, 3
 
 def test_guides_are_compared_at_equal_perplexity() -> None:
     strong, weak = sweep(50, 0.4, 0), sweep(50, 0.2, 1, (2.2, 2.8, 3.4))
-    found = compare_at_equal_perplexity(strong, weak, "mean_score", QUICK)
+    found = compare_at_equal("perplexity", strong, weak, "mean_score", QUICK)
     # over 2.2 to 3.0 the lines 0.8 − 0.4 (x − 2) and 0.8 − 0.2 (x − 2) lie 0.2 (2.6 − 2) apart on average
     assert found.value == pytest.approx(-0.12, abs=0.01)
     assert found.low < -0.12 < found.high
     assert found.high < 0
-    assert found.perplexity_range == pytest.approx((math.exp(2.2), math.exp(3)), rel=0.02)
+    assert found.range == pytest.approx((math.exp(2.2), math.exp(3)), rel=0.02)
     assert found.without_overlap == 0
-    opposite = compare_at_equal_perplexity(weak, strong, "mean_score", QUICK)
+    opposite = compare_at_equal("perplexity", weak, strong, "mean_score", QUICK)
     assert opposite.value == pytest.approx(-found.value)
     assert (opposite.low, opposite.high) == pytest.approx((-found.high, -found.low))
-    assert compare_at_equal_perplexity(strong[::-1], strong, "mean_score", QUICK).value == pytest.approx(0)
+    assert compare_at_equal("perplexity", strong[::-1], strong, "mean_score", QUICK).value == pytest.approx(0)
 
 
 def test_an_interval_of_a_comparison_is_that_of_its_resamples() -> None:
     first, second, bootstrap = sweep(9, 0.4, 0), sweep(9, 0.2, 1), Bootstrap(resamples=60, seed=2, confidence=0.9)
-    found = compare_at_equal_perplexity(first, second, "avg_max", bootstrap)
+    found = compare_at_equal("perplexity", first, second, "avg_max", bootstrap)
     values = []
     for row in (row for part in bootstrap.choices(9) for row in part):
         rows = np.repeat(np.arange(9), row)
         resampled = [[cell.take(rows) for cell in cells] for cells in (first, second)]
-        values.append(compare_at_equal_perplexity(*resampled, "avg_max", Bootstrap(resamples=1)).value)
+        values.append(compare_at_equal("perplexity", *resampled, "avg_max", Bootstrap(resamples=1)).value)
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])))
 
 
 def test_guides_that_cannot_be_compared() -> None:
     cells = sweep(5, 0.4, 0)
     with pytest.raises(OptionError, match="no common perplexity: 7.* for one and .* for the other.*overlap"):
-        compare_at_equal_perplexity(cells, sweep(5, 0.4, 0, (4.0, 5.0)), "mean_score")
+        compare_at_equal("perplexity", cells, sweep(5, 0.4, 0, (4.0, 5.0)), "mean_score")
     with pytest.raises(OptionError, match="same prompts, got 5 to 6"):
-        compare_at_equal_perplexity(cells, sweep(6, 0.4, 0), "mean_score")
+        compare_at_equal("perplexity", cells, sweep(6, 0.4, 0), "mean_score")
     with pytest.raises(OptionError, match="at least 2 values of β, got 1"):
-        compare_at_equal_perplexity(cells[:1], cells, "mean_score")
+        compare_at_equal("perplexity", cells[:1], cells, "mean_score")
     with pytest.raises(OptionError, match="mauve is no mean over prompts"):
-        compare_at_equal_perplexity(cells, cells, "mauve")
+        compare_at_equal("perplexity", cells, cells, "mauve")

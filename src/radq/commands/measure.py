@@ -95,6 +95,11 @@ def _sort_metrics(arguments: Arguments) -> "tuple[dict[str, JudgeUse], list[str]
         metric = METRICS[name]
         if metric.needs_judge and not arguments.judge:
             raise OptionError(f"{name} has no judge.", "give --judge JUDGE.")
+        if metric.needs_decoding:
+            raise OptionError(
+                f"{name} can only be measured while texts are decoded.",
+                "add it to the metrics of a sweep of radq eval.",
+            )
         if metric.needs_language_model and arguments.perplexity is None:
             raise OptionError(f"{name} has no model to measure it.", "give --perplexity MODEL.")
         if metric.needs_encoder and (arguments.mauve is None or arguments.reference is None):

@@ -3,7 +3,9 @@
 best_of_n(lm, tokenizer, prompts, model, {"toxicity": -1.0}, n=10)
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,8 +45,9 @@ def best_of_n(
     The reward is that of the last token of prompt and continuation, without a stop token, since training texts end
     without one. So an empty continuation has the reward of its prompt. Among equal rewards, the first one drawn is
     kept. Sample s of prompt p is the best of the samples n·s to n·s + n − 1 that `generate` draws with the same seed.
-    At most `batch_size` texts are drawn, or scored, at once; by default as many as fit into memory are drawn, and 64
-    scored. Other options are those of `generate`.
+    The `drawn_nll` of a kept sample is its own minus log n − (n − 1)/n nats, the largest divergence that keeping the
+    best of n can have. At most `batch_size` texts are drawn, or scored, at once; by default as many as fit into memory
+    are drawn, and 64 scored. Other options are those of `generate`.
     """
     if n < 1:
         raise OptionError(f"n must be at least 1, got {n}.", "give a larger n.")
@@ -61,7 +64,9 @@ def best_of_n(
     ]
     scores = score_texts(model, beta, texts, batch_size or 64)
     best = scores.view(-1, n).numpy().argmax(1)  # argmax takes the first among equal scores
-    return [drawn[group * n + index] for group, index in enumerate(best)]
+    kept = [drawn[group * n + index] for group, index in enumerate(best)]
+    divergence = math.log(n) - (n - 1) / n
+    return [replace(generation, drawn_nll=generation.drawn_nll - divergence) for generation in kept]
 
 
 @torch.no_grad()

@@ -69,6 +69,10 @@ class Generation:
             labels, from 0 to 1.
         nll: minus the log-probability of the tokens, without a stop token, under the base model alone: over the whole
             vocabulary, at temperature 1.
+        drawn_nll: minus the log-probability of the same tokens in the distributions that they were drawn from, which
+            candidates, temperature and guide have shaped; 0 at temperature 0. For the best of n it is that of the
+            sample, lowered by the divergence of keeping it. `nll` minus `drawn_nll`, averaged over texts, is the
+            divergence of the guided texts from those of the base model.
         num_text_tokens: the number of tokens, without a final stop token.
     """
 
@@ -80,6 +84,7 @@ class Generation:
     kl: float
     clipped: float
     nll: float
+    drawn_nll: float
     num_text_tokens: int
 
 
@@ -186,6 +191,8 @@ def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int
     numbers = np.array(ticket.rows).reshape(-1, len(NUMBERS))
     stopped = bool(token_ids) and token_ids[-1] in ticket.request.stops
     counted = max(1, len(token_ids))
+    of_text = numbers[: len(numbers) - stopped]
+    greedy = ticket.request.steering.temperature == 0  # the best token is certain
     return Generation(
         prompt=prompt,
         text=text,
@@ -194,7 +201,8 @@ def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int
         finish_reason=ticket.finish_reason or "",
         kl=float(numbers[:, 2].sum()) / counted,
         clipped=float(numbers[:, 3].sum()) / counted,
-        nll=-float(numbers[: len(numbers) - stopped, 4].sum()),
+        nll=-float(of_text[:, 4].sum()),
+        drawn_nll=0.0 if greedy else -float(of_text[:, 5].sum()),
         num_text_tokens=len(token_ids) - stopped,
     )
 

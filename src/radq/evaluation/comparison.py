@@ -1,73 +1,99 @@
-"""Two guides compared at equal perplexity, with an interval from resampled prompts.
+"""Two guides compared at equal perplexity or at equal KL, with an interval from resampled prompts.
 
-    compare_at_equal_perplexity(texts_of_first_guide, texts_of_second_guide, "avg_max")
+    compare_at_equal("perplexity", texts_of_first_guide, texts_of_second_guide, "avg_max")
+    compare_at_equal("kl", texts_of_first_guide, texts_of_second_guide, "avg_max")
 
-Axes: c points of a guide's curve over β, e points of another guide's curve, r resamples.
+Axes of arrays: c points of a guide's curve over β, e points of another guide's curve, r resamples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 
 from radq.errors import OptionError
-from radq.evaluation.metrics import DEFAULT_BOOTSTRAP, METRICS, Bootstrap, ScoredTexts, check_metric
+from radq.evaluation.metrics import DEFAULT_BOOTSTRAP, METRICS, Bootstrap, ScoredTexts, check_metric, check_needs
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A metric at whose equal values guides are compared. Curves are straight lines over `place` of its values."""
+
+    noun: str  # in words for readers
+    place: Callable[[Float[np.ndarray, "*s"]], Float[np.ndarray, "*s"]]
+    value: Callable[[Float[np.ndarray, "*s"]], Float[np.ndarray, "*s"]]  # the inverse of `place`
+
+
+AXES = {
+    "perplexity": Axis("perplexity", np.log, np.exp),
+    "kl": Axis("KL", np.asarray, np.asarray),
+}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference of a metric between two guides at the same perplexity, first minus second."""
+    """The mean difference of a metric between two guides at the same value of an axis, first minus second."""
 
     value: float
     low: float
     high: float
-    perplexity_range: tuple[float, float]  # reached by both guides
+    range: tuple[float, float]  # of the axis, reached by both guides
     without_overlap: int  # resamples without a common range, which are left out of the interval
 
 
-def compare_at_equal_perplexity(
-    first: Sequence[ScoredTexts], second: Sequence[ScoredTexts], metric: str, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP
+def compare_at_equal(
+    axis: str,
+    first: Sequence[ScoredTexts],
+    second: Sequence[ScoredTexts],
+    metric: str,
+    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
 ) -> Difference:
-    """Average the difference of two guides' curves of a metric over log perplexity, over their common range.
+    """Average the difference of two guides' curves of a metric over an axis, over their common range.
 
-    Each item of `first` and `second` holds the texts of a guide at one β. A curve joins the points of one guide, in the
-    order of their perplexity, by straight lines. Both guides continued the same prompts, in the same order, and each
-    resample takes the same prompts of both.
+    The axis is "perplexity", whose logarithm is taken, or "kl". Each item of `first` and `second` holds the texts of a
+    guide at one β. A curve joins the points of one guide, in their order on the axis, by straight lines. Both guides
+    continued the same prompts, in the same order, and each resample takes the same prompts of both.
     """
-    curves = [_Curve(points, metric) for points in (first, second)]
+    if axis not in AXES:
+        raise OptionError(f"guides cannot be compared at equal {axis!r}.", f"choose from {', '.join(AXES)}.")
+    curves = [_Curve(points, axis, metric) for points in (first, second)]
     sizes = sorted({len(sums.totals) for curve in curves for sums in curve.sums})
     if len(sizes) > 1:
         raise OptionError(
             f"both guides must have the same prompts, got {sizes[0]} to {sizes[-1]} of them.",
             "compare guides on the same prompts.",
         )
-    value, (low, high) = mean_difference(*curves[0].points(), *curves[1].points())
-    if low >= high:
-        spans = ["{:.4g} to {:.4g}".format(*np.exp(curve.points()[0][[0, -1]])) for curve in curves]
+    value, ends = mean_difference(*curves[0].points(), *curves[1].points())
+    if ends[0] >= ends[1]:
+        spans = ["{:.4g} to {:.4g}".format(*AXES[axis].value(curve.points()[0][[0, -1]])) for curve in curves]
         raise OptionError(
-            f"the guides have no common perplexity: {spans[0]} for one and {spans[1]} for the other.",
+            f"the guides have no common {AXES[axis].noun}: {spans[0]} for one and {spans[1]} for the other.",
             "sweep more values of β until the ranges overlap.",
         )
     drawn = [curve.resampled_points(bootstrap) for curve in curves]
     differences = np.array([mean_difference(x, y, u, v)[0] for x, y, u, v in zip(*drawn[0], *drawn[1], strict=True)])
     interval = bootstrap.interval(differences) if sizes[0] > 1 else (float("nan"), float("nan"))
-    return Difference(value, *interval, (float(np.exp(low)), float(np.exp(high))), int(np.isnan(differences).sum()))
+    low, high = AXES[axis].value(np.array(ends)).tolist()
+    return Difference(value, *interval, (low, high), int(np.isnan(differences).sum()))
 
 
 class _Curve:
-    """The points (log perplexity, metric) of a guide at several β, in the order of their perplexity."""
+    """The points (place on the axis, metric) of a guide at several β, in their order on the axis."""
 
-    def __init__(self, texts: Sequence[ScoredTexts], metric: str):
+    def __init__(self, texts: Sequence[ScoredTexts], axis: str, metric: str):
         check_metric(metric)
         attribute = METRICS[metric].sums
         if attribute is None:
             raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
         if len(texts) < 2:
             raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
-        fluency = METRICS["perplexity"].sums
-        assert fluency is not None
-        self.sums = [sums(one) for one in texts for sums in (fluency, attribute)]
+        for one in texts:
+            check_needs(axis, one)
+        across = METRICS[axis].sums
+        assert across is not None
+        self.place = AXES[axis].place
+        self.sums = [sums(one) for one in texts for sums in (across, attribute)]
 
     def points(self) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, " c"]]:
         values = np.array([[sums.value for sums in self.sums]])
@@ -81,7 +107,7 @@ class _Curve:
         return self._ordered(np.stack(values, axis=1))
 
     def _ordered(self, values: Float[np.ndarray, "r m"]) -> tuple[Float[np.ndarray, "r c"], Float[np.ndarray, "r c"]]:
-        x, y = np.log(values[:, 0::2]), values[:, 1::2]
+        x, y = self.place(values[:, 0::2]), values[:, 1::2]
         order = x.argsort(1, kind="stable")
         return np.take_along_axis(x, order, 1), np.take_along_axis(y, order, 1)
 

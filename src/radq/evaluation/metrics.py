@@ -43,6 +43,8 @@ class ScoredTexts:
         texts: the continuations.
         scores: the scores of a judge; NaN for blank texts.
         nll, tokens: the negative log-likelihood of each continuation given its prompt, and its number of tokens.
+        drawn_nll: the negative log-likelihood of each continuation in the distributions that its tokens were drawn
+            from, as `Generation.drawn_nll`. `nll` must then be that of the base model.
         features: sentence embeddings; NaN for blank texts.
         reference: sentence embeddings of the unguided samples of the same prompts.
     """
@@ -51,6 +53,7 @@ class ScoredTexts:
     scores: Float[np.ndarray, "p n"] | None = None
     nll: Float[np.ndarray, "p n"] | None = None
     tokens: Int[np.ndarray, "p n"] | None = None
+    drawn_nll: Float[np.ndarray, "p n"] | None = None
     features: Float[np.ndarray, "p n d"] | None = None
     reference: Float[np.ndarray, "p m d"] | None = None
 
@@ -63,7 +66,7 @@ class ScoredTexts:
                 f"all prompts must have the same number of samples, got {sizes[0]} to {sizes[-1]}.",
                 "generate the missing samples.",
             )
-        for name in ("scores", "nll", "tokens", "features"):
+        for name in ("scores", "nll", "tokens", "drawn_nll", "features"):
             values = getattr(self, name)
             if values is not None and values.shape[:2] != (len(self.texts), sizes[0]):
                 raise OptionError(
@@ -74,7 +77,8 @@ class ScoredTexts:
 
     def take(self, rows: Sequence[int] | Int[np.ndarray, " q"]) -> "ScoredTexts":
         """Keep some of the prompts, such as those of one class."""
-        known = {name: getattr(self, name) for name in ("scores", "nll", "tokens", "features", "reference")}
+        names = ("scores", "nll", "tokens", "drawn_nll", "features", "reference")
+        known = {name: getattr(self, name) for name in names}
         values = {name: array[list(rows)] for name, array in known.items() if array is not None}
         return replace(self, texts=[self.texts[row] for row in rows], **values)
 
@@ -159,9 +163,7 @@ def measure(names: Sequence[str], texts: ScoredTexts, bootstrap: Bootstrap = DEF
     """Compute metrics by name; all names are checked before the first metric is computed."""
     for name in names:
         check_metric(name)
-        missing = [needed for needed in METRICS[name].needs if getattr(texts, needed) is None]
-        if missing:
-            raise OptionError(f"{name} needs {missing[0]}, and there are none.", f"it is {METRICS[name].description}.")
+        check_needs(name, texts)
     return {name: METRICS[name].estimate(texts, bootstrap) for name in names}
 
 
@@ -169,6 +171,13 @@ def check_metric(name: str) -> None:
     """Raise an error where no metric has this name."""
     if name not in METRICS:
         raise OptionError(f"there is no metric {name!r}.", f"choose from {', '.join(METRICS)}.")
+
+
+def check_needs(name: str, texts: ScoredTexts) -> None:
+    """Raise an error where the texts lack numbers that a metric is computed from."""
+    missing = [needed for needed in METRICS[name].needs if getattr(texts, needed) is None]
+    if missing:
+        raise OptionError(f"{name} needs {missing[0]}, and there are none.", f"it is {METRICS[name].description}.")
 
 
 def estimate(sums: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
@@ -240,6 +249,20 @@ def corpus_perplexity(nll: Float[np.ndarray, "p n"], tokens: Int[np.ndarray, "p 
     infinite = _count(~finite & (tokens > 0))
     totals, weights = np.where(finite, nll, 0.0).sum(1), np.where(finite, tokens, 0).sum(1)
     return Sums(totals, weights.astype(float), _count(tokens == 0), infinite, exponential=True)
+
+
+def divergence(
+    nll: Float[np.ndarray, "p n"], drawn_nll: Float[np.ndarray, "p n"], tokens: Int[np.ndarray, "p n"]
+) -> Sums:
+    """KL(guided ‖ base) per token in nats, estimated from the tokens that were drawn.
+
+    The base is the whole base model at temperature 1, so everything that shapes the guided texts counts: the guide, the
+    choice of candidates, and the temperature.
+    """
+    finite = np.isfinite(nll) & np.isfinite(drawn_nll) & (tokens > 0)
+    gaps = np.subtract(nll, drawn_nll, out=np.zeros(nll.shape), where=finite)
+    weights = np.where(finite, tokens, 0).sum(1).astype(float)
+    return Sums(gaps.sum(1), weights, _count(tokens == 0), _count(~finite & (tokens > 0)))
 
 
 def perplexities(nll: Float[np.ndarray, "*s"], tokens: Int[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
@@ -367,6 +390,11 @@ class Metric:
         return "nll" in self.needs
 
     @property
+    def needs_decoding(self) -> bool:
+        """Whether it needs numbers that only decoding knows."""
+        return "drawn_nll" in self.needs
+
+    @property
     def needs_encoder(self) -> bool:
         return "features" in self.needs
 
@@ -380,6 +408,7 @@ class Metric:
 
 
 _SCORES, _LIKELIHOODS, _FEATURES = ("scores",), ("nll", "tokens"), ("features", "reference")
+_DRAWN = ("nll", "drawn_nll", "tokens")
 
 METRICS: dict[str, Metric] = {
     "avg_max": Metric(
@@ -410,6 +439,12 @@ METRICS: dict[str, Metric] = {
     ),
     "corpus_perplexity": Metric(
         "the perplexity of all continuations as one text", _LIKELIHOODS, lambda t: corpus_perplexity(t.nll, t.tokens)
+    ),
+    "kl": Metric(
+        "KL(guided ‖ base) in nats per token, estimated from the drawn tokens",
+        _DRAWN,
+        lambda t: divergence(t.nll, t.drawn_nll, t.tokens),
+        axis="KL from the base model, nats per token (← closer)",
     ),
     "dist_1": Metric("distinct words per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 1)),
     "dist_2": Metric("distinct bigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 2)),

@@ -1,4 +1,7 @@
-"""The numbers of each text of a cell, in measures/CELL.npz of a run folder: scores[judge], nll and tokens, (p, n)."""
+"""The numbers of each text of a cell, in measures/CELL.npz of a run folder.
+
+They are scores[judge], nll and tokens, and drawn_nll where decoding has noted it; each is an array (p, n).
+"""
 
 from pathlib import Path
 from zipfile import BadZipFile

@@ -6,6 +6,7 @@
       rad-q: {folder: runs/detox-q, weights: {toxicity: -1}, beta: [10, 20, 50]}
       dexperts: {folder: runs/experts, weights: {alpha: 1}, beta: [1, 2]}
       best-of-n: {folder: runs/detox-q, weights: {toxicity: -1}, best_of: [5, 10]}
+      asked: {ask: "Continue the text in a friendly and polite way."}
     judges:
       toxicity: {judge: "onnx:toxicity-bert-tiny", metrics: [avg_max, toxic_rate]}
     perplexity: gpt2-xl
@@ -17,7 +18,7 @@ The unguided base model is always part of a sweep, as the guide `none`.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -49,7 +50,7 @@ class PromptFile:
 
 @dataclass(frozen=True)
 class GuideSweep:
-    """A guide at several β.
+    """A guide at several β, or the base model itself with a request for what is wanted.
 
     Args:
         folder: a reward model, or the experts of DExperts or GeDi, as `radq generate --guide` takes them.
@@ -58,14 +59,17 @@ class GuideSweep:
         options: numbers that do not change with β, such as GeDi's filter_p.
         clamp: clamp rewards to the range of the training labels.
         best_of: in place of β, keep the best of n unguided samples by the reward at their end; the values of n.
+        ask: in place of all these, one or more requests. Each is put to the unguided base model with the prompt, and
+            makes a cell of its own.
     """
 
-    folder: str
-    weights: dict[str, float]
+    folder: str = ""
+    weights: dict[str, float] = field(default_factory=dict)
     beta: list[float] = field(default_factory=list)
     options: dict[str, float] = field(default_factory=dict)
     clamp: bool = True
     best_of: list[Annotated[int, COUNT]] = field(default_factory=list)
+    ask: list[str] | None = None
 
     def numbers_at(self, beta: float) -> dict[str, float]:
         """The guide's numbers at β: the weights times β, and the options."""
@@ -118,6 +122,8 @@ class Sweep:
         """Refuse models and guides that are not there, and numbers that a guide does not have; nothing is loaded."""
         check_language_model(self.base)
         for guide in self.guides.values():
+            if guide.ask:
+                continue
             if guide.best_of:
                 check_reward_model(guide.folder, guide.weights)
             else:
@@ -127,11 +133,7 @@ class Sweep:
         """List all cells, guide by guide, so that each guide is loaded once; the unguided base model comes first."""
         settings = list(product(self.top_k, self.top_p, self.kl_budget, self.seeds))
         unguided = dict.fromkeys(SweepCell(UNGUIDED, None, k, p, None, seed) for k, p, _, seed in settings)
-        guided = (
-            SweepCell(name, beta, k, p, kl, seed, best_of)
-            for name, guide in self.guides.items()
-            for (k, p, kl, seed), beta, best_of in product(settings, guide.beta or [None], guide.best_of or [None])
-        )
+        guided = [cell for name, guide in self.guides.items() for cell in _guided_cells(name, guide, settings)]
         return [*unguided, *guided]
 
     def read_prompts(self) -> list[Prompt]:
@@ -154,12 +156,14 @@ class SweepCell:
     kl_budget: float | None
     seed: int
     best_of: int | None = None  # the n of the best of n
+    ask: int | None = None  # the number of the request, from 1 on
 
     @property
     def name(self) -> str:
         numbers = {
             "β": self.beta,
             "n": self.best_of,
+            "ask": self.ask,
             "k": self.top_k,
             "p": self.top_p,
             "kl": self.kl_budget,
@@ -171,6 +175,16 @@ class SweepCell:
     def reference(self) -> "SweepCell":
         """The unguided cell with the same candidates and seed, which MAUVE compares with."""
         return SweepCell(UNGUIDED, None, self.top_k, self.top_p, None, self.seed)
+
+
+def _guided_cells(name: str, guide: GuideSweep, settings: Sequence[tuple[Any, ...]]) -> list[SweepCell]:
+    """The cells of a guide at all settings (k, p, KL budget, seed); a request has no KL budget."""
+    if guide.ask:
+        asked = product(settings, range(1, len(guide.ask) + 1))
+        cells = [SweepCell(name, None, k, p, None, seed, ask=number) for (k, p, _, seed), number in asked]
+        return list(dict.fromkeys(cells))
+    steps = product(settings, guide.beta or [None], guide.best_of or [None])
+    return [SweepCell(name, beta, *setting, best_of) for setting, beta, best_of in steps]
 
 
 # --- files ---
@@ -210,6 +224,11 @@ def _check(sweep: Sweep) -> None:
             raise OptionError(f"{name} must have at least one item, got none.", "give one or more.")
     for name, guide in sweep.guides.items():
         _check_guide(name, guide)
+        if guide.ask and sweep.engine != "transformers":
+            raise OptionError(
+                f"guide {name!r} asks the base model, which the engine {sweep.engine!r} cannot do.",
+                "use the engine transformers.",
+            )
     for judge, use in sweep.judges.items():
         for metric in use.metrics:
             check_metric(metric)
@@ -222,6 +241,11 @@ def _check(sweep: Sweep) -> None:
         for needs, option in (("needs_language_model", "perplexity"), ("needs_encoder", "mauve")):
             if getattr(METRICS[metric], needs) and getattr(sweep, option) is None:
                 raise OptionError(f"{metric} has no model to measure it.", f"name one under {option!r}.")
+        if METRICS[metric].needs_decoding and sweep.perplexity != WHILE_DECODING:
+            raise OptionError(
+                f"{metric} is measured while decoding, and perplexity is measured by {sweep.perplexity!r}.",
+                f"set 'perplexity: {WHILE_DECODING}'.",
+            )
     if sweep.perplexity == WHILE_DECODING and sweep.engine != "transformers":
         raise OptionError(
             f"the engine {sweep.engine!r} cannot measure perplexity while it decodes.",
@@ -235,6 +259,12 @@ def _check_guide(name: str, guide: GuideSweep) -> None:
         raise OptionError(
             f"a guide must not be called {name!r}.", f"use letters, digits, spaces and _.+()-, and not {UNGUIDED!r}."
         )
+    if guide.ask is not None:
+        _check_request(name, guide)
+        return
+    for option in ("folder", "weights"):
+        if not getattr(guide, option):
+            raise OptionError(f"guide {name!r} has no {option!r}.", f"add {option!r} with its value.")
     if bool(guide.beta) == bool(guide.best_of):
         raise OptionError(
             f"guide {name!r} must have values of either beta or best_of, got {'both' if guide.beta else 'neither'}.",
@@ -242,3 +272,12 @@ def _check_guide(name: str, guide: GuideSweep) -> None:
         )
     if guide.best_of and guide.options:
         raise OptionError(f"guide {name!r} keeps the best of n, which takes no options.", "remove its options.")
+
+
+def _check_request(name: str, guide: GuideSweep) -> None:
+    """Refuse requests that are blank, and options that only guides with a folder have."""
+    if not guide.ask or not all(request.strip() for request in guide.ask):
+        raise OptionError(f"guide {name!r} has a blank request.", "write what the base model is asked for under 'ask'.")
+    given = [option for option in ("folder", "weights", "beta", "options", "best_of") if getattr(guide, option)]
+    if given:
+        raise OptionError(f"guide {name!r} asks the base model, which takes no {given[0]}.", f"remove {given[0]!r}.")

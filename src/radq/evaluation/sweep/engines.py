@@ -2,13 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from radq.decoding.best_of_n import best_of_n
 from radq.decoding.generate import Generation, generate
 from radq.errors import OptionError, require_package
-from radq.evaluation.sweep.config import UNGUIDED, Sweep, SweepCell
+from radq.evaluation.perplexity import measure_likelihoods
+from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, Sweep, SweepCell
 from radq.evaluation.sweep.costs import Usage
+from radq.evaluation.sweep.requests import add_request
 from radq.guides import RewardGuide
 from radq.guides.meter import Meter
 from radq.guides.spec import guide_maker
@@ -65,6 +68,8 @@ class TransformersEngine(Engine):
         reset_peak_memory(self.device)
         if cell.guide == UNGUIDED:
             return self._unguided(cell)
+        if cell.ask is not None:
+            return self._asked(cell, cell.ask)
         if cell.best_of is not None:
             return self._best_of(cell, cell.best_of)
         return self._guided(cell)
@@ -74,6 +79,28 @@ class TransformersEngine(Engine):
             return generate(self.lm, self.tokenizer, prompts, first_prompt=first, **self.options(cell)), Usage()
 
         return produce
+
+    def _asked(self, cell: SweepCell, number: int) -> Produce:
+        request = (self.sweep.guides[cell.guide].ask or [])[number - 1]
+
+        def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
+            asked = add_request(self.tokenizer, request, prompts)
+            texts = generate(self.lm, self.tokenizer, asked, first_prompt=first, **self.options(cell))
+            return self._measure_without_request(prompts, texts), Usage()
+
+        return produce
+
+    def _measure_without_request(self, prompts: Sequence[str], texts: list[Generation]) -> list[Generation]:
+        """Replace the likelihoods by those that the base model gives the texts after their prompts alone."""
+        if self.sweep.perplexity != WHILE_DECODING:
+            return texts
+        before = [prompt for prompt in prompts for _ in range(self.sweep.samples)]
+        after = [generation.text for generation in texts]
+        found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.sweep.batch_size)
+        return [
+            replace(generation, nll=float(nll), num_text_tokens=int(tokens))
+            for generation, nll, tokens in zip(texts, found.nll, found.tokens, strict=True)
+        ]
 
     def _guided(self, cell: SweepCell) -> Produce:
         guide = self.sweep.guides[cell.guide]

@@ -109,6 +109,7 @@ def _make_lines(chunk: Chunk, generations: Sequence[Continuation], sweep: Sweep)
         line |= {"text": prompt.text, "continuations": [sample.text for sample in samples]}
         if sweep.perplexity == WHILE_DECODING:  # a blank text has no tokens, as in `measure_likelihoods`
             line["nll"] = [round(sample.nll, 4) if sample.text.strip() else 0.0 for sample in samples]
+            line["drawn_nll"] = [round(sample.drawn_nll, 4) if sample.text.strip() else 0.0 for sample in samples]
             line["tokens"] = [sample.num_text_tokens if sample.text.strip() else 0 for sample in samples]
         lines.append(line)
     return lines

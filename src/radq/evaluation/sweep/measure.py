@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
-from radq.evaluation.comparison import compare_at_equal_perplexity
+from radq.evaluation.comparison import AXES, compare_at_equal
 from radq.evaluation.judges.base import CachedJudge, Judge
 from radq.evaluation.judges.encoders import Encoder, load_encoder
 from radq.evaluation.judges.models import load_judge
@@ -29,6 +29,8 @@ from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Swe
 from radq.files import append_lines, read_lines, whole_file
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
+LIKELIHOODS = ("nll", "tokens", "drawn_nll")
+
 
 @dataclass(frozen=True)
 class MeasuredCell:
@@ -36,12 +38,12 @@ class MeasuredCell:
 
     cell: SweepCell
     texts: list[list[str]]
-    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens: (p, n)
+    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll: (p, n)
 
     def scored_by(self, judge: str | None) -> ScoredTexts:
         """The texts with the scores of one judge, or with none."""
         scores = None if judge is None else self.arrays[f"scores[{judge}]"]
-        return ScoredTexts(self.texts, scores, self.arrays.get("nll"), self.arrays.get("tokens"))
+        return ScoredTexts(self.texts, scores, *(self.arrays.get(name) for name in LIKELIHOODS))
 
     def estimate(
         self,
@@ -116,7 +118,8 @@ def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> l
 
 
 def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
-    arrays = {name: np.array([row[name] for row in rows]) for name in ("nll", "tokens") if name in rows[0]}
+    noted = [name for name in LIKELIHOODS if all(name in row for row in rows)]  # older runs lack drawn_nll
+    arrays = {name: np.array([row[name] for row in rows]) for name in noted}
     return MeasuredCell(cell, [row["continuations"] for row in rows], arrays)
 
 
@@ -268,16 +271,20 @@ def _find_groups(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
 
 
 def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredCell]) -> list[dict[str, Any]]:
-    """Compare every pair of guides with the same candidates and seed at equal perplexity, for the metrics of judges."""
-    if sweep.perplexity is None:
-        return []
+    """Compare every pair of guides with the same candidates and seed, for the metrics of judges.
+
+    They are compared at equal perplexity where there is a model that measures it, and at equal KL where that is among
+    the sweep's metrics.
+    """
+    axes = [name for name in AXES if name in sweep.metrics or (name == "perplexity" and sweep.perplexity is not None)]
     settings: dict[tuple[Any, ...], dict[str, list[MeasuredCell]]] = {}
     for one in measured:
         if one.cell.guide != UNGUIDED:
             key = (one.cell.top_k, one.cell.top_p, one.cell.kl_budget, one.cell.seed)
             settings.setdefault(key, {}).setdefault(one.cell.guide, []).append(one)
     return [
-        _compare(sweep, curves[first], curves[second], judge, metric, group, chosen)
+        _compare(sweep, axis, curves[first], curves[second], judge, metric, group, chosen)
+        for axis in axes
         for curves in settings.values()
         for first, second in combinations(curves, 2)
         for judge, use in sweep.judges.items()
@@ -288,6 +295,7 @@ def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredC
 
 def _compare(
     sweep: Sweep,
+    axis: str,
     first: list[MeasuredCell],
     second: list[MeasuredCell],
     judge: str,
@@ -300,6 +308,7 @@ def _compare(
     row: dict[str, Any] = {
         "first": cell.guide,
         "second": second[0].cell.guide,
+        "axis": axis,
         "metric": f"{metric}[{judge}]",
         "group": group,
         "prompts": len(chosen),
@@ -307,11 +316,11 @@ def _compare(
     }
     ours, theirs = ([one.scored_by(judge).take(chosen) for one in guide] for guide in (first, second))
     try:
-        found = compare_at_equal_perplexity(ours, theirs, metric, Bootstrap(sweep.resamples))
-    except OptionError as error:  # too few values of β, or no common perplexity
-        return row | {"value": None, "low": None, "high": None, "perplexity": None, "reason": error.message}
+        found = compare_at_equal(axis, ours, theirs, metric, Bootstrap(sweep.resamples))
+    except OptionError as error:  # too few values of β, or no common range
+        return row | {"value": None, "low": None, "high": None, "range": None, "reason": error.message}
     numbers = {name: _for_json(getattr(found, name)) for name in ("value", "low", "high")}
-    return row | numbers | {"perplexity": list(found.perplexity_range), "reason": None}
+    return row | numbers | {"range": list(found.range), "reason": None}
 
 
 # --- files ---
