@@ -1,6 +1,7 @@
-"""Two guides at equal perplexity, against sums by hand and over fine steps."""
+"""Two guides at equal perplexity and at equal KL, against sums by hand and over fine steps."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -93,3 +94,25 @@ def test_guides_that_cannot_be_compared() -> None:
         compare_at_equal("perplexity", cells[:1], cells, "mean_score")
     with pytest.raises(OptionError, match="mauve is no mean over prompts"):
         compare_at_equal("perplexity", cells, cells, "mauve")
+    with pytest.raises(OptionError, match="equal 'dist_2'.*perplexity, kl"):
+        compare_at_equal("dist_2", cells, cells, "mean_score")
+    with pytest.raises(OptionError, match="kl needs drawn_nll"):
+        compare_at_equal("kl", cells, cells, "mean_score")
+
+
+def at_divergences(cells: list[ScoredTexts], divergences: tuple[float, ...]) -> list[ScoredTexts]:
+    """The same cells with a KL per token of their own."""
+    pairs = zip(cells, divergences, strict=True)
+    return [replace(cell, drawn_nll=cell.nll - kl * cell.tokens) for cell, kl in pairs]
+
+
+def test_guides_are_compared_at_equal_kl() -> None:
+    strong = at_divergences(sweep(50, 0.4, 0), (0.0, 0.5, 1.0))
+    weak = at_divergences(sweep(50, 0.2, 1), (0.2, 0.7, 1.2))
+    found = compare_at_equal("kl", strong, weak, "mean_score", QUICK)
+    # over 0.2 to 1.0 the lines 0.8 − 0.4 x and 0.8 − 0.2 (x − 0.2) lie 0.2 · 0.6 + 0.04 apart on average
+    assert found.value == pytest.approx(-0.16, abs=0.01)
+    assert found.low < found.value < found.high < 0
+    assert found.range == pytest.approx((0.2, 1.0))
+    with pytest.raises(OptionError, match="no common KL: 0 to 1 for one and 2 to 3 for the other"):
+        compare_at_equal("kl", strong, at_divergences(weak, (2.0, 2.5, 3.0)), "mean_score")
