@@ -103,7 +103,8 @@ def _read_sweep(folder: Path, name: str) -> MeasuredSweep:
     runs = [run for run in sorted(folder.glob(f"{name}*")) if _is_measured(run)]
     results = [result for run in runs for result in read_runs([run])[0].results]
     rows = [row for run in runs for row in _read_optional_lines(run / "differences.jsonl")]
-    return MeasuredSweep(results, list(map(_read_difference, rows)))
+    at_perplexity = [row for row in rows if row.get("axis", "perplexity") == "perplexity"]
+    return MeasuredSweep(results, list(map(_read_difference, at_perplexity)))
 
 
 def _is_measured(run: Path) -> bool:

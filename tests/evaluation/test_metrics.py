@@ -20,6 +20,7 @@ from radq.evaluation.metrics import (
     check_metric,
     corpus_perplexity,
     distinct,
+    divergence,
     estimate,
     estimate_change,
     estimate_mauve,
@@ -29,6 +30,7 @@ from radq.evaluation.metrics import (
     measure,
     perplexities,
     positive_rate,
+    repetition,
     toxic_rate,
 )
 
@@ -108,6 +110,27 @@ def test_a_perplexity_beyond_all_numbers_is_infinite_and_large_ones_stay() -> No
 
 
 # --- diversity ---
+
+
+def test_repetition_worked_by_hand() -> None:
+    # of "a b a b a", the bigrams are ab ba ab ba: two of four came before; "c" has none
+    assert repetition([["a b a b a", "c"], ["a b c", " "]]).value == pytest.approx(0.5 / 3)
+    assert repetition([["a b a b a", "c"], ["a b c", " "]]).skipped == 1
+    assert repetition([["a b", "a b"]]).value == 0  # another sample's bigrams do not count
+    assert math.isnan(repetition([[" "]]).value)
+
+
+def test_divergence_worked_by_hand() -> None:
+    nll, drawn = np.array([[3.0, 5.0], [0.0, 2.0]]), np.array([[1.0, 2.0], [0.0, 3.0]])
+    tokens = np.array([[2, 4], [0, 2]])
+    found = divergence(nll, drawn, tokens)
+    assert found.value == pytest.approx((2 + 3 - 1) / 8)
+    assert (found.skipped, found.infinite) == (1, 0)
+    nll[0, 1] = np.inf
+    assert divergence(nll, drawn, tokens).value == pytest.approx((2 - 1) / 4)
+    assert divergence(nll, drawn, tokens).infinite == 1
+    with pytest.raises(OptionError, match="kl needs drawn_nll"):
+        measure(["kl"], ScoredTexts([["a"] * 2] * 2, nll=nll, tokens=tokens))
 
 
 def test_distinct_worked_by_hand() -> None:

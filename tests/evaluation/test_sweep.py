@@ -19,6 +19,8 @@ from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.errors import DataError, OptionError
+from radq.evaluation.judges.encoders import load_encoder
+from radq.evaluation.metrics import mauve
 from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCell, find_changes, load_sweep
 from radq.evaluation.sweep.costs import read_costs
 from radq.files import drop_partial_last_line, read_lines
@@ -133,6 +135,7 @@ def test_yaml_numbers_and_single_items(write: Any) -> None:
         ({"metrics": ["perplexty"]}, "no metric 'perplexty'"),
         ({"metrics": ["avg_max"]}, "'avg_max' under 'metrics' needs a judge"),
         ({"metrics": ["perplexity"], "perplexity": None}, "no model to measure it"),
+        ({"metrics": ["kl"], "perplexity": "gpt2-xl"}, "kl is measured while decoding"),
         ({"judges": {"j": {"judge": "x", "metrics": ["dist_2"]}}}, "'dist_2' under the judge 'j' needs no judge"),
         (
             {"judges": {"j": {"judge": "x", "metrics": ["avg_max"], "reads": "all"}}},
@@ -278,8 +281,14 @@ def test_the_console_leads_with_models_prompts_and_changes(
 
 
 def test_perplexity_while_decoding_is_that_of_the_base(run: Path, write: Any, tmp_path: Path) -> None:
-    argv = ["eval", "--config", write(perplexity="base"), "--out", str(tmp_path / "run"), "--cache", str(tmp_path)]
+    sweep = write(perplexity="base", metrics=["perplexity", "dist_2", "kl"])
+    argv = ["eval", "--config", sweep, "--out", str(tmp_path / "run"), "--cache", str(tmp_path)]
     assert main([*argv, "--json"]) == 0
+    pairs = [(row["axis"], row["first"], row["second"]) for row in read_lines(tmp_path / "run/differences.jsonl")]
+    assert {axis for axis, *_ in pairs} == {"perplexity", "kl"}
+    assert len(pairs) == 2 * len(list(read_lines(run / "differences.jsonl")))
+    changes = {row["cell"]: row["changes"].get("kl") for row in read_lines(tmp_path / "run/metrics.jsonl")}
+    assert changes["rad-q β=20 k=8 seed=0"]["value"] > changes["rad-q β=5 k=8 seed=0"]["value"]
     theirs, ours = (list(read_lines(folder / "metrics.jsonl")) for folder in (run, tmp_path / "run"))
     for expected, actual in zip(theirs, ours, strict=True):
         for name in ("value", "low", "high"):
@@ -320,6 +329,26 @@ def test_mauve_of_the_unguided_cell_is_one(write: Any, world: Path, tmp_path: Pa
     assert main([*argv, "--overwrite"]) == 0
     (row,) = read_lines(tmp_path / "run/metrics.jsonl")
     assert row["metrics"]["mauve"]["value"] == 1.0
+
+
+def test_mauve_of_a_second_unguided_seed_is_that_against_the_first(write: Any, world: Path, tmp_path: Path) -> None:
+    make_classifier(tmp_path / "encoder", kind="encoder")
+    one = [{"file": str(world / name), "group": "all"} for name in ("short.jsonl", "long.jsonl")]
+    guides = {"rad-q": {"folder": str(world / "q"), "weights": {"praise": 1}, "beta": [0]}}
+    options = {"metrics": ["mauve", "repetition"], "mauve": str(tmp_path / "encoder"), "judges": {}, "prompts": one}
+    sweep = write(guides=guides, samples=8, seeds=[3, 1], **options)
+    assert main(["eval", "--json", "--config", sweep, "--out", str(tmp_path / "run")]) == 0
+    rows = {row["cell"]: row["metrics"] for row in read_lines(tmp_path / "run/metrics.jsonl")}
+    texts: dict[str, list[list[str]]] = {}
+    for row in read_lines(tmp_path / "run/generations.jsonl"):
+        texts.setdefault(row["cell"], []).append(row["continuations"])
+    encoder = load_encoder(str(tmp_path / "encoder"), "cpu")
+    written = {cell: [text for samples in some for text in samples if text.strip()] for cell, some in texts.items()}
+    expected = mauve(*(encoder.encode(written[f"none k=8 seed={seed}"]) for seed in (1, 3)))
+    assert rows["none k=8 seed=1"]["mauve"]["value"] == pytest.approx(expected)
+    assert "mauve" not in rows["none k=8 seed=3"]
+    assert "repetition" in rows["none k=8 seed=3"]
+    assert all(rows[f"rad-q β=0 k=8 seed={seed}"]["mauve"]["value"] == 1 for seed in (1, 3))  # the same texts
 
 
 def test_generations_of_others_are_measured(

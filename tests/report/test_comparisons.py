@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweep_folders import lines_of, make_result, make_run, write_lines
+from sweep_folders import lines_of, make_result, make_run, svg_texts, write_lines
 
+from radq.errors import DataError
 from radq.evaluation.metrics import TRUSTED_PROMPTS, Estimate
 from radq.report.comparisons import (
     Comparison,
@@ -18,6 +19,7 @@ from radq.report.comparisons import (
     find_better_side,
     find_missing,
 )
+from radq.report.plots import plot_comparisons
 from radq.report.results import NAN, GuideDifference, Result, Run, read_runs
 
 ONE = Comparison("run", "rad-q", "gedi", "avg_max", "all", Estimate(0.02, 0.01, 0.03), (11.0, 20.0), 100, -1, "")
@@ -69,8 +71,23 @@ def test_one_sentence_names_every_guide() -> None:
         "5 prompts are too few to compare rad-q with gedi in avg_max on all prompts."
     ]
     assert [entry.text for entry in comparison_table([ONE]).rows[0]] == [
-        *("rad-q", "worse than gedi", "avg_max", "all", "+0.020", "11.00 – 20.00")
+        *("rad-q", "worse than gedi", "avg_max", "all", "+0.020", "perplexity 11.00 – 20.00")
     ]
+
+
+def test_each_axis_has_a_sentence() -> None:
+    at_kl = replace(ONE, axis="kl", difference=Estimate(-0.02, -0.03, -0.01), range=(0.1, 0.5))
+    assert describe_comparisons([ONE, at_kl]) == [
+        "At equal perplexity rad-q is worse than gedi in avg_max on all prompts.",
+        "At equal KL rad-q is better than gedi in avg_max on all prompts.",
+    ]
+    assert comparison_table([at_kl]).rows[0][-1].text == "KL 0.100 – 0.500"
+    unknown = replace(at_kl, range=(NAN, NAN))
+    assert comparison_table([unknown]).rows[0][-1].text == "KL"
+    plot = plot_comparisons("differences", [ONE, at_kl], ["rad-q", "gedi"])
+    assert plot is not None
+    assert plot.title == "rad-q against other guides at equal perplexity and at equal KL"
+    assert "minus the other guide at equal KL" in svg_texts(plot.svg)
 
 
 def test_the_better_side_is_explained() -> None:
@@ -125,3 +142,21 @@ def test_candidates_of_a_run_are_compared_apart(tmp_path: Path) -> None:
     ]
     assert {one.better_side for one in compared if one.metric == "avg_max"} == {-1}
     assert len(describe_comparisons(compared)) == 2
+
+
+def test_differences_name_their_axis_but_those_of_older_runs(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {"rad-q": 1.0, "rad-v": 1.3}, groups=("all",))
+    rows = lines_of(folder / "differences.jsonl")
+    newer = [{key: value for key, value in row.items() if key != "perplexity"} for row in rows]
+    newer = [row | {"axis": "kl", "range": [0.1, 0.4]} for row in newer]
+    write_lines(folder / "differences.jsonl", [*newer, *rows])
+    (run,) = read_runs([folder])
+    found = [(one.metric, one.axis, one.range) for one in compare_with_others(run)]
+    assert found == [
+        (metric, *where)
+        for metric in ("avg_max", "positive_rate")
+        for where in (("perplexity", (11.2, 24.0)), ("kl", (0.1, 0.4)))
+    ]
+    write_lines(folder / "differences.jsonl", [rows[0] | {"axis": "dist_2"}])
+    with pytest.raises(DataError, match="axis must be one of perplexity, kl"):
+        read_runs([folder])

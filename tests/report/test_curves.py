@@ -46,3 +46,9 @@ def test_settings_make_curves_of_their_own() -> None:
         "dexperts, k=20, KL≤0.5": ["1", "2"],
         "dexperts, k=20, KL≤0.1": ["1", "2"],
     }
+
+
+def test_requests_are_steps_in_their_order() -> None:
+    asked = [make_result(guide="asked", beta=None, ask=number, cell=f"asked ask={number}") for number in (2, 1)]
+    (curve,) = find_curves(asked)
+    assert [step.title for step in curve.steps] == ["ask=1", "ask=2"]

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
@@ -290,6 +291,22 @@ def distinct(texts: Sequence[Sequence[str]], order: int) -> Sums:
     return Sums(np.array(values), np.array(known), skipped)
 
 
+def repetition(texts: Sequence[Sequence[str]]) -> Sums:
+    """The share of a sample's bigrams that it has had before, averaged over all samples.
+
+    Words are those of `distinct`. A sample of one word has no bigrams, and nothing that repeats. Blank samples do not
+    count.
+    """
+    totals, weights = [], []
+    for samples in texts:
+        rows = [text.split(" ") for text in samples if text.strip()]
+        bigrams = [list(pairwise(row)) for row in rows]
+        totals.append(float(sum(1 - len(set(found)) / len(found) for found in bigrams if found)))
+        weights.append(float(len(rows)))
+    skipped = sum(not text.strip() for samples in texts for text in samples)
+    return Sums(np.array(totals), np.array(weights), skipped)
+
+
 # --- closeness to the unguided samples ---
 
 
@@ -449,6 +466,9 @@ METRICS: dict[str, Metric] = {
     "dist_1": Metric("distinct words per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 1)),
     "dist_2": Metric("distinct bigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 2)),
     "dist_3": Metric("distinct trigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 3)),
+    "repetition": Metric(
+        "the share of a sample's bigrams that it has had before", ("texts",), lambda t: repetition(t.texts)
+    ),
     "mauve": Metric(
         "how close samples are to the unguided ones, by their features",
         _FEATURES,

@@ -1,4 +1,4 @@
-"""Our guide against every other guide at equal perplexity, in words.
+"""Our guide against every other guide at equal perplexity, and at equal KL where it was measured, in words.
 
     comparisons = compare_with_others(run)
     describe_comparisons(comparisons)  # "At equal perplexity rad-q is better than dexperts in avg_max on all prompts."
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+from radq.evaluation.comparison import AXES
 from radq.evaluation.metrics import Estimate
 from radq.report.curves import find_curves, find_unguided
 from radq.report.results import GuideDifference, Result, Run, unique
@@ -26,7 +27,7 @@ PHRASES = {word: f"is {word}" for word in (BETTER, WORSE, HIGHER, LOWER)} | {ALI
 
 @dataclass(frozen=True)
 class Comparison:
-    """A metric of our guide minus that of another one, at equal perplexity."""
+    """A metric of our guide minus that of another one, at equal perplexity or at equal KL."""
 
     run: str
     ours: str
@@ -34,10 +35,15 @@ class Comparison:
     metric: str
     place: str  # the class of prompts, with candidates and seed where a run has several
     difference: Estimate
-    perplexity_range: tuple[float, float]
+    range: tuple[float, float]  # of perplexity or KL, reached by both guides
     prompts: int | None
     better_side: int  # +1 where more of the metric is better, −1 where less is, 0 where that is not known
     reason: str  # why the guides cannot be compared, where they cannot
+    axis: str = "perplexity"  # or "kl"
+
+    @property
+    def axis_noun(self) -> str:
+        return AXES[self.axis].noun
 
     @property
     def is_known(self) -> bool:
@@ -83,7 +89,8 @@ def compare_with_others(run: Run) -> list[Comparison]:
     found = [_compare(run, ours, pair) for pair in run.differences if ours in (pair.first, pair.second)]
     metrics = unique([*metric_keys(run.results), *(one.metric for one in found)])
     places = order_groups(unique(one.place for one in found))
-    return sorted(found, key=lambda one: (metrics.index(one.metric), places.index(one.place)))
+    axes = list(AXES)
+    return sorted(found, key=lambda one: (metrics.index(one.metric), axes.index(one.axis), places.index(one.place)))
 
 
 def _compare(run: Run, ours: str, pair: GuideDifference) -> Comparison:
@@ -96,10 +103,11 @@ def _compare(run: Run, ours: str, pair: GuideDifference) -> Comparison:
         metric=pair.metric,
         place=pair.group + pair.setting,
         difference=difference,
-        perplexity_range=pair.perplexity_range,
+        range=pair.range,
         prompts=pair.prompts,
         better_side=find_better_side([result for result in run.results if result.group == pair.group], pair.metric),
         reason=pair.reason,
+        axis=pair.axis,
     )
 
 
@@ -140,10 +148,13 @@ def find_missing(run: Run) -> list[str]:
 
 
 def describe_comparisons(comparisons: Sequence[Comparison]) -> list[str]:
-    """Say how our guide stands, in a sentence for each run and class of prompts, by the first metric with a value."""
-    found: dict[tuple[str, str], list[Comparison]] = {}
+    """Say how our guide stands, in a sentence for each run, class of prompts and axis.
+
+    The sentence is about the first metric that has a value there.
+    """
+    found: dict[tuple[str, str, str], list[Comparison]] = {}
     for one in comparisons:
-        here = found.setdefault((one.run, one.place), [])
+        here = found.setdefault((one.run, one.place, one.axis), [])
         if one.is_known and (not here or here[0].metric == one.metric):
             here.append(one)
     return [_describe(here) for here in found.values() if here]
@@ -157,7 +168,7 @@ def _describe(comparisons: Sequence[Comparison]) -> str:
         return f"{first.prompts} prompts are too few to compare {first.ours} with {others} in {where}."
     names = {word: [one.other for one in comparisons if one.word == word] for word in PHRASES}
     parts = [f"{phrase} {_join(names[word])}" for word, phrase in PHRASES.items() if names[word]]
-    return f"At equal perplexity {first.ours} {_join(parts, ', and it ')} in {where}."
+    return f"At equal {first.axis_noun} {first.ours} {_join(parts, ', and it ')} in {where}."
 
 
 def _join(names: Sequence[str], last: str = " and ") -> str:
@@ -182,8 +193,9 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Make a table with a row per metric, class of prompts and other guide."""
     rows = []
     for one in comparisons:
-        low, high = one.perplexity_range
-        common = f"{number(low)} – {number(high)}" if isfinite(low) and isfinite(high) else "–"
+        low, high = one.range
+        ends = f"{number(low)} – {number(high)}" if isfinite(low) and isfinite(high) else ""
+        common = f"{one.axis_noun} {ends}".strip()
         difference = Entry(number(one.difference.value, "+"), interval(one.difference, "+"))
         rows.append([*map(Entry, (one.ours, one.verdict, one.metric, one.place)), difference, Entry(common)])
-    return Table("", ["guide", "is", "in", "prompts", "difference", "at perplexity"], rows, words=4)
+    return Table("", ["guide", "is", "in", "prompts", "difference", "at equal"], rows, words=4)

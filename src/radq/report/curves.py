@@ -37,8 +37,8 @@ class Step:
 
     @property
     def title(self) -> str:
-        """The label with the name of its number: "β = 20", "n=5" or "KL 0.1"; empty for the unguided base model."""
-        return self.label if not self.label or self.label.startswith(("KL", "n=")) else f"β = {self.label}"
+        """The label with the name of its number: "β = 20", "n=5", "ask=1" or "KL 0.1"; empty for the unguided base."""
+        return self.label if not self.label or self.label.startswith(("KL", "n=", "ask=")) else f"β = {self.label}"
 
 
 def _average(estimates: Sequence[Estimate]) -> Estimate:
@@ -110,7 +110,7 @@ def _curve_setting(result: Result, over_budget: bool) -> str:
 
 def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
     def position(result: Result) -> tuple[float, float]:
-        number = (result.kl_budget if over_budget else result.beta or result.best_of) or 0.0
+        number = (result.kl_budget if over_budget else result.beta or result.best_of or result.ask) or 0.0
         return abs(number), number
 
     def label(result: Result) -> str:
@@ -118,6 +118,8 @@ def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
             return f"KL {result.kl_budget:g}"
         if result.best_of is not None:
             return f"n={result.best_of}"
+        if result.ask is not None:
+            return f"ask={result.ask}"
         return "" if result.beta is None else f"{result.beta:g}"
 
     found: dict[str, list[Result]] = {}

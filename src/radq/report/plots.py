@@ -1,4 +1,4 @@
-"""Plots of attributes against fluency with one curve per guide, and of our guide against others at equal perplexity.
+"""Plots of attributes against fluency with one curve per guide, and of our guide against others at equal fluency.
 
     plot = plot_tradeoff("tradeoff-all", "all", results, find_published)   # results of one class of prompts
     plot.svg, plot.png, plot.inline                                        # files, and a drawing for a page
@@ -115,7 +115,10 @@ class Plot:
 
 
 def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: Published) -> Plot | None:
-    """Plot every attribute of a class of prompts against perplexity and MAUVE; None where there is nothing to draw."""
+    """Plot every attribute of a class of prompts against perplexity, KL and MAUVE, where these were measured.
+
+    The plot is None where there is nothing to draw.
+    """
     keys = [key for key in metric_keys(results) if _is_measured(key, results)]
     rows, columns = (
         [key for key in keys if metric_and_judge(key)[0] in metrics] for metrics in (ATTRIBUTE_METRICS, FLUENCY_METRICS)
@@ -292,20 +295,25 @@ def _middle_cut(name: str, length: int) -> str:
 
 
 def plot_comparisons(name: str, comparisons: Sequence[Comparison], guides: Sequence[str]) -> Plot | None:
-    """Plot the differences at equal perplexity with their intervals, a line per other guide and class of prompts."""
+    """Plot the differences at equal perplexity or KL with their intervals, a line per other guide and class of prompts.
+
+    Each metric has a panel for each of both.
+    """
     known = [one for one in comparisons if one.is_known]
-    keys = unique(one.metric for one in known)
+    keys = list(dict.fromkeys((one.metric, one.axis) for one in known))
     if not keys:
         return None
-    sizes = [sum(one.metric == key for one in known) for key in keys]
+    parts = [[one for one in known if (one.metric, one.axis) == key] for key in keys]
+    sizes = list(map(len, parts))
     with plot_style(name):
         figure = make_figure()
         figure.set_size_inches(WIDTH, 0.8 * len(keys) + 0.3 * sum(sizes))
         panels = figure.subplots(len(keys), 1, squeeze=False, height_ratios=[2 + size for size in sizes])
-        for axes, key in zip(panels[:, 0], keys, strict=True):
-            _draw_forest(axes, [one for one in known if one.metric == key], guides)
+        for axes, part in zip(panels[:, 0], parts, strict=True):
+            _draw_forest(axes, part, guides)
         ours = ", ".join(unique(one.ours for one in known))
-        return render(figure, name, f"{ours} against other guides at equal perplexity")
+        nouns = " and at equal ".join(unique(one.axis_noun for one in known))
+        return render(figure, name, f"{ours} against other guides at equal {nouns}")
 
 
 def _draw_forest(axes: Any, comparisons: list[Comparison], guides: Sequence[str]) -> None:
@@ -322,7 +330,8 @@ def _draw_forest(axes: Any, comparisons: list[Comparison], guides: Sequence[str]
     sides = {one.better_side for one in comparisons}
     better = {1: " (better →)", -1: " (← better)"}.get(first.better_side, "") if len(sides) == 1 else ""
     ours = " or ".join(unique(one.ours for one in comparisons))
-    axes.set_xlabel(f"{_middle_cut(first.metric, 60)}: {_middle_cut(ours, 60)} minus the other guide{better}")
+    difference = f"{_middle_cut(first.metric, 60)}: {_middle_cut(ours, 60)} minus the other guide"
+    axes.set_xlabel(f"{difference} at equal {first.axis_noun}{better}")
 
 
 # --- figures ---

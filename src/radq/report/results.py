@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from radq.errors import DataError, OptionError
+from radq.evaluation.comparison import AXES
 from radq.evaluation.metrics import METRICS, Estimate
 from radq.evaluation.sweep.arrays import read_arrays
 from radq.evaluation.sweep.config import UNGUIDED
@@ -47,6 +48,7 @@ class Result:
     metrics: dict[str, Estimate]  # by metric, or by metric[judge]
     cost: dict[str, float]
     best_of: int | None = None  # the n of the best of n
+    ask: int | None = None  # the number of the request to the base model
     prompts: int | None = None  # the number of prompts of this class; runs of older versions do not tell
     samples: int | None = None  # of each prompt
     changes: dict[str, Estimate] = field(default_factory=dict)  # of the metrics, from the unguided base model
@@ -54,9 +56,9 @@ class Result:
 
 @dataclass(frozen=True)
 class GuideDifference:
-    """The difference of a metric between two guides at equal perplexity, first minus second.
+    """The difference of a metric between two guides at equal perplexity or KL, first minus second.
 
-    The value is NaN where the guides have no common perplexity.
+    The value is NaN where the guides have no common range.
     """
 
     first: str
@@ -66,10 +68,11 @@ class GuideDifference:
     value: float
     low: float
     high: float
-    perplexity_range: tuple[float, float]
+    range: tuple[float, float]  # of perplexity or KL, reached by both guides
     prompts: int | None = None
     setting: str = ""  # candidates and seed, such as ", k=20, seed=0", where a run has several
     reason: str = ""  # why the value is NaN, where the run tells
+    axis: str = "perplexity"  # or "kl"
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,7 @@ def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dic
         metrics=_read_estimates(place, "metrics", row.get("metrics")),
         cost=costs.get(_text(place, row, "cell"), {}),
         best_of=_optional_integer(place, row, "best_of"),
+        ask=_optional_integer(place, row, "ask"),
         prompts=_optional_integer(place, row, "prompts"),
         samples=_optional_integer(place, row, "samples"),
         changes=_read_estimates(place, "changes", row.get("changes", {})),
@@ -296,10 +300,14 @@ def _describe_setting(row: dict[str, Any]) -> str:
 
 
 def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDifference:
-    limits = row.get("perplexity") or [None, None]
+    axis = _name(place, row, "axis") if "axis" in row else "perplexity"  # older runs know no other
+    if axis not in AXES:
+        raise _wrong(place, "axis", axis, f"one of {', '.join(AXES)}")
+    name = "range" if "range" in row else "perplexity"  # as older runs call it
+    limits = row.get(name) or [None, None]
     if not isinstance(limits, list) or len(limits) != 2:
-        raise _wrong(place, "perplexity", limits, "the two ends of the common range")
-    low, high = (_number(place, {"perplexity": limit}, "perplexity") for limit in limits)
+        raise _wrong(place, name, limits, "the two ends of the common range")
+    low, high = (_number(place, {name: limit}, name) for limit in limits)
     return GuideDifference(
         first=_name(place, row, "first"),
         second=_name(place, row, "second"),
@@ -308,10 +316,11 @@ def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDiff
         value=_number(place, row, "value"),
         low=_number(place, row, "low"),
         high=_number(place, row, "high"),
-        perplexity_range=(low, high),
+        range=(low, high),
         prompts=_optional_integer(place, row, "prompts"),
         setting=printable(setting),
         reason="" if row.get("reason") is None else _name(place, row, "reason").removesuffix("."),
+        axis=axis,
     )
 
 

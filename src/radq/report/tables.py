@@ -15,8 +15,15 @@ from math import isinf, isnan
 from radq.evaluation.metrics import METRICS, Estimate
 from radq.report.results import Result, metric_and_judge, unique
 
-SETTINGS = ("beta", "best_of", "top_k", "top_p", "kl_budget")
-SETTING_TITLES = {"beta": "β", "best_of": "n", "top_k": "k", "top_p": "p", "kl_budget": "KL budget"}
+SETTINGS = ("beta", "best_of", "ask", "top_k", "top_p", "kl_budget")
+SETTING_TITLES = {
+    "beta": "β",
+    "best_of": "n",
+    "ask": "request",
+    "top_k": "k",
+    "top_p": "p",
+    "kl_budget": "KL budget",
+}
 COST_TITLES = {
     "tokens_per_second": "tokens/s",
     "calls_per_token": "calls/token",

@@ -33,7 +33,7 @@ class Report:
     cells: int
     runs: dict[str, dict[str, str]]  # the base model, judges and prompts of each run, in words
     changes: list[Change]  # from the unguided base model
-    comparisons: list[str]  # of our guide with others at equal perplexity, in words
+    comparisons: list[str]  # of our guide with others at equal perplexity and KL, in words
     notes: list[str]
 
 

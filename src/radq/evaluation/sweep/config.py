@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -136,6 +136,16 @@ class Sweep:
         guided = [cell for name, guide in self.guides.items() for cell in _guided_cells(name, guide, settings)]
         return [*unguided, *guided]
 
+    def mauve_reference(self, cell: "SweepCell") -> "SweepCell | None":
+        """The unguided cell that MAUVE compares a cell with.
+
+        It has the same candidates and seed. Unguided cells of later seeds are compared with that of the first seed:
+        no guide can be expected to come closer. That one is then compared with none.
+        """
+        if cell.guide != UNGUIDED or len(self.seeds) == 1:
+            return cell.reference
+        return None if cell.seed == self.seeds[0] else replace(cell, seed=self.seeds[0])
+
     def read_prompts(self) -> list[Prompt]:
         """Read the prompts of all files, in order."""
         return [
@@ -173,7 +183,7 @@ class SweepCell:
 
     @property
     def reference(self) -> "SweepCell":
-        """The unguided cell with the same candidates and seed, which MAUVE compares with."""
+        """The unguided cell with the same candidates and seed."""
         return SweepCell(UNGUIDED, None, self.top_k, self.top_p, None, self.seed)
 
 

@@ -221,8 +221,10 @@ def _metrics_row(
     chosen: list[int],
     features: "_Features | None",
 ) -> dict[str, Any]:
-    pair = (None, None) if features is None else features.encode_with_reference(one.cell)
-    asked = (sweep.judges, sweep.metrics, chosen, Bootstrap(sweep.resamples))
+    other = sweep.mauve_reference(one.cell)
+    pair = (None, None) if features is None or other is None else features.encode_pair(one.cell, other)
+    metrics = [name for name in sweep.metrics if other is not None or not METRICS[name].needs_encoder]
+    asked = (sweep.judges, metrics, chosen, Bootstrap(sweep.resamples))
     return {
         "cell": one.cell.name,
         **asdict(one.cell),
@@ -243,11 +245,11 @@ class _Features:
         self.texts = {one.cell: one.texts for one in measured}
         self._kept: dict[SweepCell, np.ndarray] = {}
 
-    def encode_with_reference(self, cell: SweepCell) -> tuple[np.ndarray, np.ndarray]:
+    def encode_pair(self, cell: SweepCell, reference: SweepCell) -> tuple[np.ndarray, np.ndarray]:
         """Encode the texts of a cell, and those of the unguided cell it is compared with; many cells share that one."""
-        wanted = {cell, cell.reference}
+        wanted = {cell, reference}
         self._kept = {one: self._kept[one] if one in self._kept else self._encode(one) for one in wanted}
-        return self._kept[cell], self._kept[cell.reference]
+        return self._kept[cell], self._kept[reference]
 
     def _encode(self, cell: SweepCell) -> np.ndarray:
         return encode_samples(self.encoder, self.texts[cell])
