@@ -194,7 +194,7 @@ def _guided_cells(name: str, guide: GuideSweep, settings: Sequence[tuple[Any, ..
         cells = [SweepCell(name, None, k, p, None, seed, ask=number) for (k, p, _, seed), number in asked]
         return list(dict.fromkeys(cells))
     steps = product(settings, guide.beta or [None], guide.best_of or [None])
-    return [SweepCell(name, beta, *setting, best_of) for setting, beta, best_of in steps]
+    return [SweepCell(name, beta, k, p, kl, seed, best_of) for (k, p, kl, seed), beta, best_of in steps]
 
 
 # --- files ---
