@@ -46,7 +46,7 @@ def test_plots_of_a_run(run: Path) -> None:
     pairs = svg_texts((run / "plots" / "differences.svg").read_text())
     assert "not told apart from rad-v, all" in pairs
     assert f"better than {BAD_GUIDE}, negative" in pairs
-    assert "avg_max: rad-q minus the other guide (← better)" in pairs
+    assert "avg_max: rad-q minus the other guide at equal perplexity (← better)" in pairs
     assert "rad-v − dexperts" not in pairs  # ours against each, not all pairs
 
 
