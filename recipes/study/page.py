@@ -41,7 +41,6 @@ from claims import (
 from measurements import UNKNOWN, MeasuredSweep, Study, read_study
 
 from radq.errors import RadqError
-from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import Estimate
 from radq.files import whole_file, whole_folder
 from radq.report.plots import Plot, plot_by_candidates
@@ -49,6 +48,7 @@ from radq.report.results import NAN
 from radq.report.tables import interval, number
 
 FIGURES = {"sentiment": "neutral", "detox": "nontoxic"}  # the prompts whose curves are drawn
+SHOWN_BETA = {"sentiment": 35.0, "detox": -100.0}  # of distilled RAD-Q, in the first sentences
 TOP_K = 20  # the number of candidates that the sentences are about
 SHOWN_K = (20, 100)  # the numbers of candidates whose times are named
 DIST_2 = 0.85  # the share of the base's Dist-2 at which texts count as equally varied
@@ -154,9 +154,9 @@ def _sentences(study: Study) -> list[str]:
 
 
 def _defaults(study: Study, name: str) -> str:
-    """The effect of distilled RAD-Q, which radq ships, at its default β."""
+    """The effect of distilled RAD-Q at one β."""
     sweep, group, metric = study.sweeps.get(name, MeasuredSweep([], [])), FIGURES[name], TASKS[name].metric
-    beta = ATTRIBUTES["sentiment" if name == "sentiment" else "toxicity"].default_beta
+    beta = SHOWN_BETA[name]
     (before, fluency), (after, cost_of_it) = (
         [_metric(sweep, guide, group, one, strength) for one in (metric, "perplexity")]
         for guide, strength in (("none", None), (DISTILLED, abs(beta)))
@@ -165,7 +165,7 @@ def _defaults(study: Study, name: str) -> str:
         return "Not run."
     what = "share of positive samples" if name == "sentiment" else "average maximal toxicity"
     return (
-        f"At its default β = {_beta(beta)} the shipped reward model changes the {what} on {group} prompts from "
+        f"At β = {_beta(beta)} distilled RAD-Q changes the {what} on {group} prompts from "
         f"{_value(before)} to {_value(after)}, at {cost_of_it.value / fluency.value:.2f} times the base's perplexity."
     )
 
@@ -270,7 +270,7 @@ def _beta(beta: float) -> str:
 def _texts(study: Study) -> str:
     """Prompts with the unguided and the guided continuation side by side."""
     introduction = (
-        "The first sample of the first prompts, not selected: seed 0, k = 20, distilled RAD-Q at its default β.\n\n"
+        "The first sample of the first prompts, not selected: seed 0, k = 20, the readouts that radq ships at their default β.\n\n"
     )
     rows = [
         [

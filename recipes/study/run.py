@@ -54,8 +54,8 @@ SHOWN = (
 
 
 def recipe(name: str, **changes: Any) -> dict[str, Any]:
-    """A recipe of an embedded model, with changes; its data lies in the study's folder under the same name."""
-    return yaml.safe_load((RECIPES / "embedded" / f"{name}.yaml").read_text()) | changes
+    """A recipe of the paper's models, with changes."""
+    return yaml.safe_load((HERE / "paper" / f"{name}.yaml").read_text()) | changes
 
 
 def student(attribute: str, teacher: str = "v", **changes: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def expressivity(jobs: int) -> None:
 
 
 def samples(jobs: int) -> None:
-    """The first sample of the first prompts, unguided and guided by the shipped reward models at their default β."""
+    """The first sample of the first prompts, unguided and guided by the shipped readouts at their default β."""
     lm, tokenizer = load_causal_lm("embedded"), load_tokenizer("embedded")
     rows = []
     for name, kind, count in SHOWN:

@@ -90,8 +90,9 @@ def test_reward_models_that_come_along() -> None:
         stored = json.loads((embedded.reward_folder(name) / "config.json").read_text())
         assert (stored["attributes"], stored["backbone_name"], stored["kind"]) == ([name], "embedded", "q")
         assert "Licence" in (embedded.reward_folder(name) / "README.md").read_text(encoding="utf-8")
-        for kind in ("v", "q"):
-            assert read_yaml(RECIPES / f"{name}-{kind}.yaml", RewardTrainingConfig).backbone == "embedded"
+        assert stored["readout"]
+        for step in ("1-classifier", "3-value", "4-readout"):
+            assert read_yaml(RECIPES / f"{name}-{step}.yaml", RewardTrainingConfig).labels == name
     with pytest.raises(UnknownAttributeError, match="no embedded reward model of 'calm'") as error:
         RewardModel.from_pretrained("embedded:calm")
     assert "sentiment, toxicity" in str(error.value)
@@ -111,7 +112,7 @@ def test_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model.token_rewards(tokenizer(text, return_tensors="pt").input_ids)[0, -1, 0].item()
         for text in ("the film was a delight from start to end", "the film was a dull waste of time")
     )
-    assert good > 0.8 > 0.2 > bad
+    assert good > 0.7 > 0.3 > bad
     assert isinstance(load_guide("embedded:sentiment:sentiment=3"), RewardGuide)
     guide = load_guide("embedded:sentiment=20,toxicity=-20")
     assert len(generate(lm, tokenizer, ["The film was"], guide, max_new_tokens=3)) == 1

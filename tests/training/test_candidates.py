@@ -486,7 +486,7 @@ def test_a_run_that_is_stopped_in_any_round_goes_on_to_the_same_weights(
 def test_work_that_is_interrupted_goes_on_with_the_next_piece(
     settings: RewardTrainingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates_module, "PIECE", 5)
+    monkeypatch.setitem(candidates_module.PIECE, "cpu", 5)
     run(settings)
     cut = changed(settings, out=str(tmp_path / "cut"))
     made: list[range] = []

@@ -23,7 +23,7 @@ class Arguments:
         default_factory=list
     )
     """Folder of a reward model, with a strength β for one or more of its attributes; a negative β steers away.
-    embedded:sentiment=35 and embedded:toxicity=-100 come with radq.
+    embedded:sentiment=45 and embedded:toxicity=-95 come with radq.
     Folders of `radq train-experts` are written DIR:alpha=2 (DExperts) or DIR:omega=30 (GeDi, which also takes filter_p,
     target_p and prior).
     Repeat the option to add guides; without it, the language model is not steered."""

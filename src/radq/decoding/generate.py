@@ -112,7 +112,7 @@ def generate(
     """Continue every prompt `num_samples` times; return the texts in the order of the prompts, samples together.
 
     >>> lm, tokenizer = radq.load("embedded")
-    >>> guide = radq.load_guide("embedded:sentiment=35")
+    >>> guide = radq.load_guide("embedded:sentiment=45")
     >>> for generation in radq.generate(lm, tokenizer, ["The film was", "My neighbour"], guide, num_samples=2):
     ...     print(generation.prompt + generation.text)
 
@@ -223,7 +223,7 @@ def stream(
     """Decode as `generate` does, one `Step` at a time. Arguments are checked at the call, before the first step.
 
     >>> lm, tokenizer = radq.load("embedded")
-    >>> guide = radq.load_guide("embedded:sentiment=35")
+    >>> guide = radq.load_guide("embedded:sentiment=45")
     >>> steering = radq.Steering(top_k=20, temperature=0.8)
     >>> for step in radq.stream(lm, tokenizer, ["The film was"], guide, steering, max_new_tokens=10):
     ...     print(tokenizer.decode(step.tokens), step.shifts.tolist())
@@ -318,7 +318,7 @@ def stream_text(
     """Continue a prompt, and yield its text piece by piece, as it is written.
 
     >>> lm, tokenizer = radq.load("embedded")
-    >>> guide = radq.load_guide("embedded:sentiment=35")
+    >>> guide = radq.load_guide("embedded:sentiment=45")
     >>> for piece in radq.stream_text(lm, tokenizer, "The film was", guide, stop=["."]):
     ...     print(piece, end="")
 

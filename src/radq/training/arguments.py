@@ -1,5 +1,6 @@
 """Arguments of transformers' Trainer, made from the settings of a run: device, precision, batches and steps."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -112,6 +113,13 @@ def choose_precision(wanted: str, device: str) -> str:
     if wanted == "float16" and device == "cpu":
         raise OptionError("precision float16 needs a GPU, and there is no GPU.", "use float32 or bfloat16.")
     return wanted
+
+
+def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Let forward passes compute in a precision that `choose_precision` has chosen."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, precision))
 
 
 def has_bfloat16(device: str) -> bool:

@@ -30,12 +30,13 @@ from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right
+from radq.training.arguments import choose_precision, in_precision
 from radq.training.config import RewardTrainingConfig
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.teacher import Teacher
 
-PIECE = 256  # prefixes in a file
-TOKENS_PER_FORWARD = 8192  # that a teacher reads, prefixes and candidates together
+PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
+TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefixes and candidates together
 LOGITS_PER_FORWARD = 2**26  # of the base model
 HELD_OUT_PREFIXES = 200
 UNUSED = -1  # in place of a candidate
@@ -135,12 +136,15 @@ class CandidateMaker:
         self.tokenizer, self.teacher, self.prompts = tokenizer, teacher, prompts
         self.config, self.num_known, self.progress = config, num_known, progress
         self.folder = Path(config.out) / "candidates"
+        self.piece = PIECE.get(teacher.device.type, PIECE["cpu"])
+        self.precision = choose_precision(config.precision, teacher.device.type)
         self.base_fingerprint = fingerprint_tensors(sorted(lm.state_dict().items()))
         self.prompt_fingerprint = fingerprint_values(prompts.train, prompts.held_out)
         names = ("num_prefixes", "prefix_tokens", "prefix_positions", "candidates", "seed", "round_beta")
         settings = {name: getattr(config, name) for name in names}
         self._key = fingerprint_values(
-            self.base_fingerprint, teacher.fingerprint, self.prompt_fingerprint, num_known, settings
+            *(self.base_fingerprint, teacher.fingerprint, self.prompt_fingerprint),
+            *(num_known, settings, self.piece, self.precision),
         )
         self._work: dict[str, list[float]] = {}  # seconds and numbers of tokens or candidates
 
@@ -198,9 +202,9 @@ class CandidateMaker:
         total = self.config.num_prefixes
         total = min(total, HELD_OUT_PREFIXES) if round_number == HELD_OUT else total
         name = "held-out" if round_number == HELD_OUT else f"round-{round_number}"
-        starts = range(0, total, PIECE)
+        starts = range(0, total, self.piece)
         return [
-            (self.folder / f"{self._key}-{name}-{n:04}.npz", range(start, min(start + PIECE, total)))
+            (self.folder / f"{self._key}-{name}-{n:04}.npz", range(start, min(start + self.piece, total)))
             for n, start in enumerate(starts)
         ]
 
@@ -231,7 +235,8 @@ class CandidateMaker:
         candidates = find_candidates(self.lm, prefixes, self._num_positions, self.config.candidates, self.num_known)
         written = time.perf_counter()
         self._count("prefix_tokens_per_second", written - began, len(prefixes) * self.config.prefix_tokens)
-        targets = score_places(self.teacher, prefixes, candidates)
+        with in_precision(self.precision, self.teacher.device):
+            targets = score_places(self.teacher, prefixes, candidates)
         self._count("candidates_per_second", time.perf_counter() - written, int((candidates != UNUSED).sum()))
         input_ids, mask = pad_right([prefix.tokens for prefix in prefixes])
         return CandidateSet(
@@ -302,7 +307,8 @@ def score_rows(
     n, k = candidates.shape
     rewards = np.zeros((n, k, len(teacher.attributes)))
     longest = max(map(len, texts), default=1)
-    for rows in _chunks(sorted(range(n), key=lambda row: len(texts[row])), max(1, TOKENS_PER_FORWARD // (longest + k))):
+    tokens_per_forward = TOKENS_PER_FORWARD.get(teacher.device.type, TOKENS_PER_FORWARD["cpu"])
+    for rows in _chunks(sorted(range(n), key=lambda row: len(texts[row])), max(1, tokens_per_forward // (longest + k))):
         input_ids, mask = pad_left([texts[row] for row in rows], device=teacher.device)
         tokens = torch.from_numpy(candidates[rows].astype(np.int64)).clamp(min=0).to(teacher.device)
         rewards[rows] = teacher.candidate_rewards(input_ids, mask, tokens).double().cpu().numpy()
