@@ -13,7 +13,8 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from radq.models.hub import quiet
-from radq.models.reward import RadQ, RadV
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 from radq.serving.app import Server, make_app
 from radq.serving.config import Limits, ServeConfig
 from radq.serving.served import Served

@@ -76,7 +76,7 @@ class Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": "radq", "radq": strengths}
 
     def info(self) -> dict[str, Any]:
-        """A description of the server, from which the page is made."""
+        """Describe the server; the page is made from this description."""
         served = self.served
         return describe_server(
             self.config,
@@ -98,7 +98,7 @@ class Server:
 
 
 def make_app(served: Served, api_key: str | None = None) -> FastAPI:
-    """The application with all routes, which ends its scheduler when it shuts down."""
+    """Make the application with all routes, which ends its scheduler when it shuts down."""
     server = Server(served, api_key)
 
     @asynccontextmanager

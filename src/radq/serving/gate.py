@@ -1,4 +1,4 @@
-"""Middleware before all routes: it limits bodies, counts answers, and adds headers that tell browsers what to trust."""
+"""A middleware before all routes, which limits bodies, counts answers, and tells browsers in headers what to trust."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any

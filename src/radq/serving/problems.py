@@ -22,14 +22,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def describe_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as a document."""
+    """Describe an error as a document."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     shown = message.encode("utf-8", "backslashreplace").decode()
     return {"error": {"message": shown, "type": kind, "param": param, "code": code}}
 
 
 def answer_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    """An error as a response."""
+    """Answer with an error."""
     headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status, {})
     return JSONResponse(describe_problem(status, message, param, code), status, headers=headers)
 
