@@ -7,6 +7,7 @@
     models:
       kind: {sentiment: 35, toxicity: -100}   # clients see the model embedded@kind
     limits: {max_tokens: 512}
+    hosts: [radq.example.com]                 # names of the server, beside localhost and its address
 
 Importing this module imports no torch.
 """
@@ -22,6 +23,7 @@ from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
 from radq.models.embedded import EMBEDDED, SUGGESTED
 from radq.models.stored import check_language_model
+from radq.serving.allowed_hosts import check_host
 from radq.serving.strengths import SETTINGS, read_strengths
 from radq.settings import Range, build, load_yaml
 
@@ -168,6 +170,8 @@ class ServeConfig:
     dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
+    hosts: list[str] = field(default_factory=list)
+    """Names by which clients may address `radq serve`, beside localhost and its address; see `AllowedHosts`."""
 
     @classmethod
     def read(cls, file: str | Path) -> "ServeConfig":
@@ -184,6 +188,8 @@ class ServeConfig:
         return cls(base=base or EMBEDDED, guides=guides, models={"kind": dict(SUGGESTED)})
 
     def __post_init__(self) -> None:
+        for host in self.hosts:
+            check_host(host)
         entries = {name: GuideEntry.read(value, f"the guide {name!r}") for name, value in self.guides.items()}
         for name in entries:
             if name in SETTINGS or not NAME.fullmatch(name):

@@ -15,9 +15,15 @@ from radq.serving.scheduler import BusyError, ClosingError
 
 LOGGER = logging.getLogger(__name__)
 STATUS = {BusyError: 429, ClosingError: 503, UnknownModelError: 404}
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 413, 429, 500, 503)
 }
 
 
