@@ -15,7 +15,9 @@ from radq.cli import COMMANDS, main
 from radq.commands.console import coloured, legend
 from radq.errors import OptionError
 from radq.guides.spec import parse_guide
-from radq.models.reward import RadQ, RadV, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.models.reward import RewardModel
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from radq.hosts.transformers import GuidedLogitsProcessor
     from radq.models.config import RewardModelConfig
     from radq.models.loading import load
-    from radq.models.reward import RadQ, RadV, RewardModel
+    from radq.models.rad_q import RadQ
+    from radq.models.rad_v import RadV
+    from radq.models.reward import RewardModel
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
     from radq.training.reward import train
@@ -47,8 +49,8 @@ _HOME = {
     "load": "radq.models.loading",
     "load_guide": "radq.guides.spec",
     "Meter": "radq.guides.meter",
-    "RadQ": "radq.models.reward",
-    "RadV": "radq.models.reward",
+    "RadQ": "radq.models.rad_q",
+    "RadV": "radq.models.rad_v",
     "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",

@@ -24,7 +24,7 @@ from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels
 from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_tokenizer
-from radq.models.reward import RadQ
+from radq.models.rad_q import RadQ
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,8 @@ from radq.benchmark.result import BenchResult, Spread, Variant, summarise
 from radq.benchmark.shapes import SHAPES
 from radq.cli import main
 from radq.decoding.decoder import Decoder
-from radq.models.reward import RadQ, RadV
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from radq.evaluation.judges.base import Judge
 from radq.evaluation.judges.models import load_judge
 from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_tokenizer
-from radq.models.reward import RadQ
+from radq.models.rad_q import RadQ
 from radq.toy import GOOD
 
 needs_the_real_one = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from radq import numerics
 from radq.cli import main
 from radq.errors import ModelError
 from radq.models.loading import load_tokenizer
-from radq.models.reward import RadQ
+from radq.models.rad_q import RadQ
 from radq.rank.analysis import RankResult
 from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix

@@ -86,3 +86,16 @@ def test_a_port_that_is_taken(models: Path, capsys: pytest.CaptureFixture[str]) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "cannot listen" in fails(capsys, "serve", str(models / "serve.yaml"), "--port", str(port))
+
+
+def test_an_address_of_ipv6(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with taken:
+        taken_port = str(taken.getsockname()[1])
+        line = fails(capsys, "serve", str(models / "serve.yaml"), "--host", "::1", "--port", taken_port)
+    assert f"cannot listen at ::1:{taken_port}: Address already in use" in line

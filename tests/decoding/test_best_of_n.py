@@ -12,7 +12,7 @@ from families import BOS, EOS, make_lm, make_number_tokenizer, make_reward
 from radq.decoding.best_of_n import best_of_n, score_texts
 from radq.decoding.generate import Generation, generate
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError, VocabularyError
-from radq.models.reward import RadQ
+from radq.models.rad_q import RadQ
 
 TOKENIZER = make_number_tokenizer()
 PROMPTS = ["5 9 3 12 30", "11", ""]

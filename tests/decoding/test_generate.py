@@ -31,7 +31,8 @@ from radq.decoding.steering import (
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.guides import RewardGuide
-from radq.models.reward import RadQ, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.reward import RewardModel
 
 TOKENIZER = make_number_tokenizer()
 WEIGHTS = {"nice": 4.0, "rude": -6.0}

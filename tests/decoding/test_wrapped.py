@@ -17,7 +17,8 @@ from radq.guides import RewardGuide
 from radq.models import kv_cache
 from radq.models.hub import quiet
 from radq.models.loading import max_positions
-from radq.models.reward import RadQ, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.reward import RewardModel
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from radq.models.reward import RadQ, RadV, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.models.reward import RewardModel
 
 VOCAB = 37
 BOS, EOS = 1, 2

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from radq.models.reward import RadQ, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.reward import RewardModel
 
 _HIDDEN: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
 

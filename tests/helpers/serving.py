@@ -13,7 +13,8 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from radq.models.hub import quiet
-from radq.models.reward import RadQ, RadV
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 from radq.serving.app import Server, make_app
 from radq.serving.config import Limits, ServeConfig
 from radq.serving.served import Served
@@ -69,10 +70,11 @@ def make_config(folder: Path, **changes: Any) -> ServeConfig:
 
 
 @contextmanager
-def serving(config: ServeConfig, api_key: str | None = None) -> Iterator[Running]:
+def serving(config: ServeConfig, api_key: str | None = None, address: str = "127.0.0.1") -> Iterator[Running]:
     """Serve on a free port until the end of the block."""
-    app = make_app(Served(config), api_key)
-    listener = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
+    app = make_app(Served(config), api_key, address)
+    options = uvicorn.Config(app, address, port=0, log_level="warning", timeout_graceful_shutdown=5)
+    listener = uvicorn.Server(options)
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
     thread.start()
     while not listener.started:

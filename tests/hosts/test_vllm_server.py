@@ -22,7 +22,7 @@ from serving import Running, serving
 from vllm_world import NEW_TOKENS, PROMPTS, TOKENIZER, World
 
 from radq.models.hub import quiet
-from radq.models.reward import RadQ
+from radq.models.rad_q import RadQ
 from radq.serving.config import ServeConfig
 
 pytestmark = [

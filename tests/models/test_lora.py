@@ -9,7 +9,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from radq.models.lora import AdaptedLinear, add_adapters
-from radq.models.reward import RadQ, RadV
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 
 LAYERS = [nn.Linear(5, 7), nn.Linear(5, 7, bias=False), Conv1D(7, 5)]
 

@@ -16,7 +16,8 @@ from radq.errors import ModelError
 from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm
 from radq.models.origins import fingerprint_weights, identify_backbone
-from radq.models.reward import RadQ, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.reward import RewardModel
 
 IDS = torch.tensor([[5, 9, 3, 12]])
 

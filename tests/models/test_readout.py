@@ -17,8 +17,9 @@ from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.loading import find_backbone
+from radq.models.rad_q import RadQ
 from radq.models.readout import ReadoutConfig
-from radq.models.reward import RadQ, RewardModel
+from radq.models.reward import RewardModel
 
 
 def make_readout(folder: Path, **options: Any) -> RadQ:

@@ -20,7 +20,9 @@ from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.models.config import RewardModelConfig
 from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm, load_config
-from radq.models.reward import RadQ, RadV, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.models.reward import RewardModel
 from radq.models.vocabulary import read_vocabulary
 from radq.training.losses import baseline_loss, squared_loss
 
@@ -75,7 +77,7 @@ def test_the_whole_vocabulary_in_chunks(
     model = make_reward(kind, lm_folders["gemma3"])
     ids, mask = padded(TEXTS, "left")
     whole = model.next_rewards(ids, mask)
-    monkeypatch.setattr("radq.models.reward.SIBLINGS_PER_FORWARD", 5)
+    monkeypatch.setattr("radq.models.rad_v.SIBLINGS_PER_FORWARD", 5)
     torch.testing.assert_close(model.next_rewards(ids, mask), whole)
 
 

@@ -27,7 +27,8 @@ from radq.cli import main
 from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import Estimate
 from radq.evaluation.sweep.config import load_sweep
-from radq.models.reward import RadQ, RadV
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 from radq.report.results import NAN
 from radq.settings import read_yaml
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig

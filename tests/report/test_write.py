@@ -246,6 +246,23 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"report of 5 cells of none, rad-q → {folder / 'report.html'}" in capsys.readouterr().out
 
 
+def test_the_command_says_how_our_guide_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "run", groups=("all",))
+    sentence = (
+        "At equal perplexity rad-q is better than rad-v, and it is worse than dexperts in avg_max on all prompts."
+    )
+    rows = lines_of(folder / "differences.jsonl")
+    for row in rows:  # less avg_max is better, since all guides lower it
+        row |= {"rad-v": {"value": -0.02, "low": -0.03, "high": -0.01}, "dexperts": {"low": 0.01}}.get(
+            row["second"], {}
+        )
+    write_lines(folder / "differences.jsonl", rows)
+    assert main(["report", str(folder)]) == 0
+    assert sentence in capsys.readouterr().out.splitlines()
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparisons"] == [sentence]
+
+
 def test_published_numbers_that_match_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", {"rad-q": 1.0}, groups=("all",))
     rows = lines_of(folder / "metrics.jsonl")

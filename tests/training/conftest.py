@@ -2,19 +2,15 @@
 
 from pathlib import Path
 
-import pandas
 import pytest
-from training_runs import SMALL
+from training_runs import SMALL, write_reviews
 
-from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
 
 
 @pytest.fixture(scope="session")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "reviews.csv"
-    pandas.DataFrame(make_reviews(200), columns=["text", "praise"]).to_csv(file, index=False)
-    return file
+    return write_reviews(tmp_path_factory.mktemp("data") / "reviews.csv", 200)
 
 
 @pytest.fixture

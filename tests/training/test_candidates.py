@@ -1,10 +1,6 @@
 """Distillation on the base's candidates: targets by brute force, losses by hand, rounds, resuming and mistakes."""
 
-import functools
-import json
-import os
 import shutil
-import socket
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -15,22 +11,22 @@ import oracle
 import pandas
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from baselines import make_guide
 from families import VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given
 from hypothesis import strategies as st
-from kills import fork, wait_for
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from training_runs import changed, lines, losses, make_settings, run_in_two_processes, weights
 
 from radq.cli import main
 from radq.data.dataset import DataColumns, GlobalBatches, load_data
 from radq.errors import OptionError, StoppedError
 from radq.guides import RewardGuide
 from radq.models.hub import quiet
-from radq.models.reward import RadQ, RadV, RewardModel
-from radq.toy import make_reviews
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.models.reward import RewardModel
 from radq.training import candidates as candidates_module
 from radq.training.candidate_agreement import compare_rewards, measure_candidate_agreement
 from radq.training.candidates import (
@@ -331,14 +327,12 @@ def teacher_folder(calm_toy: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def settings(calm_toy: Path, teacher_folder: Path, tmp_path: Path) -> RewardTrainingConfig:
-    pandas.DataFrame(make_reviews(64), columns=["text", "praise"]).to_csv(tmp_path / "reviews.csv", index=False)
-    return RewardTrainingConfig(
-        data=[str(tmp_path / "reviews.csv")],
+    return make_settings(
+        tmp_path,
+        64,
+        calm_toy,
         teacher=str(teacher_folder),
         base=str(calm_toy),
-        backbone=str(calm_toy),
-        out=str(tmp_path / "run"),
-        cache=str(tmp_path / "cache"),
         batch_size=8,
         max_steps=6,
         learning_rate=3e-3,
@@ -351,27 +345,11 @@ def settings(calm_toy: Path, teacher_folder: Path, tmp_path: Path) -> RewardTrai
     )
 
 
-def changed(settings: RewardTrainingConfig, **changes: Any) -> RewardTrainingConfig:
-    return RewardTrainingConfig(**(vars(settings) | changes))
-
-
 def run(settings: RewardTrainingConfig, **options: Any) -> dict[str, float]:
     """Train, without the warning that six steps teach nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="on the held-out texts")
         return train(settings, **options)
-
-
-def weights(out: str | Path) -> dict[str, Tensor]:
-    return load_file(Path(out) / "model.safetensors")
-
-
-def lines(out: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(out: str | Path) -> list[float]:
-    return [line["loss"] for line in lines(out) if "loss" in line]
 
 
 def test_a_student_learns_to_compare_candidates(settings: RewardTrainingConfig, tmp_path: Path) -> None:
@@ -434,20 +412,12 @@ def test_two_processes_have_the_losses_of_one(settings: RewardTrainingConfig, tm
     settings = changed(settings, rounds=2)
     run(settings)
     two = changed(settings, out=str(tmp_path / "two"))
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
 
-    def work(rank: int) -> int:
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        places |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in places.items()}
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()  # it remembers the runs of earlier tests, which were of one process
+    def work() -> int:
         run(two)
         return 0
 
-    processes = [fork(functools.partial(work, rank)) for rank in range(2)]
-    assert [wait_for(process) for process in processes] == [0, 0]
+    assert run_in_two_processes(work) == [0, 0]
     assert losses(two.out) == pytest.approx(losses(settings.out), abs=1e-5)
 
 

@@ -5,7 +5,6 @@ skipped there.
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ import torch
 from families import VOCAB, make_lm
 from instruments import WAITING, CountWaiting
 from reward_data import make_data
-from safetensors.torch import load_file
 from torch import Tensor
-from training_runs import changed
+from training_runs import changed, losses, weights
 from transformers import TrainingArguments
 
 from radq.data.dataset import RewardData, pad_batch
-from radq.models.reward import RadQ, RadV
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 from radq.toy import make_reviews
 from radq.training import capture, trainer
 from radq.training.candidates import CandidateFeed, CandidateSet
@@ -336,15 +335,10 @@ def settings(settings: RewardTrainingConfig, tmp_path: Path) -> RewardTrainingCo
     )
 
 
-def losses(run: str | Path) -> list[float]:
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 def assert_same_run(one: str | Path, other: str | Path) -> None:
     """Both have the losses and the weights of the other, up to rounding."""
     assert losses(one) == pytest.approx(losses(other), abs=1e-5)
-    first, second = (load_file(next(Path(run).glob("*model.safetensors"))) for run in (one, other))
+    first, second = weights(one), weights(other)
     for name, values in first.items():
         torch.testing.assert_close(values, second[name], atol=1e-4, rtol=1e-3, msg=name)
 

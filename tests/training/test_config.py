@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from radq.cli import main
 from radq.errors import OptionError
 from radq.models.heads import HEADS
-from radq.models.reward import RadV
+from radq.models.rad_v import RadV
 from radq.settings import Range, names_in_table, read_yaml
 from radq.toy import make_reviews
 from radq.training.arguments import FIXED, MANAGED, choose_precision, make_arguments

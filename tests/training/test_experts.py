@@ -9,7 +9,7 @@ import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import changed, losses
+from training_runs import changed, losses, write_reviews
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.cli import main
@@ -17,7 +17,7 @@ from radq.decoding.generate import generate
 from radq.errors import DataError, OptionError
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.guides.spec import guide_maker, load_guide, load_guides
-from radq.models.reward import RadQ
+from radq.models.rad_q import RadQ
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
 from radq.training.checkpoints import find_checkpoints
@@ -33,9 +33,7 @@ METHODS = ["dexperts", "gedi"]
 
 @pytest.fixture(scope="session")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "reviews.csv"
-    pandas.DataFrame(make_reviews(600), columns=["text", "praise"]).to_csv(file, index=False)
-    return file
+    return write_reviews(tmp_path_factory.mktemp("data") / "reviews.csv", 600)
 
 
 @pytest.fixture

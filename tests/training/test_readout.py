@@ -10,7 +10,8 @@ from training_runs import changed, losses, weights
 
 from radq.cli import main
 from radq.errors import OptionError
-from radq.models.reward import RadQ, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.reward import RewardModel
 from radq.training.checkpoints import find_checkpoints
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward import train

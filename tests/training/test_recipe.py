@@ -8,6 +8,7 @@ import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from training_runs import make_settings
 
 from radq.settings import check_values, read_yaml
 from radq.toy import make_reviews
@@ -134,15 +135,8 @@ def test_the_defaults_learn(kind: str, calm_toy: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_that_are_trained_further_have_their_rate(calm_toy: Path, tmp_path: Path) -> None:
-    pandas.DataFrame(make_reviews(60), columns=["text", "praise"]).to_csv(tmp_path / "reviews.csv", index=False)
-    first = RewardTrainingConfig(
-        data=[str(tmp_path / "reviews.csv")],
-        labels="praise",
-        backbone=str(calm_toy),
-        out=str(tmp_path / "first"),
-        cache=str(tmp_path / "cache"),
-        lora_rank=2,
-        max_steps=2,
+    first = make_settings(
+        tmp_path, 60, calm_toy, labels="praise", out=str(tmp_path / "first"), lora_rank=2, max_steps=2
     )
     train(first)
     train(replace(first, backbone="", lora_rank=None, init=first.out, out=str(tmp_path / "second")))

@@ -1,10 +1,7 @@
 """Training: tasks with known answers are learnt, and neither batches, processes nor crashes change a run."""
 
-import functools
 import json
 import math
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +9,15 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from kills import fork, run_and_kill, wait_for
-from training_runs import changed, losses, weights
+from kills import run_and_kill
+from training_runs import changed, losses, run_in_two_processes, weights
 
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
 from radq.guides import RewardGuide
-from radq.models.reward import RadQ, RadV, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.models.reward import RewardModel
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
 from radq.training.checkpoints import find_checkpoints
@@ -296,20 +294,7 @@ def arguments(settings: RewardTrainingConfig, **more: Any) -> list[str]:
 def test_two_processes_have_the_losses_of_one(settings: RewardTrainingConfig, tmp_path: Path) -> None:
     train(settings)
     two = changed(settings, out=str(tmp_path / "two"))
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-
-    def work(rank: int) -> int:
-        """Train as one of the two processes that torchrun starts, which tells them apart by these variables."""
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        places |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in places.items()}
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()  # it remembers the runs of earlier tests, which were of one process
-        return main(["train", *arguments(two), "--json"])
-
-    processes = [fork(functools.partial(work, rank)) for rank in range(2)]
-    assert [wait_for(process) for process in processes] == [0, 0]
+    assert run_in_two_processes(lambda: main(["train", *arguments(two), "--json"])) == [0, 0]
     assert losses(two.out) == pytest.approx(losses(settings.out), abs=1e-5)
     assert type(RewardModel.from_pretrained(two.out)) is RadQ
 

@@ -1,6 +1,5 @@
 """Run folders: nothing else is written over, targets belong to teacher and rows, and a run goes on as it was begun."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,13 @@ import pandas
 import pytest
 import torch
 from instruments import full_disk
-from training_runs import changed, weights
+from training_runs import changed, lines, make_settings, weights
 
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, TrainingError, WriteError
-from radq.models.reward import RadQ, RadV, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 from radq.training.checkpoints import find_checkpoints, find_damage
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
@@ -29,29 +30,13 @@ pytestmark = [
 
 @pytest.fixture
 def settings(calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
-    pandas.DataFrame(make_reviews(64), columns=["text", "praise"]).to_csv(tmp_path / "reviews.csv", index=False)
-    return RewardTrainingConfig(
-        recipe="paper",
-        data=[str(tmp_path / "reviews.csv")],
-        labels="praise",
-        backbone=str(calm_toy),
-        out=str(tmp_path / "run"),
-        cache=str(tmp_path / "cache"),
-        num_layers=1,
-        batch_size=8,
-        learning_rate=1e-3,
-        log_steps=1,
-        max_steps=4,
-    )
+    sizes = {"num_layers": 1, "batch_size": 8, "learning_rate": 1e-3, "log_steps": 1, "max_steps": 4}
+    return make_settings(tmp_path, 64, calm_toy, labels="praise", recipe="paper", **sizes)
 
 
 def same_weights(one: str | Path, other: str | Path) -> bool:
     first, second = weights(one), weights(other)
     return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def lines(run: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
 # --- targets of a teacher ---

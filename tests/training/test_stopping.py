@@ -5,13 +5,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 import torch
-from training_runs import weights
+from training_runs import make_settings, weights
 
 from radq.cli import main
-from radq.toy import make_reviews
 from radq.training.callbacks import SavingCallback
 from radq.training.checkpoints import find_checkpoints
 from radq.training.config import RewardTrainingConfig
@@ -21,17 +19,7 @@ from radq.training.reward_trainer import RewardTrainer
 
 @pytest.fixture
 def settings(calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
-    pandas.DataFrame(make_reviews(64), columns=["text", "praise"]).to_csv(tmp_path / "reviews.csv", index=False)
-    return RewardTrainingConfig(
-        data=[str(tmp_path / "reviews.csv")],
-        labels="praise",
-        backbone=str(calm_toy),
-        out=str(tmp_path / "run"),
-        cache=str(tmp_path / "cache"),
-        num_layers=1,
-        batch_size=8,
-        max_steps=6,
-    )
+    return make_settings(tmp_path, 64, calm_toy, labels="praise", num_layers=1, batch_size=8, max_steps=6)
 
 
 def press_ctrl_c_in_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def _check_room(models: BenchModels, guides: Iterable[Guide | None], grid: Grid)
 
 
 def _choose_variants(models: BenchModels, guides: list[str], grid: Grid) -> tuple[list[Variant], list[LeftOut]]:
-    """All variants to measure, and those that would take too long."""
+    """Choose the variants to measure, and name those that would take too long."""
     modes = (False, True) if models.lm.device.type == "cuda" else (False,)
     chosen, left_out = [], []
     for point in grid.points:
@@ -116,7 +116,7 @@ def make_engine(models: BenchModels, guide: Guide | None, variant: Variant) -> E
 
 
 def time_variant(models: BenchModels, guide: Guide | None, variant: Variant, steps: int) -> float | None:
-    """Seconds per token of a new engine; None if its rows do not fit into memory together."""
+    """Measure the seconds per token of a new engine; None if its rows do not fit into memory together."""
     engine = make_engine(models, guide, variant)
     try:
         if variant.captured:  # all steps are captured in a first run
@@ -148,12 +148,12 @@ def time_steps(engine: Engine, models: BenchModels, point: Point, steps: int) ->
 
 
 def _make_requests(models: BenchModels, point: Point, tokens: int) -> Iterator[Request]:
-    """Requests that no stop token ends."""
+    """Make requests that no stop token ends."""
     prompt, steering = _make_prompt(models, point.prompt_tokens), Steering(point.top_k)
     for uniforms in np.random.default_rng(0).random((point.rows, tokens)):
         yield Request(prompt, steering, tokens, uniforms)
 
 
 def _make_prompt(models: BenchModels, tokens: int) -> list[int]:
-    """Random tokens."""
+    """Draw a prompt of random tokens."""
     return np.random.default_rng(0).integers(models.lm.config.get_text_config().vocab_size, size=tokens).tolist()

@@ -25,7 +25,7 @@ from radq.benchmark.shapes import SHAPES, Shape
 from radq.models.config import RewardModelConfig
 from radq.models.hub import quiet
 from radq.models.loading import load, truncate
-from radq.models.reward import KINDS, RewardModel
+from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos
 from radq.numerics import require_memory
 
@@ -142,7 +142,7 @@ def make_random_reward(kind: str, backbone: PreTrainedConfig, bos: int, lm: PreT
         vocabulary=[backbone.vocab_size],
     )
     with _placed(str(lm.device), lm.dtype):
-        model = KINDS[kind](config)
+        model = import_kind(kind)(config)
     model.init_head(model.backbone.get_input_embeddings().weight)
     return model.eval()
 

@@ -18,7 +18,8 @@ class Arguments:
     out: Path | None = None
     """Folder to write report.html, plots and tables into; by default the run folder."""
     json: bool = False
-    """Print the names of the written files, the facts about the runs and the changes by guides as JSON."""
+    """Print the names of the written files, the facts about the runs, the changes by guides and how guides compare with
+    each other as JSON."""
 
 
 def run(arguments: Arguments) -> None:
@@ -37,7 +38,7 @@ def run(arguments: Arguments) -> None:
         return
     for name, facts in report.runs.items():
         print_facts([("run", name), *facts.items()])
-    for sentence in describe_changes(report.changes):
+    for sentence in (*report.comparisons, *describe_changes(report.changes)):
         print(sentence)
     print(f"report of {report.cells} cells of {', '.join(report.guides)} → {report.page}")
     for file in (*report.plots, *report.tables):

@@ -20,11 +20,12 @@ class Arguments:
     steered. Without a file, the embedded model is served with both embedded reward models."""
 
     config: Annotated[Path | None, tyro.conf.Positional] = None
-    """YAML file of the operator: base, guides with their ranges and defaults, virtual models, limits."""
+    """YAML file of the operator: base, guides with their ranges and defaults, virtual models, limits, hosts."""
     base: str | None = None
     """Language model to serve, in place of the file's: a hub name, a folder, or embedded."""
     host: str = "127.0.0.1"
-    """Address to listen at. Other computers reach the server at 0.0.0.0; set RADQ_API_KEY then."""
+    """Address to listen at. Other computers reach the server at 0.0.0.0; set RADQ_API_KEY then, and list the names of
+    this computer as hosts in the file."""
     port: int = 8000
     """Port to listen at; 0 takes a free one."""
     device: str | None = None
@@ -52,7 +53,7 @@ def run(arguments: Arguments) -> None:
     from radq.serving.app import make_app
     from radq.serving.served import Served
 
-    serve(make_app(Served(config), os.environ.get(API_KEY) or None), arguments)
+    serve(make_app(Served(config), os.environ.get(API_KEY) or None, arguments.host), arguments)
 
 
 def _read(arguments: Arguments) -> "ServeConfig":
@@ -77,8 +78,9 @@ def _check_port(arguments: Arguments) -> None:
 
     if not 0 <= arguments.port <= 65535:
         raise OptionError(f"port must be from 0 to 65535, got {arguments.port}.", "0 takes a free one.")
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
-        with socket.create_server((arguments.host, arguments.port)):
+        with socket.create_server((arguments.host, arguments.port), family=family):
             pass
     except OSError as error:
         reason = error.strerror or str(error)
@@ -112,7 +114,7 @@ def serve(app: Any, arguments: Arguments) -> None:
             await super().startup(*given, **options)
             if self.servers:
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
-                _print_address(f"http://{host}:{port}", arguments)
+                _print_address(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", arguments)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             app.state.server.scheduler.close(PATIENCE)

@@ -1,8 +1,8 @@
 """Steps that are captured as CUDA graphs, so that a GPU runs one after the other without waiting for Python.
 
 A graph repeats the same operations on the same tensors, so there is one for each number of rows and columns. It is
-captured when a step of this shape comes for the first time, and kept. What cannot be captured runs step by step, by the
-same code.
+captured when a step of this shape comes for the first time, and kept. Steps that cannot be captured run one by one, by
+the same code.
 """
 
 import warnings
@@ -47,9 +47,9 @@ class Captures:
     def find(
         self, kind: Hashable, shape: Hashable, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]
     ) -> Capture | None:
-        """The captured step of a kind and shape; None where it must run step by step.
+        """Find the captured step of a kind and shape; None where a step must run without a graph.
 
-        The first step of every kind is not captured: libraries set themselves up in it, which no graph may hold.
+        The first step of every kind is not captured: libraries initialise themselves in it, which no graph can hold.
 
         Args:
             draw: the first half of the step.
@@ -86,7 +86,7 @@ class Captures:
         return Capture(first, second, drawn, counted)
 
     def count(self, capture: Capture, share: float) -> None:
-        """Tell a meter what a captured step has read for the rows in use, which are a share of its rows."""
+        """Tell a meter what a captured step has read for the rows in use, which may be fewer than those of the step."""
         if self.meter is not None:
             self.meter.add(capture.counted, share)
 
@@ -97,12 +97,12 @@ class Captures:
 
 
 def stand_together(models: Sequence[nn.Module]) -> bool:
-    """Whether all models are on one device: a graph holds what happens on one alone."""
+    """Whether all models are on one device, which is all that a graph can hold."""
     return len({parameter.device for model in models for parameter in model.parameters()}) <= 1
 
 
 def find_hindrance(models: Sequence[nn.Module], guide: Guide | None) -> str | None:
-    """A reason why captured steps, in which Python does not run, might differ from others; None if there is none."""
+    """Find a reason why captured steps, in which Python does not run, might differ from others; None without one."""
     if guide is not None and not guide.capturable:
         return f"{type(guide).__name__} does not say by `capturable = True` that its methods only compute with tensors"
     for model in models:
@@ -112,7 +112,7 @@ def find_hindrance(models: Sequence[nn.Module], guide: Guide | None) -> str | No
 
 
 def is_watched(model: nn.Module) -> bool:
-    """Whether a function of somebody else is called at forwards of a model: a captured step would not call it."""
+    """Whether forwards of a model call functions that are not radq's: a captured step would not call them."""
     hooks = [
         hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     ]
@@ -120,6 +120,6 @@ def is_watched(model: nn.Module) -> bool:
 
 
 def _is_known(hook: Any) -> bool:
-    """Whether a hook is a meter's, or one by which transformers collects hidden states."""
+    """Whether a hook belongs to a meter, or is one by which transformers collects hidden states."""
     own = isinstance(getattr(hook, "__self__", None), Meter)
     return own or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

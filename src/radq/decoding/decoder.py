@@ -25,9 +25,9 @@ from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prompt_graphs import PromptGraphs
+from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader
 from radq.models.readout import join_layers
-from radq.models.reward import SIBLINGS_PER_FORWARD
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import log_probabilities, pad_left
@@ -51,7 +51,7 @@ class Drawn:
     numbers: Float[Tensor, "b 7"]  # in the order of `NUMBERS`
 
     def copy(self, rows: int) -> "Drawn":
-        """The first rows, in memory of their own, which the next step does not change."""
+        """Copy the first rows into memory of their own, which the next step does not change."""
         values = {name: getattr(self.proposal, name)[:rows].clone() for name in TENSORS}
         rewards = self.proposal.rewards
         copied = None if rewards is None else tuple(part[:rows].clone() for part in rewards)
@@ -103,8 +103,7 @@ class Decoder:
         capacity: int,
         width: int,
     ) -> None:
-        """Read prompts, and add rows: the number of its prompt, its settings and its random numbers for each row.
-
+        """Read prompts, and add rows. Each row has the number of its prompt, its settings and its random numbers.
         Args:
             capacity: the number of rows for which there should be room.
             width: the number of tokens for which there should be room in each row.
@@ -128,7 +127,7 @@ class Decoder:
         self.count = last
 
     def _base_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
-        """The outputs of layers of the base model at the last token of each row, side by side."""
+        """Return the outputs of layers of the base model at the last token of each row, side by side."""
         known, states = self.reader.layers, self.base.notes
         if layers == known:
             return states
@@ -136,7 +135,7 @@ class Decoder:
         return torch.cat([parts[known.index(layer)] for layer in layers], dim=1)
 
     def _siblings(self, reader: Reader) -> int:
-        """The number of candidates that a model reads beside each other."""
+        """Return the number of candidates that a model reads beside each other."""
         return min(SIBLINGS_PER_FORWARD, self._plan.widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
 
     def _join(self, name: str, new: Any, index: Tensor | None, capacity: int, width: int) -> None:
@@ -285,13 +284,13 @@ class Decoder:
         self._tokens = None
 
     def _tell_of_compiling(self) -> None:
-        """Say how long the models were compiled, which happens in the first step of a shape."""
+        """Say how long it took to compile the models, which happens in the first step of a shape."""
         seconds = time.perf_counter() - self._began
         if self.compile and seconds > COMPILING:
             LOGGER.warning("torch.compile took %.0f s; the next %d texts at once take none.", seconds, self.capacity)
 
     def _count_rows(self, captured: bool) -> int:
-        """The number of rows to compute: few different ones where each number must be captured or compiled."""
+        """Choose the number of rows to compute; each number that must be captured or compiled is one of few."""
         if self.compile and self._in_slots:
             return self.capacity
         return _round_rows(self.count, self.capacity) if captured else self.count
@@ -329,7 +328,7 @@ class Decoder:
 def _measure(
     proposal: Proposal, choice: Int[Tensor, " b"], tokens: Int[Tensor, " b"], logits: Float[Tensor, "b v"], guided: bool
 ) -> Float[Tensor, "b 7"]:
-    """The numbers about each token; log-probabilities are those of the base model alone and of the candidates.
+    """Compute the numbers about each token; log-probabilities are those of the base model alone and of the candidates.
 
     All of them are exact in float32: no vocabulary has more than 2²⁴ tokens.
     """
@@ -347,6 +346,6 @@ def _measure(
 
 
 def _round_rows(count: int, capacity: int) -> int:
-    """The number of rows to compute: few different ones, since each needs a captured step."""
+    """Round a number of rows up to one of few numbers, since each needs a captured step."""
     step = max(1, 2 ** (count.bit_length() - 1) // 16)
     return min(-(-count // step) * step, capacity)

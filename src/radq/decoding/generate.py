@@ -171,7 +171,7 @@ def generate(
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string."""
+    """Cut a text off before the first stop string."""
     places = [place for place in map(text.find, stop) if place >= 0]
     return text[: min(places)] if places else text
 
@@ -291,7 +291,7 @@ def _submit(
 
 
 def _watch(text: GrowingText) -> Callable[[int], bool]:
-    """A function that adds tokens to a text, and says whether it has reached a stop string."""
+    """Make a function that adds tokens to a text, and says whether it has reached a stop string."""
 
     def watch(token: int) -> bool:
         text.add(token)
@@ -374,7 +374,7 @@ def check_guide(
 
 @lru_cache(maxsize=4)  # a sweep continues the same prompts with many guides
 def draw_uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> np.ndarray:
-    """Draw random numbers, (p, s, steps), each sample's from a stream of its own, whatever the other samples."""
+    """Draw random numbers, (p, s, steps). Those of a sample do not depend on the other samples."""
 
     def draw(prompt: int, sample: int) -> np.ndarray:
         key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)

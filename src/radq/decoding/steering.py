@@ -96,7 +96,7 @@ class Strengths:
         return cls.stack([steering] * len(logits), [beta] * len(logits), logits.shape[1], logits.device)
 
     def map(self, change: Callable[[Tensor], Tensor], plan: Plan | None = None) -> "Strengths":
-        """The same with other tensors, such as the first rows of all of them."""
+        """Return the same settings with changed tensors, such as the first rows of all of them."""
         rows = (self.beta, self.top_k, self.top_p, self.temperature, self.kl_budget)
         return Strengths(plan or self.plan, *map(change, rows))
 
@@ -122,7 +122,7 @@ class Proposal:
         return kl_divergence(self.logits, self.base)
 
     def select(self, rows: Int[Tensor, " r"]) -> "Proposal":
-        """The given rows, without a state."""
+        """Return the given rows, without a state."""
         parts = (self.candidates, self.base, self.shift, self.clipped, self.finite)
         rewards = None if self.rewards is None else tuple(part[rows] for part in self.rewards)
         return Proposal(*(part[rows] for part in parts), rewards=rewards)
@@ -193,7 +193,7 @@ def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: Any, str
 
 
 def _share(clipped: Bool[Tensor, "b k"], base: Float[Tensor, "b k"], plan: Plan) -> Float[Tensor, " b"]:
-    """The share of each row's candidates that were clipped."""
+    """Compute the share of each row's candidates that were clipped."""
     if plan.same_width and not plan.limited:
         return clipped.to(base.dtype).mean(-1)
     possible = ~base.isneginf()
@@ -286,7 +286,7 @@ def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[T
 
 
 def not_finite() -> RewardValueError:
-    """The error for texts that a guide cannot score."""
+    """Make the error for texts that a guide cannot score."""
     return RewardValueError(
         "a guide's shift must be finite, and it is not.",
         "the reward model may have diverged in training, or overflows in float16: try another checkpoint or dtype.",

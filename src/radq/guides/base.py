@@ -34,20 +34,20 @@ class State(Protocol):
     """
 
     def select(self, rows: Int[Tensor, " r"]) -> "State":
-        """The given rows, in that order and maybe several times: samples, beams, batches whose finished rows leave."""
+        """Return the given rows, in that order and maybe several times, as samples, beams and finished rows need it."""
         ...
 
     @staticmethod
     def join(states: Sequence[Any]) -> Any:
-        """The rows of several states as one batch, in that order: requests that come while others run."""
+        """Join the rows of several states to one batch, in that order, as requests need that come while others run."""
         ...
 
     def rewind(self, n: int) -> "State":
-        """The state before the last n tokens of every row, all of them known to the guide."""
+        """Return the state before the last n tokens of every row, all of which the guide knows."""
         ...
 
     def map_readings(self, change: Callable[[Any], Any]) -> Any:
-        """The state with other readings: `change` is called for the reading of each transformer."""
+        """Return the state with other readings: `change` is called for the reading of each transformer."""
         ...
 
 
@@ -70,7 +70,7 @@ class Adviser(Protocol):
     """The part of a guide that a step of decoding asks."""
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        """The guide's opinion on k candidates for the next token of each row, see `Guide`."""
+        """Give an opinion on k candidates for the next token of each row, as `Guide.advise` does."""
         ...
 
 
@@ -89,36 +89,38 @@ class Guide(ABC):
 
     @abstractmethod
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
-        """The state after a batch of prompts."""
+        """Read a batch of prompts, and return the state after them."""
 
     def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
-        """The state after a batch of prompts in a host that keeps the states of the base model for which the readers
-        of the guide ask by their `layers`: a guide need not run the base model a second time."""
+        """Read a batch of prompts as `start` does, in a host that runs the base model.
+
+        The host keeps the outputs of the base model's layers that the readers of the guide name by their `layers`, so
+        that a guide need not run the base model a second time.
+        """
         return self.start(input_ids, attention_mask)
 
     @abstractmethod
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        """The guide's opinion on k candidates for the next token of each row.
-
+        """Give an opinion on k candidates for the next token of each row.
         Args:
             beta: the strengths of each row, in the order of the guide's own `beta`, which they replace.
         """
 
     @abstractmethod
     def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
-        """The state after one more token per row."""
+        """Read one more token per row, and return the state after it."""
 
     def __add__(self, other: "Guide") -> "Guide":
         return SumGuide(self, other)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens with smaller ids are known to the guide."""
+        """The number of tokens that the guide knows: those with smaller ids."""
         return min(reader.num_known for reader in self.readers)
 
     @property
     def special_tokens(self) -> set[int]:
-        """Ids that mark beginnings, ends and padding, by which a host without a mask can tell that texts are padded."""
+        """The ids that mark beginnings, ends and padding. By these, a host without a mask finds padding in texts."""
         return {token for reader in self.readers for token in reader.special_tokens}
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
@@ -140,7 +142,7 @@ class Guide(ABC):
             reader.check_length(num_tokens)
 
     def beta_rows(self, beta: Float[Tensor, "b s"] | None, like: Float[Tensor, "b ..."]) -> Float[Tensor, "b s"]:
-        """The given strengths, or the guide's own for every row, in the precision and on the device of `like`."""
+        """Return the given strengths, or the guide's own for every row, with the precision and device of `like`."""
         if beta is None:
             return like.new_tensor(self.beta).expand(len(like), -1)
         return beta.to(like)
@@ -168,7 +170,7 @@ class States:
 
 
 def _gather_rewards(advices: Sequence[Advice]) -> tuple[Tensor, ...] | None:
-    """The rewards of several guides; None if one of them does not tell."""
+    """Gather the rewards of several guides; None if one of them tells none."""
     found = [advice.rewards for advice in advices if advice.rewards is not None]
     return tuple(part for parts in found for part in parts) if len(found) == len(advices) else None
 

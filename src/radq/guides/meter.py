@@ -60,12 +60,12 @@ class Meter(Guide):
 
     @property
     def calls_per_step(self) -> float:
-        """Forwards per generated token of a batch, prompts aside."""
+        """The number of forwards per generated token of a batch, without those of prompts."""
         return self.continuations.calls / max(1, self.steps)
 
     @property
     def tokens_per_token(self) -> float:
-        """Tokens read per token generated, prompts aside."""
+        """The number of tokens read per token generated, without those of prompts."""
         return int(self.continuations.tokens) / max(1, self.tokens)
 
     def _on_call(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

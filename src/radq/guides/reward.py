@@ -14,9 +14,10 @@ from radq.guides.base import Advice, BaseStates, Guide
 from radq.models.kv_cache import takes_padding, takes_siblings
 from radq.models.loading import find_backbone
 from radq.models.lora import fold_adapters
+from radq.models.rad_v import RadV
 from radq.models.reading import Reader
 from radq.models.readout import check_base
-from radq.models.reward import RadV, RewardModel
+from radq.models.reward import RewardModel
 from radq.models.reward_state import BaseReading, RewardState
 from radq.models.slots import takes_slots
 from radq.models.stored import require_attributes

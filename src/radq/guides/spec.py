@@ -76,7 +76,7 @@ def load_guide(
 def load_guides(
     specifications: Sequence[str], device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None
 ) -> "Guide | None":
-    """The sum of the guides; None if there are none."""
+    """Load guides and add them up; None if there are none."""
     guides = [load_guide(specification, device, dtype, clamp, lm) for specification in specifications]
     return reduce(add, guides) if guides else None
 

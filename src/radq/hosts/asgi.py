@@ -1,4 +1,4 @@
-"""Requests and responses on their way through a middleware, in the terms of ASGI."""
+"""Tools for a middleware that changes requests and responses of an ASGI application."""
 
 import json
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def replay(content: bytes, receive: Receive) -> Receive:
-    """Give the body again, and then whatever comes, such as a client that goes away."""
+    """Make a function that receives the body again, and then the next messages, such as that the client has gone."""
     given = False
 
     async def replay_once() -> Message:
@@ -38,7 +38,7 @@ def replay(content: bytes, receive: Receive) -> Receive:
 
 
 def with_length(scope: Scope, content: bytes) -> Scope:
-    """The scope of a request with another body."""
+    """Return the scope of a request with the length of another body."""
     kept = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
     return {**scope, "headers": [*kept, (b"content-length", str(len(content)).encode())]}
 
@@ -51,7 +51,7 @@ async def send_json(send: Send, status: int, document: dict[str, Any]) -> None:
 
 
 class Tail:
-    """Sends a response with something at its end."""
+    """Sends a response, and at its end the bytes that `write` returns."""
 
     def __init__(self, send: Send, write: Callable[[], Awaitable[bytes]]):
         self._send, self._write = send, write
@@ -66,8 +66,10 @@ class Tail:
 
 
 class Rewrite(ABC):
-    """Sends a response whose JSON document, or events if it is a stream, are changed on their way; errors pass as they
-    are."""
+    """Sends a response, and changes its JSON document, or the events of a stream, on their way.
+
+    Errors pass unchanged.
+    """
 
     def __init__(self, send: Send):
         self._send = send
@@ -88,7 +90,7 @@ class Rewrite(ABC):
         await self.change(document)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers to add."""
+        """Return headers to add to the response."""
         return []
 
     async def __call__(self, message: Message) -> None:

@@ -1,8 +1,8 @@
-"""Guidance for serving engines, in whose running batch requests come and go, each with its own guides and settings.
+"""Guidance for serving engines, whose running batch holds requests with different guides and settings.
 
 Requests may join, leave, change places and start over at any step. The `Slots` know which request stands where, a
-`Follower` for each guide keeps its state of their texts, and a `Steerer` turns base logits into guided ones. A request
-that cannot be guided ends alone: its only token left is one that ends it.
+`Follower` for each guide keeps its state of their texts, and a `Steerer` turns base logits into guided ones. If a
+request cannot be guided, the others go on, and it ends: the only token that it may still draw is one that ends it.
 Axes: b requests, k candidates, v vocabulary, s strengths.
 """
 
@@ -139,7 +139,7 @@ class _Group:
     told: dict[int, dict[str, int]]  # rows with details: the places of their guides among the strengths
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        """The sum of the shifts of all guides, each of which advises on its own rows alone."""
+        """Add up the shifts of all guides, each of which advises on its own rows alone."""
         assert beta is not None
         shift = torch.zeros(candidates.shape, device=candidates.device)
         clipped = torch.zeros_like(shift, dtype=torch.bool)
@@ -179,7 +179,7 @@ class Steerer:
     """Steers the logits of the guided requests in a batch."""
 
     def __init__(self, panel: Panel, capacity: int, length: int, device: torch.device | str = "cpu"):
-        """`capacity` requests of `length` tokens are the most that the engine runs at once."""
+        """The engine runs at most `capacity` requests of `length` tokens at once."""
         self.panel, self.device = panel, torch.device(device)
         self.followers = [Follower(guide, capacity, length, self.device) for guide in panel.guides]
         self._figures, self.records = Figures(), Records()
@@ -191,13 +191,13 @@ class Steerer:
         return sum(follower.nbytes for follower in self.followers)
 
     def plan_bytes(self) -> int:
-        """The most memory that the guides' states take up."""
+        """Compute the largest number of bytes that the guides' states take up."""
         return sum(follower.plan_bytes() for follower in self.followers)
 
     @property
     @torch.inference_mode()  # as all steps, whose tensors cannot be changed without it
     def figures(self) -> Figures:
-        """The figures of all steps so far."""
+        """The figures of all steps so far. Asking for them counts the latest steps, and waits for the device."""
         for group in self._plan[1]:
             self._figures.count([request.ticket for request in group.requests], group.sums)
             group.sums.zero_()
@@ -206,7 +206,7 @@ class Steerer:
 
     @torch.inference_mode()
     def retain(self, requests: Iterable[Any]) -> None:
-        """Forget all other requests."""
+        """Forget all requests but these."""
         staying = set(requests)
         for follower in self.followers:
             follower.retain(staying)
@@ -222,11 +222,13 @@ class Steerer:
     def steer(
         self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Int[Tensor, " b"] | None = None
     ) -> None:
-        """Overwrite the rows of these requests with guided logits, multiplied by the temperature, by which the engine
-        divides them later; other rows stay as they are. Nothing is raised: a request that fails ends.
+        """Overwrite the rows of these requests with guided logits; other rows stay as they are.
+
+        The logits are multiplied by the temperature, by which the engine divides them later. Errors are logged and not
+        raised: a request that fails ends.
 
         Args:
-            requests: by their rows.
+            requests: the guided requests by their rows.
             last: the last token of the text of each row, where only the device knows it.
         """
         try:
@@ -281,7 +283,7 @@ class Steerer:
             return dict.fromkeys(requests, error)
 
     def _betas(self, request: Any) -> dict[int, list[float]]:
-        """The strengths of each guide that a request uses."""
+        """Find the strengths of each guide that a request uses."""
         if request.betas is None:
             request.betas = self.panel.strengths(request.guidance.strengths)
         return request.betas
@@ -289,7 +291,7 @@ class Steerer:
     # --- groups ---
 
     def _make_groups(self, requests: Mapping[int, Any], vocab_size: int) -> list[_Group]:
-        """The groups of a step; those of the last step, if nothing has changed since then."""
+        """Make the groups of a step, or return those of the last step if nothing has changed since then."""
         layouts = tuple(follower.layout for follower in self.followers)
         key = (tuple(requests), tuple(requests.values()), layouts)  # requests are equal only to themselves
         if self._plan[0] != key:
@@ -301,7 +303,10 @@ class Steerer:
         return self._plan[1]
 
     def _kind(self, request: Any) -> int:
-        """Requests of one kind are one group. A guide that reads candidates reads those of all its texts at once."""
+        """Number the kind of a request; requests of one kind are one group.
+
+        A guide that reads candidates reads those of all its texts at once, so these texts are of one kind.
+        """
         if any(self.followers[number].reads_candidates for number in self._betas(request)):
             return -1
         return sum(_width(request) > limit for limit in (NARROW, WIDE))
@@ -332,7 +337,7 @@ class Steerer:
         return _Group(requests, self._index(list(rows)), strengths, temperature, stops, members, sums, told)
 
     def _places(self, request: Any) -> dict[str, tuple[int, int]]:
-        """The guide of each name that a request uses, and its strength there."""
+        """Find the guide of each name that a request uses, and the place of its strength there."""
         return {name: self.panel.places[name] for name in request.guidance.strengths}
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " r"]:
@@ -353,7 +358,10 @@ class Steerer:
         temperature: Float[Tensor, "b 1"],
         stops: Int[Tensor, "b 1"],
     ) -> Float[Tensor, "b v"]:
-        """The guided logits of all tokens, multiplied by the temperature. Rows without numbers end."""
+        """Write the guided logits of all tokens, multiplied by the temperature.
+
+        A row for which a guide gave no finite numbers may only draw the token that ends it.
+        """
         fine = proposal.finite[:, None]
         scaled = torch.where(fine, proposal.logits * temperature, -torch.inf)
         guided = torch.full_like(base, -torch.inf).scatter_(1, proposal.candidates, scaled.to(base.dtype))
@@ -376,7 +384,7 @@ class Steerer:
 
 
 def _width(request: Any) -> int:
-    """The number of candidates that a request asks for."""
+    """Return the number of candidates that a request asks for."""
     return request.guidance.steering.top_k or sys.maxsize
 
 

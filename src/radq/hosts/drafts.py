@@ -68,7 +68,7 @@ class DraftFollower(Follower):
     """One guide, which reads the drafts of all its texts in each step."""
 
     def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device, most: int):
-        """`most` is the number of rows of logits that a request may have."""
+        """`most` is the largest number of rows of logits that a request may have."""
         super().__init__(guide, capacity, length + 2 * most, device)
         self.most = most
 
@@ -131,7 +131,7 @@ class DraftSteerer(Steerer):
                 logits.copy_(torch.where((drafts.slots == slot)[:, None], end, logits))
 
     def _steer_rows(self, logits: Float[Tensor, "r v"], requests: Mapping[int, DraftRequest], drafts: Drafts) -> None:
-        """All rows are computed, and those of guided requests are kept: the host does not know which these are."""
+        """Compute all rows, and keep those of guided requests: the host does not know which rows these are."""
         listed = list(requests.values())
         numbers = [
             [beta for n, one in enumerate(self.followers) for beta in own.get(n, [0.0] * len(one.guide.beta))]
@@ -154,7 +154,7 @@ class DraftSteerer(Steerer):
         logits.copy_(torch.where((which >= 0)[:, None], guided, logits))
 
     def _find(self, drafts: Drafts, numbers: Mapping[int, int]) -> Int[Tensor, " r"]:
-        """For each row of logits the number of its slot, or −1."""
+        """Find the number of the slot of each row of logits; −1 stands for a row without a guided request."""
         found = torch.full_like(drafts.slots, -1, dtype=torch.long)
         if not numbers:
             return found

@@ -17,8 +17,8 @@ from torch import Tensor
 from radq.errors import DataError
 from radq.guides import Guide
 from radq.guides.base import Advice
+from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Glance, Reader
-from radq.models.reward import SIBLINGS_PER_FORWARD
 from radq.models.slots import SlotReading, plan_bytes, settle
 
 PATIENCE = 16  # steps that a text may miss before it leaves; if it comes back, it is read anew
@@ -33,31 +33,31 @@ class Text(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """The number of its tokens."""
+        """The number of tokens of the text."""
 
     @property
     @abstractmethod
     def last(self) -> int:
-        """Its last token."""
+        """The last token of the text."""
 
     @abstractmethod
     def tokens(self) -> Int[Tensor, " t"]:
-        """All of its tokens."""
+        """Return all tokens of the text."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """Something by which `growth` knows the text again."""
+        """Return a value by which `growth` recognises the text later."""
 
     @abstractmethod
     def growth(self, mark: Any) -> int | None:
-        """The number of tokens by which the text has grown since it was marked; None if it is another text."""
+        """Return the number of tokens by which the text has grown since it was marked; None if it is another text."""
 
 
 class Follower:
     """One guide, and its state of the texts that it follows."""
 
     def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device):
-        """`capacity` texts of `length` tokens are the most that the engine runs at once."""
+        """The engine runs at most `capacity` texts of `length` tokens at once."""
         self.guide, self.capacity, self.length, self.device = guide, capacity, length, device
         self.reads_candidates = any(reader.reads_candidates for reader in guide.readers)
         self.layout = 0  # changes whenever texts change their rows
@@ -263,7 +263,7 @@ class Follower:
 
 
 def _group(texts: Sequence[Text]) -> list[list[Text]]:
-    """Texts to be read together: of similar lengths, so that little padding is read with them."""
+    """Group the texts that are read together: they have similar lengths, so that little padding is read with them."""
     groups: list[list[Text]] = []
     total = 0
     for text in sorted(texts, key=lambda text: text.length, reverse=True):
@@ -277,7 +277,7 @@ def _group(texts: Sequence[Text]) -> list[list[Text]]:
 
 
 def _key(tokens: Int[Tensor, " t"]) -> Any:
-    """Equal for equal texts. Those on a device are not compared, since that would wait for it."""
+    """Return a key that is equal for equal texts. Texts on a device are not compared, since that would wait for it."""
     return tuple(tokens.tolist()) if tokens.device.type == "cpu" else id(tokens)
 
 

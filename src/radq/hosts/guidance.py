@@ -7,6 +7,7 @@ Both name guides that the operator of the server has registered (see `radq.servi
 Importing this module imports no torch.
 """
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from radq.decoding.config import Steering
-from radq.errors import OptionError
+from radq.errors import OptionError, RadqError
 from radq.serving.config import GuideEntry, ServeConfig
 from radq.serving.strengths import read_strengths, shorten, to_number
 
+LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 PREFIX = "radq"
 ARGUMENTS = ("radq", "radq_guide", "radq_beta", "radq_top_k", "radq_top_p", "radq_kl_budget")
 TICKET = "radq_ticket"  # under which the server asks for figures about the request
@@ -34,15 +36,15 @@ TOP_K = 20
 class Guidance:
     """The strengths of registered guides that a request asks for, and its steering.
 
-    Guides with a strength of 0 are among them only if details are told, to which their rewards belong.
+    Guides with a strength of 0 are among them only if the answer has details, which include their rewards.
     """
 
     strengths: Mapping[str, float]
     steering: Steering
-    details: bool = False  # whether candidates and rewards of each token are told
+    details: bool = False  # whether the answer has the candidates and rewards of each token
 
     def describe(self) -> dict[str, Any]:
-        """The strengths and settings that are applied to the request, for its answer."""
+        """Describe the strengths and settings that are applied to the request, for its answer."""
         steering = self.steering
         settings = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
         return {"strengths": dict(self.strengths), **settings}
@@ -91,7 +93,7 @@ class Registry:
         return Guidance(read, steering, details)
 
     def _read_named(self, given: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-        """The strengths of the guides that are named, and top_k, kl_budget and details."""
+        """Read the strengths of the guides that are named, and top_k, kl_budget and details."""
         single = "radq_guide" in given or "radq_beta" in given
         if "radq" in given and single:
             raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
@@ -141,6 +143,15 @@ def find_registry(path: str | None = None) -> Registry:
             "set it to a YAML file with lines name: DIR:attribute=beta.",
         )
     return _read_registry(path)
+
+
+def find_registry_for_client(path: str | None = None) -> Registry:
+    """Read the guides as `find_registry` does, with an error that names no file of the server."""
+    try:
+        return find_registry(path)
+    except RadqError as error:
+        LOGGER.error("radq: %s", error)
+        raise OptionError("the server cannot read its guides.", "tell its operator.") from None
 
 
 def _read_number(value: Any, name: str) -> float | None:

@@ -28,7 +28,7 @@ class RecordedRow:
     token: int | None = None  # that was drawn, once it is known
 
     def settle(self, token: int) -> "RecordedRow":
-        """Note which token was drawn, and keep the candidates alone that are told."""
+        """Note which token was drawn, and keep only the candidates that clients are told of."""
         chosen = self.candidates.find(token)
         if chosen is None:  # another processor has forced it
             return replace(self, token=token)
@@ -36,7 +36,7 @@ class RecordedRow:
         return RecordedRow(self.candidates.take(places), self.base_logprobs[places], self.kl, token)
 
     def draw(self, token: int, piece: str) -> Drawn | None:
-        """The numbers about a token that was drawn; None if it was not drawn from these candidates."""
+        """Return the numbers about a token that was drawn; None if it was not drawn from these candidates."""
         chosen = self.candidates.find(token)
         if chosen is None or self.token not in (None, token):
             return None
@@ -81,7 +81,7 @@ class Records:
             self.count -= len(forgotten)
 
     def take(self, ticket: str) -> list[PackedRow]:
-        """The rows of a request, which are then forgotten."""
+        """Return the rows of a request, and forget them."""
         rows = self._tickets.pop(ticket, {})
         self.count -= len(rows)
         return [{**row.pack(), "choice": choice, "position": position} for (choice, position), row in rows.items()]

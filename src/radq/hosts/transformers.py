@@ -192,7 +192,7 @@ class _Update(NamedTuple):
 def _plan_update(known: Int[Tensor, "r s"], texts: Int[Tensor, "b t"], vocab_size: int) -> _Update | None:
     """Plan the update of a state; None if the texts must be read from their beginning.
 
-    That is also so if they have two or more new tokens, which are read as fast in one piece with the rest.
+    Texts with two or more new tokens are read from their beginning as well, which takes no longer.
     """
     s, t = known.shape[1], texts.shape[1]
     if t == s + 1 and torch.equal(texts[:, :s], known):  # one more token per row: the common case

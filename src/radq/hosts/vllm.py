@@ -22,12 +22,12 @@ import torch
 import yaml
 
 from radq.decoding.prompts import decode_texts, encode_prompts
-from radq.errors import ContextLengthError, MemoryLimitError, OptionError, RadqError, require_package
+from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import parse_guide
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
-from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry
+from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry, find_registry_for_client
 from radq.hosts.records import Records
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
 from radq.numerics import available_memory
@@ -99,7 +99,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
 
     @property
     def nbytes(self) -> int:
-        """The memory that the guides' states may take up now."""
+        """The number of bytes that the guides' states may take up now."""
         return self._steerer.nbytes
 
     @classmethod
@@ -109,12 +109,8 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse what a client gets wrong. The answer names no file of the server."""
-        try:
-            find_registry(cls.guides_file)
-        except RadqError as error:
-            LOGGER.error("radq: %s", error)
-            raise OptionError("the server cannot read its guides.", "tell its operator.") from None
+        """Refuse the mistakes of a client, in words that name no file of the server."""
+        find_registry_for_client(cls.guides_file)
         cls.read_guidance(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
@@ -163,7 +159,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         return request is not None
 
     def _read_context(self, ctx: Any) -> dict[int, Any]:
-        """The guided requests of this step by their rows. A prompt that is read in part draws no token yet."""
+        """Find the guided requests of this step by their rows. A prompt that is read in part draws no token yet."""
         rows: dict[int, Any] = {}
         for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
             request = self._slots.requests.get(slot)
@@ -177,7 +173,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         return rows
 
     def _find_stop(self, params: Any) -> int:
-        """A token that ends the text of a request."""
+        """Find a token that ends the text of a request."""
         known = [params.eos_token_id, *(params.stop_token_ids or ())]
         return next((token for token in known if token is not None), self._end)
 
@@ -188,14 +184,16 @@ def _find_ticket(params: Any) -> str | None:
 
 
 def _find_choice(params: Any) -> int:
-    """The number of a text among those of its request: vLLM gives each of them a seed of its own."""
+    """Find the number of a text among those of its request: vLLM gives each of them a seed of its own."""
     first = (params.extra_args or {}).get(SEED)
     return params.seed - first if isinstance(first, int) and isinstance(params.seed, int) else 0
 
 
 def __getattr__(name: str) -> Any:
-    """Make a processor for the guides of one file. Its name holds the path, so that any process can make it: several
-    engines in a process then have their own guides."""
+    """Make a processor for the guides of one file, so that several engines in a process have their own guides.
+
+    Its name holds the path, so that any process can make it.
+    """
     prefix, _, path = name.partition("_")
     if prefix != PROCESSOR or not path:
         raise AttributeError(name)
@@ -230,7 +228,7 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> int:
 
 
 def _check_memory(steerer: Steerer, vllm_config: Any) -> None:
-    """Say how much memory the guides' states may take up, and refuse to start if there is not so much."""
+    """Log how much memory the guides' states may take up, and refuse to start if less is free."""
     rows, length = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
     planned, free = steerer.plan_bytes(), available_memory(str(steerer.device))
     LOGGER.info(
@@ -368,7 +366,7 @@ class VllmEngine:
         ]
 
     def _strengths(self, guide: str, beta: float | Sequence[float] | None) -> dict[str, float]:
-        """The strengths of the parts of a guide."""
+        """Find the strengths of the parts of a guide."""
         if guide not in self.guides:
             raise OptionError(f"there is no guide {guide!r}.", f"the guides are {', '.join(self.guides) or 'none'}.")
         parts = {name: entry["suggested"] for name, entry in self.guides[guide].items()}
@@ -395,7 +393,7 @@ class VllmEngine:
 
 
 def split_guides(guides: Mapping[str, str | Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """For each guide, the entries of the operator's file: one for each of its strengths."""
+    """Split each guide into entries of the operator's file, one for each of its strengths."""
     found: dict[str, dict[str, Any]] = {}
     for number, (name, specifications) in enumerate(guides.items()):
         own: list[dict[str, Any]] = []

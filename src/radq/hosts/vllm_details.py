@@ -1,4 +1,4 @@
-"""Details in vLLM's answers: the numbers about each token that `radq serve` tells, in the same places.
+"""Details in vLLM's answers: the same numbers about each token as those of `radq serve`, in the same places.
 
 vLLM's answer says which tokens were drawn, and its workers have recorded what they were drawn from.
 """
@@ -52,7 +52,7 @@ def _number_choices(body: dict[str, Any]) -> None:
 
 
 def _read_whole(body: Mapping[str, Any], name: str) -> int | None:
-    """A whole number, which vLLM also takes as a text."""
+    """Read a whole number, which vLLM also takes as a text."""
     value = body.get(name)
     if value is None or isinstance(value, int):
         return value
@@ -137,7 +137,7 @@ class _Choice:
         return found
 
     def _split(self, tokens: Sequence[int], text: str) -> list[str]:
-        """A piece of the text for each token. vLLM may hold text back, so the last token gets what is left."""
+        """Split the text into a piece for each token. vLLM may hold text back, so the last token gets the rest."""
         pieces, begin = [], self._written
         end = begin + len(text)
         for place, token in enumerate(tokens):

@@ -1,15 +1,14 @@
 """A middleware for vLLM's server: `--middleware radq.hosts.vllm_http.GuideMiddleware`.
 
-It refuses requests that look guided and would not be, takes `radq` also where `radq serve` takes it, beside `model` and
-`prompt`, and the virtual models of the operator's file as models, confirms in each answer what was applied, adds
-details of tokens where they are asked for, serves the page of `radq serve`, and adds radq's figures to vLLM's
-`/metrics`. Figures and details come from vLLM's workers, so they need
-`--worker-extension-cls radq.hosts.vllm_worker.GuideWorker`, too.
+It refuses requests that look guided and would not be. It takes `radq` beside `model` and `prompt`, as `radq serve`
+does, and the virtual models of the operator's file as models. Each answer confirms what was applied, and has details of
+tokens where they are asked for. The page of `radq serve` is served as well, and radq's figures stand in vLLM's
+`/metrics`. Figures and details come from vLLM's workers, so they also need
+`--worker-extension-cls radq.hosts.vllm_worker.GuideWorker`.
 """
 
 import asyncio
 import json
-import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,13 +17,12 @@ from typing import Any
 from radq.errors import OptionError, RadqError
 from radq.hosts.asgi import Receive, Rewrite, Scope, Send, Tail, read_body, replay, send_json, with_length
 from radq.hosts.figures import NAMES
-from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Guidance, Registry, find_registry
+from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Guidance, Registry, find_registry_for_client
 from radq.hosts.vllm_details import AnswerDetails, prepare_details
 from radq.hosts.vllm_page import is_page_path, make_page_app
 from radq.hosts.vllm_server import VllmServer
 from radq.serving.strengths import read_strengths, write_strengths
 
-LOGGER = logging.getLogger("vllm.radq")
 ROUTES = ("/completions", "/responses", "/messages")
 MISSPELLED = ("vllm_args", "xargs", "extra_args", "extra_body")  # fields that vLLM would ignore
 HINT = 'write "vllm_xargs": {"radq": "sentiment=20,toxicity=-50"}.'
@@ -47,7 +45,7 @@ class GuideMiddleware:
         elif scope["method"] == "GET" and scope["path"] == "/metrics":
             await self.app(scope, receive, Tail(send, lambda: self._write_totals(scope)))
         elif scope["method"] == "GET" and scope["path"].endswith("/v1/models"):
-            await self.app(scope, receive, _ListModels(send, _find_registry()))
+            await self.app(scope, receive, _ListModels(send, find_registry_for_client()))
         elif scope["method"] == "POST" and scope["path"].endswith(ROUTES):
             await self._answer(scope, receive, send)
         elif is_page_path(scope["path"].removeprefix(scope.get("root_path", ""))):
@@ -89,7 +87,7 @@ class GuideMiddleware:
 
     def _prepare(self, body: dict[str, Any], scope: Scope) -> Guidance | None:
         """Check a request, and give it a ticket if it is guided."""
-        registry = _find_registry()
+        registry = find_registry_for_client()
         _refuse_ignored(body, registry)
         _put_strengths_together(body, registry, lambda: self._server(scope).base)
         arguments = body.get("vllm_xargs")
@@ -105,7 +103,7 @@ class GuideMiddleware:
         return guidance
 
     async def _prepare_details(self, body: dict[str, Any], guidance: Guidance, scope: Scope) -> AnswerDetails | None:
-        """Make ready for details of the tokens of a request, if it asks for them."""
+        """Prepare the details of the tokens of a request, if it asks for them."""
         if not guidance.details:
             return None
         wants_ids = prepare_details(body, scope["path"])
@@ -129,7 +127,7 @@ class GuideMiddleware:
         task.add_done_callback(self._tasks.discard)
 
     async def _write_totals(self, scope: Scope) -> bytes:
-        """The figures of all workers that draw tokens, in the format of Prometheus."""
+        """Write the figures of all workers that draw tokens in the format of Prometheus."""
         server = self._server(scope)
         sums = [totals for totals in await server.call("radq_totals") if totals]
         lines = []
@@ -150,7 +148,7 @@ def _refuse_ignored(body: Mapping[str, Any], registry: Registry) -> None:
 
 
 def _put_strengths_together(body: dict[str, Any], registry: Registry, find_base: Callable[[], str]) -> None:
-    """Put the strengths of a virtual model, and those beside `model`, where vLLM hands them on, as a text."""
+    """Move the strengths of a virtual model, and those beside `model`, into the arguments that vLLM hands on."""
     virtual = registry.config.models.get(body["model"]) if isinstance(body.get("model"), str) else None
     if virtual is None and "radq" not in body:
         return
@@ -164,14 +162,6 @@ def _put_strengths_together(body: dict[str, Any], registry: Registry, find_base:
         body["model"] = find_base()
     together = {**(virtual or {}), **read_strengths(given)}
     body["vllm_xargs"] = {**arguments, "radq": write_strengths(together)}
-
-
-def _find_registry() -> Registry:
-    try:
-        return find_registry()
-    except RadqError as error:
-        LOGGER.error("radq: %s", error)
-        raise OptionError("the server cannot read its guides.", "tell its operator.") from None
 
 
 async def _refuse(send: Send, reason: str) -> None:
@@ -189,7 +179,7 @@ class _Confirm(Rewrite):
         take: Callable[[], Awaitable[Mapping[str, float] | None]],
         details: AnswerDetails | None,
     ):
-        """`take` gives the figures of the tokens since it was called before."""
+        """`take` returns the figures of the tokens since its last call."""
         super().__init__(send)
         self._applied, self._take, self._details = guidance.describe(), take, details
         self._sums: Counter[str] = Counter()
@@ -227,7 +217,7 @@ class _ListModels(Rewrite):
 
 
 def _describe(sums: Mapping[str, float]) -> dict[str, Any]:
-    """The mean figures of the tokens of an answer."""
+    """Compute the mean figures of the tokens of an answer."""
     if not sums:
         return {}
     count = max(1.0, sums["tokens"])

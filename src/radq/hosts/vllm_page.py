@@ -25,7 +25,7 @@ async def _on_worker_error(_: Request, error: Exception) -> Response:
 
 
 def make_page_app(server: VllmServer) -> FastAPI:
-    """The application that answers requests for these routes."""
+    """Make the application that answers requests for these routes."""
     app = FastAPI(title="radq", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, limit=server.config.limits.body_bytes)
     add_handlers(app)

@@ -18,17 +18,17 @@ LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 
 
 class WorkerError(RadqError):
-    """vLLM's workers do not have what is asked for."""
+    """An error for a request that vLLM's workers cannot answer, since they lack radq's extension."""
 
 
 class VllmServer:
-    """vLLM's server, by the state that it keeps of its application."""
+    """vLLM's server, as seen through the state that it keeps of its application."""
 
     def __init__(self, state: Any):
         self.state = state
         self._facts: dict[str, Any] | None = None
 
-    # --- what it serves ---
+    # --- the model and its clients ---
 
     @property
     def registry(self) -> Registry:
@@ -49,7 +49,7 @@ class VllmServer:
 
     @property
     def keys(self) -> list[str]:
-        """The keys that clients may have; none if they need none."""
+        """The keys, one of which a client must have; an empty list if clients need none."""
         given = getattr(self.state.args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
         return [key for key in given if key]
 
@@ -67,7 +67,7 @@ class VllmServer:
         return tokenise(tokenizer, [text], find_bos(self.state.engine_client.model_config.hf_config, tokenizer))[0]
 
     async def find_likelihoods(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token but the first under the base model."""
+        """Find the log-probability of each token but the first under the base model."""
         params = require_package("vllm", "vllm").SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         found: Sequence[Any] = ()
         prompt, name = {"prompt_token_ids": list(token_ids)}, f"radq-score-{uuid.uuid4().hex}"
@@ -78,7 +78,7 @@ class VllmServer:
     # --- its workers ---
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all workers; nothing if they do not have it."""
+        """Call a method of all workers, and return their results: none if workers do not have this method."""
         client = getattr(self.state, "engine_client", None)
         if client is None:
             return []
@@ -93,7 +93,7 @@ class VllmServer:
         return [result for results in engines for result in results]
 
     async def find_facts(self) -> Mapping[str, Any]:
-        """What workers know of the guides: ranges of rewards, and whether there are details of tokens."""
+        """Ask the workers for the ranges of the guides' rewards, and whether they can tell details of tokens."""
         if self._facts is None:
             self._facts = next((facts for facts in await self.call("radq_facts") if facts), None)
         if self._facts is None:
@@ -104,5 +104,5 @@ class VllmServer:
         return self._facts
 
     async def find_rewards(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """The reward of each token of a text by each name."""
+        """Ask the workers for the reward of each token of a text, by the name of each guide."""
         return next((rewards for rewards in await self.call("radq_score", list(token_ids)) if rewards is not None), {})

@@ -1,4 +1,4 @@
-"""Methods that vLLM's workers get by `--worker-extension-cls radq.hosts.vllm_worker.GuideWorker`.
+"""The methods that `--worker-extension-cls radq.hosts.vllm_worker.GuideWorker` gives to vLLM's workers.
 
 vLLM's server lives in another process than the guides; it calls these methods to ask for figures.
 """
@@ -15,29 +15,32 @@ class GuideWorker:
     """An extension of vLLM's worker."""
 
     def radq_take(self, ticket: str) -> Sums | None:
-        """The figures of one request, which are then forgotten."""
+        """Return the figures of one request, and forget them."""
         found = [processor.figures.take(ticket) for processor in PROCESSORS]
         return next((sums for sums in found if sums is not None), None)
 
     def radq_totals(self) -> Sums:
-        """The figures of all requests."""
+        """Return the figures of all requests."""
         every = [processor.figures.totals for processor in PROCESSORS]
         return {name: sum(totals[name] for totals in every) for name in NAMES}
 
     def radq_bytes(self) -> int:
-        """The memory that the guides' states may take up now."""
+        """Return the number of bytes that the guides' states may take up now."""
         return sum(processor.nbytes for processor in PROCESSORS)
 
     def radq_facts(self) -> dict[str, Any] | None:
-        """What the server must know of the guides to describe itself; None if this worker has no guides."""
+        """Return the ranges of the guides' rewards, and whether there are details of tokens.
+
+        The server describes itself with these facts. They are None if this worker has no guides.
+        """
         for processor in PROCESSORS:
             return {"ranges": processor.panel.reward_ranges(), "details": processor.tells_details}
         return None
 
     def radq_details(self, ticket: str) -> list[PackedRow]:
-        """The candidates of a request's tokens since the last call, which are then forgotten."""
+        """Return the candidates of a request's tokens since the last call, and forget them."""
         return [row for processor in PROCESSORS for row in processor.records.take(ticket)]
 
     def radq_score(self, token_ids: Sequence[int]) -> dict[str, list[float]] | None:
-        """The reward of each token of a text by each name; None if this worker has no guides."""
+        """Return the reward of each token of a text, by the name of each guide; None if this worker has no guides."""
         return next((processor.panel.token_rewards(token_ids) for processor in PROCESSORS), None)

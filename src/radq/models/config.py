@@ -75,7 +75,7 @@ class RewardModelConfig(PreTrainedConfig):
 
     @property
     def beside_backbone(self) -> bool:
-        """Whether the folder holds what was trained beside a frozen backbone, and not the backbone itself."""
+        """Whether the folder holds only what was trained beside a frozen backbone, without the backbone itself."""
         return bool(self.lora_rank or self.readout)
 
     @property

@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from radq.errors import CheckpointError, OptionError, first_line
 from radq.models.config import RewardModelConfig
 from radq.models.loading import find_tokenizer, load_config
-from radq.models.reward import KINDS, RadQ, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos, read_vocabulary
 
 Weights = dict[str, Tensor]
@@ -71,7 +72,7 @@ def convert(
         vocabulary=read_vocabulary(config.vocab_size, tokenizer),
     )
     with no_init_weights():
-        model = KINDS[kind](reward_config)
+        model = import_kind(kind)(reward_config)
     model.to(head["head.weight"].dtype)  # pyright: ignore[reportArgumentType]
     _load(model, {**head, **_read_backbone(weights, config), **_read_output_embedding(weights, model)})
     model.tokenizer = tokenizer

@@ -114,7 +114,7 @@ class _AdaptedProduct(torch.autograd.Function):
 def _adapted_weight(
     weight: Float[Tensor, "o i"], a: Float[Tensor, "r i"], b: Float[Tensor, "o r"]
 ) -> Float[Tensor, "o i"]:
-    """W + s·B·A in the dtype of the adapter, also if the weights or the forward have another one."""
+    """Compute W + s·B·A in the dtype of the adapter, also if the weights or the forward have another one."""
     with torch.autocast(weight.device.type, enabled=False):
         return torch.addmm(weight.to(a.dtype), b, a, alpha=SCALE)
 
@@ -203,9 +203,9 @@ def load_beside_backbone(
     torch_dtype: Any = None,
     **loading: Any,
 ) -> Any:
-    """Load a reward model with adapters or a readout: these and its head from its folder, the backbone from where its
-    configuration says.
+    """Load a reward model with adapters or a readout.
 
+    These and its head come from its folder, and the backbone from the place that its configuration names.
     Args:
         kind: the class of the reward model.
     """
@@ -250,25 +250,25 @@ def load_beside_lm(kind: Any, config: RewardModelConfig, name: str | Path, lm: A
 
 
 def _options(config: RewardModelConfig) -> dict[str, Any]:
-    """Settings of a stored model that a new one over the same backbone must have."""
+    """Return the settings of a stored model that a new one over the same backbone must have."""
     kept = ("kind", "loss", "response_range", "label_scales", "prepend_bos", "head", "readout")
     return {key: getattr(config, key) for key in kept}
 
 
 def _without_backbone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Only the tensors of adapters, readout and head."""
+    """Keep only the tensors of adapters, readout and head."""
     return {
         name: value for name, value in weights.items() if name.startswith(("head.", "readout.")) or ".lora_" in name
     }
 
 
 def _file_name(name: str) -> str:
-    """The name of a tensor in a file: PEFT's name for adapters, its own name for the head."""
+    """Return the name of a tensor in a file: PEFT's name for adapters, its own name for the head."""
     return name.replace("backbone.", "base_model.model.", 1).replace(".default.weight", ".weight")
 
 
 def _model_name(name: str) -> str:
-    """The name in the model of a tensor in a file; files of earlier versions already have that name."""
+    """Return the name in the model of a tensor in a file; files of earlier versions already have that name."""
     if not name.startswith("base_model.model."):
         return name
     return name.replace("base_model.model.", "backbone.", 1).replace(".weight", ".default.weight")

@@ -59,7 +59,10 @@ class PromptGraphs:
     def read(
         self, reader: Any, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> tuple[Any, Prefix] | None:
-        """What a reader takes of the last tokens, and the prefix; None where a batch must be read without a graph."""
+        """Read a batch of prompts by a graph, and return the reader's output at their last tokens, and the prefix.
+
+        None stands for a batch that must be read without a graph.
+        """
         model = reader.model
         if model not in self._models or not input_ids.is_cuda or input_ids.numel() > MOST_TOKENS:
             return None

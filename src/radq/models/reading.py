@@ -132,7 +132,7 @@ class Reader:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of forwards of which the last token counts alone: they spare the logits of all others."""
+        """The arguments of forwards of which only the last token counts: they spare the logits of all others."""
         keeps_last = self.output == "logits" and kv_cache.accepts(self.model, "logits_to_keep")
         return {**self.state_arguments, **({"logits_to_keep": 1} if keeps_last else {})}
 
@@ -181,11 +181,11 @@ class Reading:
         )
 
     def map_readings(self, change: Callable[["Reading"], Any]) -> Any:
-        """A reading is a guide's state by itself."""
+        """Change this reading: where a guide has one transformer, its reading is the state of the guide."""
         return change(self)
 
     def note(self, notes: Float[Tensor, "b m"]) -> "Reading":
-        """The same reading with other numbers beside each row."""
+        """Return the same reading with other numbers beside each row."""
         return replace(self, notes=notes)
 
     def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "ReadSiblings":
@@ -213,7 +213,7 @@ class Reading:
         return self.hold(unknown, self.read(tokens.masked_fill(unknown, 0)))
 
     def hold(self, held: Bool[Tensor, " b"], longer: "Reading") -> "Reading":
-        """The held rows of this reading, and the other rows of one that is a token longer."""
+        """Join the held rows of this reading with the other rows of one that is a token longer."""
         if not bool(held.any()):
             return longer
         if bool(held.all()):
@@ -227,7 +227,7 @@ class Reading:
 
     @torch.no_grad()
     def rewind_scored(self, n: int) -> tuple["Reading", Float[Tensor, " b"]]:
-        """The same for a language model, and the log-probability of the n tokens of each row."""
+        """Rewind the reading of a language model; return also the log-probability of the n tokens of each row."""
         tokens = self.prefix.input_ids[:, -n - 1 :]
         output, _ = kv_cache.extend(self.reader.model, self.prefix.crop(n + 1), tokens)
         logits = output[self.reader.output]  # (b, n + 1, v)
@@ -237,8 +237,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Glance:
-    """The outputs at the last tokens of some rows of a reading: all that is needed to score candidates for the next
-    token, by models that do not read them."""
+    """The outputs at the last tokens of some rows of a reading.
+
+    Models that do not read candidates need nothing else to score those for the next token.
+    """
 
     reader: Reader
     last: Float[Tensor, "b n"]

@@ -1,5 +1,4 @@
-"""Readouts: the part of a reward model that reads hidden states of a frozen base model, in place of a transformer of
-its own.
+"""Readouts, which read hidden states of a frozen base model for a reward model that has no transformer of its own.
 
     states of a few layers → each normalised → side by side → a small MLP → the hidden state of the reward model's head
 
@@ -42,7 +41,7 @@ class ReadoutConfig:
 
     @classmethod
     def choose(cls, depth: int, hidden_size: int, num_layers: int | None = None, width: int | None = None) -> Any:
-        """Evenly spaced layers up to the last one, and an MLP as wide as the base model's states."""
+        """Choose evenly spaced layers up to the last one, and an MLP as wide as the base model's states."""
         count = min(NUM_LAYERS, depth) if num_layers is None else num_layers
         if not 1 <= count <= depth:
             raise OptionError(
@@ -94,7 +93,7 @@ class Readout(nn.Module):
     def read_texts(
         self, backbone: nn.Module, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], with_bos: bool
     ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
-        """Hidden states of whole texts, with a learned one before the first token where no BOS stands there."""
+        """Compute the hidden states of whole texts, with a learned one before the first token if there is no BOS."""
         empty = int(not with_bos)
         packed = pack_left(F.pad(tokens, (empty, 0)), F.pad(mask, (empty, 0), value=1))
         with torch.no_grad():
@@ -109,7 +108,7 @@ class Readout(nn.Module):
 
 
 def sketch_weights(backbone: nn.Module) -> Float[Tensor, "m s"]:
-    """Some numbers of every weight of a base model, in the order of their names. The data type hardly changes them."""
+    """Take some numbers of every weight of a base model, by the order of names. The data type hardly changes them."""
     rows = []
     for _, weight in sorted(backbone.named_parameters()):
         flat = weight.detach().flatten()
@@ -143,5 +142,5 @@ def _agree(one: Tensor, two: Tensor) -> bool:
 
 
 def join_layers(layers: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """All layers that several readouts read, each once."""
+    """List all layers that several readouts read, each once."""
     return tuple(sorted({layer for some in layers for layer in some}))

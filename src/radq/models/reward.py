@@ -1,11 +1,12 @@
-"""Reward models: RadQ and RadV over any decoder-only backbone, saved and loaded as transformers models.
+"""Reward models over any decoder-only backbone, saved and loaded as transformers models.
 
     model = RadQ.from_backbone("gpt2", attributes=["toxicity"])
     model.save_pretrained("reward")
     model = RewardModel.from_pretrained("reward")
 
-Two ways to ask for rewards. Of whole texts: `token_rewards`, one forward, no cache. Of next tokens: `read` a batch of
-prefixes into a `RewardState`, `score` candidates, `advance` by a token; `next_rewards` is read and score in one.
+There are two ways to ask for rewards. `token_rewards` gives those of whole texts, by one forward without a cache. For
+next tokens, `read` turns a batch of prefixes into a `RewardState`, `score` gives the rewards of candidates, and
+`advance` goes on by a token; `next_rewards` reads and scores in one call.
 
 Axes: b batch, t time, k candidates, d hidden, a attributes.
 """
@@ -14,14 +15,14 @@ import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils.generic import ModelOutput
@@ -30,16 +31,12 @@ from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
 from radq.models import kv_cache
 from radq.models.config import RewardModelConfig
-from radq.models.heads import ValueHead, build_head, score_candidates, score_tokens
 from radq.models.hub import HUB_OPTIONS, explained, quiet
 from radq.models.kv_cache import LeftPacked
 from radq.models.loading import (
     find_backbone,
     find_tokenizer,
-    hidden_size,
     load_causal_lm,
-    load_config,
-    load_output_embedding,
     load_weights,
     resolve,
 )
@@ -55,13 +52,14 @@ from radq.models.lora import (
 )
 from radq.models.origins import identify_backbone
 from radq.models.reading import Reader
-from radq.models.readout import Readout, ReadoutConfig, sketch_weights
+from radq.models.readout import Readout
 from radq.models.reward_state import RewardState
 from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary, writes_bos
 from radq.numerics import at_least_float32
 
-SIBLINGS_PER_FORWARD = 256  # RAD-V reads more candidates than this in several forwards
+# Their modules import this one, so they are imported when one of them is needed.
+KINDS = {"q": "radq.models.rad_q:RadQ", "v": "radq.models.rad_v:RadV"}
 
 
 @dataclass
@@ -164,7 +162,7 @@ class RewardModel(PreTrainedModel):
                 self.tokenizer.save_pretrained(folder)
 
     def _save_beside_backbone(self, folder: Path, final_folder: Path, weights: dict[str, Tensor]) -> None:
-        """Save what was trained alone: adapters or a readout, and the head."""
+        """Save only what was trained: adapters or a readout, and the head."""
         config = copy.deepcopy(self.config)
         config.set_origin(self.config.origin.relative_to(final_folder))
         config.architectures, config.dtype = [type(self).__name__], self.dtype
@@ -204,7 +202,7 @@ class RewardModel(PreTrainedModel):
         name = resolve(pretrained_model_name_or_path)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         stored = _read_stored_config(name, **hub)
-        kind = KINDS[stored["kind"]]
+        kind = import_kind(stored["kind"])
         if not issubclass(kind, cls):
             raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
         kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
@@ -227,7 +225,7 @@ class RewardModel(PreTrainedModel):
     @classmethod
     def _from_config(cls, config: RewardModelConfig, **kwargs: Any) -> Any:  # pyright: ignore
         """Make a model of the kind that the configuration names; `AutoModel.from_config` calls this."""
-        return super(RewardModel, KINDS[config.kind])._from_config(config, **kwargs)
+        return super(RewardModel, import_kind(config.kind))._from_config(config, **kwargs)
 
     def load_trained(self, folder: str | Path) -> None:
         """Load the trained weights from a folder that a model of this shape has saved, such as a checkpoint."""
@@ -370,202 +368,6 @@ class RewardModel(PreTrainedModel):
         return self.reader.context
 
 
-@final
-class RadQ(RewardModel):
-    """RAD-Q computes r̂(v | x) from the hidden state of the prefix x and the output embedding of the token v.
-
-    One forward over the prefix gives the rewards of all candidates.
-    """
-
-    def __init__(self, config: RewardModelConfig):
-        super().__init__(config)
-        assert config.backbone is not None
-        if not config.prepend_bos and not config.readout:
-            raise OptionError(
-                "prepend_bos must be True for RAD-Q, got False.", "its first token needs a prefix, a BOS."
-            )
-        d, v = hidden_size(config.backbone), config.backbone.vocab_size
-        self.output_embedding = None if config.backbone.tie_word_embeddings else nn.Embedding(v, d)
-        self.head = build_head(config.head, d, len(config.attributes), v)
-        self.post_init()
-
-    @classmethod
-    def from_backbone(
-        cls,
-        name_or_folder: str | Path,
-        attributes: Sequence[str],
-        head: str = "linear",
-        num_layers: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> "RadQ":
-        """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
-        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
-
-    @classmethod
-    def from_base(
-        cls,
-        name_or_folder: str | Path,
-        attributes: Sequence[str],
-        head: str = "linear",
-        num_layers: int | None = None,
-        width: int | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> "RadQ":
-        """Make an untrained model that reads hidden states of a language model, which stays as it is.
-
-        Args:
-            num_layers: number of layers whose outputs are read, evenly spaced; by default 5.
-            width: number of hidden units of the readout; by default as many as a state has numbers.
-        """
-        shape = load_config(name_or_folder)
-        readout = ReadoutConfig.choose(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
-        model = cls._over_backbone(
-            name_or_folder, attributes, None, dtype, kind="q", head=head, readout=readout.to_dict()
-        )
-        model.backbone.requires_grad_(False)
-        model.readout.sketch.copy_(sketch_weights(model.backbone))
-        model.config.set_origin(identify_backbone(name_or_folder))
-        return model
-
-    @classmethod
-    def from_teacher(cls, teacher: "RadV", head: str = "linear") -> "RadQ":
-        """Make a student from a copy of the teacher's backbone; its baseline begins as the teacher's head.
-
-        Where the teacher has adapters, the student has a copy of them, and only they and the head are trained.
-        """
-        backbone, origin = teacher.config.backbone, teacher.config.origin
-        if backbone is None or not (backbone.tie_word_embeddings or origin.name):
-            raise OptionError("the teacher keeps no output embedding.", "name the backbone it was made from.")
-        kept = ("attributes", "backbone", "response_range", "label_scales", "bos_token_id", "vocabulary", "lora_rank")
-        with no_init_weights():
-            student = cls(
-                RewardModelConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in kept})
-            )
-        student.backbone = copy.deepcopy(teacher.backbone)
-        student.init_head(student.embedding if backbone.tie_word_embeddings else load_output_embedding(origin.name))
-        if student.head.has_baseline:
-            student.head.baseline_weight.data.copy_(teacher.head.weight.data)
-        student.tokenizer = teacher.tokenizer
-        student.config.set_origin(origin)
-        student.freeze_embeddings()
-        return student.to(teacher.dtype).eval()  # pyright: ignore[reportArgumentType]
-
-    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
-        self.head.reset_parameters()
-        if self.readout is not None:
-            self.readout.reset_parameters()
-        if self.output_embedding is not None:
-            self.output_embedding.weight.data = output_embedding.data
-
-    def freeze_embeddings(self) -> None:
-        super().freeze_embeddings()
-        self.embedding.requires_grad_(False)
-
-    @property
-    def embedding(self) -> Float[Tensor, "v d"]:
-        """The frozen output embedding E."""
-        if self.output_embedding is None:
-            return self.backbone.get_input_embeddings().weight
-        return self.output_embedding.weight
-
-    def forward(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"] | None = None,
-        random_tokens: Int[Tensor, "b t"] | None = None,
-        positions: Int[Tensor, "b p"] | None = None,
-        candidates: Int[Tensor, "b p k"] | None = None,
-    ) -> RewardOutput:
-        """Head outputs for every token of a text and, for the regulariser, marginals of a random token in its place.
-
-        If there are `candidates`, also their outputs in place of the tokens at `positions`; those below 0 are unused.
-        """
-        hidden, packed = self._read_texts(input_ids, attention_mask)
-        features = self.head.features(hidden[:, :-1], self.embedding)  # (b, t, a, d): each position scores the next
-        table = self.head.table(self.embedding)
-
-        def marginals(tokens: Tensor) -> Tensor:
-            return score_tokens(features, table, packed.pack(F.pad(tokens, (1, 0)))[:, 1:])
-
-        def restore(values: Tensor) -> Tensor:
-            first = torch.zeros_like(values[:, :1])  # nothing precedes the BOS
-            return packed.unpack(torch.cat([first, values], dim=1))[:, 1:]
-
-        rewards = restore(marginals(input_ids) + self.head.baseline(hidden[:, :-1]))
-        compared = None
-        if positions is not None and candidates is not None:
-            places = positions[..., None].expand(-1, -1, hidden.shape[-1])
-            compared = self._compare(packed.unpack(hidden).gather(1, places), candidates)
-        return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)), compared)
-
-    def _compare(self, hidden: Float[Tensor, "b p d"], candidates: Int[Tensor, "b p k"]) -> Float[Tensor, "b p k a"]:
-        features = self.head.features(hidden, self.embedding)  # (b, p, a, d)
-        rows = F.embedding(candidates.clamp(min=0), self.head.table(self.embedding)).to(features.dtype)
-        return torch.einsum("bpkd,bpad->bpka", rows, features) + self.head.baseline(hidden)[:, :, None]
-
-    def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
-    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        hidden = self.read_hidden(state)
-        features = self.head.features(hidden, self.embedding)  # (b, a, d)
-        marginals = score_candidates(features, self.head.table(self.embedding), candidates)
-        return torch.where(known[..., None], marginals, 0.0) + self.head.baseline(hidden)[:, None], state
-
-
-@final
-class RadV(RewardModel):
-    """RAD-V computes r̂(v | x) from the hidden state of the token v, read after the prefix x.
-
-    It is more flexible than RAD-Q, and needs a forward over every candidate.
-    """
-
-    def __init__(self, config: RewardModelConfig):
-        super().__init__(config)
-        assert config.backbone is not None
-        self.head = ValueHead(hidden_size(config.backbone), len(config.attributes))
-        self.post_init()
-
-    @classmethod
-    def from_backbone(
-        cls,
-        name_or_folder: str | Path,
-        attributes: Sequence[str],
-        num_layers: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> "RadV":
-        """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
-        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="v", **options)
-
-    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
-        nn.init.normal_(self.head.weight, std=1 / self.head.in_features)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardOutput:
-        hidden, packed = self._read_texts(input_ids, attention_mask)
-        return RewardOutput(packed.unpack(self.head(hidden))[:, hidden.shape[1] - input_ids.shape[1] :])
-
-    def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
-    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        reading = state.reading
-        if candidates is None:
-            b = len(reading.last)
-            candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
-        prefix = self.head(reading.last)[:, None]  # (b, 1, a)
-        if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
-            siblings = reading.read_siblings(candidates)
-            outputs, state = self.head(siblings.hidden), RewardState(reading, candidates, siblings)
-        else:
-            # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
-            # token chosen in the end is read once more.
-            chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
-            hidden = (reading.read_siblings(chunk).hidden for chunk in chunks)
-            outputs, state = torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
-        return torch.where(known[..., None], outputs, prefix), state
-
-
 def _check_one_device(model: RewardModel) -> None:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
@@ -582,4 +384,7 @@ def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:
     return stored
 
 
-KINDS: dict[str, type[RewardModel]] = {"q": RadQ, "v": RadV}
+def import_kind(kind: str) -> type[RewardModel]:
+    """Import the class of a kind of reward model."""
+    module, _, name = KINDS[kind].partition(":")
+    return getattr(import_module(module), name)

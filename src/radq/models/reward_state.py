@@ -41,7 +41,7 @@ class RewardState:
 
 @dataclass(frozen=True)
 class BaseReading:
-    """The states of a base model, which somebody else reads: all methods leave it as it is."""
+    """The states of a base model that the host runs and keeps up to date, so that no method has to change anything."""
 
     states: Callable[[], Float[Tensor, "b n"]]  # of the last token of each text, whatever the texts are by now
 

@@ -221,7 +221,7 @@ class SlotReading:
         return self
 
     def _read(self, tokens: Int[Tensor, " b"]) -> tuple[Float[Tensor, "b d"], Float[Tensor, "b m"] | None]:
-        """The output and the notes at one more token of each row, whose length is not changed."""
+        """Return the output and the notes at one more token of each row, whose length is not changed."""
         columns = self.lengths.clamp(max=self.window - 1)[:, None]  # (b, 1)
         self._input_ids[: self.count].scatter_(1, columns, tokens[:, None])
         seen = torch.arange(self.window, device=self.device) <= columns[..., None]  # (b, 1, w)
@@ -349,7 +349,7 @@ def _align(number: int) -> int:
 
 
 def _round_window(columns: int, device: str) -> int:
-    """The number of columns to compute with. On a GPU few different ones, since each needs a captured step."""
+    """Choose the number of columns to compute with. On a GPU it is one of few, since each needs a captured step."""
     if device == "cpu":
         return _align(columns)
     step = 64
@@ -378,7 +378,7 @@ _TAKES_SLOTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def takes_slots(reader: Reader) -> bool:
-    """Whether a model reads the same in slots as alone. It is tried once: no configuration tells."""
+    """Whether a model reads the same in slots as alone. No configuration tells this, so it is tried once."""
     model = reader.model
     if model not in _TAKES_SLOTS:
         known = kv_cache.layer_types(model) <= kv_cache.MASKED_TYPES

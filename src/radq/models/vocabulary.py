@@ -19,7 +19,7 @@ class Vocabulary(NamedTuple):
 
     @property
     def num_known(self) -> int:
-        """Tokens with smaller ids are known to the model."""
+        """The number of tokens that the model knows: those with smaller ids."""
         return self.num_tokens or self.size
 
 
@@ -68,8 +68,9 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: int) -> list[list[int]]:
-    """Token ids with the special tokens that the tokenizer adds, but no second BOS before a text that brings its own,
-    as chat templates write it.
+    """Tokenise texts, with the special tokens that the tokenizer adds.
+
+    A text that begins with a BOS, as chat templates write it, gets no second one.
     """
     if not texts:
         return []

@@ -103,7 +103,7 @@ class ModelRanks:
 
 
 def _make_axes() -> tuple[Any, Any]:
-    """A figure of its own, which needs no display and changes no global state of matplotlib."""
+    """Make the axes of a new figure, which needs no display and changes no global state of matplotlib."""
     figure = require_package("matplotlib.figure", "report").Figure(figsize=(6, 4), layout="constrained")
     return figure, figure.subplots()
 

@@ -1,4 +1,4 @@
-"""Our guide against every other guide at equal perplexity, and at equal KL where it was measured, in words.
+"""Comparisons of our guide with every other guide at equal perplexity, and at equal KL where it was measured, in words.
 
     comparisons = compare_with_others(run)
     describe_comparisons(comparisons)  # "At equal perplexity rad-q is better than dexperts in avg_max on all prompts."
@@ -51,12 +51,12 @@ class Comparison:
 
     @property
     def doubt(self) -> str:
-        """Why the difference decides nothing; empty where it decides."""
+        """The reason why the difference decides nothing; empty where it decides."""
         return find_doubt(self.difference, self.prompts)
 
     @property
     def word(self) -> str:
-        """How our guide stands to the other one."""
+        """The words that say how our guide stands to the other one."""
         if not self.is_known:
             return UNKNOWN
         if self.doubt:
@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The word with the other guide's name, and the reason where nothing was decided."""
+        """The words with the other guide's name, and the reason where nothing was decided."""
         why = self.doubt if self.is_known else self.reason or "the run gives no reason"
         return f"{self.word} {self.other}{f': {why}' if why else ''}"
 
@@ -77,12 +77,12 @@ class Comparison:
 
 
 def find_ours(run: Run) -> str | None:
-    """The first guide of the sweep; None in a run without guides."""
+    """Find the first guide of the sweep; None in a run without guides."""
     return next((result.guide for result in run.results if not result.unguided), None)
 
 
 def compare_with_others(run: Run) -> list[Comparison]:
-    """Our guide against every other one that differences.jsonl compares it with, by metric and class of prompts."""
+    """Compare our guide with every other one that differences.jsonl has beside it, by metric and class of prompts."""
     ours = find_ours(run)
     if ours is None:
         return []
@@ -112,7 +112,7 @@ def _compare(run: Run, ours: str, pair: GuideDifference) -> Comparison:
 
 
 def find_better_side(results: Sequence[Result], metric: str) -> int:
-    """The side to which guides move a metric of one class of prompts: +1 or −1, and 0 for both or neither.
+    """Find the side to which guides move a metric of one class of prompts: +1 or −1, and 0 for both or neither.
 
     A guide counts at the β at which the report shows it, if the interval of its change excludes 0.
     """
@@ -131,7 +131,10 @@ def _side(change: Estimate) -> int:
 
 
 def _widest(guided: Estimate, unguided: Estimate) -> Estimate:
-    """The change between the ends of two intervals, for runs without intervals of changes: too wide, not too narrow."""
+    """Compute a change from the ends of two intervals, for runs without intervals of changes.
+
+    The interval of the result is too wide rather than too narrow.
+    """
     value = guided.value - unguided.value
     return Estimate(value, guided.low - unguided.high, guided.high - unguided.low)
 
@@ -139,9 +142,9 @@ def _widest(guided: Estimate, unguided: Estimate) -> Estimate:
 def find_missing(run: Run) -> list[str]:
     """Name the guides that differences.jsonl does not compare with ours."""
     ours = find_ours(run)
-    compared = {ours, *(one.other for one in compare_with_others(run))}
-    others = unique(result.guide for result in run.results if not result.unguided and result.guide not in compared)
-    return [f"{ours} and {other}" for other in others]
+    compared = [{pair.first, pair.second} for pair in run.differences]
+    others = unique(result.guide for result in run.results if not result.unguided and result.guide != ours)
+    return [f"{ours} and {other}" for other in others if {ours, other} not in compared]
 
 
 # --- words ---

@@ -86,7 +86,7 @@ def find_unguided(results: Sequence[Result], curve: Curve) -> Step | None:
 
 
 def _guide_and_candidates(result: Result) -> tuple[str, int | None, float | None]:
-    """The guide and candidates that the cells of a curve over the KL budget share."""
+    """Return the guide and the candidates, which all cells of a curve over the KL budget share."""
     return result.guide, result.top_k, result.top_p
 
 

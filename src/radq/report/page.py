@@ -103,13 +103,13 @@ def render_page(content: PageContent) -> str:
 
 
 def _first(sentences: Sequence[str], noun: str) -> list[str]:
-    """The first sentences, and one that counts the others."""
+    """Return the first sentences, and one that counts the others."""
     rest = len(sentences) - HEADLINES
     return [*sentences[:HEADLINES], *([f"… and {rest} more {noun} below."] if rest > 0 else [])]
 
 
 def _show_texts(prompt: PromptSamples, results: Sequence[Result]) -> tuple[list[TextCard], list[TextCard]]:
-    """The texts of all guides at the β that the changes are about, and those at all other β."""
+    """Collect the texts of all guides at the β that the changes are about, and those at all other β."""
     here = [result for result in results if result.group == prompt.group]
     here = here or list({(result.run, result.cell): result for result in results}.values())
     guides = unique(result.guide for result in results if not result.unguided)
@@ -127,7 +127,7 @@ def _choose_shown(results: Sequence[Result], curve: Curve) -> Step:
 
 
 def _make_card(prompt: PromptSamples, curve: Curve, step: Step, guides: Sequence[str]) -> TextCard:
-    """The continuations of a prompt at one step of a curve, with its first seed."""
+    """Make a card of the continuations of a prompt at one step of a curve, with its first seed."""
     first = step.results[0]
     title = f"{curve.label}, {step.title}" if step.title else curve.label
     colour = "" if curve.unguided else choose_colour(curve.guide, guides)
@@ -135,7 +135,7 @@ def _make_card(prompt: PromptSamples, curve: Curve, step: Step, guides: Sequence
 
 
 def _definitions(results: Sequence[Result]) -> list[tuple[str, str, list[str]]]:
-    """The name, the description and the judges of each metric in the results."""
+    """List the name, the description and the judges of each metric in the results."""
     keys = [metric_and_judge(key) for key in metric_keys(results)]
     return [
         (name, METRICS[name].description, [judge for metric, judge in keys if metric == name and judge])

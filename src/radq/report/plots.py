@@ -1,4 +1,4 @@
-"""Plots of attributes against fluency with one curve per guide, and of our guide against others at equal fluency.
+"""Plots: attributes against fluency with one curve per guide, and our guide against others at equal fluency.
 
     plot = plot_tradeoff("tradeoff-all", "all", results, find_published)   # results of one class of prompts
     plot.svg, plot.png, plot.inline                                        # files, and a drawing for a page
@@ -192,7 +192,7 @@ def _draw_panel(
 
 
 def _find_bases(curves: Sequence[Curve], fluency: str) -> dict[str, float]:
-    """The unguided perplexity by which each curve is divided; empty for other metrics, or where one is unknown."""
+    """Find the unguided perplexity by which each curve is divided; empty for other metrics, or where one is unknown."""
     if not METRICS[metric_and_judge(fluency)[0]].wide_range:
         return {}
     cells = [result for curve in curves for step in curve.steps for result in step.results]
@@ -234,7 +234,7 @@ def _look(curve: Curve, curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def choose_colour(guide: str, guides: Sequence[str]) -> str:
-    """The colour of a guide by its place among the guides; the same in plots and on the page."""
+    """Choose the colour of a guide by its place among the guides; it is the same in plots and on the page."""
     return COLOURS[list(guides).index(guide) % len(COLOURS)]
 
 
@@ -245,7 +245,10 @@ def _write_at(axes: Any, label: str, x: float, y: float, colour: str, corner: in
 
 
 def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
-    """The lengths of error bars below and above; 0 where an end is unknown, or on the other side of the value."""
+    """Compute the lengths of error bars below and above.
+
+    A length is 0 where the end of an interval is unknown, or on the other side of the value.
+    """
     low = [one.value - one.low if isfinite(one.low) else 0.0 for one in estimates]
     high = [one.high - one.value if isfinite(one.high) else 0.0 for one in estimates]
     return np.maximum(np.array([low, high]), 0.0)

@@ -1,4 +1,4 @@
-"""Read the run folders that `radq eval` writes.
+"""The run folders that `radq eval` writes, as a report reads them.
 
     run = read_runs([Path("runs/detox")])[0]
     run.results[0].metrics["avg_max"].value
@@ -200,7 +200,7 @@ class _Scores:
         self._arrays: dict[str, np.ndarray] = {}  # by judge, (p, n)
 
     def of(self, cell: str, prompt: int, sample: int) -> dict[str, float]:
-        """The scores of a sample by judge; those of blank texts are left out."""
+        """Return the scores of a sample by judge; blank texts have none."""
         if cell != self._cell:
             self._cell, self._arrays = cell, self._read(cell)
         known = {

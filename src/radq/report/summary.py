@@ -115,7 +115,7 @@ def find_changes(run: Run) -> list[Change]:
 
 
 def choose_step(curve: Curve, unguided: Step) -> Step:
-    """Choose the strongest step whose perplexity is not too high or unknown, else the weakest step."""
+    """Choose the strongest step whose perplexity is low enough or unknown; the weakest step if there is none."""
     limit = MAX_PERPLEXITY_RATIO * unguided.estimate(PERPLEXITY).value
     affordable = [step for step in curve.steps if not step.estimate(PERPLEXITY).value > limit]
     return affordable[-1] if affordable else curve.steps[0]
@@ -176,7 +176,7 @@ def _describe_change(change: Change, perplexity: Change | None) -> str:
 
 
 def find_doubt(difference: Estimate, prompts: int | None) -> str:
-    """Say why a difference decides nothing; empty where its interval excludes 0 and comes from enough prompts."""
+    """Say why a difference decides nothing; an interval that excludes 0 and comes from enough prompts decides."""
     if not interval(difference):
         return "there is no interval"
     if not is_trusted(prompts):
@@ -185,7 +185,7 @@ def find_doubt(difference: Estimate, prompts: int | None) -> str:
 
 
 def is_trusted(prompts: int | None) -> bool:
-    """Whether so many prompts make an interval that can be trusted; an unknown number is not doubted."""
+    """Tell whether so many prompts make an interval that can be trusted; an unknown number is not doubted."""
     return prompts is None or prompts >= TRUSTED_PROMPTS
 
 

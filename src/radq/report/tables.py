@@ -74,7 +74,7 @@ def metric_keys(results: Sequence[Result]) -> list[str]:
 
 
 def metric_order(key: str) -> int:
-    """The place of metric[judge] in `METRICS`."""
+    """Return the place of metric[judge] in `METRICS`."""
     return list(METRICS).index(metric_and_judge(key)[0])
 
 

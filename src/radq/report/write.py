@@ -1,4 +1,4 @@
-"""Write a report of run folders: plots, tables and one self-contained page.
+"""A report of run folders: plots, tables and one self-contained page.
 
 write_report([Path("runs/detox")]).page
 """

@@ -31,7 +31,7 @@ class Answer:
     # --- whole answers ---
 
     def whole(self, ends: dict[int, Delivery]) -> dict[str, Any]:
-        """The answer when all texts have ended; `ends` are their last deliveries."""
+        """Make the answer when all texts have ended; `ends` are their last deliveries."""
         choices = [self._choice(text, ends[text.index]) for text in self.texts]
         return self._document(0, choices) | {"usage": self.usage(), "radq": self._confirmation()}
 
@@ -50,7 +50,7 @@ class Answer:
     # --- streams ---
 
     def chunk(self, delivery: Delivery) -> dict[str, Any]:
-        """The next piece of a text; the last one says why it ends."""
+        """Make a chunk with the next piece of a text; the last chunk says why the text ends."""
         text = delivery.text
         begin = text.index not in self._begun
         self._begun.add(text.index)
@@ -87,7 +87,7 @@ class Answer:
         }
 
     def _confirmation(self) -> dict[str, Any]:
-        """The settings that were applied to the whole request, and the names of its fields that were not."""
+        """Confirm the settings that were applied to the whole request, and name its fields that were not."""
         return self._settings() | ({"ignored": self.order.ignored} if self.order.ignored else {})
 
     def _tokens(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:

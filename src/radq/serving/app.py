@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from radq.serving.allowed_hosts import AllowedHosts
 from radq.serving.answers import Answer
 from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody
 from radq.serving.gate import Gate
@@ -76,7 +77,7 @@ class Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": "radq", "radq": strengths}
 
     def info(self) -> dict[str, Any]:
-        """A description of the server, from which the page is made."""
+        """Describe the server; the page is made from this description."""
         served = self.served
         return describe_server(
             self.config,
@@ -97,8 +98,13 @@ class Server:
 # --- routes ---
 
 
-def make_app(served: Served, api_key: str | None = None) -> FastAPI:
-    """The application with all routes, which ends its scheduler when it shuts down."""
+def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0.1") -> FastAPI:
+    """Make the application with all routes, which ends its scheduler when it shuts down.
+
+    Args:
+        api_key: the key that clients must have; None if they need none.
+        address: the address that the server listens at, one of the names by which clients may address it.
+    """
     server = Server(served, api_key)
 
     @asynccontextmanager
@@ -109,7 +115,8 @@ def make_app(served: Served, api_key: str | None = None) -> FastAPI:
 
     app = FastAPI(title="radq", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Gate, limit=server.config.limits.body_bytes, count=server.count)
+    hosts = AllowedHosts(address, server.config.hosts)
+    app.add_middleware(Gate, limit=server.config.limits.body_bytes, count=server.count, hosts=hosts)
     add_handlers(app)
     _add_texts(app, server)
     _add_descriptions(app, server)

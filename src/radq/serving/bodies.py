@@ -13,7 +13,7 @@ class StreamOptions(BaseModel):
 
 
 class TextBody(BaseModel):
-    """What completions and chat completions have in common. Unknown fields are named in the answer."""
+    """The fields that completions and chat completions have in common. The answer names fields that are not known."""
 
     model_config = ConfigDict(extra="allow")
 

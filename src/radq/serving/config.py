@@ -7,6 +7,7 @@
     models:
       kind: {sentiment: 35, toxicity: -100}   # clients see the model embedded@kind
     limits: {max_tokens: 512}
+    hosts: [radq.example.com]                 # names of the server, beside localhost and its address
 
 Importing this module imports no torch.
 """
@@ -22,6 +23,7 @@ from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
 from radq.models.embedded import EMBEDDED, SUGGESTED
 from radq.models.stored import check_language_model
+from radq.serving.allowed_hosts import check_host
 from radq.serving.strengths import SETTINGS, read_strengths
 from radq.settings import Range, build, load_yaml
 
@@ -32,7 +34,7 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.\-/@:]*")
 
 
 class UnknownModelError(OptionError):
-    """A model that the server does not have."""
+    """An error for the name of a model that the server does not have."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _split(guide: str, place: str) -> tuple[str, dict[str, float | None]]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask for, and what the server does at once. Requests beyond it are answered with an error."""
+    """Limits of one request, and of the work that the server does at once. A request beyond them gets an error."""
 
     body_bytes: Annotated[int, Range(1024)] = 2**20
     """Largest body of a request."""
@@ -155,7 +157,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What a server serves."""
+    """The settings of a server: its base model, guides, virtual models and limits."""
 
     base: str = EMBEDDED
     name: str | None = None
@@ -168,6 +170,8 @@ class ServeConfig:
     dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
+    hosts: list[str] = field(default_factory=list)
+    """Names by which clients may address `radq serve`, beside localhost and its address; see `AllowedHosts`."""
 
     @classmethod
     def read(cls, file: str | Path) -> "ServeConfig":
@@ -184,6 +188,8 @@ class ServeConfig:
         return cls(base=base or EMBEDDED, guides=guides, models={"kind": dict(SUGGESTED)})
 
     def __post_init__(self) -> None:
+        for host in self.hosts:
+            check_host(host)
         entries = {name: GuideEntry.read(value, f"the guide {name!r}") for name, value in self.guides.items()}
         for name in entries:
             if name in SETTINGS or not NAME.fullmatch(name):
@@ -206,7 +212,7 @@ class ServeConfig:
         return full
 
     def _strengths(self, model: str, value: Any) -> dict[str, float | None]:
-        """The strengths of a virtual model, all of them known and in their ranges."""
+        """Read the strengths of a virtual model, and refuse unknown guides and strengths out of their ranges."""
         try:
             strengths = read_strengths(value)
             self.check_strengths(strengths)
@@ -215,14 +221,14 @@ class ServeConfig:
         return strengths
 
     def model_strengths(self, model: str) -> dict[str, float | None]:
-        """The strengths of a model by its name for clients; the base model has none."""
+        """Find the strengths of a model by its name for clients; the base model has none."""
         if model != self.base_id and model not in self.models:
             known = ", ".join([self.base_id, *self.models])
             raise UnknownModelError(f"there is no model {ascii(model)[:80]}.", f"there are {known}.")
         return self.models.get(model, {})
 
     def check_strengths(self, strengths: Mapping[str, float | None]) -> None:
-        """Refuse guides that there are not, and strengths or settings out of their ranges."""
+        """Refuse unknown guides, and strengths or settings out of their ranges."""
         for name, number in strengths.items():
             if name == "top_k":
                 if number is None or not 1 <= number <= self.limits.top_k or number != int(number):

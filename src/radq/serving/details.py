@@ -38,7 +38,7 @@ class Drawn:
     candidates: list[Candidate] | None = None
 
     def describe(self, show: Callable[[int], str]) -> dict[str, Any]:
-        """The numbers as a part of an answer; `show` gives the text of a token."""
+        """Describe the numbers as a part of an answer; `show` returns the text of a token."""
         candidates = [{"id": one.id, "token": show(one.id), **_numbers(one)} for one in self.candidates or []]
         return {
             "id": self.id,
@@ -59,7 +59,7 @@ def _numbers(candidate: Candidate) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CandidateRow:
-    """All candidates of one token, or those that are told."""
+    """All candidates of one token, or only those that clients are told of."""
 
     ids: np.ndarray  # (k,)
     base: np.ndarray  # (k,): probabilities under the base model
@@ -68,12 +68,12 @@ class CandidateRow:
     rewards: dict[str, np.ndarray]  # (k,) each
 
     def find(self, token: int) -> int | None:
-        """The place of a token; None if it is no candidate."""
+        """Find the place of a token; None if it is no candidate."""
         (places,) = np.nonzero(self.ids == token)
         return int(places[0]) if len(places) else None
 
     def select(self, chosen: int) -> np.ndarray:
-        """The places of the candidates that are told: the most likely ones, and the one at the chosen place."""
+        """Select the candidates that clients are told of: the most likely ones, and the one at the chosen place."""
         order = np.argsort(-self.base, kind="stable")[:MOST_CANDIDATES]
         order = order[self.base[order] > 0]
         return order if chosen in order else np.append(order[: MOST_CANDIDATES - 1], chosen)
@@ -83,7 +83,7 @@ class CandidateRow:
         return CandidateRow(self.ids[places], self.base[places], self.guided[places], self.shift[places], rewards)
 
     def tell(self, chosen: int) -> tuple[dict[str, float], list[Candidate]]:
-        """The rewards of the candidate at the chosen place, and the candidates that are told."""
+        """Return the rewards of the candidate at the chosen place, and the candidates that clients are told of."""
         return self._rewards(chosen), [
             Candidate(
                 int(self.ids[place]),
@@ -111,13 +111,13 @@ class StepNumbers:
         self.rewards = np.concatenate([part.double().cpu().numpy() for part in parts], axis=2) if parts else None
 
     def row(self, row: int, places: Mapping[str, int]) -> CandidateRow:
-        """The candidates of one row; `places` are those of names among the strengths."""
+        """Return the candidates of one row; `places` are those of the names of guides among the strengths."""
         rewards = {} if self.rewards is None else {name: self.rewards[row, :, place] for name, place in places.items()}
         return CandidateRow(self.candidates[row], self.base[row], self.guided[row], self.shift[row], rewards)
 
 
 def summarise(drawn: Sequence[Drawn], names: Sequence[str]) -> dict[str, Any]:
-    """Means over the tokens of a text; of rewards, if they were told."""
+    """Compute means over the tokens of a text, and those of rewards where the details have them."""
     n = max(1, len(drawn))
     rewards = {
         name: sum(one.rewards[name] for one in drawn if one.rewards) / n
@@ -133,7 +133,7 @@ def summarise(drawn: Sequence[Drawn], names: Sequence[str]) -> dict[str, Any]:
 
 
 def perplexity(mean_log_probability: float) -> float:
-    """exp(−mean); finite also where a token is impossible for the base model."""
+    """Compute exp(−mean), which is finite also where a token is impossible for the base model."""
     return math.exp(min(-mean_log_probability, 700.0))
 
 

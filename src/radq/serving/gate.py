@@ -1,9 +1,15 @@
-"""Middleware before all routes: it limits bodies, counts answers, and adds headers that tell browsers what to trust."""
+"""A middleware before all routes.
+
+It refuses names that are not the server's, limits bodies, counts answers, and tells browsers in headers what to trust.
+"""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import HTTPException
+
+from radq.serving.allowed_hosts import AllowedHosts
+from radq.serving.problems import answer_problem
 
 POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 HEADERS = [
@@ -22,10 +28,17 @@ class Gate:
     Args:
         limit: the most bytes of a body.
         count: is told the route and the status of each answer.
+        hosts: the names by which clients may address the server; None allows any.
     """
 
-    def __init__(self, app: Any, limit: int, count: Callable[[str, int], None] | None = None):
-        self.app, self.limit, self.count = app, limit, count
+    def __init__(
+        self,
+        app: Any,
+        limit: int,
+        count: Callable[[str, int], None] | None = None,
+        hosts: AllowedHosts | None = None,
+    ):
+        self.app, self.limit, self.count, self.hosts = app, limit, count, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,4 +61,14 @@ class Gate:
                     self.count(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
-        await self.app(scope, limited, counted)
+        refused = self._find_refused(scope)
+        if refused is None:
+            await self.app(scope, limited, counted)
+        else:
+            message = f"this server is not called {refused[:100]!a}. hint: let its operator add this name to hosts."
+            await answer_problem(403, message, code="host_not_allowed")(scope, receive, counted)
+
+    def _find_refused(self, scope: Scope) -> str | None:
+        """Find a Host header that is not allowed. Browsers always send one, so a request without any may pass."""
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        return next((host for host in given if self.hosts is not None and not self.hosts.allow(host)), None)

@@ -13,7 +13,7 @@ Ranges = Mapping[str, Sequence[float] | None]  # lowest and highest reward of ea
 def describe_server(
     config: ServeConfig, base: str, ranges: Ranges, context: int, *, chat: bool, needs_key: bool
 ) -> dict[str, Any]:
-    """Describe what a server has.
+    """Describe a server: its models, guides, defaults and limits.
 
     Args:
         base: the name of the base model for clients.

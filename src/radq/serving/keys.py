@@ -1,4 +1,4 @@
-"""Keys that clients must have."""
+"""The keys by which a server knows its clients."""
 
 import hmac
 from collections.abc import Sequence

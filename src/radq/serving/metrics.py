@@ -58,5 +58,5 @@ class Metrics:
                 self.kl.observe(token.kl)
 
     def write(self) -> bytes:
-        """The figures in the text format of Prometheus."""
+        """Write the figures in the text format of Prometheus."""
         return self._prometheus.generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What a request asks for, after all checks: texts with their prompts, strengths and settings."""
+"""Orders: requests after all checks, as texts with their prompts, strengths and settings."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Order:
         return len(self.prompts) * self.n
 
     def texts(self, served: Served, deliver: Callable[[Delivery], None]) -> list[Text]:
-        """The texts to be decoded: the samples of each prompt together, with the random numbers of `radq.generate`."""
+        """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, self.max_tokens)
         stops = frozenset(find_stops(served.lm, served.tokenizer, None))
         processors = _processors(self.penalty)
@@ -78,7 +78,7 @@ def _processors(penalty: float) -> tuple[Any, ...]:
 
 
 def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
-    """Check a body and turn it into an order; whatever it asks for that cannot be done is refused."""
+    """Check a body and turn it into an order; refuse a body that asks for something that cannot be done."""
     config = served.config
     _refuse_unsupported(body, config)
     model, asked = _read_steering(body, config)
@@ -117,7 +117,7 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
 
 
 def _refuse_unsupported(body: CompletionBody | ChatBody, config: ServeConfig) -> None:
-    """Refuse what would change the text if the server could do it, and fields that look like steering."""
+    """Refuse unsupported fields that would change texts, and fields that look like steering."""
     unsupported: dict[str, Any] = {
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
@@ -140,7 +140,7 @@ def _refuse_unsupported(body: CompletionBody | ChatBody, config: ServeConfig) ->
 
 
 def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, float | None]]:
-    """The name of the model, and all strengths and settings: of the model, with those of the request in their place."""
+    """Read the name of the model, and all strengths and settings: those of the request replace those of the model."""
     model = body.model or config.base_id
     own = config.model_strengths(model)
     asked = {} if body.radq is None else read_strengths(body.radq)
@@ -151,7 +151,7 @@ def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, 
 
 
 def _read_strengths(asked: dict[str, float | None], config: ServeConfig) -> dict[str, float]:
-    """The strengths of guides that are named, or that steer by default."""
+    """Read the strengths of guides that are named, or that steer by default."""
     found: dict[str, float] = {}
     for name, entry in config.guides.items():
         if name in asked:
@@ -163,7 +163,7 @@ def _read_strengths(asked: dict[str, float | None], config: ServeConfig) -> dict
 
 
 def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> tuple[int, list[list[int]]]:
-    """The most tokens of a text, and the tokens of the prompts."""
+    """Read the largest number of tokens of a text, and the tokens of the prompts."""
     config = served.config
     asked = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:

@@ -58,7 +58,7 @@ class Panel:
         return cls(guides, places)
 
     def strengths(self, wanted: Mapping[str, float]) -> dict[int, list[float]]:
-        """For each guide that is needed, all its strengths; those of several names for one strength add up."""
+        """Find all strengths of each guide that is needed; those of several names for one strength add up."""
         found: dict[int, list[float]] = {}
         for name, number in wanted.items():
             guide, place = self.places[name]
@@ -67,7 +67,7 @@ class Panel:
         return found
 
     def select(self, wanted: Mapping[str, float]) -> Selection:
-        """The guides that texts with these strengths by name need."""
+        """Select the guides that texts with these strengths by name need."""
         rows = dict(sorted(self.strengths(wanted).items()))
         strengths, first = [], {}
         for guide, row in rows.items():
@@ -77,19 +77,19 @@ class Panel:
         return Selection(tuple(rows), tuple(strengths), places)
 
     def sum(self, numbers: Sequence[int]) -> Guide:
-        """The sum of the guides with these numbers."""
+        """Add up the guides with these numbers."""
         return reduce(add, [self.guides[number] for number in numbers])
 
     # --- rewards ---
 
     def reward_model(self, name: str) -> tuple[RewardModel, int] | None:
-        """The reward model behind a name, and the column of its rewards; None for experts."""
+        """Find the reward model behind a name, and the column of its rewards; None for experts."""
         number, place = self.places[name]
         guide = self.guides[number]
         return (guide.model, guide.columns[place]) if isinstance(guide, RewardGuide) else None
 
     def reward_ranges(self) -> dict[str, tuple[float, float] | None]:
-        """The lowest and highest reward of each name; None for a guide without a reward model."""
+        """Find the lowest and highest reward of each name; None for a guide without a reward model."""
         found = {name: self.reward_model(name) for name in self.places}
         return {
             name: None if pair is None else pair[0].config.attribute_ranges[pair[1]] for name, pair in found.items()
@@ -97,8 +97,10 @@ class Panel:
 
     @torch.no_grad()
     def token_rewards(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """The reward of each token of a text by each name with a reward model. A model that several names share reads
-        the text once."""
+        """Compute the reward of each token of a text by each name with a reward model.
+
+        A model that several names share reads the text once.
+        """
         found = {name: pair for name in self.places if (pair := self.reward_model(name)) is not None}
         read: dict[RewardModel, torch.Tensor] = {}  # (t, attributes)
         for model, _ in found.values():
@@ -111,6 +113,6 @@ class Panel:
 
 
 def _model(entry: GuideEntry) -> Model:
-    """The embedded reward models are one model for each attribute."""
+    """Return the key by which entries share a model; each embedded attribute has a model of its own."""
     folder = f"{EMBEDDED}:{entry.strength}" if entry.folder == EMBEDDED else entry.folder
     return folder, tuple(sorted(entry.options.items()))

@@ -15,21 +15,27 @@ from radq.serving.scheduler import BusyError, ClosingError
 
 LOGGER = logging.getLogger(__name__)
 STATUS = {BusyError: 429, ClosingError: 503, UnknownModelError: 404}
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 413, 429, 500, 503)
 }
 
 
 def describe_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as a document."""
+    """Describe an error as a document."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     shown = message.encode("utf-8", "backslashreplace").decode()
     return {"error": {"message": shown, "type": kind, "param": param, "code": code}}
 
 
 def answer_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    """An error as a response."""
+    """Answer with an error."""
     headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status, {})
     return JSONResponse(describe_problem(status, message, param, code), status, headers=headers)
 

@@ -31,11 +31,11 @@ PROMPT_BUDGET = {"cpu": 512, "cuda": 8192}  # tokens of prompts that are read be
 
 
 class BusyError(RadqError):
-    """More texts wait than the operator allows."""
+    """An error for a request that comes while as many texts wait as the operator allows."""
 
 
 class ClosingError(RadqError):
-    """The server is about to end."""
+    """An error for a request that comes while the server is about to end."""
 
 
 @dataclass(eq=False)

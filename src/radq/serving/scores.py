@@ -21,7 +21,7 @@ def describe_scores(
     rewards: Mapping[str, Sequence[float]],
     show: Callable[[int], str],
 ) -> dict[str, Any]:
-    """The scores of a text as an answer.
+    """Describe the scores of a text as an answer.
 
     Args:
         likelihoods: the log-probability of each token but the first under the base model.

@@ -47,7 +47,7 @@ class Served:
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The log-probability of each token under the base model, and its reward by each guide with a reward model."""
+        """Compute the log-probability of each token under the base model, and its reward by each reward model."""
         input_ids = torch.tensor([list(token_ids)], device=self.lm.device)
         logits = self.lm(input_ids=input_ids).logits[0, :-1]
         likelihoods = log_probabilities(logits, input_ids[0, 1:]).tolist()

@@ -49,7 +49,7 @@ class TextStream:
 
 
 async def write_events(stream: TextStream, answer: Answer) -> AsyncIterator[bytes]:
-    """The events of a stream. It is closed when the client goes away, and its texts are then cancelled."""
+    """Write the events of a stream. It is closed when the client goes away, and its texts are then cancelled."""
     try:
         async for delivery in stream:
             yield _event(answer.chunk(delivery))
@@ -69,7 +69,7 @@ def _event(document: dict[str, Any]) -> bytes:
 
 
 async def unless_gone(request: Request, work: Any) -> Any:
-    """The result of `work`; None if the client goes away before."""
+    """Wait for the result of `work`; None if the client goes away before."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

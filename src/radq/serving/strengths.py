@@ -67,7 +67,7 @@ def _number(name: str, value: Any) -> float | None:
 
 
 def to_number(value: Any) -> float:
-    """A number, or a text that holds one, as a float; NaN if it is neither."""
+    """Turn a number, or a text that holds one, into a float; NaN if the value is neither."""
     try:
         return math.nan if value is None else float(value)
     except (OverflowError, TypeError, ValueError):
@@ -75,6 +75,6 @@ def to_number(value: Any) -> float:
 
 
 def shorten(value: Any) -> str:
-    """A value of a client as it may stand in an error message."""
+    """Shorten a value of a client for an error message."""
     shown = ascii(value)  # also characters that cannot be written as UTF-8
     return shown if len(shown) <= 60 else shown[:57] + "..."

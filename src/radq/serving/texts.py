@@ -1,4 +1,4 @@
-"""Texts that requests ask for, on their way through the engine, and the news of them."""
+"""Texts that requests ask for, on their way through the engine, and the deliveries of their tokens."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from radq.serving.panel import Selection
 
 @dataclass(frozen=True)
 class Delivery:
-    """News of a text: tokens, or its end."""
+    """A delivery of new tokens of a text, or of its end."""
 
     text: "Text"
     tokens: list[Drawn]
@@ -66,7 +66,7 @@ class Text:
         return self.growing.stopped
 
     def take(self, ticket: Ticket) -> list[Drawn]:
-        """The tokens that have come since the last call; a stop token is not one of them."""
+        """Take the tokens that have come since the last call; a stop token is not one of them."""
         fresh = []
         for place in range(len(self.drawn), len(self._pieces)):
             token, shift, kl, _, base, guided, _ = ticket.rows[place].tolist()
@@ -82,5 +82,5 @@ class Text:
             self._told.append(numbers.row(row, self.selection.places).tell(chosen))
 
     def summary(self) -> dict[str, Any]:
-        """Means over the tokens of the text."""
+        """Compute means over the tokens of the text."""
         return summarise(self.drawn, list(self.selection.places))

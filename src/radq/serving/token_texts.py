@@ -17,7 +17,7 @@ class TokenTexts:
         self.show = lru_cache(maxsize=65536)(self._show)
 
     def _show(self, token: int) -> str:
-        """The text of a single token, with its space; special tokens are shown by their names."""
+        """Show a single token as text, with its space; special tokens are shown by their names."""
         if token in self.tokenizer.all_special_ids:
             return str(self.tokenizer.convert_ids_to_tokens(token))
         return str(self.tokenizer.decode([*self._anchor, token]))[len(self._before) :]

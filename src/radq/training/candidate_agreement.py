@@ -64,7 +64,7 @@ def _as_teacher(model: RewardModel | Guide) -> Teacher:
 def compare_rewards(
     student: Float[np.ndarray, "n k a"], teacher: Float[np.ndarray, "n k a"], used: Bool[np.ndarray, "n k"]
 ) -> CandidateAgreement:
-    """Agreement of rewards of the same candidates, of which only those in `used` count.
+    """Measure the agreement of rewards of the same candidates, of which only those in `used` count.
 
     The correlation is 0 in a row where the student's rewards are all equal, and where no row of the teacher differs.
     """
@@ -82,7 +82,7 @@ def compare_rewards(
 
 
 def _subtract_mean(rewards: Float[np.ndarray, "n k a"], used: Bool[np.ndarray, "n k"]) -> Float[np.ndarray, "n k a"]:
-    """Rewards minus the mean of their row, and 0 for those that are not used."""
+    """Subtract the mean of each row from its rewards; those that are not used become 0."""
     kept = np.where(used[..., None], rewards, 0)
     means = kept.sum(1, keepdims=True) / used.sum(1).clip(min=1)[:, None, None]
     differences = np.where(used[..., None], kept - means, 0)
@@ -91,7 +91,7 @@ def _subtract_mean(rewards: Float[np.ndarray, "n k a"], used: Bool[np.ndarray, "
 
 
 def metrics_of(found: CandidateAgreement, attributes: list[str]) -> dict[str, float]:
-    """The agreement as metrics: means over attributes and, if there are several, those of each."""
+    """Turn the agreement into metrics: means over attributes and, if there are several, the numbers of each."""
     values = {
         "candidate_correlation": found.correlation,
         "candidate_error": found.error,

@@ -63,7 +63,7 @@ class CandidateSet:
         return list(zip(used.min(0).tolist(), used.max(0).tolist(), strict=True))
 
     def batch(self, rows: Sequence[int] | np.ndarray, num_rows: int = 1) -> dict[str, Tensor]:
-        """Batch of prefixes; unused ones are added up to `num_rows`. All batches have the same length."""
+        """Make a batch of prefixes, with unused ones up to `num_rows`. All batches have the same length."""
         rows = np.asarray(rows, dtype=np.int64)
         mask = np.arange(self.input_ids.shape[1]) < self.lengths[rows][:, None]
         arrays = {
@@ -96,16 +96,19 @@ def _add_rows(name: str, values: np.ndarray, number: int) -> np.ndarray:
 class CandidateFeed:
     """Gives every text of a step some prefixes to be learnt with it.
 
-    Which ones depends on seed, epoch and text alone: neither on micro-batches nor on the number of processes.
+    The choice depends on seed, epoch and text alone: neither on micro-batches nor on the number of processes.
     """
 
     def __init__(self, candidates: CandidateSet, text_rows: np.ndarray, share: float, seed: int):
-        """`text_rows` are the numbers of all texts to train on, `share` that of prefixes among texts and prefixes."""
+        """`text_rows` are the numbers of all texts to train on, and `share` is that of prefixes among both."""
         self.candidates, self.text_rows, self.seed = candidates, text_rows, seed
         self.per_text = share / (1 - share)
 
     def batch(self, texts: np.ndarray, epoch: int, num_texts: int | None = None) -> dict[str, Tensor]:
-        """The prefixes of these texts; rows below 0 have none. `num_texts` asks for the shape of so many texts."""
+        """Make a batch of the prefixes of these texts; rows below 0 have none.
+
+        Unused prefixes fill it up to the number that `num_texts` texts have.
+        """
         most = 1 if num_texts is None else num_texts * int(np.ceil(self.per_text))
         return self.candidates.batch(self.rows(texts, epoch), max(1, most))
 
@@ -150,7 +153,8 @@ class CandidateMaker:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """How many tokens a second the base model has written, and how many candidates the teacher has scored."""
+        """The numbers of tokens that the base model has written, and of candidates that the teacher has scored, per
+        second."""
         return {name: round(number / seconds) for name, (seconds, number) in self._work.items()}
 
     def check_disk(self) -> None:
@@ -198,7 +202,7 @@ class CandidateMaker:
         return found
 
     def _pieces(self, round_number: int) -> list[tuple[Path, range]]:
-        """The files of a round, with the numbers of their prefixes."""
+        """List the files of a round, with the numbers of their prefixes."""
         total = self.config.num_prefixes
         total = min(total, HELD_OUT_PREFIXES) if round_number == HELD_OUT else total
         name = "held-out" if round_number == HELD_OUT else f"round-{round_number}"
@@ -248,7 +252,7 @@ class CandidateMaker:
         )
 
     def release(self) -> None:
-        """Forget the base model and what was kept beside it, when all candidates are made."""
+        """Forget the base model, when all candidates are made."""
         self.lm = None
 
     def _count(self, name: str, seconds: float, number: int) -> None:
@@ -270,7 +274,10 @@ def check_number(candidates: int, num_tokens: int) -> None:
 def find_candidates(
     lm: Wrappable, prefixes: Sequence[Prefix], num_places: int, k: int, num_known: int
 ) -> Int[np.ndarray, "n p k"]:
-    """The base model's k most likely tokens at the places of each prefix; UNUSED for those from `num_known` on."""
+    """Find the base model's k most likely tokens at the places of each prefix.
+
+    UNUSED stands in place of tokens from `num_known` on, and at places that a prefix does not have.
+    """
     found = np.full((len(prefixes), num_places, k), UNUSED, np.int32)
     reader = Reader(lm, "logits", "base model", read_vocabulary(num_logits(lm), None))
     order = sorted((n for n, prefix in enumerate(prefixes) if prefix.places), key=lambda n: len(prefixes[n].tokens))
@@ -288,7 +295,7 @@ def find_candidates(
 def score_places(
     teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
 ) -> Float[np.ndarray, "n p k a"]:
-    """The teacher's rewards of the candidates at all places; 0 for those that are not used."""
+    """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used."""
     places = [(n, p) for n, prefix in enumerate(prefixes) for p in range(len(prefix.places))]
     texts = [prefixes[n].tokens[: prefixes[n].places[p]] for n, p in places]
     rows = np.array([candidates[n, p] for n, p in places]).reshape(len(places), candidates.shape[2])
@@ -303,7 +310,10 @@ def score_places(
 def score_rows(
     teacher: Teacher, texts: Sequence[Sequence[int]], candidates: Int[np.ndarray, "n k"]
 ) -> Float[np.ndarray, "n k a"]:
-    """The teacher's rewards of candidates for the next token of each text, texts of similar length together."""
+    """Compute the teacher's rewards of candidates for the next token of each text.
+
+    Texts of similar length are read together.
+    """
     n, k = candidates.shape
     rewards = np.zeros((n, k, len(teacher.attributes)))
     longest = max(map(len, texts), default=1)
@@ -332,7 +342,7 @@ def _load(file: Path) -> CandidateSet:
 
 
 def format_bytes(number: float) -> str:
-    """A number of bytes in words, such as "1.5 GiB"."""
+    """Write a number of bytes in words, such as "1.5 GiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"

@@ -79,13 +79,13 @@ def candidate_loss(
 def difference_loss(
     rewards: Float[Tensor, "b p k a"], targets: Float[Tensor, "b p k a"], used: Bool[Tensor, "b p k"]
 ) -> Float[Tensor, ""]:
-    """The same for the differences between candidates: of rewards minus the mean over those for the same place."""
+    """Mean squared error of the differences between candidates: of rewards minus the mean of those at their place."""
     errors = subtract_mean(at_least_float32(rewards), used) - subtract_mean(at_least_float32(targets), used)
     return _mean_over_candidates(errors.square(), used)
 
 
 def subtract_mean(rewards: Float[Tensor, "*p k a"], used: Bool[Tensor, "*p k"]) -> Float[Tensor, "*p k a"]:
-    """Rewards minus the mean over the candidates of their row that are used."""
+    """Subtract the mean over the candidates of a row that are used from its rewards."""
     kept = torch.where(used[..., None], rewards, 0)
     return rewards - kept.sum(-2, keepdim=True) / used.sum(-1).clamp(min=1)[..., None, None]
 

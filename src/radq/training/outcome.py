@@ -17,7 +17,7 @@ HINT = "look at the labels of some rows, give more rows, more --epochs, or anoth
 
 
 def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[str]:
-    """Sentences about the figures of each attribute and their meaning."""
+    """Write sentences about the figures of each attribute and their meaning."""
     lines = []
     if "eval_loss" not in metrics:
         lines += ["no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"]
@@ -72,7 +72,7 @@ def warn_of_chance(metrics: dict[str, float], attributes: list[str]) -> None:
 
 
 def next_commands(config: RewardTrainingConfig, attributes: list[str]) -> list[str]:
-    """Commands that use the model: to score, to generate, and to distil a RAD-V into a faster RAD-Q."""
+    """List commands that use the model: to score, to generate, and to distil a RAD-V into a faster RAD-Q."""
     base = config.base or find_language_model(config)
     out, data = shlex.quote(config.out), shlex.quote(config.data[0])
     column = "" if config.text == "text" else f" --text-column {shlex.quote(config.text)}"
@@ -88,7 +88,7 @@ def next_commands(config: RewardTrainingConfig, attributes: list[str]) -> list[s
 
 
 def find_language_model(config: RewardTrainingConfig) -> str:
-    """The language model that the reward model began as, perhaps several runs ago; BASE if no run folder says."""
+    """Find the language model that the reward model began as, perhaps several runs ago; BASE if no run folder says."""
     seen = {config.out}
     while not config.backbone:
         before = config.init or config.teacher

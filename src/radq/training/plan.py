@@ -43,7 +43,7 @@ def _describe_layers(config: Any) -> str:
 
 
 def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
-    """Time of all steps, from that of one batch of average size; None for several processes, which step together.
+    """Estimate the time of all steps from that of one batch of average size; None if there are several processes.
 
     The random numbers are put back, so that the estimate does not change the run.
     """
@@ -61,7 +61,7 @@ def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
 
 
 def _time_step(trainer: BatchTrainer, batch: dict[str, torch.Tensor]) -> float:
-    """Seconds of a forward and a backward pass, whose gradients are thrown away."""
+    """Measure the seconds of a forward and a backward pass, whose gradients are thrown away."""
     model = _parts(trainer).model.to(trainer.args.device).train()
     began = time.perf_counter()
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
@@ -71,12 +71,12 @@ def _time_step(trainer: BatchTrainer, batch: dict[str, torch.Tensor]) -> float:
 
 
 def _parts(trainer: BatchTrainer) -> Any:
-    """The trainer without the types of transformers, for which model and data may be missing."""
+    """Return model and data of a trainer; transformers' types say that they may be missing."""
     return trainer
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in words, such as "2 min 40 s"."""
+    """Write a duration in words, such as "2 min 40 s"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,7 +1,7 @@
 """Prefixes for a distillation on candidates: prompts that the base model has continued, and places in them.
 
 prompts = choose_prompts(config, data, eval_data, lm, tokenizer)
-prefixes = write_prefixes(lm, tokenizer, prompts.train, range(256), config, seed, guide=None)
+prefixes = write_prefixes(lm, tokenizer, prompts.train, range(256), config, seed, None, num_known)
 """
 
 from collections.abc import Sequence
@@ -55,9 +55,10 @@ def choose_prompts(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Prompts:
-    """The prompts of the file, or the beginnings of the texts. Prompts for measuring are others than those to train on.
+    """Choose prompts to train on, and other prompts to measure with.
 
-    Beginnings for measuring are those of `eval_data`; where there are none, a tenth of all prompts is held out.
+    They come from the file of prompts, or are the beginnings of texts. Beginnings to measure with are those of
+    `eval_data`. A tenth of all prompts is held out where this gives none.
     """
     held_out: list[str] = []
     if config.prompts:
@@ -88,7 +89,7 @@ def _read_file(source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _beginnings(data: RewardData, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> list[str]:
-    """The beginnings of all texts; at most half of a short text, so that there is something to write."""
+    """Cut off the beginnings of all texts: at most half of a short text, so that there is something to write."""
     starts, lengths = data.offsets[data.rows], data.lengths
     sizes = np.minimum(np.maximum(1, lengths // 2), prompt_tokens)
     rows: Any = [data.token_ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -123,9 +124,10 @@ def write_prefixes(
     guide: Guide | None,
     num_known: int,
 ) -> list[Prefix]:
-    """Let the base model continue prompts. Prefix n depends on n, its prompt and the seed, whatever `numbers` are.
+    """Let the base model continue prompts.
 
-    Tokens from `num_known` on, which teacher or student do not know, end a prefix.
+    Prefix n depends on n, its prompt and the seed, but not on the other `numbers`. A prefix ends before a token from
+    `num_known` on, which teacher or student do not know.
     """
     chosen = [prompts[number % len(prompts)] for number in numbers]
     generations = generate(

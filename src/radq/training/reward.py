@@ -18,7 +18,9 @@ from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
 from radq.models.loading import find_tokenizer, load_causal_lm, load_config, max_positions, num_logits
-from radq.models.reward import RadQ, RadV, RewardModel
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.models.reward import RewardModel
 from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
@@ -93,7 +95,7 @@ def train(
 
 
 def _find_copied(config: RewardTrainingConfig, teacher: Teacher | None) -> RadV | None:
-    """The teacher of which the student begins as a copy; None if it begins otherwise."""
+    """Find the teacher of which the student begins as a copy; None if it begins otherwise."""
     if teacher is None or config.backbone or config.init:
         return None
     if not isinstance(teacher.model, RadV):
@@ -105,7 +107,7 @@ def _find_copied(config: RewardTrainingConfig, teacher: Teacher | None) -> RadV 
 
 
 def _find_rank(config: RewardTrainingConfig, teacher: RadV | None) -> int:
-    """Rank of the adapters; a copy of the teacher has those of the teacher."""
+    """Find the rank of the adapters; a copy of the teacher has the same rank as the teacher."""
     if teacher is None:
         return config.lora_rank or 0
     depth = teacher.config.backbone.num_hidden_layers  # pyright: ignore[reportOptionalMemberAccess]
@@ -120,7 +122,7 @@ def _find_rank(config: RewardTrainingConfig, teacher: RadV | None) -> int:
 
 
 def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> RewardModel | None:
-    """A reward model to train further, or a copy of the teacher with a new head; None if a backbone is to be loaded."""
+    """Load a reward model to train further, or copy the teacher with a new head; None if a backbone is to be loaded."""
     torch.manual_seed(config.seed)
     if config.init:
         model = RewardModel.from_pretrained(config.init, dtype=torch.float32)
@@ -133,7 +135,7 @@ def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> R
 
 
 def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teacher: Teacher | None) -> RewardModel:
-    """The reward model with which training starts: a trained one, or a new head over a language model."""
+    """Make the reward model with which training starts: a trained one, or a new head over a language model."""
     model = trained or _start_from_backbone(config, teacher)
     model.config.loss = "mse" if config.teacher else config.loss  # also of a model that was trained otherwise before
     if config.attributes and config.attributes != model.config.attributes:
@@ -228,7 +230,7 @@ def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingCon
 def _fingerprint_contents(
     data: RewardData, eval_data: RewardData | None, model: RewardModel, teacher: Teacher | None
 ) -> dict[str, str]:
-    """Fingerprints of the data, teacher and frozen weights of a run; trained weights are in its checkpoints."""
+    """Compute fingerprints of the data, teacher and frozen weights of a run; trained weights are in its checkpoints."""
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     contents = {"data": data.fingerprint, "backbone": fingerprint_tensors(sorted(frozen.items()))}
     if eval_data is not None:
@@ -241,7 +243,7 @@ def _fingerprint_contents(
 def _map_targets(
     data: RewardData, teacher: Teacher, fingerprint: str, trainer: RewardTrainer, progress: bool
 ) -> np.ndarray:
-    """The teacher's rewards of all tokens of these rows, (tokens, a), as a memory-mapped file of the run folder."""
+    """Map a file of the run folder with the teacher's rewards of all tokens of these rows, (tokens, a), into memory."""
     folder = Path(trainer.config.out) / "targets"
     with trainer.args.main_process_first():
         file = cache_targets(folder, data, teacher, fingerprint, trainer.args.train_batch_size, progress)
@@ -274,7 +276,10 @@ def _prepare_candidates(
 
 
 def _make_candidates(trainer: RewardTrainer, maker: CandidateMaker) -> None:
-    """Make the candidates of the first round; the student may give any reward that a guide gives to them."""
+    """Make the candidates of the first round.
+
+    Where the range of the teacher's rewards is not known, the student gets the range of their rewards.
+    """
     rounds = RoundsCallback(trainer, maker)
     trainer.add_callback(rounds)
     if maker.teacher.ranges is None:

@@ -1,5 +1,4 @@
-"""Trainer of reward models: their losses and metrics. `radq.training.reward` runs it from settings to a saved model.
-
+"""The trainer of reward models, with their losses and metrics. `radq.training.reward` runs it.
 The random tokens of the regulariser depend on row, position and epoch alone, so that micro-batches and the number of
 processes do not change them.
 """
@@ -127,7 +126,7 @@ class RewardTrainer(BatchTrainer):
         return (loss, output) if return_outputs else loss
 
     def _candidate_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, ""]:
-        """The loss on the candidates of the prefixes that come with a batch of texts.
+        """Compute the loss on the candidates of the prefixes that come with a batch of texts.
 
         They are read in a forward pass of their own, since prefixes and texts differ in length.
         """
@@ -137,7 +136,7 @@ class RewardTrainer(BatchTrainer):
         return loss + self.config.difference_weight * difference_loss(rewards, targets, used)
 
     def _compare(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, "b p k a"]:
-        """The student's rewards of candidates."""
+        """Compute the student's head outputs for candidates."""
         return model(
             input_ids=inputs["prefix_ids"],
             attention_mask=inputs["prefix_mask"],
@@ -146,14 +145,14 @@ class RewardTrainer(BatchTrainer):
         ).candidates
 
     def _random_tokens(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Random tokens for the regulariser, as an argument of the model; none if there is no regulariser."""
+        """Make the model's argument with random tokens for the regulariser; no argument if there is no regulariser."""
         model: Any = self.model
         if self.config.kind == "v" or self.config.reg_weight == 0 or not model.training:
             return {}
         return {"random_tokens": random_tokens(inputs, model.vocabulary.size, self.config.seed, inputs["epoch"])}
 
     def _targets(self, inputs: dict[str, Tensor]) -> Float[Tensor, "b t a"]:
-        """The teacher's rewards, from the batch if they were computed before training."""
+        """Take the teacher's rewards from the batch if they were computed before training, else compute them."""
         if "targets" in inputs:
             return inputs["targets"]
         assert self.teacher is not None
@@ -206,7 +205,7 @@ class RewardTrainer(BatchTrainer):
 
     @torch.no_grad()
     def measure_candidates(self) -> dict[str, float]:
-        """Agreement with the teacher about held-out candidates; nothing if there are none."""
+        """Measure the agreement with the teacher about held-out candidates; no metrics if there are none."""
         held_out, model, wrapped = self.held_out, self.reward_model, self.model_wrapped
         if held_out is None or wrapped is None:
             return {}
@@ -225,7 +224,7 @@ class RewardTrainer(BatchTrainer):
         )
 
     def _evaluate_end(self) -> dict[str, float]:
-        """The metrics of the last weights. The agreement is measured also if no texts are held out."""
+        """Compute the metrics of the last weights. The agreement is measured also if no texts are held out."""
         metrics = super()._evaluate_end()
         if self.held_out is not None and "eval_candidate_error" not in metrics:
             found = {f"eval_{name}": value for name, value in self.measure_candidates().items()}
@@ -265,7 +264,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.n
 def random_tokens(
     inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: int | Int[Tensor, ""]
 ) -> Int[Tensor, "b t"]:
-    """A uniformly random token per position, from a hash of row, position, epoch and seed: the same everywhere."""
+    """Compute a uniformly random token per position from a hash of row, position, epoch and seed.
+
+    The result is the same on every machine.
+    """
     input_ids = inputs["input_ids"]
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     state = inputs["rows"][:, None] * 0x9E3779B1 + positions * 0x85EBCA77 + (epoch * 0x27D4EB2F + seed * 0x165667B1)
@@ -279,7 +281,7 @@ def random_tokens(
 def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]) -> dict[str, float]:
     """Compute means over texts from the statistics of `prediction_step`.
 
-    For binary labels also AUC and accuracy, for other labels the rank correlation with them.
+    Binary labels also have AUC and accuracy, other labels have the rank correlation with them.
     """
     a = len(attributes)
     metrics: dict[str, float] = {}
@@ -306,10 +308,10 @@ def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]
 def constant_metrics(
     labels: np.ndarray, weights: np.ndarray, constant: np.ndarray, attributes: list[str], loss: str | None
 ) -> dict[str, float]:
-    """Metrics of a predictor that always answers `constant`, (a,), with its loss if `loss` names one on labels.
+    """Compute the metrics of a predictor that always answers `constant`, (a,), with its loss if `loss` names one.
 
-    Beside them the AUC or rank correlation that random answers reach in one of twenty cases.
-    The mean of the training labels is the best constant under squared error and under cross-entropy.
+    The AUC or rank correlation that random answers reach in one of twenty cases stands beside them. The mean of the
+    training labels is the best constant under squared error and under cross-entropy.
     """
     errors = (labels - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
     metrics = _with_each("constant_weighted_mse", errors, attributes)
@@ -327,6 +329,6 @@ def constant_metrics(
 
 
 def _with_each(name: str, errors: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """The mean of errors, (n, a), under `name` and, if there are several attributes, the mean of each attribute."""
+    """Average errors, (n, a), over all under `name` and, if there are several attributes, over those of each."""
     each = {f"{name}_{attribute}": float(errors[:, n].mean()) for n, attribute in enumerate(attributes)}
     return {name: float(errors.mean())} | (each if len(attributes) > 1 else {})

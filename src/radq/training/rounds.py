@@ -1,6 +1,7 @@
-"""Rounds of a distillation on candidates. In later rounds the base model, guided by the student, writes more prefixes.
+"""The rounds of a distillation on candidates.
 
-A round begins at a certain step. A run that is resumed loads the candidates of the rounds that it had begun.
+In later rounds the base model, guided by the student, writes more prefixes. A round begins at a certain step. A run
+that is resumed loads the candidates of the rounds that it had begun.
 """
 
 import math
@@ -56,7 +57,10 @@ class RoundsCallback(TrainerCallback):
         return done < rounds and first_step <= state.global_step < state.max_steps
 
     def _begin_round(self) -> None:
-        """Make the candidates of the next round. The random numbers are put back, since stored ones take none."""
+        """Make the candidates of the next round, or load them.
+
+        The state of the random numbers is put back, so that a run goes on alike whether they were made or loaded.
+        """
         config, model = self.trainer.config, self.trainer.reward_model
         number, training = len(self.sets) + 1, model.training
         with self.trainer.args.main_process_first(), torch.random.fork_rng():

@@ -57,7 +57,10 @@ def check_run_folder(out: Path, resume: bool, overwrite: bool) -> None:
 
 
 def find_resumed_checkpoint(out: Path, resume: bool) -> Path | None:
-    """The checkpoint from which a run goes on; None if it starts at the beginning, which a warning says if wanted."""
+    """Find the checkpoint from which a run goes on; None if it starts at the beginning.
+
+    A run that is to be resumed but has no checkpoint warns of this.
+    """
     checkpoint = find_newest_undamaged(out) if resume else None
     if resume and checkpoint is None:
         warnings.warn(f"{str(out)!r} has no checkpoint to go on from: training starts at the beginning.", stacklevel=2)
@@ -134,7 +137,7 @@ def _read_settings(out: Path, kind: type[Config]) -> Config:
 
 
 def read_scales(out: Path, config: TrainingConfig) -> list[LabelScale] | None:
-    """The scales of the labels of a run, one per column; None if the data or --label-range decide.
+    """Read the scales of the labels of a run, one per column; None if the data or --label-range decide.
 
     Runs that an older radq began store none: it used numbers as they were.
     """

@@ -29,7 +29,7 @@ def cache_targets(
 
 
 def target_shape(data: RewardData, teacher: Teacher) -> tuple[int, int]:
-    """Shape of the targets: number of tokens of all rows, and number of attributes."""
+    """Return the number of tokens of all rows and the number of attributes, which are the shape of the targets."""
     return len(data.token_ids), len(teacher.attributes)
 
 

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: reward models or guides whose rewards a RAD-Q, the student, learns.
+"""The teacher of a distillation: reward models or guides whose rewards the student, a RAD-Q, learns.
 
     teacher = load_teacher("reward-a,reward-b")
     teacher.candidate_rewards(input_ids, attention_mask, candidates)
@@ -38,29 +38,29 @@ class Source(nn.Module):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Fingerprint of all that the rewards depend on."""
+        """A fingerprint of all that the rewards depend on."""
 
     @property
     @abstractmethod
     def vocabularies(self) -> list[Vocabulary]:
-        """The vocabularies of its models."""
+        """The vocabularies of the models."""
 
     @property
     @abstractmethod
     def context(self) -> int | None:
-        """The most tokens of a text that it can read; None if there is no limit."""
+        """The largest number of tokens of a text that can be read; None if there is no limit."""
 
     @abstractmethod
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t a"]:
-        """The reward of every token of a batch of texts, which are padded on the right."""
+        """Compute the reward of every token of a batch of texts, which are padded on the right."""
 
     @abstractmethod
     def candidate_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
-        """The rewards of candidates for the next token of each prefix."""
+        """Compute the rewards of candidates for the next token of each prefix."""
 
 
 @final
@@ -108,13 +108,14 @@ class RewardSource(Source):
 
 @final
 class GuideSource(Source):
-    """A guide, whose rewards are what its strengths multiply: log-ratios of experts, or log-probabilities of a class.
+    """A guide. Its rewards are the numbers that its strengths multiply.
 
-    The attributes of a student have the names of these strengths, such as alpha, and mean the same.
+    These are log-ratios of experts, or log-probabilities of a class. The attributes of a student have the names of the
+    strengths, such as alpha, and the same meaning.
     """
 
     def __init__(self, guide: Guide, attributes: Sequence[str], settings: Sequence[Any] = ()):
-        """`settings` are all that the rewards depend on beside the weights, for the fingerprint."""
+        """`settings` are all other values than weights that the rewards depend on, for the fingerprint."""
         super().__init__()
         self.guide, self.attributes, self.settings, self.ranges = guide, list(attributes), settings, None
         self.label_scales = None
@@ -184,7 +185,7 @@ class Teacher(nn.Module):
 
     @property
     def model(self) -> RewardModel | None:
-        """The reward model that the teacher is, if it is one, with all its attributes."""
+        """The reward model, if the teacher is a single one with all its attributes; else None."""
         first = self.sources[0]
         if len(self.sources) > 1 or not isinstance(first, RewardSource):
             return None
@@ -209,7 +210,7 @@ class Teacher(nn.Module):
 
     @property
     def label_scales(self) -> list[dict[str, Any]] | None:
-        """How the labels of each attribute became numbers, if all members agree about it."""
+        """The scales by which the labels of each attribute became numbers; None if members differ or one has none."""
         each = [[source.label_scales for source in member] for member in self._members()]
         if any(scales is None for member in each for scales in member):
             return None
@@ -223,21 +224,21 @@ class Teacher(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of all that the rewards depend on; the places of folders do not count."""
+        """A fingerprint of all that the rewards depend on; the places of folders do not count."""
         parts = [[source.fingerprint for source in member] for member in self._members()]
         return parts[0][0] if len(self.sources) == 1 else fingerprint_values(parts)
 
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t a"]:
-        """The teacher's reward of every token of a batch of texts."""
+        """Compute the teacher's reward of every token of a batch of texts."""
         each = [[source.token_rewards(input_ids, attention_mask) for source in member] for member in self._members()]
         return torch.stack([torch.cat(parts, dim=-1) for parts in each]).mean(0)
 
     def candidate_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
-        """The teacher's rewards of candidates for the next token of each prefix."""
+        """Compute the teacher's rewards of candidates for the next token of each prefix."""
         prefixes = input_ids, attention_mask, candidates
         each = [[source.candidate_rewards(*prefixes) for source in member] for member in self._members()]
         return torch.stack([torch.cat(parts, dim=-1) for parts in each]).mean(0)
@@ -275,7 +276,7 @@ def check_teacher(teacher: Teacher, student: RewardModel, teacher_name: str, stu
 
 
 def fingerprint_model(model: RewardModel) -> str:
-    """Fingerprint of all that a reward model's rewards depend on; the place of its folder does not count."""
+    """Compute a fingerprint of all that a reward model's rewards depend on; the place of its folder does not count."""
     settings = [model.config.attributes, model.config.loss, model.config.prepend_bos, model.config.bos_token_id]
     backbone: Any = model.config.backbone
     irrelevant = ("_name_or_path", "transformers_version", "dtype")

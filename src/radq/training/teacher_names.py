@@ -47,8 +47,11 @@ def check_teachers(text: str) -> None:
 
 
 def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
-    """The reward models of which a teacher consists, each with the names of its attributes that count, or with none
-    where all do. None if the teacher is another guide, such as experts."""
+    """Find the reward models of which a teacher consists, each with the names of its attributes that count.
+
+    An empty list of names stands for all attributes. The result is None if the teacher is another guide, such as
+    experts.
+    """
     if not is_guide(name):
         return [(name, [])]
     folder, numbers = parse_guide(name)
@@ -58,5 +61,8 @@ def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
 
 
 def needs_base(text: str) -> bool:
-    """Whether one of the teachers is no reward model: the range of its rewards shows in those of candidates alone."""
+    """Whether one of the teachers is no reward model.
+
+    The range of its rewards is not stored anywhere, and is found from the rewards of a base model's candidates.
+    """
     return any(find_reward_models(name) is None for name in split_teachers(text))

@@ -17,7 +17,7 @@ from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.judges.linear import Card, LinearModel, split_rows
 from radq.evaluation.judges.models import JUDGES, RewardJudge, choose_label, load_judge
 from radq.evaluation.judges.readers import TransformersReader
-from radq.models.reward import RadV
+from radq.models.rad_v import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
 

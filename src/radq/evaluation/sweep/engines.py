@@ -38,7 +38,7 @@ class Engine(ABC):
         """Return a function that continues prompts with the cell's settings, and says how much its experts read."""
 
     def options(self, cell: SweepCell) -> dict[str, Any]:
-        """The options of `generate` for a cell."""
+        """Return the options of `generate` for a cell."""
         return {
             "top_k": cell.top_k,
             "top_p": cell.top_p,
@@ -144,7 +144,7 @@ class TransformersEngine(Engine):
 
 
 class VllmSweepEngine(Engine):
-    """Decodes with vLLM, which holds all guides beside the base model; what the experts read is not counted there."""
+    """Decodes with vLLM, which holds all guides beside the base model. It does not count what experts read."""
 
     def __init__(self, sweep: Sweep, device: str):
         super().__init__(sweep, device)

@@ -1,0 +1,170 @@
+"""RAD-Q, the fast kind of reward model.
+
+    model = RadQ.from_backbone("gpt2", attributes=["toxicity"])
+
+Axes: b batch, t time, p positions, k candidates, d hidden, a attributes, v vocabulary.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from radq.errors import OptionError
+from radq.models.config import RewardModelConfig
+from radq.models.heads import build_head, score_candidates, score_tokens
+from radq.models.loading import hidden_size, load_config, load_output_embedding
+from radq.models.origins import identify_backbone
+from radq.models.rad_v import RadV
+from radq.models.readout import ReadoutConfig, sketch_weights
+from radq.models.reward import RewardModel, RewardOutput
+from radq.models.reward_state import RewardState
+
+
+@final
+class RadQ(RewardModel):
+    """RAD-Q computes r̂(v | x) from the hidden state of the prefix x and the output embedding of the token v.
+
+    One forward over the prefix gives the rewards of all candidates.
+    """
+
+    def __init__(self, config: RewardModelConfig):
+        super().__init__(config)
+        assert config.backbone is not None
+        if not config.prepend_bos and not config.readout:
+            raise OptionError(
+                "prepend_bos must be True for RAD-Q, got False.", "its first token needs a prefix, a BOS."
+            )
+        d, v = hidden_size(config.backbone), config.backbone.vocab_size
+        self.output_embedding = None if config.backbone.tie_word_embeddings else nn.Embedding(v, d)
+        self.head = build_head(config.head, d, len(config.attributes), v)
+        self.post_init()
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        head: str = "linear",
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> "RadQ":
+        """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
+        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="q", head=head, **options)
+
+    @classmethod
+    def from_base(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        head: str = "linear",
+        num_layers: int | None = None,
+        width: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> "RadQ":
+        """Make an untrained model that reads hidden states of a language model, which stays as it is.
+
+        Args:
+            num_layers: number of layers whose outputs are read, evenly spaced; by default 5.
+            width: number of hidden units of the readout; by default as many as a state has numbers.
+        """
+        shape = load_config(name_or_folder)
+        readout = ReadoutConfig.choose(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
+        model = cls._over_backbone(
+            name_or_folder, attributes, None, dtype, kind="q", head=head, readout=readout.to_dict()
+        )
+        model.backbone.requires_grad_(False)
+        model.readout.sketch.copy_(sketch_weights(model.backbone))
+        model.config.set_origin(identify_backbone(name_or_folder))
+        return model
+
+    @classmethod
+    def from_teacher(cls, teacher: RadV, head: str = "linear") -> "RadQ":
+        """Make a student from a copy of the teacher's backbone; its baseline begins as the teacher's head.
+
+        Where the teacher has adapters, the student has a copy of them, and only they and the head are trained.
+        """
+        backbone, origin = teacher.config.backbone, teacher.config.origin
+        if backbone is None or not (backbone.tie_word_embeddings or origin.name):
+            raise OptionError("the teacher keeps no output embedding.", "name the backbone it was made from.")
+        kept = ("attributes", "backbone", "response_range", "label_scales", "bos_token_id", "vocabulary", "lora_rank")
+        with no_init_weights():
+            student = cls(
+                RewardModelConfig(kind="q", head=head, **{name: getattr(teacher.config, name) for name in kept})
+            )
+        student.backbone = copy.deepcopy(teacher.backbone)
+        student.init_head(student.embedding if backbone.tie_word_embeddings else load_output_embedding(origin.name))
+        if student.head.has_baseline:
+            student.head.baseline_weight.data.copy_(teacher.head.weight.data)
+        student.tokenizer = teacher.tokenizer
+        student.config.set_origin(origin)
+        student.freeze_embeddings()
+        return student.to(teacher.dtype).eval()  # pyright: ignore[reportArgumentType]
+
+    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
+        self.head.reset_parameters()
+        if self.readout is not None:
+            self.readout.reset_parameters()
+        if self.output_embedding is not None:
+            self.output_embedding.weight.data = output_embedding.data
+
+    def freeze_embeddings(self) -> None:
+        super().freeze_embeddings()
+        self.embedding.requires_grad_(False)
+
+    @property
+    def embedding(self) -> Float[Tensor, "v d"]:
+        """The frozen output embedding E."""
+        if self.output_embedding is None:
+            return self.backbone.get_input_embeddings().weight
+        return self.output_embedding.weight
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        random_tokens: Int[Tensor, "b t"] | None = None,
+        positions: Int[Tensor, "b p"] | None = None,
+        candidates: Int[Tensor, "b p k"] | None = None,
+    ) -> RewardOutput:
+        """Head outputs for every token of a text and, for the regulariser, marginals of a random token in its place.
+
+        If there are `candidates`, also their outputs in place of the tokens at `positions`; those below 0 are unused.
+        """
+        hidden, packed = self._read_texts(input_ids, attention_mask)
+        features = self.head.features(hidden[:, :-1], self.embedding)  # (b, t, a, d): each position scores the next
+        table = self.head.table(self.embedding)
+
+        def marginals(tokens: Tensor) -> Tensor:
+            return score_tokens(features, table, packed.pack(F.pad(tokens, (1, 0)))[:, 1:])
+
+        def restore(values: Tensor) -> Tensor:
+            first = torch.zeros_like(values[:, :1])  # nothing precedes the BOS
+            return packed.unpack(torch.cat([first, values], dim=1))[:, 1:]
+
+        rewards = restore(marginals(input_ids) + self.head.baseline(hidden[:, :-1]))
+        compared = None
+        if positions is not None and candidates is not None:
+            places = positions[..., None].expand(-1, -1, hidden.shape[-1])
+            compared = self._compare(packed.unpack(hidden).gather(1, places), candidates)
+        return RewardOutput(rewards, None if random_tokens is None else restore(marginals(random_tokens)), compared)
+
+    def _compare(self, hidden: Float[Tensor, "b p d"], candidates: Int[Tensor, "b p k"]) -> Float[Tensor, "b p k a"]:
+        features = self.head.features(hidden, self.embedding)  # (b, p, a, d)
+        rows = F.embedding(candidates.clamp(min=0), self.head.table(self.embedding)).to(features.dtype)
+        return torch.einsum("bpkd,bpad->bpka", rows, features) + self.head.baseline(hidden)[:, :, None]
+
+    def _score(
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
+    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
+        hidden = self.read_hidden(state)
+        features = self.head.features(hidden, self.embedding)  # (b, a, d)
+        marginals = score_candidates(features, self.head.table(self.embedding), candidates)
+        return torch.where(known[..., None], marginals, 0.0) + self.head.baseline(hidden)[:, None], state
