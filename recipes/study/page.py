@@ -270,7 +270,8 @@ def _beta(beta: float) -> str:
 def _texts(study: Study) -> str:
     """Prompts with the unguided and the guided continuation side by side."""
     introduction = (
-        "The first sample of the first prompts, not selected: seed 0, k = 20, the readouts that radq ships at their default β.\n\n"
+        "The first sample of the first prompts, not selected: seed 0, k = 20, the readouts that radq ships at their "
+        "default β.\n\n"
     )
     rows = [
         [
