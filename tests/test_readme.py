@@ -58,7 +58,7 @@ def test_the_first_command_is_the_demo() -> None:
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     output = run_example(blocks(README, "python")[0], tmp_path)
     betas = re.findall(r"^ *(-?\d+\.0): The hotel that we booked was", output, flags=re.MULTILINE)
-    assert betas == ["-35.0", "-35.0", "0.0", "0.0", "35.0", "35.0"]
+    assert betas == ["-45.0", "-45.0", "0.0", "0.0", "45.0", "45.0"]
 
 
 # --- the toy of docs/training.md ---
