@@ -19,11 +19,11 @@ from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.errors import DataError, OptionError
-from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.metrics import mauve
 from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCell, find_changes, load_sweep
 from radq.evaluation.sweep.costs import read_costs
 from radq.files import drop_partial_last_line, read_lines
+from radq.judges.encoders import load_encoder
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
@@ -32,9 +32,9 @@ PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the 
 
 
 SMALL_BATCHES = {  # so that the texts of a cell fill several
-    "radq.evaluation.judges.readers:BATCH_SIZE": 3,
-    "radq.evaluation.judges.models:BATCH_SIZE": 3,
-    "radq.evaluation.judges.readers:TransformersReader.group_size": 7,
+    "radq.judges.readers:BATCH_SIZE": 3,
+    "radq.judges.models:BATCH_SIZE": 3,
+    "radq.judges.readers:TransformersReader.group_size": 7,
 }
 
 
@@ -431,9 +431,9 @@ KILLS = [  # a run is killed after so many calls of this function; each goes on 
     ("radq.evaluation.sweep.generate:append_lines", 3),  # generations that have no costs yet
     ("radq.evaluation.sweep.generate:append_lines", 4),
     ("radq.evaluation.sweep.generate:load_engine", 1),
-    ("radq.evaluation.judges.base:CachedJudge._store", 1),  # within a group of texts
+    ("radq.judges.base:CachedJudge._store", 1),  # within a group of texts
     ("radq.evaluation.sweep.measure:measure_likelihoods", 3),  # between cells
-    ("radq.evaluation.judges.base:CachedJudge._store", 4),
+    ("radq.judges.base:CachedJudge._store", 4),
     ("radq.evaluation.sweep.measure:_metrics_row", 5),
     ("radq.evaluation.sweep.measure:compare_guides", 1),
 ]

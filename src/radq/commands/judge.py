@@ -9,7 +9,7 @@ import tyro
 if TYPE_CHECKING:
     import numpy as np
 
-    from radq.evaluation.judges.base import Judge
+    from radq.judges.base import Judge
 
 
 @dataclass
@@ -86,8 +86,8 @@ def _score(arguments: Score) -> None:
 
     texts = _collect_texts(arguments)
     announce(f"loading {arguments.judge}", arguments.json)
-    from radq.evaluation.judges.base import CachedJudge
-    from radq.evaluation.judges.models import load_judge
+    from radq.judges.base import CachedJudge
+    from radq.judges.models import load_judge
     from radq.models.loading import find_device
 
     judge = CachedJudge(load_judge(arguments.judge, find_device(arguments.device)), arguments.cache)
@@ -137,16 +137,16 @@ def _train(arguments: Train) -> None:
     from radq.commands.console import announce, print_json
     from radq.data.tables import check_sources
     from radq.errors import OptionError
-    from radq.evaluation.judges.base import CARD
     from radq.files import require_own_folder
+    from radq.judges.base import CARD
 
     require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
     if arguments.out.exists() and not arguments.overwrite:
         raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or replace it with --overwrite.")
     check_sources(arguments.data, [arguments.text, arguments.labels])
     announce(f"loading {arguments.encoder}", arguments.json)
-    from radq.evaluation.judges.encoders import load_encoder
-    from radq.evaluation.judges.linear import Card, LinearModel, split_rows
+    from radq.judges.encoders import load_encoder
+    from radq.judges.linear import Card, LinearModel, split_rows
     from radq.models.loading import find_device
 
     texts, labels, blank = _read_labelled_texts(arguments)

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import EvalPrediction
 
 from radq.data.dataset import RewardData
+from radq.judges.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
 from radq.models.loading import evaluating
 from radq.models.reward import RewardModel
 from radq.numerics import take_last
-from radq.training.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
 from radq.training.candidate_agreement import compare_rewards, metrics_of
 from radq.training.candidates import UNUSED, CandidateFeed, CandidateSet
 from radq.training.config import RewardTrainingConfig

@@ -19,14 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES, compare_at_equal
-from radq.evaluation.judges.base import CachedJudge, Judge
-from radq.evaluation.judges.encoders import Encoder, load_encoder
-from radq.evaluation.judges.models import load_judge
 from radq.evaluation.metrics import METRICS, Bootstrap, Estimate, ScoredTexts, estimate_change, measure
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.arrays import array_file, read_arrays, write_arrays
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
 from radq.files import append_lines, read_lines, whole_file
+from radq.judges.base import CachedJudge, Judge
+from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.models import load_judge
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")

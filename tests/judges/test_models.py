@@ -12,11 +12,11 @@ from classifiers import WORDS, make_classifier, make_onnx, write_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from radq.errors import ModelError, OptionError
-from radq.evaluation.judges.base import CachedJudge
-from radq.evaluation.judges.encoders import load_encoder
-from radq.evaluation.judges.linear import Card, LinearModel, split_rows
-from radq.evaluation.judges.models import JUDGES, RewardJudge, choose_label, load_judge
-from radq.evaluation.judges.readers import TransformersReader
+from radq.judges.base import CachedJudge
+from radq.judges.encoders import load_encoder
+from radq.judges.linear import Card, LinearModel, split_rows
+from radq.judges.models import JUDGES, RewardJudge, choose_label, load_judge
+from radq.judges.readers import TransformersReader
 from radq.models.rad_v import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
@@ -296,7 +296,7 @@ def test_every_judge_gives_the_same_digits_after_a_kill(
 ) -> None:
     RadV.from_backbone(toy, attributes=["praise"]).save_pretrained(tmp_path / "reward")
     make_classifier(tmp_path / "classifier")
-    monkeypatch.setattr("radq.evaluation.judges.readers.BATCH_SIZE", 3)
+    monkeypatch.setattr("radq.judges.readers.BATCH_SIZE", 3)
     for batched in (TransformersReader, RewardJudge):
         monkeypatch.setattr(batched, "group_size", 7)
     judge = load_judge(f"{kind}:{tmp_path / kind.removeprefix('not:')}")

@@ -16,10 +16,10 @@ from transformers import AutoModelForSequenceClassification
 
 from radq.decoding.best_of_n import score_texts
 from radq.errors import ModelError, OptionError
-from radq.evaluation.judges.base import Judge, Scored
-from radq.evaluation.judges.encoders import Encoder, load_encoder
-from radq.evaluation.judges.linear import LinearModel
-from radq.evaluation.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader, identify
+from radq.judges.base import Judge, Scored
+from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.linear import LinearModel
+from radq.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader, identify
 from radq.models.embedded import EMBEDDED, judge_folder
 from radq.models.reward import RewardModel
 from radq.numerics import same_kernels

@@ -3,7 +3,7 @@
     judge = CachedJudge(load_judge("classifier:distilbert-base-uncased-finetuned-sst-2-english", device="cuda"))
     judge.score(["what a lovely film", ""])  # array([0.9998, nan])
 
-The kinds of judges, and `load_judge`, are in `radq.evaluation.judges.models`.
+The kinds of judges, and `load_judge`, are in `radq.judges.models`.
 
 The score of a blank text (empty, or whitespace alone) is NaN, whatever the judge. Metrics leave such texts out, and
 count them.
