@@ -14,8 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from radq.errors import ModelError, OptionError
 from radq.judges.base import CachedJudge
 from radq.judges.encoders import load_encoder
+from radq.judges.labels import choose_label
 from radq.judges.linear import Card, LinearModel, split_rows
-from radq.judges.models import JUDGES, RewardJudge, choose_label, load_judge
+from radq.judges.models import JUDGES, RewardJudge, load_judge
 from radq.judges.readers import TransformersReader
 from radq.models.rad_v import RadV
 

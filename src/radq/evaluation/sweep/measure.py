@@ -26,7 +26,7 @@ from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Swe
 from radq.files import append_lines, read_lines, whole_file
 from radq.judges.base import CachedJudge, Judge
 from radq.judges.encoders import Encoder, load_encoder
-from radq.judges.models import load_judge
+from radq.judges.models import UnitJudge, load_judge
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
@@ -96,7 +96,7 @@ def measure_all(
 def check_models(sweep: Sweep, device: str) -> None:
     """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation."""
     for use in sweep.judges.values():
-        load_judge(use.judge, device)
+        UnitJudge(load_judge(use.judge, device))
     if sweep.perplexity not in (None, WHILE_DECODING):
         load_config(sweep.perplexity)
     if sweep.mauve is not None:
@@ -147,7 +147,7 @@ class Instruments:
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
         loaded: dict[str, tuple[Judge, bool]] = {
-            name: (CachedJudge(load_judge(use.judge, device), cache), use.reads == "text")
+            name: (UnitJudge(CachedJudge(load_judge(use.judge, device), cache)), use.reads == "text")
             for name, use in judges.items()
         }
         if perplexity is None:
