@@ -39,18 +39,7 @@ class ClassifierJudge(Judge):
     def __init__(self, kind: str, reader: Reader, label: str | None):
         self.reader = reader
         self.group_size = reader.group_size
-        logits = next(reader.read(["a"]))[1]
-        if logits.dim() != 2:
-            raise ModelError(
-                f"{reader.name} is no classifier: its outputs have the shape {tuple(logits.shape)}.",
-                "give a model with one row of logits per text.",
-            )
-        labels = reader.labels or [str(n) for n in range(logits.shape[1])]
-        if len(labels) != logits.shape[1]:
-            raise ModelError(
-                f"{reader.name} has {logits.shape[1]} outputs, but {len(labels)} labels.",
-                "name one label per output under id2label in its config.json.",
-            )
+        labels = find_outputs(reader)
         if label is None and not reader.labels and len(labels) == 2:
             label = labels[-1]  # the outputs of a binary classifier without names are no and yes
         self.index = choose_label(labels, label, reader.name)
@@ -75,6 +64,23 @@ class ClassifierJudge(Judge):
                 positions, scores = [], []
         if positions:
             yield positions, np.array(scores)
+
+
+def find_outputs(reader: Reader) -> list[str]:
+    """The labels of a classifier's outputs, or their numbers if they have no names; other models are refused."""
+    logits = next(reader.read(["a"]))[1]
+    if logits.dim() != 2:
+        raise ModelError(
+            f"{reader.name} is no classifier: its outputs have the shape {tuple(logits.shape)}.",
+            "give a model with one row of logits per text.",
+        )
+    labels = reader.labels or [str(n) for n in range(logits.shape[1])]
+    if len(labels) != logits.shape[1]:
+        raise ModelError(
+            f"{reader.name} has {logits.shape[1]} outputs, but {len(labels)} labels.",
+            "name one label per output under id2label in its config.json.",
+        )
+    return labels
 
 
 LINKS: dict[str, Callable[[Tensor], Tensor]] = {
