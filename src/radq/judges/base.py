@@ -54,7 +54,10 @@ class Judge(ABC):
 
     @abstractmethod
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, none of which is blank, in batches and in any order; missing ones are left out."""
+        """Yield the scores of texts, none of which is blank, in batches and in any order.
+
+        An empty batch stands for a text that cannot be scored.
+        """
 
     @property
     def truncated(self) -> int:
@@ -74,7 +77,9 @@ class Judge(ABC):
             for positions, values in self.judge([texts[n] for n in full]):
                 self._check([texts[full[n]] for n in positions], values)
                 scores[[full[n] for n in positions]] = values
-                bar.update(len(positions))
+                bar.update(len(positions) or 1)
+                if self.missing:
+                    bar.set_postfix(missing=self.missing)
         return scores
 
     def _check(self, texts: list[str], values: Float[np.ndarray, " b"]) -> None:
@@ -132,6 +137,8 @@ class CachedJudge(Judge):
                 yield places[text], np.full(len(places[text]), known[key])
             for group in groups:
                 for some, scores in self.inner.judge([distinct[n] for n in group]):
+                    if not some:
+                        yield some, scores
                     self._check([distinct[group[n]] for n in some], scores)
                     self._store(database, [keys[group[n]] for n in some], scores)
                     for n, score in zip(some, scores, strict=True):

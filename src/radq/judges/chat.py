@@ -54,7 +54,7 @@ class _PassingError(Exception):
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
 
 

@@ -73,6 +73,7 @@ class RubricJudge(Judge):
                 elif found.score is None:
                     self._missing += 1
                     self.problem = self.problem or found.problem
+                    yield [], np.array([])
                 else:
                     yield [found.position], np.array([found.score])
         finally:

@@ -153,10 +153,6 @@ class RememberingReader(Reader):
         self.max_tokens, self.group_size = reader.max_tokens, reader.group_size
         self._known: dict[tuple[str, ...], list[tuple[list[int], Tensor, Tensor]]] = {}
 
-    @property
-    def truncated(self) -> int:
-        return self.inner.truncated
-
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
         key = tuple(texts)
         if key in self._known:
@@ -165,6 +161,7 @@ class RememberingReader(Reader):
         found = []
         for part in self.inner.read(texts):
             found.append(part)
+            self.truncated = self.inner.truncated
             yield part
         if len(self._known) == self.GROUPS:
             del self._known[next(iter(self._known))]

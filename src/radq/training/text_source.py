@@ -129,9 +129,9 @@ class TextSource(Source):
         scores = self.score_texts(texts).reshape(*candidates.shape, -1)
         return torch.from_numpy(fill_blanks(scores)).float()
 
-    def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def _decode(self, rows: list[list[int]]) -> list[str]:
         """The texts of token ids; the first bytes of a character that is not complete are left out."""
-        texts = self.tokenizer.batch_decode(list(rows), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [text.rstrip(UNFINISHED) for text in texts]
 
 
