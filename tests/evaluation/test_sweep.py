@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from chat_servers import faking, read_text, say
 from classifiers import make_classifier
 from command_runs import fails
 from kills import run_and_kill
@@ -240,6 +241,27 @@ def test_metrics_are_those_of_an_independent_computation(
     scores = np.load(run / "measures/rad-v β=5 k=8 seed=0.npz")["scores[mood]"]
     assert scores.shape == (6, 4)
     assert found["avg_max[mood]"]["value"] == pytest.approx(np.nanmax(scores[4:], axis=1).mean())
+
+
+def test_a_language_model_judges_by_a_rubric(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores are mapped to 0 to 1, and texts that it does not score are left out."""
+    (tmp_path / "rubric.md").write_text("How long is it? Scale: 1 to 5")
+    use = {"judge": f"openai:m#{tmp_path / 'rubric.md'}", "metrics": ["avg_max"]}
+    config = write(guides={}, judges={"llm": use}, metrics=[], perplexity=None)
+    argv = ["eval", "--config", config, "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache"), "--json"]
+
+    def grade(text: str) -> int | None:
+        return None if len(text) % 7 == 0 else len(text) % 5 + 1
+
+    with faking(lambda number, body: say(str(grade(read_text(body))))) as (_, address):
+        monkeypatch.setenv("OPENAI_BASE_URL", address)
+        assert main(argv) == 0
+    texts = [(row["group"], row["continuations"]) for row in read_lines(tmp_path / "run" / "generations.jsonl")]
+    for row in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        scores = [[grade(text) for text in some if text.strip()] for group, some in texts if group == row["group"]]
+        known = [[(score - 1) / 4 for score in some if score is not None] for some in scores]
+        assert row["metrics"]["avg_max[llm]"]["value"] == pytest.approx(np.mean([max(some) for some in known if some]))
+    assert None in [grade(text) for _, some in texts for text in some]
 
 
 def test_changes_are_those_from_the_unguided_cell(run: Path) -> None:

@@ -91,7 +91,9 @@ def _read_classifier_config(source: str) -> dict[str, Any]:
 def _find_labels(source: str, config: dict[str, Any]) -> list[str]:
     """The labels by config.json, where those without names are LABEL_0 and so on; none if only the model tells."""
     labels = read_labels(config)
-    return labels or ([] if holds_onnx(source) else [f"LABEL_{n}" for n in range(config.get("num_labels") or 2)])
+    number = config.get("num_labels")
+    names = [f"LABEL_{n}" for n in range(number if isinstance(number, int) else 2)]
+    return labels or ([] if holds_onnx(source) else names)
 
 
 def choose_labels(name: ClassifierName, labels: list[str]) -> list[tuple[int, str]]:

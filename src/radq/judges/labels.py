@@ -6,14 +6,18 @@ Importing this module imports no torch, so that a mistake shows at once.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from radq.errors import OptionError
+from radq.errors import ModelError, OptionError
 
 Link = Literal["softmax", "sigmoid", "identity"]
 
 
 def read_labels(config: Mapping[str, Any]) -> list[str]:
     """The names that a config.json gives to the outputs of a classifier, in their order; none if it names none."""
-    return [str(name) for _, name in sorted((int(n), name) for n, name in (config.get("id2label") or {}).items())]
+    found = config.get("id2label") or {}
+    try:
+        return [str(found[number]) for number in sorted(found, key=int)]
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"id2label in a config.json must map numbers to labels, got {found!r}.", "mend it.") from error
 
 
 def find_link(problem_type: str | None, num_outputs: int) -> Link:
