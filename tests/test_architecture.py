@@ -20,6 +20,7 @@ STEPS = (
     {"data", "models"},
     {"guides"},
     {"decoding", "toy"},
+    {"judges"},
     {"training"},
     {"serving"},
     {"hosts", "rank"},

@@ -17,7 +17,7 @@ from scripts import run_script
 
 import radq
 from radq.cli import main
-from radq.evaluation.judges import models as judge_models
+from radq.judges import models as judge_models
 from radq.models import embedded, loading, stored
 
 REPOSITORY = Path(__file__).parent.parent

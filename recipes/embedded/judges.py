@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from radq.data.tables import read_table
-from radq.evaluation.judges.encoders import Encoder, load_encoder
-from radq.evaluation.judges.linear import Card, LinearModel, Split
+from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.linear import Card, LinearModel, Split
 
 REVIEWS = 12_000
 FEWEST_WORDS, MOST_WORDS = 12, 30  # of the end of a review: about as long as a generated text

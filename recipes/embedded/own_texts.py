@@ -19,8 +19,8 @@ from radq import generate, load, load_guide
 from radq.data.prompts import read_prompts
 from radq.decoding.generate import Generation
 from radq.decoding.prompts import encode_prompts
-from radq.evaluation.judges.models import load_judge
 from radq.guides.spec import parse_guide
+from radq.judges.models import load_judge
 from radq.models.loading import find_device
 
 GUIDED_TOKENS = (4, 8, 12, 16)  # at the beginning of texts that are guided at all

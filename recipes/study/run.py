@@ -32,10 +32,10 @@ from splits import prepare
 
 from radq import RewardGuide, RewardModel, generate
 from radq.evaluation.demonstration import ATTRIBUTES
-from radq.evaluation.judges.encoders import load_encoder
-from radq.evaluation.judges.models import load_judge
 from radq.evaluation.metrics import ScoredTexts, measure
 from radq.files import read_lines
+from radq.judges.encoders import load_encoder
+from radq.judges.models import load_judge
 from radq.models.loading import find_device, load_causal_lm, load_tokenizer
 
 HERE = Path(__file__).resolve().parent

@@ -63,6 +63,10 @@ class StoppedError(RadqError, KeyboardInterrupt):
     """A training run that Ctrl-C has stopped, with a checkpoint to go on from."""
 
 
+class ServerError(RadqError, ConnectionError):
+    """A server that does not answer, or that refuses the requests of radq."""
+
+
 class WriteError(RadqError, OSError):
     """A file that cannot be written, for example because the disk is full."""
 

@@ -71,7 +71,7 @@ SPECIFICATIONS = [  # of guides and judges: a kind, a folder, and what follows i
     *("{world}/toy:praise=1", "{world}/v:praise=1,praise=2", "{here}/binary:praise=1", "embedded:nonsense=1"),
     *("classifier:{world}/toy", "classifier:{world}/classifier#other", "classifier:{here}/folder", "classifier:"),
     *("onnx:{world}/classifier", "linear:{world}/q", "linear:embedded:other", "reward:{world}/q", "reward:{world}/toy"),
-    *("reward:{world}/q#other", "not:not:classifier:{world}/classifier", "not:"),
+    *("reward:{world}/q#other", "not:not:classifier:{world}/classifier", "not:", "openai:", "openai:m#{here}/text.txt"),
 ]
 OUTPUTS = ("out", "cache", "save_matrix", "certificates")  # these are never pointed at a folder outside {here}
 LONG_WORK = (
@@ -177,6 +177,8 @@ def _settings(examples: int) -> Any:
 @pytest.mark.parametrize("command", CALLS, ids=" ".join)
 def test_any_value_of_any_option(command: tuple[str, ...], world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(world / "user-cache"))
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
     @_settings(8)
     @given(changes(COMMANDS[command]))

@@ -18,8 +18,8 @@ from radq.cli import main
 from radq.errors import UnknownAttributeError
 from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels, compare
-from radq.evaluation.judges.base import Judge
-from radq.evaluation.judges.models import load_judge
+from radq.judges.base import Judge
+from radq.judges.models import load_judge
 from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.rad_q import RadQ

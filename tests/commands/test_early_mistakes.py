@@ -37,6 +37,7 @@ print(json.dumps(results))
 GENERATE = "generate --base lm --prompt x"
 TRAIN = "train --data reviews.csv --labels praise --backbone lm"
 DISTILL = "distill --teacher reward --data reviews.csv --backbone lm --out new"
+CLASSIFY = "distill --data reviews.csv --backbone lm --out new --teacher-classifier"
 MISTAKES = {
     # of values
     "generate --base lm": "there is no prompt",
@@ -64,6 +65,24 @@ MISTAKES = {
     f"{DISTILL} --base lm --candidate-share 1": "candidate_share must be",
     f"{DISTILL} --base lm --teacher reward,": "separated by commas",
     "distill --data reviews.csv --out new --backbone lm --teacher experts:alpha=2": "needs a base",
+    f"{CLASSIFY} classifier": "has the labels anger, joy, and it is not clear which",
+    f"{CLASSIFY} unnamed": "has the labels LABEL_0, LABEL_1",
+    f"{CLASSIFY} classifier:fear": "choose from anger, joy",
+    f"{CLASSIFY} classifier:joy,joy": "would teach 'joy' twice",
+    f"{CLASSIFY} classifier:joy=a:b": "cannot be called 'a:b'",
+    f"{CLASSIFY} classifier:": "no name of a classifier",
+    f"{CLASSIFY} ./nowhere:joy": "there is no folder './nowhere'",
+    f"{CLASSIFY} reward:praise": "give it as --teacher",
+    f"{CLASSIFY} openai:m": "`radq label`",
+    f"{CLASSIFY} not:openai:m": "`radq label`",
+    f"{CLASSIFY} classifier:joy --teacher reward": "both teacher and teacher_classifier",
+    f"{CLASSIFY} classifier:joy --labels praise": "exclude each other",
+    f"{CLASSIFY} classifier:joy --teacher-reads continuation": "there are no prompts",
+    f"{CLASSIFY} classifier:joy --teacher-scores prefixes --kind v": "kind must be q",
+    f"{CLASSIFY} classifier:joy --base lm --loss ce": "loss must be mse",
+    f"{CLASSIFY} classifier:joy --cache-targets": "cache_targets needs a teacher of tokens",
+    f"{DISTILL} --teacher-scores prefixes": "teacher_scores is for classifiers",
+    "distill --teacher-classifier classifier:joy --data reviews.csv --out new": "there is no model to start from",
     "rank data reviews.csv --labels praise --backbone lm --eps -1": "eps must be",
     "rank data reviews.csv --backbone lm": "labels must name",
     "demo --num-samples 0": "num_samples must be at least 1",
@@ -90,6 +109,13 @@ MISTAKES = {
     "rank model reward --data reviews.csv --text review": "it has text, praise",
     "judge train --data reviews.csv --labels joy --out new": "it has text, praise",
     "judge score --judge reward:reward --data nowhere.csv": "there is no file",
+    "label --judge openai:m --text x": "no rubric",
+    "label --judge openai:m --rubric prompts.txt --text x": "names no scale",
+    "label --judge openai:m --rubric nowhere.md --text x": "cannot be read",
+    "label --judge reward:reward --data reviews.csv --out reviews.csv": "the file that is read",
+    "label --judge oracle --text x": "begin with one of",
+    "label --judge reward:reward": "there is no text",
+    "label --judge reward:reward --text x --jobs 0": "jobs must be",
     "eval --config wrong.yaml --out new": "'lables', which is no option",
     "eval --config nowhere.yaml --out new": "nowhere.yaml",
     "eval --config no-prompts.yaml --out new": "nowhere.jsonl",
@@ -141,6 +167,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | s
     for name in ("lm", "light", "experts/expert", "experts/anti"):
         write_model(here / name, model_type="gpt2")
     (here / "light" / "model.safetensors").unlink()
+    write_model(here / "classifier", model_type="bert", id2label={"0": "anger", "1": "joy"})
+    write_model(here / "unnamed", model_type="bert")
     write_model(here / "gedi", model_type="gpt2", gedi={"codes": ["a", "b"], "scale": 1.0})
     write_model(here / "reward", model_type="radq", kind="q", attributes=["praise", "calm"])
     for name in ("empty", "run"):

@@ -9,7 +9,7 @@ from classifiers import WORDS, make_classifier
 from command_runs import fails
 
 from radq.cli import main
-from radq.evaluation.judges.models import load_judge
+from radq.judges.models import load_judge
 
 
 @pytest.fixture

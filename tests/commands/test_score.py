@@ -11,10 +11,10 @@ import torch
 from command_runs import fails
 
 from radq.cli import main
+from radq.judges.agreement import measure_agreement
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
-from radq.training.agreement import measure_agreement
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from chat_servers import faking, read_text, say
 from classifiers import make_classifier
 from command_runs import fails
 from kills import run_and_kill
@@ -19,11 +20,11 @@ from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.errors import DataError, OptionError
-from radq.evaluation.judges.encoders import load_encoder
 from radq.evaluation.metrics import mauve
 from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCell, find_changes, load_sweep
 from radq.evaluation.sweep.costs import read_costs
 from radq.files import drop_partial_last_line, read_lines
+from radq.judges.encoders import load_encoder
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
@@ -32,9 +33,9 @@ PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the 
 
 
 SMALL_BATCHES = {  # so that the texts of a cell fill several
-    "radq.evaluation.judges.readers:BATCH_SIZE": 3,
-    "radq.evaluation.judges.models:BATCH_SIZE": 3,
-    "radq.evaluation.judges.readers:TransformersReader.group_size": 7,
+    "radq.judges.readers:BATCH_SIZE": 3,
+    "radq.judges.models:BATCH_SIZE": 3,
+    "radq.judges.readers:TransformersReader.group_size": 7,
 }
 
 
@@ -242,6 +243,27 @@ def test_metrics_are_those_of_an_independent_computation(
     assert found["avg_max[mood]"]["value"] == pytest.approx(np.nanmax(scores[4:], axis=1).mean())
 
 
+def test_a_language_model_judges_by_a_rubric(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores are mapped to 0 to 1, and texts that it does not score are left out."""
+    (tmp_path / "rubric.md").write_text("How long is it? Scale: 1 to 5")
+    use = {"judge": f"openai:m#{tmp_path / 'rubric.md'}", "metrics": ["avg_max"]}
+    config = write(guides={}, judges={"llm": use}, metrics=[], perplexity=None)
+    argv = ["eval", "--config", config, "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache"), "--json"]
+
+    def grade(text: str) -> int | None:
+        return None if len(text) % 7 == 0 else len(text) % 5 + 1
+
+    with faking(lambda number, body: say(str(grade(read_text(body))))) as (_, address):
+        monkeypatch.setenv("OPENAI_BASE_URL", address)
+        assert main(argv) == 0
+    texts = [(row["group"], row["continuations"]) for row in read_lines(tmp_path / "run" / "generations.jsonl")]
+    for row in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        scores = [[grade(text) for text in some if text.strip()] for group, some in texts if group == row["group"]]
+        known = [[(score - 1) / 4 for score in some if score is not None] for some in scores]
+        assert row["metrics"]["avg_max[llm]"]["value"] == pytest.approx(np.mean([max(some) for some in known if some]))
+    assert None in [grade(text) for _, some in texts for text in some]
+
+
 def test_changes_are_those_from_the_unguided_cell(run: Path) -> None:
     rows = {(row["cell"], row["group"]): row for row in read_lines(run / "metrics.jsonl")}
     assert {(row["group"], row["prompts"], row["samples"]) for row in rows.values()} == {
@@ -431,9 +453,9 @@ KILLS = [  # a run is killed after so many calls of this function; each goes on 
     ("radq.evaluation.sweep.generate:append_lines", 3),  # generations that have no costs yet
     ("radq.evaluation.sweep.generate:append_lines", 4),
     ("radq.evaluation.sweep.generate:load_engine", 1),
-    ("radq.evaluation.judges.base:CachedJudge._store", 1),  # within a group of texts
+    ("radq.judges.base:CachedJudge._store", 1),  # within a group of texts
     ("radq.evaluation.sweep.measure:measure_likelihoods", 3),  # between cells
-    ("radq.evaluation.judges.base:CachedJudge._store", 4),
+    ("radq.judges.base:CachedJudge._store", 4),
     ("radq.evaluation.sweep.measure:_metrics_row", 5),
     ("radq.evaluation.sweep.measure:compare_guides", 1),
 ]

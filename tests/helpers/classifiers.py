@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from tokenizers.implementations import BertWordPieceTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
@@ -60,6 +61,32 @@ def make_classifier(
     with quiet():
         model.save_pretrained(folder)
     make_word_tokenizer(special=kind != "gpt2").save_pretrained(folder)
+    return folder
+
+
+def make_wordpiece_classifier(
+    folder: Path, labels: Sequence[str] = ("negative", "positive"), seed: int = 0, **options: Any
+) -> Path:
+    """A random BERT with 24 positions and a WordPiece tokenizer of its own, which cuts words into pieces."""
+    letters = "abcdefghijklmnopqrstuvwxyz."
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    pieces += ["the", "fi", "##lm", "good", "bad", "##ing", "very"]
+    words: Any = BertWordPieceTokenizer({piece: n for n, piece in enumerate(pieces)})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words._tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(seed)
+    config = BertConfig(vocab_size=len(pieces), max_position_embeddings=24, pad_token_id=0, **sizes, **names, **options)
+    model = BertForSequenceClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    with quiet():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

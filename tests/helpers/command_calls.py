@@ -82,6 +82,12 @@ CALLS: dict[tuple[str, ...], Call] = {
         "resamples": ["10"],
         "cache": ["{here}/cache"],
     },
+    ("label",): {
+        "judge": ["classifier:{world}/classifier"],
+        "data": ["{world}/reviews.csv"],
+        "out": ["{here}/scored.csv"],
+        "cache": ["{here}/cache"],
+    },
     ("judge", "score"): {
         "judge": ["classifier:{world}/classifier"],
         "text": ["a good film"],

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from radq.evaluation.judges.base import Judge, Scored
+from radq.judges.base import Judge, Scored
 from radq.toy import GOOD
 
 

@@ -9,8 +9,8 @@ import pandas
 import pytest
 
 from radq.cli import main
+from radq.judges.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
 from radq.toy import make_reviews
-from radq.training.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
 from radq.training.config import RewardTrainingConfig
 from radq.training.outcome import describe_outcome, next_commands, warn_of_chance
 from radq.training.plan import format_duration

@@ -1,4 +1,7 @@
-"""radq distill --teacher DIR --data reviews.csv --base gpt2-large --backbone gpt2 --out student"""
+"""radq distill --teacher DIR --data reviews.csv --base gpt2-large --backbone gpt2 --out student
+
+With --teacher-classifier in place of --teacher, a classifier of texts is the teacher.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +13,7 @@ from radq.errors import OptionError
 class Arguments(train.Arguments):
     """Train a RAD-Q on the rewards of a teacher: of the tokens of texts and, with --base, of the candidates that a
     language model has for the next tokens of texts of its own. Labels are not needed; if given, they are used in the
-    evaluation."""
+    evaluation. A classifier may be the teacher, too (--teacher-classifier)."""
 
     online: bool = False
     """Compute the teacher's rewards in every step. This is the default, and the opposite of --cache-targets."""
@@ -21,8 +24,10 @@ def defaults(argv: list[str]) -> Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    if not arguments.teacher:
-        raise OptionError("there is no teacher.", "give the folder of a RAD-V as --teacher DIR.")
+    if not arguments.has_teacher:
+        raise OptionError(
+            "there is no teacher.", "give the folder of a RAD-V as --teacher DIR, or --teacher-classifier NAME."
+        )
     if arguments.online and arguments.cache_targets:
         raise OptionError("both --online and --cache-targets are given.", "choose one of them.")
     train.run(arguments)

@@ -1,36 +1,15 @@
 """radq judge score --judge JUDGE --text "…" and radq judge train --data FILE --labels COLUMN --out FOLDER"""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from radq.commands import label
+
 if TYPE_CHECKING:
     import numpy as np
-
-    from radq.evaluation.judges.base import Judge
-
-
-@dataclass
-class Score:
-    """Score texts with a judge. Scores are kept on disk, so that the same texts are not judged again."""
-
-    judge: str
-    """The judge, as KIND:SOURCE: classifier:NAME_OR_FOLDER[#label], onnx:FOLDER[#label], linear:FOLDER,
-    linear:embedded:sentiment, linear:embedded:toxicity or reward:FOLDER[#attribute]. not:JUDGE is 1 − its score."""
-    text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
-    """Text to score; repeat the option for more texts."""
-    data: list[str] = field(default_factory=list)
-    """Files with texts (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
-    column: str = "text"
-    """Column with the texts in these files."""
-    cache: Path | None = None
-    """Folder in which scores are kept; by default in the user's cache."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
-    json: bool = False
-    """Print the scores as JSON."""
 
 
 @dataclass
@@ -66,69 +45,16 @@ class Train:
 
 
 Arguments = (
-    Annotated[Score, tyro.conf.subcommand("score", prefix_name=False)]
+    Annotated[label.Arguments, tyro.conf.subcommand("score", prefix_name=False)]  # the same as `radq label`
     | Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
 )
 
 
-def run(arguments: Score | Train) -> None:
-    if isinstance(arguments, Score):
-        _score(arguments)
+def run(arguments: label.Arguments | Train) -> None:
+    if isinstance(arguments, label.Arguments):
+        label.run(arguments)
     else:
         _train(arguments)
-
-
-# --- score ---
-
-
-def _score(arguments: Score) -> None:
-    from radq.commands.console import announce, print_json
-
-    texts = _collect_texts(arguments)
-    announce(f"loading {arguments.judge}", arguments.json)
-    from radq.evaluation.judges.base import CachedJudge
-    from radq.evaluation.judges.models import load_judge
-    from radq.models.loading import find_device
-
-    judge = CachedJudge(load_judge(arguments.judge, find_device(arguments.device)), arguments.cache)
-    scores = judge.score(texts, progress=not arguments.json)
-    if arguments.json:
-        rows = [{"text": t, "score": None if s != s else float(s)} for t, s in zip(texts, scores, strict=True)]
-        print_json({"judge": judge.name, "truncated": judge.truncated, "texts": rows})
-    else:
-        _print_scores(judge, texts, scores)
-
-
-def _collect_texts(arguments: Score) -> list[str]:
-    from radq.data.tables import read_text_column
-    from radq.errors import OptionError
-
-    texts = list(arguments.text)
-    for source in arguments.data:
-        texts += read_text_column(source, arguments.column)
-    if not texts:
-        raise OptionError("there is no text to score.", "give --text TEXT or --data FILE.")
-    return texts
-
-
-def _print_scores(judge: "Judge", texts: list[str], scores: "np.ndarray") -> None:
-    from rich.table import Table
-
-    from radq.commands.console import coloured, console
-
-    table = Table()
-    table.add_column("score", justify="right", no_wrap=True)
-    table.add_column("text", overflow="fold")
-    for text, score in zip(texts, scores, strict=True):
-        cell = "blank" if score != score else coloured([(f"{score:.3f}", score)], 0, 1)
-        table.add_row(cell, text)
-    print(judge.name)
-    console().print(table)
-    if judge.truncated:
-        print(f"note: {judge.truncated} texts were too long, and were judged by their beginnings.")
-
-
-# --- train ---
 
 
 def _train(arguments: Train) -> None:
@@ -137,16 +63,16 @@ def _train(arguments: Train) -> None:
     from radq.commands.console import announce, print_json
     from radq.data.tables import check_sources
     from radq.errors import OptionError
-    from radq.evaluation.judges.base import CARD
     from radq.files import require_own_folder
+    from radq.judges.base import CARD
 
     require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
     if arguments.out.exists() and not arguments.overwrite:
         raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or replace it with --overwrite.")
     check_sources(arguments.data, [arguments.text, arguments.labels])
     announce(f"loading {arguments.encoder}", arguments.json)
-    from radq.evaluation.judges.encoders import load_encoder
-    from radq.evaluation.judges.linear import Card, LinearModel, split_rows
+    from radq.judges.encoders import load_encoder
+    from radq.judges.linear import Card, LinearModel, split_rows
     from radq.models.loading import find_device
 
     texts, labels, blank = _read_labelled_texts(arguments)

@@ -8,8 +8,8 @@ import tyro
 
 if TYPE_CHECKING:
     from radq.evaluation.table_scores import TableScores
+    from radq.judges.agreement import Agreement
     from radq.models.reward import RewardModel
-    from radq.training.agreement import Agreement
 
 
 @dataclass
@@ -223,7 +223,7 @@ def _compare(model: "RewardModel", scores: "TableScores", label_columns: dict[st
     """The agreement of rewards and labels, for each attribute with labels."""
     import numpy as np
 
-    from radq.training.agreement import measure_agreement
+    from radq.judges.agreement import measure_agreement
 
     found = {}
     for n, attribute in enumerate(label_columns):

@@ -166,6 +166,12 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         """The part of the rows for which `chosen`, (n,), is true."""
         return self._choose(self.rows[chosen])
 
+    def with_labels(self, labels: np.ndarray) -> "RewardData":
+        """The same rows with other labels, such as the scores of a classifier: (n, a), for all rows of the files."""
+        changed = self._choose(self.rows)
+        changed.labels = labels
+        return changed
+
     def _choose(self, rows: np.ndarray) -> "RewardData":
         chosen = copy.copy(self)
         chosen.rows = rows

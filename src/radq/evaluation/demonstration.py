@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.generate import Generation, generate
 from radq.decoding.prompts import encode_prompts
-from radq.evaluation.judges.base import Judge
-from radq.evaluation.judges.encoders import load_encoder
-from radq.evaluation.judges.models import LinearJudge
 from radq.guides import RewardGuide
+from radq.judges.base import Judge
+from radq.judges.encoders import load_encoder
+from radq.judges.models import LinearJudge
 from radq.models.embedded import EMBEDDED, SUGGESTED, judge_folder
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RewardModel

@@ -297,7 +297,8 @@ def score_places(
 ) -> Float[np.ndarray, "n p k a"]:
     """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used."""
     places = [(n, p) for n, prefix in enumerate(prefixes) for p in range(len(prefix.places))]
-    texts = [prefixes[n].tokens[: prefixes[n].places[p]] for n, p in places]
+    starts = [prefix.prompt_length if teacher.reads_continuations else 0 for prefix in prefixes]
+    texts = [prefixes[n].tokens[starts[n] : prefixes[n].places[p]] for n, p in places]
     rows = np.array([candidates[n, p] for n, p in places]).reshape(len(places), candidates.shape[2])
     rewards = score_rows(teacher, texts, rows)
     targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)

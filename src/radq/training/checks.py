@@ -5,6 +5,7 @@ from pathlib import Path
 from radq.data.prompts import read_prompts
 from radq.data.tables import check_sources
 from radq.errors import OptionError
+from radq.judges.classifier_names import check_classifier
 from radq.models.stored import check_language_model, check_reward_model
 from radq.training.config import TrainingConfig
 from radq.training.run_folder import check_run_folder
@@ -14,6 +15,7 @@ CHECKS = {
     "backbone": check_language_model,
     "init": check_reward_model,
     "teacher": check_teachers,
+    "teacher_classifier": check_classifier,
     "base": check_language_model,
     "prompts": read_prompts,
 }
@@ -24,7 +26,7 @@ def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
     config.check()
     check_run_folder(Path(config.out), resume, overwrite)
     for option, check in CHECKS.items():
-        name = getattr(config, option, "")  # runs of experts have no `init`, `teacher`, `base` and `prompts`
+        name = getattr(config, option, "")  # runs of experts have neither teachers nor `init`, `base` and `prompts`
         if name:
             check(name)
     teacher = getattr(config, "teacher", "")

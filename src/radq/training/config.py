@@ -177,6 +177,16 @@ class RewardTrainingConfig(TrainingConfig):
     """Folder of a reward model whose rewards are the targets of training, instead of labels (distillation). Several
     folders, separated by commas, teach the mean of their rewards. With --base, a guide may be a teacher, too, written
     as for --guide: DIR:alpha=2 or DIR:omega=30."""
+    teacher_classifier: str = ""
+    """Classifier or reward model of transformers, or in ONNX, whose scores are the targets of training: NAME[:label],
+    where NAME is a folder or hub name. Several labels, each with a name for its attribute where wanted, are written as
+    NAME:label=attribute,label=attribute. A judge such as linear:FOLDER may be the teacher, too. It has a tokenizer of
+    its own, and reads texts."""
+    teacher_scores: Literal["texts", "prefixes"] = "texts"
+    """What the --teacher-classifier scores: texts gives a score to each whole text, which becomes its label; prefixes
+    gives one to each beginning of a text, which becomes the reward of the beginning's last token."""
+    teacher_reads: Literal["text", "continuation"] = "text"
+    """What the --teacher-classifier reads of a text that begins with a prompt: all of it, or the continuation alone."""
     kind: Literal["q", "v"] = "q"
     """Kind of reward model: q (RAD-Q) scores all next tokens in one forward pass, v (RAD-V) reads each of them."""
     reads: Literal["itself", "base"] = "itself"
@@ -232,10 +242,20 @@ class RewardTrainingConfig(TrainingConfig):
     round_beta: Annotated[float, NOT_NEGATIVE] = 20.0
     """Strength of that guidance: one half of the prefixes is guided by this β, the other half by −β."""
 
+    @property
+    def has_teacher(self) -> bool:
+        return bool(self.teacher or self.teacher_classifier)
+
+    @property
+    def learns_tokens(self) -> bool:
+        """Whether a teacher gives a target to each token of a text; otherwise each text has labels."""
+        return bool(self.teacher) or (bool(self.teacher_classifier) and self.teacher_scores == "prefixes")
+
     def check(self) -> None:
         super().check()
-        if not self.attributes and not self.teacher:
+        if not self.attributes and not self.has_teacher:
             raise OptionError("there are no labels.", "give --labels with one or more columns.")
+        self._check_classifier()
         if not self.backbone and not self.init and not self.teacher:
             raise OptionError("there is no model to start from.", "give --backbone or --init.")
         if self.lora_rank and not self.backbone and not self.teacher:
@@ -248,14 +268,33 @@ class RewardTrainingConfig(TrainingConfig):
                 f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}.",
                 "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out.",
             )
-        if self.cache_targets and not self.teacher:
-            raise OptionError("cache_targets needs a teacher, and there is none.", "give --teacher.")
-        if self.teacher and self.kind != "q":
+        if self.cache_targets and not self.learns_tokens:
+            raise OptionError("cache_targets needs a teacher of tokens, and there is none.", "give --teacher.")
+        if (self.learns_tokens or self.base) and self.kind != "q":
             raise OptionError(f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out.")
         self._check_candidates()
 
+    def _check_classifier(self) -> None:
+        """Refuse settings that contradict a classifier as the teacher, or that only such a teacher has."""
+        if not self.teacher_classifier:
+            for name, value in {"teacher_scores": "texts", "teacher_reads": "text"}.items():
+                if getattr(self, name) != value:
+                    raise OptionError(f"{name} is for classifiers.", "give --teacher-classifier, too.")
+            return
+        if self.teacher:
+            raise OptionError("both teacher and teacher_classifier are given.", "choose one of them.")
+        if self.attributes and not self.learns_tokens:
+            raise OptionError(
+                "labels and teacher_classifier exclude each other, since the classifier's scores are the labels.",
+                "leave --labels out, or give --teacher-scores prefixes, where labels are used in the evaluation.",
+            )
+        if self.teacher_reads == "continuation" and self.prompt is None and not self.base:
+            raise OptionError("teacher_reads is continuation, and there are no prompts.", "give --prompt COLUMN.")
+        if self.base and self.loss != "mse":
+            raise OptionError(f"loss must be mse with a base, got {self.loss!r}.", "leave --loss out.")
+
     def _check_candidates(self) -> None:
-        if self.base and not self.teacher:
+        if self.base and not self.has_teacher:
             raise OptionError("base needs a teacher, and there is none.", "give --teacher, or leave --base out.")
         if self.base and self.trainer.get("dataloader_num_workers"):
             raise OptionError("trainer sets dataloader_num_workers, which base does not allow.", "leave it out.")

@@ -31,6 +31,7 @@ class Prefix(NamedTuple):
 
     tokens: list[int]
     places: list[int]
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,4 +156,4 @@ def _choose_places(
     unknown = next((place for place, token in enumerate(tokens) if token >= num_known), len(tokens))
     places = np.arange(len(prompt), min(len(tokens) - 1, unknown) + 1)
     chosen = np.sort(np.random.default_rng(seed).permutation(places)[:num_places]).tolist()
-    return Prefix(tokens[: chosen[-1]] if chosen else prompt[:unknown] or [0], chosen)
+    return Prefix(tokens[: chosen[-1]] if chosen else prompt[:unknown] or [0], chosen, len(prompt))

@@ -7,6 +7,7 @@ If several processes are launched, each of them calls `train`, and the first one
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,9 @@ from radq.training.run_folder import (
     read_scales,
     take_settings_of_run,
 )
-from radq.training.targets import cache_targets, target_shape
+from radq.training.targets import cache_targets, target_ranges, target_shape
 from radq.training.teacher import Teacher, check_teacher, load_teacher
+from radq.training.text_source import label_data, load_text_teacher, measure_teacher
 
 
 def train(
@@ -60,12 +62,14 @@ def train(
     copied = _find_copied(config, teacher)
     config = replace(config, lora_rank=_find_rank(config, copied))
     model = _start_from_trained(config, copied)
+    if config.teacher_classifier:
+        teacher = load_text_teacher(config, _describe_start(config, model).tokenizer)
     with processes.main_process_first():  # the others find the data tokenised
         found = _load_data(config, model, teacher, resume, progress and processes.is_main_process)
     config, data, eval_data = found.config, found.train, found.evaluation
     model = _make_model(config, model, teacher)
     _note_labels(model, data, config)
-    contents = _fingerprint_contents(data, eval_data, model, teacher)
+    contents = _fingerprint_contents(data, eval_data, model, config, teacher)
     maker = None
     if teacher is not None and config.base:
         maker = _prepare_candidates(config, model, teacher, found, progress and processes.is_main_process)
@@ -78,13 +82,12 @@ def train(
         begin_run(out, config, contents, data.scales, resume)
     if maker is not None:
         _make_candidates(trainer, maker)
-    if teacher is not None and (config.cache_targets or teacher.reads_step_by_step):
-        for part in (data, eval_data):
-            if part is not None:
-                part.targets = _map_targets(part, teacher, contents["teacher"], trainer, progress)
+    if teacher is not None and config.learns_tokens and (config.cache_targets or teacher.is_slow):
+        _store_targets(trainer, teacher, contents["teacher" if config.teacher else "teacher_classifier"], progress)
     if progress and processes.is_main_process:
         print(describe_plan(trainer))
     metrics = trainer.train_and_evaluate(checkpoint) | ({} if maker is None else maker.metrics)
+    metrics |= measure_teacher(teacher)
     _save_model(model, trainer, out)
     if processes.is_main_process:
         warn_of_chance(metrics, model.config.attributes)
@@ -137,7 +140,9 @@ def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> R
 def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teacher: Teacher | None) -> RewardModel:
     """Make the reward model with which training starts: a trained one, or a new head over a language model."""
     model = trained or _start_from_backbone(config, teacher)
-    model.config.loss = "mse" if config.teacher else config.loss  # also of a model that was trained otherwise before
+    model.config.loss = (
+        "mse" if config.learns_tokens else config.loss
+    )  # also of a model that was trained otherwise before
     if config.attributes and config.attributes != model.config.attributes:
         raise OptionError(
             f"labels must be the attributes of {config.init or config.teacher!r}, "
@@ -145,7 +150,7 @@ def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teach
             "name these columns, in this order.",
         )
     if teacher is not None:
-        check_teacher(teacher, model, config.teacher, config.backbone or config.init)
+        check_teacher(teacher, model, config.teacher or config.teacher_classifier, config.backbone or config.init)
         if teacher.ranges is not None:
             model.config.response_range = simplify_ranges(teacher.ranges, len(teacher.attributes))
         model.config.label_scales = teacher.label_scales
@@ -198,7 +203,11 @@ def _load_data(
     if scales is None and rewards is not None and config.attributes and config.label_rules == LabelRules():
         scales = scales_of_model(rewards.config, config.teacher)  # labels are compared with the teacher's rewards
     found = load_run_data(config, _describe_start(config, model), progress, scales)
-    check_labels(found.train, config.attributes, config.loss)
+    if teacher is None or config.learns_tokens:
+        check_labels(found.train, config.attributes, config.loss)
+        return found
+    found = label_data(teacher, found, progress)
+    check_labels(found.train, teacher.attributes, config.loss)
     return found
 
 
@@ -222,13 +231,17 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
 
 def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingConfig) -> None:
     """Store the range and the scales of the labels with the model; a student has those of its teacher."""
-    if not config.teacher:
+    if not config.learns_tokens:
         model.config.response_range = simplify_ranges(data.label_ranges, len(data.label_ranges))
-        model.config.label_scales = [asdict(scale) for scale in data.scales]
+        model.config.label_scales = None if config.teacher_classifier else [asdict(scale) for scale in data.scales]
 
 
 def _fingerprint_contents(
-    data: RewardData, eval_data: RewardData | None, model: RewardModel, teacher: Teacher | None
+    data: RewardData,
+    eval_data: RewardData | None,
+    model: RewardModel,
+    config: RewardTrainingConfig,
+    teacher: Teacher | None,
 ) -> dict[str, str]:
     """Compute fingerprints of the data, teacher and frozen weights of a run; trained weights are in its checkpoints."""
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
@@ -236,8 +249,21 @@ def _fingerprint_contents(
     if eval_data is not None:
         contents["eval_data"] = eval_data.fingerprint
     if teacher is not None:
-        contents["teacher"] = teacher.fingerprint
+        contents["teacher" if config.teacher else "teacher_classifier"] = teacher.fingerprint
     return contents
+
+
+def _store_targets(trainer: RewardTrainer, teacher: Teacher, fingerprint: str, progress: bool) -> None:
+    """Compute the teacher's rewards of all tokens, and let the data read them from files of the run folder.
+
+    The student may give any of these rewards, if their range was not known before.
+    """
+    data: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
+    for part in (part for part in data if part is not None):
+        part.targets = _map_targets(part, teacher, fingerprint, trainer, progress)
+    if teacher.ranges is None and not trainer.config.base:
+        ranges = target_ranges(data[0])
+        trainer.reward_model.config.response_range = simplify_ranges(ranges, len(ranges))
 
 
 def _map_targets(
@@ -269,8 +295,9 @@ def _prepare_candidates(
     prompts = choose_prompts(config, data.train, data.evaluation, lm, tokenizer)
     room = [context for context in (teacher.context, student.max_tokens) if context is not None]
     check_room(prompts, config, min(room, default=None))
-    known = [vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies]
-    maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, min(known), progress)
+    vocabularies = [vocabulary for source in teacher.sources for vocabulary in source.vocabularies]
+    known = min(vocabulary.num_known for vocabulary in [student.vocabulary, *vocabularies])
+    maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, known, progress)
     maker.check_disk()
     return maker
 
@@ -283,5 +310,8 @@ def _make_candidates(trainer: RewardTrainer, maker: CandidateMaker) -> None:
     rounds = RoundsCallback(trainer, maker)
     trainer.add_callback(rounds)
     if maker.teacher.ranges is None:
-        ranges = rounds.candidates.ranges
+        ranges, data = rounds.candidates.ranges, trainer.train_dataset
+        if isinstance(data, RewardData) and not trainer.config.learns_tokens:
+            both = zip(ranges, data.label_limits, strict=True)
+            ranges = [(min(lows), max(highs)) for lows, highs in (zip(*pair, strict=True) for pair in both)]
         trainer.reward_model.config.response_range = simplify_ranges(ranges, len(ranges))

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import EvalPrediction
 
 from radq.data.dataset import RewardData
+from radq.judges.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
 from radq.models.loading import evaluating
 from radq.models.reward import RewardModel
 from radq.numerics import take_last
-from radq.training.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
 from radq.training.candidate_agreement import compare_rewards, metrics_of
 from radq.training.candidates import UNUSED, CandidateFeed, CandidateSet
 from radq.training.config import RewardTrainingConfig
@@ -110,7 +110,7 @@ class RewardTrainer(BatchTrainer):
         output = model(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._random_tokens(inputs)
         )
-        if self.config.teacher:
+        if self.config.learns_tokens:
             loss = distillation_loss(output.rewards, loss_mask, self._targets(inputs)) * positions
         else:
             compute = LOSSES[self.config.loss].compute
@@ -118,7 +118,7 @@ class RewardTrainer(BatchTrainer):
             loss = label_loss * len(loss_mask) / num_texts.clamp(min=1) * texts
         if output.marginals is not None:
             regulariser = baseline_loss(output.marginals, loss_mask) * positions
-            if self.config.teacher:  # the mean over attributes, as in the distillation loss
+            if self.config.learns_tokens:  # the mean over attributes, as in the distillation loss
                 regulariser = regulariser / output.marginals.shape[-1]
             loss = loss + self.config.reg_weight * regulariser
         for share in candidates:
@@ -185,7 +185,7 @@ class RewardTrainer(BatchTrainer):
         if labels.shape[1]:
             errors = (rewards - labels[:, None]).square() * prefix_weights(loss_mask)[..., None]
             columns.append(errors.sum(1))
-        if self.config.teacher:
+        if self.config.learns_tokens:
             targets = self._targets(inputs)
             distance = (rewards - targets).square().mean(-1) * loss_mask
             columns += [distance.sum(1, keepdim=True), loss_mask.sum(1, keepdim=True).float()]
@@ -199,7 +199,7 @@ class RewardTrainer(BatchTrainer):
         metrics = compute_metrics(np.asarray(prediction.predictions), labels, attributes)
         if labels.shape[1]:
             train: Any = self.train_dataset
-            loss = None if self.config.teacher else self.config.loss
+            loss = None if self.config.learns_tokens else self.config.loss
             metrics |= constant_metrics(labels, weights[:, 0], train.mean_labels, attributes, loss)
         return metrics | self.measure_candidates()
 
@@ -243,7 +243,7 @@ class RewardTrainer(BatchTrainer):
         model: Any = self.model
         a = len(model.config.attributes)
         labels, weights = data.labels[data.rows], data.weights[data.rows]
-        width = a * (1 + bool(labels.shape[1])) + (2 + 2 * a) * bool(self.config.teacher)
+        width = a * (1 + bool(labels.shape[1])) + (2 + 2 * a) * bool(self.config.learns_tokens)
         label_ids: Any = np.concatenate([labels, weights[:, None]], axis=1)
         names = self.metrics(EvalPrediction(np.ones((len(data), width)), label_ids))
         unchanging = ("constant_", "chance_")  # training does not change these

@@ -29,7 +29,9 @@ SETTINGS = "config.yaml"
 FINGERPRINTS = "fingerprints.json"
 LABELS = "labels.json"
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
-FINGERPRINTED = ("data", "eval_data", "teacher", "backbone", "base", "prompts")  # a resumed run may name them otherwise
+FINGERPRINTED = (  # a resumed run may name them otherwise
+    *("data", "eval_data", "teacher", "teacher_classifier", "backbone", "base", "prompts"),
+)
 CHANGEABLE = (
     *("out", "cache", "log_steps", "save_steps", "save_minutes", "report_to", "micro_batch_size"),
     *("gradient_checkpointing", "capture_steps"),

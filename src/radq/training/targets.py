@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from radq.data.dataset import RewardData
 from radq.files import explained_writing, fingerprint_values, whole_file
-from radq.training.teacher import Teacher
+from radq.training.teacher import Limits, Teacher
 
 TARGET_BYTES = 4  # targets are stored in float32
 
@@ -46,9 +46,20 @@ def _write_targets(file: Path, data: RewardData, teacher: Teacher, batch_size: i
         stream.truncate(TARGET_BYTES * num_tokens * a)
         for chunk in tqdm(chunks, desc="rewards of the teacher", unit="batch", disable=not progress):
             batch = data.batch(chunk.tolist())
-            input_ids, attention_mask = (batch[name].to(teacher.device) for name in ("input_ids", "attention_mask"))
-            rewards = teacher.token_rewards(input_ids, attention_mask).float().cpu().numpy()
-            lengths = attention_mask.sum(1).tolist()
+            read = batch["loss_mask" if teacher.reads_continuations else "attention_mask"]
+            rewards = teacher.token_rewards(batch["input_ids"].to(teacher.device), read.to(teacher.device))
+            rewards = rewards.float().cpu().numpy()
+            lengths = batch["attention_mask"].sum(1).tolist()
             for row, length, found in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
                 stream.seek(TARGET_BYTES * a * int(data.offsets[row]))
                 stream.write(found[:length].tobytes())
+
+
+def target_ranges(data: RewardData) -> list[Limits]:
+    """The lowest and the highest target of each attribute, over the tokens that the loss is about."""
+    assert data.targets is not None
+    starts = data.offsets[data.rows] + data.prompt_lengths[data.rows]
+    parts = [data.targets[start:end] for start, end in zip(starts, data.offsets[data.rows + 1], strict=True)]
+    ends = [(part.min(0), part.max(0)) for part in parts if len(part)]  # (a,) each
+    lows, highs = (np.array(values) for values in zip(*ends, strict=True))
+    return list(zip(lows.min(0).tolist(), highs.max(0).tolist(), strict=True))

@@ -31,6 +31,8 @@ Limits = tuple[float, float]
 class Source(nn.Module):
     """A source of rewards, for one or more attributes."""
 
+    reads_continuations = False  # whether it reads texts without their prompts
+    is_slow = False  # whether the rewards of a text's tokens take a forward pass for each token
     attributes: list[str]
     ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
@@ -114,6 +116,8 @@ class GuideSource(Source):
     strengths, such as alpha, and the same meaning.
     """
 
+    is_slow = True
+
     def __init__(self, guide: Guide, attributes: Sequence[str], settings: Sequence[Any] = ()):
         """`settings` are all other values than weights that the rewards depend on, for the fingerprint."""
         super().__init__()
@@ -193,7 +197,9 @@ class Teacher(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        """The device of its models; the CPU if it only reads texts, which it does on a device of its own choice."""
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
 
     @property
     def context(self) -> int | None:
@@ -218,9 +224,14 @@ class Teacher(nn.Module):
         return joined[0] if all(scales == joined[0] for scales in joined) else None
 
     @property
-    def reads_step_by_step(self) -> bool:
-        """Whether the rewards of a text's tokens take a forward pass for each token."""
-        return any(isinstance(source, GuideSource) for source in self.sources)
+    def is_slow(self) -> bool:
+        """Whether the rewards of a text's tokens take a forward pass for each token, so that they must be stored."""
+        return any(source.is_slow for source in self.sources)
+
+    @property
+    def reads_continuations(self) -> bool:
+        """Whether it reads texts without their prompts."""
+        return any(source.reads_continuations for source in self.sources)
 
     @property
     def fingerprint(self) -> str:

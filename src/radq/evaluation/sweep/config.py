@@ -78,7 +78,7 @@ class GuideSweep:
 
 @dataclass(frozen=True)
 class JudgeUse:
-    """A judge (see `radq.evaluation.judges.models`), the text that it reads, and the metrics of its scores."""
+    """A judge (see `radq.judges.models`), the text that it reads, and the metrics of its scores."""
 
     judge: str
     metrics: list[str]

@@ -19,14 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES, compare_at_equal
-from radq.evaluation.judges.base import CachedJudge, Judge
-from radq.evaluation.judges.encoders import Encoder, load_encoder
-from radq.evaluation.judges.models import load_judge
 from radq.evaluation.metrics import METRICS, Bootstrap, Estimate, ScoredTexts, estimate_change, measure
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.arrays import array_file, read_arrays, write_arrays
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
 from radq.files import append_lines, read_lines, whole_file
+from radq.judges.base import CachedJudge, Judge
+from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.models import UnitJudge, load_judge
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
@@ -96,7 +96,7 @@ def measure_all(
 def check_models(sweep: Sweep, device: str) -> None:
     """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation."""
     for use in sweep.judges.values():
-        load_judge(use.judge, device)
+        UnitJudge(load_judge(use.judge, device))
     if sweep.perplexity not in (None, WHILE_DECODING):
         load_config(sweep.perplexity)
     if sweep.mauve is not None:
@@ -147,7 +147,7 @@ class Instruments:
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
         loaded: dict[str, tuple[Judge, bool]] = {
-            name: (CachedJudge(load_judge(use.judge, device), cache), use.reads == "text")
+            name: (UnitJudge(CachedJudge(load_judge(use.judge, device), cache)), use.reads == "text")
             for name, use in judges.items()
         }
         if perplexity is None:

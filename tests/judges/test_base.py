@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radq.errors import DataError, ModelError
-from radq.evaluation.judges.base import CachedJudge, Judge, Scored
-from radq.evaluation.judges.models import InvertedJudge
+from radq.judges.base import CachedJudge, Judge, Scored
+from radq.judges.models import InvertedJudge
 
 
 class Lengths(Judge):
@@ -152,7 +152,7 @@ def test_scores_do_not_depend_on_what_the_cache_held(
 WORKERS = """
 import json, os, signal, sys
 import numpy as np
-from radq.evaluation.judges.base import CachedJudge, Judge
+from radq.judges.base import CachedJudge, Judge
 class Logs(Judge):
     name = "logs"
     def __init__(self, log, kill_after):

@@ -1,9 +1,10 @@
-"""The base class of judges, which score texts from 0 to 1 (higher for more of the attribute), and a cache of scores.
+"""The base class of judges, which score texts (higher for more of the attribute), and a cache of scores.
 
     judge = CachedJudge(load_judge("classifier:distilbert-base-uncased-finetuned-sst-2-english", device="cuda"))
     judge.score(["what a lovely film", ""])  # array([0.9998, nan])
 
-The kinds of judges, and `load_judge`, are in `radq.evaluation.judges.models`.
+The kinds of judges, and `load_judge`, are in `radq.judges.models`. Scores run from 0 to 1 unless `Judge.limits` says
+otherwise.
 
 The score of a blank text (empty, or whitespace alone) is NaN, whatever the judge. Metrics leave such texts out, and
 count them.
@@ -35,44 +36,60 @@ Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions in the list 
 
 
 class Judge(ABC):
-    """Scores texts from 0 to 1.
+    """Scores texts.
 
     Attributes:
         name: all that a score depends on besides the texts, since scores are cached under it.
+        attribute: a word for what is scored, such as "toxicity".
+        limits: the lowest and the highest score.
         group_size: 1 where a score depends on its own text alone. Above 1, the last digits of a score may depend on all
             texts of one call of `judge`; a caller that wants the same digits again passes the same texts in the same
             order, this many at a time.
     """
 
     name: str
+    attribute: str = "score"
+    limits: tuple[float, float] = (0.0, 1.0)
     group_size: int = 1
 
     @abstractmethod
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, none of which is blank, in batches and in any order."""
+        """Yield the scores of texts, none of which is blank, in batches and in any order.
+
+        An empty batch stands for a text that cannot be scored.
+        """
 
     @property
     def truncated(self) -> int:
         """The number of texts so far that were too long, and were judged by their beginning."""
         return 0
 
+    @property
+    def missing(self) -> int:
+        """The number of texts so far that the judge could not score."""
+        return 0
+
     def score(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, " n"]:
-        """Score each text, in order; the score of a blank text is NaN."""
+        """Score each text, in order; the score of a blank text, or of one that the judge cannot score, is NaN."""
         scores = np.full(len(texts), np.nan)
         full = [n for n, text in enumerate(texts) if text.strip()]
         with tqdm(total=len(full), unit="text", desc="judging", disable=not progress) as bar:
             for positions, values in self.judge([texts[n] for n in full]):
                 self._check([texts[full[n]] for n in positions], values)
                 scores[[full[n] for n in positions]] = values
-                bar.update(len(positions))
+                bar.update(len(positions) or 1)
+                if self.missing:
+                    bar.set_postfix(missing=self.missing)
         return scores
 
     def _check(self, texts: list[str], values: Float[np.ndarray, " b"]) -> None:
-        wrong = ~((values >= 0) & (values <= 1))
+        low, high = self.limits
+        wrong = ~((values >= low) & (values <= high) & np.isfinite(values))
         if wrong.any():
             n = int(wrong.argmax())
+            allowed = f"from {low:g} to {high:g}" if np.isfinite([low, high]).all() else "finite"
             raise ModelError(
-                f"the judge {self.name} gave {values[n]} for {texts[n][:60]!r}; scores must be from 0 to 1.",
+                f"the judge {self.name} gave {values[n]} for {texts[n][:60]!r}; scores must be {allowed}.",
                 "check that the model's files are whole, and its dtype.",
             )
 
@@ -88,16 +105,22 @@ class CachedJudge(Judge):
     whole. Scores of a judge that reads texts one by one are kept under the text alone.
 
     Scores are written as they come, so that a kill loses one group at most. Several processes may share the file.
+    Missing scores are not kept: the next call asks for them again. `kept` counts the scores that were found on disk.
     """
 
     def __init__(self, judge: Judge, folder: str | Path | None = None):
         self.inner = judge
-        self.name = judge.name
+        self.name, self.attribute, self.limits = judge.name, judge.attribute, judge.limits
         self.file = Path(folder or default_cache_folder()) / "judges.sqlite"
+        self.kept = 0
 
     @property
     def truncated(self) -> int:
         return self.inner.truncated
+
+    @property
+    def missing(self) -> int:
+        return self.inner.missing
 
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
         places: dict[str, list[int]] = {}
@@ -110,9 +133,12 @@ class CachedJudge(Judge):
             groups = _find_missing([key in known for key in keys], self.inner.group_size)
             asked = {n for group in groups for n in group}
             for text, key in (pair for n, pair in enumerate(zip(distinct, keys, strict=True)) if n not in asked):
+                self.kept += len(places[text])
                 yield places[text], np.full(len(places[text]), known[key])
             for group in groups:
                 for some, scores in self.inner.judge([distinct[n] for n in group]):
+                    if not some:
+                        yield some, scores
                     self._check([distinct[group[n]] for n in some], scores)
                     self._store(database, [keys[group[n]] for n in some], scores)
                     for n, score in zip(some, scores, strict=True):

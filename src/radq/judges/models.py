@@ -10,16 +10,17 @@ from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from radq.decoding.best_of_n import score_texts
 from radq.errors import ModelError, OptionError
-from radq.evaluation.judges.base import Judge, Scored
-from radq.evaluation.judges.encoders import Encoder, load_encoder
-from radq.evaluation.judges.linear import LinearModel
-from radq.evaluation.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader, identify
+from radq.judges.base import Judge, Scored
+from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.labels import choose_label, find_link
+from radq.judges.linear import LinearModel
+from radq.judges.llm import load_rubric_judge
+from radq.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader, identify
 from radq.models.embedded import EMBEDDED, judge_folder
 from radq.models.reward import RewardModel
 from radq.numerics import same_kernels
@@ -29,30 +30,25 @@ GPU_BATCH_SIZE = 4096  # a GPU is fast with many short texts at once
 
 @final
 class ClassifierJudge(Judge):
-    """The probability of one label of a classifier.
+    """The probability of one label of a classifier, or the value of one output of a regression.
 
-    It is the sigmoid of the label's logit where the model has one logit or independent labels, else the softmax.
+    A probability is the sigmoid of the label's logit where the model has one logit or independent labels, else the
+    softmax.
     """
 
     def __init__(self, kind: str, reader: Reader, label: str | None):
         self.reader = reader
         self.group_size = reader.group_size
-        logits = next(reader.read(["a"]))[1]
-        if logits.dim() != 2:
-            raise ModelError(
-                f"{reader.name} is no classifier: its outputs have the shape {tuple(logits.shape)}.",
-                "give a model with one row of logits per text.",
-            )
-        labels = reader.labels or [str(n) for n in range(logits.shape[1])]
-        if len(labels) != logits.shape[1]:
-            raise ModelError(
-                f"{reader.name} has {logits.shape[1]} outputs, but {len(labels)} labels.",
-                "name one label per output under id2label in its config.json.",
-            )
+        labels = find_outputs(reader)
         if label is None and not reader.labels and len(labels) == 2:
             label = labels[-1]  # the outputs of a binary classifier without names are no and yes
         self.index = choose_label(labels, label, reader.name)
-        self.name = f"{kind}:{reader.name}#{labels[self.index]}"
+        self.attribute = labels[self.index]
+        self.name = f"{kind}:{reader.name}#{self.attribute}"
+        self.link = find_link(reader.problem_type, len(labels))
+        if self.link == "identity":
+            self.name += "/regression"
+            self.limits = (-np.inf, np.inf)
 
     @property
     def truncated(self) -> int:
@@ -62,18 +58,36 @@ class ClassifierJudge(Judge):
         positions, scores = [], []
         for some, logits, _ in self.reader.read(texts):
             positions.extend(some)
-            scores.extend(self._probabilities(logits))
+            scores.extend(LINKS[self.link](logits.double())[:, self.index].cpu().numpy())
             if len(positions) >= BATCH_SIZE:
                 yield positions, np.array(scores)
                 positions, scores = [], []
         if positions:
             yield positions, np.array(scores)
 
-    def _probabilities(self, logits: Float[Tensor, "b l"]) -> Float[np.ndarray, " b"]:
-        independent = self.reader.multi_label or logits.shape[1] == 1
-        logits = logits.double()
-        probabilities = logits.sigmoid() if independent else logits.softmax(-1)
-        return probabilities[:, self.index].cpu().numpy()
+
+def find_outputs(reader: Reader) -> list[str]:
+    """The labels of a classifier's outputs, or their numbers if they have no names; other models are refused."""
+    logits = next(reader.read(["a"]))[1]
+    if logits.dim() != 2:
+        raise ModelError(
+            f"{reader.name} is no classifier: its outputs have the shape {tuple(logits.shape)}.",
+            "give a model with one row of logits per text.",
+        )
+    labels = reader.labels or [str(n) for n in range(logits.shape[1])]
+    if len(labels) != logits.shape[1]:
+        raise ModelError(
+            f"{reader.name} has {logits.shape[1]} outputs, but {len(labels)} labels.",
+            "name one label per output under id2label in its config.json.",
+        )
+    return labels
+
+
+LINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "identity": lambda logits: logits,
+}
 
 
 @final
@@ -89,6 +103,7 @@ class LinearJudge(Judge):
                 f"but {self.model.card.encoder!r} is now {self.encoder.name}.",
                 "restore that encoder, or train the judge again.",
             )
+        self.attribute = self.model.card.label
         self.name = f"linear:{Path(folder).resolve().name}@{self.model.digest()}"
         self.group_size = self.encoder.reader.group_size
 
@@ -155,54 +170,60 @@ def _tensor_cores() -> Iterator[None]:
 
 @final
 class InvertedJudge(Judge):
-    """1 − the score of another judge, for models whose high scores mean the absence of the attribute."""
+    """1 − the score of another judge, for models whose high scores mean the absence of the attribute.
+
+    On a scale other than 0 to 1, it is the score that lies as far from the highest as the other does from the lowest.
+    """
 
     def __init__(self, judge: Judge):
+        _require_scale(judge)
         self.inner = judge
-        self.name = f"not:{judge.name}"
-        self.group_size = judge.group_size
+        self.name, self.attribute = f"not:{judge.name}", f"not_{judge.attribute}"
+        self.limits, self.group_size = judge.limits, judge.group_size
 
     @property
     def truncated(self) -> int:
         return self.inner.truncated
 
+    @property
+    def missing(self) -> int:
+        return self.inner.missing
+
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        low, high = self.limits
         for positions, scores in self.inner.judge(texts):
-            yield positions, 1 - scores
+            yield positions, low + high - scores
 
 
-# --- labels of a classifier ---
+@final
+class UnitJudge(Judge):
+    """The scores of another judge, mapped to 0 to 1, which metrics need."""
+
+    def __init__(self, judge: Judge):
+        _require_scale(judge)
+        self.inner = judge
+        self.name, self.attribute, self.group_size = judge.name, judge.attribute, judge.group_size
+
+    @property
+    def truncated(self) -> int:
+        return self.inner.truncated
+
+    @property
+    def missing(self) -> int:
+        return self.inner.missing
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        low, high = self.inner.limits
+        for positions, scores in self.inner.judge(texts):
+            yield positions, (scores - low) / (high - low)
 
 
-def choose_label(labels: Sequence[str], wanted: str | None, model: str) -> int:
-    """Find the position of a label: the one that is wanted, the only one, or the one that the other one negates."""
-    if wanted is not None:
-        matches = [n for n, label in enumerate(labels) if label == wanted] or [
-            n for n, label in enumerate(labels) if _plain(label) == _plain(wanted)
-        ]
-        if len(matches) == 1:
-            return matches[0]
-        if wanted.isdecimal() and int(wanted) < len(labels):
-            return int(wanted)
-        raise OptionError(f"{model} has no label {wanted!r}.", f"choose from {', '.join(labels)}.")
-    if len(labels) == 1:
-        return 0
-    if len(labels) == 2:
-        for n in (0, 1):
-            if _negates(_plain(labels[1 - n]), _plain(labels[n])):
-                return n
-    raise OptionError(
-        f"{model} has the labels {', '.join(labels)}, and it is not clear which of them is the attribute.",
-        f"add the one you mean, such as #{labels[-1]}.",
-    )
-
-
-def _plain(label: str) -> str:
-    return "".join(character for character in label.lower() if character.isalnum())
-
-
-def _negates(label: str, other: str) -> bool:
-    return (label, other) in (("negative", "positive"), ("neg", "pos")) or label in (f"non{other}", f"not{other}")
+def _require_scale(judge: Judge) -> None:
+    if not np.isfinite(judge.limits).all():
+        raise OptionError(
+            f"the judge {judge.name} is a regression, whose scores have no lowest and highest value.",
+            "write its scores into a table with `radq label`, and train a judge or a reward model on them.",
+        )
 
 
 # --- judges as text ---
@@ -241,6 +262,11 @@ def _load_reward(source: str, device: str) -> Judge:
     return RewardJudge(folder, attribute, device)
 
 
+def _load_openai(source: str, device: str) -> Judge:
+    """Load a judge that asks a server from `MODEL#RUBRIC`."""
+    return load_rubric_judge(source)
+
+
 def _load_inverted(source: str, device: str) -> Judge:
     """Load the judge whose specification follows `not:`."""
     return InvertedJudge(load_judge(source, device))
@@ -259,4 +285,5 @@ JUDGES: dict[str, Callable[[str, str], Judge]] = {
     "linear": _load_linear,
     "reward": _load_reward,
     "not": _load_inverted,
+    "openai": _load_openai,
 }

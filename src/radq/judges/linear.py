@@ -23,9 +23,9 @@ from scipy.special import expit
 from scipy.stats import spearmanr
 
 from radq.errors import DataError, ModelError, OptionError, require_package
-from radq.evaluation.judges.base import CARD
 from radq.files import whole_folder
-from radq.training.agreement import area_under_curve
+from radq.judges.agreement import area_under_curve
+from radq.judges.base import CARD
 
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 MAX_ITERATIONS = 10_000

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.special import expit
 
 from radq.errors import DataError, ModelError, OptionError
-from radq.evaluation.judges.linear import PENALTIES, Card, LinearModel, fit_path, log_loss, split_rows
+from radq.judges.linear import PENALTIES, Card, LinearModel, fit_path, log_loss, split_rows
 
 CARD = Card("minilm", "model@1", "praise", ["reviews.csv"])
 

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from radq.training.agreement import area_under_curve, measure_agreement, rank_correlation
+from radq.judges.agreement import area_under_curve, measure_agreement, rank_correlation
 
 FEW = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, -0.5])  # so that there are ties
 PAIRS = st.lists(st.tuples(FEW, FEW), min_size=2, max_size=30).map(np.array)

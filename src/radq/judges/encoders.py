@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoModel
 
 from radq.errors import ModelError
-from radq.evaluation.judges.readers import OnnxReader, Reader, TransformersReader, find_onnx
+from radq.judges.readers import OnnxReader, Reader, TransformersReader, find_onnx
 from radq.models.embedded import EMBEDDED
 
 EMBEDDED_LAYERS = 16  # of 30: later layers represent the next token more than the text

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,12 @@ from classifiers import WORDS, make_classifier, make_onnx, write_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from radq.errors import ModelError, OptionError
-from radq.evaluation.judges.base import CachedJudge
-from radq.evaluation.judges.encoders import load_encoder
-from radq.evaluation.judges.linear import Card, LinearModel, split_rows
-from radq.evaluation.judges.models import JUDGES, RewardJudge, choose_label, load_judge
-from radq.evaluation.judges.readers import TransformersReader
+from radq.judges.base import CachedJudge, Judge, Scored
+from radq.judges.encoders import load_encoder
+from radq.judges.labels import choose_label, read_labels
+from radq.judges.linear import Card, LinearModel, split_rows
+from radq.judges.models import JUDGES, InvertedJudge, RewardJudge, UnitJudge, load_judge
+from radq.judges.readers import TransformersReader
 from radq.models.rad_v import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
@@ -59,6 +60,35 @@ def test_one_logit_and_independent_ones_go_through_a_sigmoid(tmp_path: Path) -> 
     np.testing.assert_allclose(load_judge(f"classifier:{many}#insult").score(TEXTS), wanted, atol=1e-5)
 
 
+def test_a_regression_is_taken_as_it_is_but_not_by_metrics(tmp_path: Path) -> None:
+    folder = make_classifier(tmp_path / "judge", ["REWARD"], problem_type="regression")
+    judge = load_judge(f"classifier:{folder}")
+    wanted = [float(logits_by_hand(folder, text)[0]) for text in TEXTS]
+    np.testing.assert_allclose(judge.score(TEXTS), wanted, atol=1e-5)
+    assert max(map(abs, wanted)) > 1
+    for wrapper in (UnitJudge, InvertedJudge):
+        with pytest.raises(OptionError, match=r"is a regression.*`radq label`"):
+            wrapper(judge)
+
+
+class Stars(Judge):
+    """Scores from 1 to 5."""
+
+    name, attribute, limits = "stars", "stars", (1.0, 5.0)
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        yield range(len(texts)), np.array([float(text) for text in texts])
+
+
+def test_metrics_see_any_scale_as_0_to_1() -> None:
+    np.testing.assert_array_equal(UnitJudge(Stars()).score(["1", "2", "", "5"]), [0, 0.25, np.nan, 1])
+    inverted = InvertedJudge(Stars())
+    np.testing.assert_array_equal(inverted.score(["1", "2", "5"]), [5, 4, 1])
+    assert (inverted.limits, inverted.attribute) == ((1, 5), "not_stars")
+    with pytest.raises(ModelError, match=r"gave 6\.0 for '6'; scores must be from 1 to 5"):
+        Stars().score(["6"])
+
+
 @pytest.mark.parametrize(
     ("labels", "wanted", "index"),
     [
@@ -99,6 +129,14 @@ def test_an_ambiguous_classifier_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="LABEL_0, LABEL_1.*add the one you mean"):
         load_judge(f"classifier:{folder}")
     assert load_judge(f"classifier:{folder}#LABEL_1").name.endswith("#LABEL_1")
+
+
+@pytest.mark.parametrize("wrong", [["a", "b"], {"zero": "a"}, 3])
+def test_labels_that_are_damaged(wrong: object) -> None:
+    with pytest.raises(ModelError, match="must map numbers to labels"):
+        read_labels({"id2label": wrong})
+    assert read_labels({"id2label": {"1": "b", "0": "a", "10": "k", "2": "c"}}) == ["a", "b", "c", "k"]
+    assert read_labels({}) == read_labels({"id2label": None}) == []
 
 
 @pytest.mark.parametrize(("kind", "room"), [("bert", 24), ("roberta", 23), ("gpt2", 24)])
@@ -296,7 +334,7 @@ def test_every_judge_gives_the_same_digits_after_a_kill(
 ) -> None:
     RadV.from_backbone(toy, attributes=["praise"]).save_pretrained(tmp_path / "reward")
     make_classifier(tmp_path / "classifier")
-    monkeypatch.setattr("radq.evaluation.judges.readers.BATCH_SIZE", 3)
+    monkeypatch.setattr("radq.judges.readers.BATCH_SIZE", 3)
     for batched in (TransformersReader, RewardJudge):
         monkeypatch.setattr(batched, "group_size", 7)
     judge = load_judge(f"{kind}:{tmp_path / kind.removeprefix('not:')}")

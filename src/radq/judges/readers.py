@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
+from radq.judges.labels import read_labels
 from radq.models.embedded import EMBEDDED, base_name
 from radq.models.hub import find_snapshot
 from radq.models.loading import load_config, load_tokenizer, load_weights, truncate
@@ -36,7 +37,7 @@ class Reader(ABC):
     Attributes:
         name: identifies the model by its content: another model has another name.
         labels: the names that the folder gives to the outputs of a classifier.
-        multi_label: whether the labels are independent of each other.
+        problem_type: what the folder says about the outputs, in the words of transformers; None if it says nothing.
         max_tokens: the longest text that the model reads.
         truncated: the number of texts that were cut so far.
         group_size: 1 where the output for a text does not depend on the other texts of a call, to the last bit; else
@@ -45,7 +46,7 @@ class Reader(ABC):
 
     name: str
     labels: list[str]
-    multi_label: bool
+    problem_type: str | None
     max_tokens: int
     truncated: int = 0
     group_size: int = 1
@@ -78,7 +79,7 @@ class TransformersReader(Reader):
         self.tokenizer = load_tokenizer(source)
         config = self.model.config
         self.labels = [label for _, label in sorted((config.id2label or {}).items())]
-        self.multi_label = config.problem_type == "multi_label_classification"
+        self.problem_type = config.problem_type
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
         self.pad = _pad_token(self.model, self.tokenizer, str(source))
         self.name = identify(source)
@@ -123,8 +124,8 @@ class OnnxReader(Reader):
                 f"the model in {str(folder)!r} wants the input {unknown[0]!r}.",
                 "give a model whose inputs are among input_ids, attention_mask and token_type_ids.",
             )
-        self.labels = [label for _, label in sorted((int(n), name) for n, name in config.get("id2label", {}).items())]
-        self.multi_label = config.get("problem_type") == "multi_label_classification"
+        self.labels = read_labels(config)
+        self.problem_type = config.get("problem_type")
         self.max_tokens = min(config.get("max_position_embeddings", DEFAULT_MAX_TOKENS), DEFAULT_MAX_TOKENS)
         self.tokenizer = _open_tokenizer(folder)
         self.tokenizer.no_padding()
@@ -138,6 +139,33 @@ class OnnxReader(Reader):
             known = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
             output = self.session.run(None, {name: known[name] for name in self.inputs})[0]
             yield [n], torch.from_numpy(output).float(), torch.ones(ids.shape, dtype=torch.long)
+
+
+@final
+class RememberingReader(Reader):
+    """Remembers the outputs of another reader, for judges that read the same texts one after the other."""
+
+    GROUPS = 64  # calls that are remembered
+
+    def __init__(self, reader: Reader):
+        self.inner = reader
+        self.name, self.labels, self.problem_type = reader.name, reader.labels, reader.problem_type
+        self.max_tokens, self.group_size = reader.max_tokens, reader.group_size
+        self._known: dict[tuple[str, ...], list[tuple[list[int], Tensor, Tensor]]] = {}
+
+    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+        key = tuple(texts)
+        if key in self._known:
+            yield from self._known[key]
+            return
+        found = []
+        for part in self.inner.read(texts):
+            found.append(part)
+            self.truncated = self.inner.truncated
+            yield part
+        if len(self._known) == self.GROUPS:
+            del self._known[next(iter(self._known))]
+        self._known[key] = found
 
 
 def find_onnx(folder: str | Path) -> Path | None:
