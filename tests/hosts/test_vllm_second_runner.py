@@ -37,8 +37,7 @@ def make_requests(world: World, kinds: list[str], prompts: list[str], seed: int)
                 "prompt": TOKENIZER(prompt).input_ids,
                 "text": prompt,
                 "guide": kind and f"{world.guides[kind].rpartition(':')[0]}:nice={nice},rude={rude}",
-                "arguments": kind
-                and {"radq": {f"{kind}.0": nice, f"{kind}.1": rude, "kl_budget": None, "top_k": 6}},
+                "arguments": kind and {"radq": {f"{kind}.0": nice, f"{kind}.1": rude, "kl_budget": None, "top_k": 6}},
                 "max_tokens": rng.choice([5, NEW_TOKENS]),
                 "cancelled_after": rng.choice([None, None, None, 6]),
             }
@@ -48,7 +47,7 @@ def make_requests(world: World, kinds: list[str], prompts: list[str], seed: int)
 
 def check(world: World, answer: dict[str, Any], requests: list[dict[str, Any]]) -> None:
     """Each text is that of `radq.generate` alone; one that was cancelled is its beginning."""
-    assert answer["runner"].startswith("vllm.v1.worker.") and not answer["runner"].endswith("gpu_model_runner")
+    assert answer["runner"] in ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner")
     assert answer["failed"] == 0
     for request, found in zip(requests, answer["texts"], strict=True):
         (expected,) = world.own(request["guide"], [request["text"]], max_new_tokens=request["max_tokens"])
