@@ -22,8 +22,8 @@ STEPS = 2000  # a job that takes more hangs
 def run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run a job in another process.
 
-    A job has the base model, guides and options of a `VllmEngine`, and requests: their step of arrival, prompt, arguments
-    and number of tokens, and the number of tokens after which they are cancelled, if they are.
+    A job has the base model, guides and options of a `VllmEngine`, and requests: the step at which they come, prompt,
+    arguments, number of tokens, and the number of tokens after which they are cancelled, if they are.
     """
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, __file__, str(folder / "job.json"), str(folder / "answer.json")]
