@@ -269,3 +269,57 @@ def test_running_texts_go_on_while_prompts_wait() -> None:
     for ticket in others:
         alone = continue_alone(lm, None, ticket.request)
         assert [token.id for token in ticket] == [token.id for token in alone]
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), budget=st.integers(1, 12))
+@pytest.mark.parametrize("name", ["none", "q", "v", "gedi", "sum"])
+def test_prompts_that_are_read_in_parts_are_continued_as_alone(
+    name: str, seed: int, budget: int, lm_folders: dict[str, Path]
+) -> None:
+    """Long and short prompts come at any time, some of them twice, and some requests go before they are read."""
+    lm, guide = make_lm("llama").double(), make_any_guide(name, lm_folders)
+    engine, random = Engine(lm, guide, max_rows=4), np.random.default_rng(seed)
+    engine.prompt_budget = budget
+    lengths = random.integers(1, 40, 8)
+    prompts = [random.integers(3, VOCAB, length).tolist() for length in lengths]
+    prompts = [prompts[max(0, place - int(random.integers(0, 4) == 0))] for place in range(8)]
+    tickets: list[Ticket] = []
+    while len(tickets) < len(prompts) or engine.busy:
+        if len(tickets) < len(prompts) and random.integers(0, 2):
+            tickets.append(engine.submit(make_request(len(tickets), length=6, prompt=prompts[len(tickets)])))
+        if engine.waiting and random.integers(0, 10) == 0:
+            engine.waiting[0].cancel()
+        engine.step()
+    for ticket in tickets:
+        if ticket.finish_reason != "cancelled":
+            alone = continue_alone(lm, guide, ticket.request)
+            assert [row[0] for row in ticket.rows] == [row[0] for row in alone.rows]
+            np.testing.assert_allclose(np.array(ticket.rows), np.array(alone.rows), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["none", "q", "dexperts", "gedi"])
+def test_a_long_prompt_keeps_no_text_waiting_for_more_than_a_part(name: str, lm_folders: dict[str, Path]) -> None:
+    """Between two tokens of a running text, models read at most as many tokens of a prompt as the budget allows."""
+    lm, guide = make_lm("llama").double(), make_any_guide(name, lm_folders)
+    models = [lm, *(reader.model for reader in guide.readers)] if guide is not None else [lm]
+    engine, read = Engine(lm, guide), [0]
+
+    def count(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        read[0] += kwargs["input_ids"].numel() if kwargs["input_ids"].shape[1] > 1 else 0
+
+    hooks = [model.register_forward_pre_hook(count, with_kwargs=True) for model in models]
+    engine.prompt_budget = 10
+    running = engine.submit(make_request(0, length=40, stops=frozenset()))
+    engine.step()
+    long = engine.submit(make_request(1, length=3, prompt=[5 + n % 30 for n in range(45)], stops=frozenset()))
+    steps = 0
+    while not long.rows:
+        before, read[0] = len(running.rows), 0
+        engine.step()
+        assert len(running.rows) == before + 1
+        assert read[0] <= 10
+        steps += 1
+    assert steps >= 5
+    for hook in hooks:
+        hook.remove()

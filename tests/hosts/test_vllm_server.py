@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -385,6 +386,79 @@ def test_texts_are_scored_as_by_radq_serve(server: Server, own_server: Running) 
         response = httpx.post(f"{server.url}/radq/score", content=content, headers={"content-type": "application/json"})
         assert response.status_code == 400
         assert response.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    from browser import start_browser
+
+    with start_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def seed(server: Server) -> int:
+    """A seed that gives two different texts, neither of them short."""
+    for number in range(100):
+        texts = [ask_as_the_page(server, number, nice)["text"] for nice in (8, 0)]
+        if min(len(text.split()) for text in texts) >= 4 and texts[0] != texts[1]:
+            return number
+    raise AssertionError("all texts are short")
+
+
+@pytest.fixture
+def page(driver: Any, server: Server, seed: int) -> Iterator[Any]:
+    """The page, with a guide that was set; afterwards the browser must not have complained."""
+    from browser import Page
+
+    driver.get_log("browser")
+    yield Page(driver, server.url, f"tokens=12&seed={seed}&prompt={quote(PROMPTS[0])}&b.nice=8")
+    assert [entry["message"] for entry in driver.get_log("browser")] == []
+
+
+def ask_as_the_page(server: Server, seed: int, nice: float) -> dict[str, Any]:
+    """The answer of the server to the first request of the page."""
+    body = {"model": "base", "prompt": PROMPTS[0], "max_tokens": 12, "seed": seed, "temperature": 1, "logprobs": 1}
+    radq = {"nice": nice, "rude": 0, "kind": 0, "broken": 0, "details": True, "top_k": 20, "kl_budget": 0.5}
+    response = server.complete(body | {"radq": radq})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def test_the_page_shows_both_texts_and_why(page: Any, server: Server, seed: int) -> None:
+    page.open().generate()
+    guided, unguided = ask_as_the_page(server, seed, 8), ask_as_the_page(server, seed, 0)
+    assert page.text(".guided").split() == guided["text"].split()
+    assert page.text(".unguided").split() == unguided["text"].split()
+    assert page.coloured(".guided") > 0
+    assert page.coloured(".unguided") == 0  # nothing shifts it
+    page.point_at(page.all(".guided .token")[2])
+    page.until(page.inspector.is_displayed)
+    shown = page.inspector.text
+    assert all(candidate["token"] in shown for candidate in guided["logprobs"]["radq"][2]["candidates"])
+
+
+def test_a_candidate_on_the_page_branches(page: Any) -> None:
+    page.open().generate()
+    before = page.tokens(".guided")
+    page.point_at(page.all(".guided .token")[2])
+    page.until(page.inspector.is_displayed)
+    other = page.find("#inspector tbody tr:not(.chosen) .candidate")
+    word = other.get_property("textContent")
+    other.click()
+    page.wait()
+    after = page.tokens(".guided")
+    assert after[:2] == before[:2]
+    assert after[2] == word != before[2]
+
+
+def test_the_page_scores_a_text(page: Any, server: Server) -> None:
+    page.open("&view=score")
+    page.write("#score-text", PROMPTS[2])
+    page.generate()
+    scores = httpx.post(f"{server.url}/radq/score", json={"text": PROMPTS[2]}, timeout=60).json()
+    page.until(lambda: page.tokens("#scored") == [token["token"] for token in scores["tokens"]])
+    assert page.numbers("#scored")["perplexity"] == f"{scores['perplexity']:.1f}"
 
 
 # --- mistakes ---

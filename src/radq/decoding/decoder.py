@@ -25,6 +25,7 @@ from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prompt_graphs import PromptGraphs
+from radq.models.prompt_parts import PromptParts
 from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader
 from radq.models.readout import join_layers
@@ -91,6 +92,18 @@ class Decoder:
         self._tokens: Tensor | None = None  # that were drawn and are still to be read
 
     # --- rows ---
+
+    @torch.no_grad()
+    def read_ahead(self, prompts: Sequence[Sequence[int]], parts: PromptParts, tokens: int) -> bool:
+        """Let the models read so many tokens of prompts that are to be added; return whether nothing is left."""
+        input_ids, attention_mask = pad_left(prompts, device=self.device)
+
+        def read() -> None:
+            self.reader.read(input_ids, attention_mask)
+            if self.guide is not None:
+                self.guide.start_beside(self._base_states, input_ids, attention_mask)
+
+        return parts.read(tokens, read)
 
     @torch.no_grad()
     def add(

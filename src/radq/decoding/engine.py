@@ -32,6 +32,7 @@ from radq.decoding.steering import not_finite
 from radq.errors import MemoryLimitError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, evaluating
+from radq.models.prompt_parts import PromptParts
 from radq.numerics import at_least_float32, available_memory, empty_cache
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
@@ -166,7 +167,8 @@ class Engine:
         self.lm, self.guide, self.max_rows, self.details, self.compile = lm, guide, max_rows, details, compile
         if not lm.training:
             lm.eval()  # also those of its parts that are not
-        self.prompt_budget: int | None = None  # tokens of prompts that are read between two steps of running texts
+        self.prompt_budget: int | None = None  # tokens of prompts that are read between two steps of texts
+        self._parts: tuple[Any, PromptParts] = (None, PromptParts())  # of a longer prompt, which is the next to join
         self.decoder = Decoder(lm, guide, captures, compile)
         self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
@@ -209,6 +211,7 @@ class Engine:
         self.waiting.clear()
         self._in_flight.clear()
         self._stops, self._watches, self._processes = set(), False, False
+        self._parts = (None, PromptParts())
         self._keep([])
         return self
 
@@ -258,10 +261,10 @@ class Engine:
         room = self._room() - running if self.waiting else 0
         if self.kind == "cpu" or running <= FEWER * len(self.running) or room > 0:
             self._leave()
-        while self.waiting and room > 0:
+        while self.waiting and room > 0 and self._read_ahead():
             room -= self._admit(room)
-            if running and self.prompt_budget is not None:
-                break  # the other prompts wait, so that the running texts do not
+            if self.prompt_budget is not None:
+                break  # the other prompts wait, so that running texts do not, be they of this engine or of another
 
     def _leave(self) -> None:
         """Let rows leave that have ended."""
@@ -300,6 +303,15 @@ class Engine:
         per_row = sum(reading.nbytes / reading.capacity * reading.copies for reading in slots)
         return max(1, len(self.running) + int(MEMORY_SHARE * free / (per_row + self._scratch)))
 
+    def _read_ahead(self) -> bool:
+        """Read a part of the first waiting prompt if it is longer than the budget; return whether it can join."""
+        prompt = tuple(self.waiting[0].request.prompt)
+        if self.prompt_budget is None or len(prompt) <= self.prompt_budget:
+            return True
+        if self._parts[0] != prompt:
+            self._parts = (prompt, PromptParts())
+        return self.decoder.read_ahead([prompt], self._parts[1], self.prompt_budget)
+
     def _admit(self, room: int) -> int:
         """Read the prompts of some waiting requests, and let them join; return their number."""
         chosen: list[Ticket] = []
@@ -323,15 +335,17 @@ class Engine:
             ticket.place = place
         self.running += chosen
         self._left = np.concatenate([self._left, [request.max_new_tokens for request in requests]])
-        self.decoder.add(
-            list(places),
-            [places[tuple(request.prompt)] for request in requests],
-            [request.steering for request in requests],
-            [own if request.beta is None else request.beta for request in requests],
-            uniforms,
-            capacity=min(self._room(), len(self.running) + len(self.waiting)),
-            width=longest + steps + overhead,
-        )
+        with self._parts[1].used() if self._parts[0] in places else nullcontext():
+            self.decoder.add(
+                list(places),
+                [places[tuple(request.prompt)] for request in requests],
+                [request.steering for request in requests],
+                [own if request.beta is None else request.beta for request in requests],
+                uniforms,
+                capacity=min(self._room(), len(self.running) + len(self.waiting)),
+                width=longest + steps + overhead,
+            )
+        self._parts = (None, PromptParts())
         return len(chosen)
 
     # --- steps ---
@@ -413,6 +427,7 @@ class Engine:
                 "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
             ) from error
         _HALVED[self.lm] = rows // 2
+        self._parts = (None, PromptParts())
         self._in_flight.clear()
         for ticket in reversed(self.running):
             ticket.place = None

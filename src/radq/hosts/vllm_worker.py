@@ -21,7 +21,7 @@ class GuideWorker:
         return next((sums for answers, sums in found if answers and sums is not None), None)
 
     def radq_totals(self) -> Sums:
-        """The figures of all requests."""
+        """Return the figures of all requests."""
         every = [processor.figures.totals for processor in PROCESSORS if processor.answers]
         return {name: sum(totals[name] for totals in every) for name in NAMES}
 

@@ -19,6 +19,7 @@ from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
 from radq.models.prompt_graphs import prompt_graphs
+from radq.models.prompt_parts import Parts, prompt_parts, read_parts
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
 from radq.numerics import log_probabilities
 
@@ -93,21 +94,31 @@ class Reader:
 
         Long texts are read in several forwards, so that memory holds the activations of few tokens at once.
         """
-        b, t = input_ids.shape
-        self.check_columns(t)
-        if graphs := prompt_graphs():
+        self.check_columns(input_ids.shape[1])
+        if (graphs := prompt_graphs()) and not prompt_parts():
             found = graphs.read(self, input_ids, attention_mask)
             if found is not None:
                 (last, notes), prefix = found
                 return Reading(self, prefix, last, notes)
-        size = max(1, TOKENS_PER_FORWARD // b)
-        output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **self.arguments)
-        for first in range(size, t, size):
-            part = slice(first, first + size)
-            output, prefix = kv_cache.extend(
-                self.model, prefix, input_ids[:, part], attention_mask[:, part], **self.arguments
-            )
+        (output,), prefix = read_parts(self._read_parts(input_ids, attention_mask, everywhere=False))
         return Reading(self, prefix, *self.take_last(output))
+
+    def _read_parts(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], everywhere: bool
+    ) -> Parts[tuple[list[Any], Prefix]]:
+        """Read texts part by part; return the prefix, and the output of each part or of the last one alone."""
+        b, t = input_ids.shape
+        turns, arguments = prompt_parts(), self.state_arguments if everywhere else self.arguments
+        size = max(1, min(TOKENS_PER_FORWARD, turns.turn if turns else TOKENS_PER_FORWARD) // b)
+        output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **arguments)
+        outputs = [output]
+        yield input_ids[:, :size].numel()
+        for first in range(size, t, size):
+            tokens, mask = input_ids[:, first : first + size], attention_mask[:, first : first + size]
+            output, prefix = kv_cache.extend(self.model, prefix, tokens, mask, **arguments)
+            outputs = [*outputs, output] if everywhere else [output]
+            yield tokens.numel()
+        return outputs, prefix
 
     def take_last(self, output: Any) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]:
         """Take from the output of a forward what a reading keeps of the last token: the output, and notes."""
@@ -126,8 +137,9 @@ class Reader:
     ) -> tuple["Reading", Float[Tensor, "b t n"]]:
         """Read a batch of texts and also return the output at each of their tokens."""
         self.check_columns(input_ids.shape[1])
-        output, prefix = kv_cache.start(self.model, input_ids, attention_mask, **self.state_arguments)
-        outputs = self.take_states(output) if self.output == "states" else output[self.output]
+        parts, prefix = read_parts(self._read_parts(input_ids, attention_mask, everywhere=True))
+        taken = [self.take_states(output) if self.output == "states" else output[self.output] for output in parts]
+        outputs = torch.cat(taken, dim=1)
         return Reading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
 
     @cached_property
