@@ -1,0 +1,129 @@
+"""The numbers of the contest that are kept: small files, from which everything on the page can be computed again.
+
+    python recipes/study/kept.py TASK METHOD        (in the study's folder, after the method's sweep)
+
+kept/TASK-METHOD.npz         CELL/METRIC: the totals and weights of each prompt whose sums make a metric, (2, p) float32
+kept/TASK-METHOD.jsonl.xz    a line per cell: its settings, and the first sample of every prompt
+kept/prompts/TASK.jsonl.xz   a line per prompt: its text and its class
+"""
+
+import json
+import lzma
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radq.evaluation.metrics import METRICS, Sums
+from radq.evaluation.sweep.config import Sweep, load_sweep
+from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
+from radq.files import whole_file
+from radq.report.results import metric_and_judge
+
+SETTINGS = ("guide", "beta", "top_k", "top_p", "seed", "best_of", "ask")
+EXPONENTIAL = ("corpus_perplexity",)  # metrics that are exp of a ratio of sums
+
+
+@dataclass(frozen=True)
+class KeptCell:
+    """A cell of a sweep: its settings, the sums of its metrics over all prompts, and a text for each prompt."""
+
+    name: str
+    settings: dict[str, Any]
+    sums: dict[str, Sums]
+    texts: list[str]
+
+    def take(self, metric: str, rows: np.ndarray) -> Sums:
+        """The sums of some prompts."""
+        sums = self.sums[metric]
+        return Sums(sums.totals[rows], sums.weights[rows], exponential=sums.exponential)
+
+
+@dataclass(frozen=True)
+class KeptPrompts:
+    texts: list[str]
+    groups: np.ndarray  # the class of each
+
+    def rows(self, group: str) -> np.ndarray:
+        return np.flatnonzero(self.groups == group)
+
+
+# --- writing ---
+
+
+def keep_run(task: str, method: str) -> None:
+    """Keep the numbers and some texts of a sweep that was measured."""
+    run, name = Path(f"contest/{task}-{method}"), f"kept/{task}-{method}"
+    sweep = load_sweep(run / "config.yaml")
+    prompts = sweep.read_prompts()
+    cells = read_measured_cells(run, sweep, prompts)
+    _write_lines(f"kept/prompts/{task}.jsonl.xz", ({"prompt": one.text, "group": one.group} for one in prompts))
+    _write_lines(f"{name}.jsonl.xz", map(_describe_cell, cells))
+    arrays = {
+        f"{one.cell.name}/{metric}": np.stack([sums.totals, sums.weights]).astype(np.float32)
+        for one in cells
+        for metric, sums in compute_sums(sweep, one).items()
+    }
+    with whole_file(f"{name}.npz") as temporary, temporary.open("wb") as stream:  # last: its presence says all is kept
+        np.savez_compressed(stream, **arrays)
+
+
+def compute_sums(sweep: Sweep, cell: MeasuredCell) -> dict[str, Sums]:
+    """The sums of all metrics of a cell, by metric or metric[judge]."""
+    judged = [(f"{metric}[{judge}]", judge) for judge, use in sweep.judges.items() for metric in use.metrics]
+    found = {}
+    for key, judge in (*judged, *((metric, None) for metric in sweep.metrics)):
+        sums = METRICS[metric_and_judge(key)[0]].sums
+        if sums is not None:
+            found[key] = sums(cell.scored_by(judge))
+    return found
+
+
+def _describe_cell(one: MeasuredCell) -> dict[str, Any]:
+    settings = {name: value for name, value in asdict(one.cell).items() if name in SETTINGS}
+    return {"cell": one.cell.name, **settings, "texts": [samples[0] for samples in one.texts]}
+
+
+def _write_lines(file: str, rows: Iterable[dict[str, Any]]) -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(file) as temporary, lzma.open(temporary, "wt", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+# --- reading ---
+
+
+def read_kept(folder: Path, task: str, method: str) -> list[KeptCell]:
+    """The cells of a method; none where it was not run."""
+    file = folder / "kept" / f"{task}-{method}.npz"
+    if not file.exists():
+        return []
+    sums: dict[str, dict[str, Sums]] = {}
+    with np.load(file, allow_pickle=False) as arrays:
+        for key in arrays:
+            cell, _, metric = key.rpartition("/")
+            totals, weights = arrays[key].astype(np.float64)
+            sums.setdefault(cell, {})[metric] = Sums(totals, weights, exponential=metric in EXPONENTIAL)
+    return [
+        KeptCell(row["cell"], {name: row[name] for name in SETTINGS}, sums[row["cell"]], row["texts"])
+        for row in _read_lines(file.with_suffix(".jsonl.xz"))
+    ]
+
+
+def read_kept_prompts(folder: Path, task: str) -> KeptPrompts:
+    """The prompts of a task; none where no method was run."""
+    file = folder / "kept" / "prompts" / f"{task}.jsonl.xz"
+    rows = _read_lines(file) if file.exists() else []
+    return KeptPrompts([row["prompt"] for row in rows], np.array([row["group"] for row in rows]))
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    with lzma.open(file, "rt", encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream]
+
+
+if __name__ == "__main__":
+    keep_run(*sys.argv[1:])
