@@ -21,13 +21,13 @@ TARGET = 1.2  # times the perplexity of the unguided base model at k = PLAIN_K, 
 SPAN, NUM_BETAS = (1.03, 1.6), 5  # of the test: where the first and the last β shall lie, and how many there are
 RULE = (
     f"Of all candidates, the one with the best attribute where perplexity is {TARGET} times that of the unguided base "
-    f"model at k = {PLAIN_K} without p; the attribute is read off straight lines over log perplexity, and averaged over "
-    "classes of prompts. A candidate that does not reach this perplexity in every class loses to those that do; where "
-    "none does, the one that comes closest is chosen. Curves of guides without a filter begin with the unguided base "
-    f"model at the same k and p. The {NUM_BETAS} values of β for the test have equal ratios; by straight lines over log "
-    f"perplexity, dev prompts place the first at {SPAN[0]} times that perplexity and the last at {SPAN[1]} times; where "
-    "the points do not go so far, they are a quarter of the weakest and the strongest β of the dev prompts. The "
-    "temperature is 1 everywhere."
+    f"model at k = {PLAIN_K} without p is chosen. The attribute is read off straight lines over log perplexity, and "
+    "averaged over classes of prompts. A candidate that does not reach this perplexity in every class loses to those "
+    "that do; where none does, the one that comes closest is chosen. Curves of guides without a filter begin with the "
+    f"unguided base model at the same k and p. The {NUM_BETAS} values of β for the test have equal ratios. By straight "
+    f"lines over log perplexity, dev prompts place the first at {SPAN[0]} times that perplexity and the last at "
+    f"{SPAN[1]} times; where the points do not go so far, they are a quarter of the weakest and the strongest β of the "
+    "dev prompts. The temperature is 1 everywhere."
 )
 
 
@@ -55,7 +55,7 @@ class Candidate:
         return {name: getattr(self, name) for name in ("model", "top_k", "top_p", "filter_p")}
 
     def attribute_at_target(self) -> float:
-        """The attribute at the perplexity of comparison, averaged over classes of prompts; NaN where it is not reached."""
+        """The attribute at the perplexity of comparison, averaged over classes of prompts; NaN if one misses it."""
         return fmean(attribute_at(points, TARGET) for points in self.curves.values())
 
     def distance(self) -> float:

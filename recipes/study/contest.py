@@ -4,8 +4,8 @@
     prompts → texts of the base model, scored at their end by the classifier → a RAD-V of values
     prefixes of the base model, and its candidates → a readout or a RAD-Q over 12 layers, taught by the values
 
-These are the recipes of the embedded models (recipes/embedded), and variants of them. The baselines see as many labelled
-texts as the classifier, each of DExperts' two experts alone. methods.py says how the models take part.
+These are the recipes of the embedded models (recipes/embedded), and variants of them. The baselines see as many
+labelled texts as the classifier, each of DExperts' two experts alone. methods.py says how the models take part.
 """
 
 import sys
@@ -77,9 +77,10 @@ def experts(attribute: str, method: str, rate: float, **changes: Any) -> dict[st
 
 
 def baselines(attribute: str) -> dict[str, dict[str, Any]]:
+    """The language models of baselines, GeDi's before those of its student."""
     return {
-        **{f"{attribute}-dexperts{end}": experts(attribute, "dexperts", rate) for end, rate in RATES.items()},
         **{f"{attribute}-gedi{end}": experts(attribute, "gedi", rate) for end, rate in RATES.items()},
+        **{f"{attribute}-dexperts{end}": experts(attribute, "dexperts", rate) for end, rate in RATES.items()},
         **{f"{attribute}-gedi-12{end}": experts(attribute, "gedi", rate, num_layers=12) for end, rate in RATES.items()},
     }
 

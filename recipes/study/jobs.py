@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 RADQ = [sys.executable, "-m", "radq"]
 
@@ -26,9 +26,16 @@ class Job:
 
 
 Finish = Callable[[Job, str, float], None]  # takes the job, its standard output and its seconds
+Run = Callable[[Job, TextIO], tuple[int, str]]  # takes the job and its log; returns the exit code and what was printed
 
 
-def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None) -> None:
+def run_command(job: Job, log: TextIO) -> tuple[int, str]:
+    environment = {**os.environ, **job.environment}
+    done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    return done.returncode, done.stdout
+
+
+def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None, run: Run = run_command) -> None:
     """Run the jobs that are not done yet, earlier ones first, each as soon as the files are there that it needs.
 
     A failure skips the jobs that need its file, and ends the study after all others.
@@ -45,7 +52,7 @@ def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None) -> None
             failed += skipped
             ready = [job for job in waiting if job not in skipped and not missing.intersection(job.needs)]
             ready = ready[: at_once - len(running)]
-            running |= {pool.submit(run_one, job, finish): job for job in ready}
+            running |= {pool.submit(run_one, job, finish, run): job for job in ready}
             waiting = [job for job in waiting if job not in skipped and job not in ready]
             for done in wait(running, return_when=FIRST_COMPLETED).done if running and not skipped else ():
                 job = running.pop(done)
@@ -57,17 +64,16 @@ def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None) -> None
         sys.exit(f"failed: {', '.join(job.name for job in jobs if job in failed)}; see logs/.")
 
 
-def run_one(job: Job, finish: Finish | None) -> bool:
+def run_one(job: Job, finish: Finish | None, run: Run) -> bool:
     """Run a job; return whether it succeeded."""
     began = time.time()
     with (Path("logs") / f"{job.name}.log").open("a") as log:
-        environment = {**os.environ, **job.environment}
-        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        code, output = run(job, log)
     seconds = time.time() - began
-    print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
-    if done.returncode == 0 and finish is not None:
-        finish(job, done.stdout, seconds)
-    return done.returncode == 0
+    print(f"{job.name}: {'done' if code == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
+    if code == 0 and finish is not None:
+        finish(job, output, seconds)
+    return code == 0
 
 
 def keep_json(job: Job, output: str, seconds: float) -> None:

@@ -191,7 +191,7 @@ def filter_options(filter_p: float | None) -> dict[str, float]:
 
 
 def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The sweep of a method over the test prompts; `choice` is what was chosen on dev, if there was anything to choose."""
+    """The sweep of a method over the test prompts; `choice` is None for a method that has nothing to choose."""
     if method.name == BASE:
         return sweep_settings(task, {}, "", top_k=[PLAIN_K], seeds=[0, 1])
     if method.name == ASKED:
@@ -205,7 +205,7 @@ def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any] | None) 
     return sweep_settings(task, {method.name: guide}, "", top_k=[choice["top_k"]], top_p=[choice["top_p"]])
 
 
-# The order in which methods are tested: what others are compared with, then the slow ones, and last what may be missing.
+# The order in which methods are tested: those that others are compared with, then slow ones, last the least needed.
 ORDER = (
     *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-12", "12", f"{OURS}{AGAIN}", f"{OURS}-student{AGAIN}"),
     *("readout-gedi", "readout-classifier", ASKED, "value", "classifier"),

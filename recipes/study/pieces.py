@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 from choices import write_choices
 from contest import MODELS, own_texts_jobs
-from jobs import RADQ, Job, keep_json, run_all
-from methods import CHOOSING, METHODS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps
-from rehearsal import TOY, prepare_rehearsal, shrink_own_texts, shrink_sweep, shrink_training
+from jobs import RADQ, Finish, Job, Run, keep_json, run_all, run_command
+from methods import CHOOSING, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps
+from rehearsal import TOY, prepare_rehearsal, run_here, shrink_own_texts, shrink_sweep, shrink_training
 from second import second_opinions
 from trainings import describe_model, training_job
 
@@ -30,8 +30,13 @@ class Request:
     only: str = ""  # a regular expression for the names of jobs; by default all
     rehearse: bool = False
 
-    def select(self, jobs: list[Job]) -> list[Job]:
-        return [job for job in jobs if re.search(self.only, job.name)]
+    @property
+    def runner(self) -> Run:
+        return run_here if self.rehearse else run_command
+
+    def run(self, jobs: list[Job], finish: Finish | None = None) -> None:
+        selected = [job for job in jobs if re.search(self.only, job.name)]
+        run_all(selected, 1 if self.rehearse else self.jobs, finish, self.runner)
 
     def check(self) -> None:
         """Refuse to mix a rehearsal with a study."""
@@ -47,7 +52,7 @@ def contest_train(request: Request) -> None:
     shrink = shrink_training if request.rehearse else dict
     trainings = [training_job(name, shrink(settings)) for name, settings in MODELS.items()]
     own = [shrink_own_texts(job) if request.rehearse else job for job in own_texts_jobs()]
-    run_all(request.select([*own, *trainings]), request.jobs, _finish_training)
+    request.run([*own, *trainings], _finish_training)
 
 
 def _finish_training(job: Job, output: str, seconds: float) -> None:
@@ -64,7 +69,7 @@ def choose(request: Request) -> None:
         for model, settings in dev_sweeps(task, method).items()
     ]
     try:
-        run_all(request.select(jobs), request.jobs, keep_json)
+        request.run(jobs, keep_json)
     finally:
         write_choices()  # also where some methods failed
 
@@ -80,18 +85,18 @@ def contest(request: Request) -> None:
             continue
         sweep = sweep_job("contest", f"{task.name}-{method.name}", contest_sweep(task, method, choice), request)
         jobs += [sweep, keep_job(task, method)]
-    run_all(request.select(jobs), request.jobs, _finish_sweep)
+    request.run(jobs, _finish_sweep)
 
 
 def keep(request: Request) -> None:
     """Keep the numbers of sweeps that are done and were not kept yet."""
     jobs = [keep_job(task, method) for task, method in RUNS]
-    run_all(request.select([job for job in jobs if Path(job.needs[0]).exists()]), request.jobs)
+    request.run([job for job in jobs if Path(job.needs[0]).exists()])
 
 
 def second(request: Request) -> None:
     """Judge the kept texts of sentiment by a judge over MiniLM, and compute MAUVE."""
-    second_opinions(Path(), request.only)
+    second_opinions(Path(), request.only, request.runner)
 
 
 def sweep_job(folder: str, name: str, settings: dict[str, Any], request: Request) -> Job:

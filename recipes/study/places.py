@@ -20,7 +20,7 @@ NAN = float("nan")
 SECOND_JUDGE = {
     "sentiment": "positive_rate[minilm]",
     "toxicity": "avg_max[bert-tiny]",
-}  # the metric of the second judge
+}  # their metrics
 
 
 @dataclass(frozen=True)

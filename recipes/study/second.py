@@ -2,9 +2,9 @@
 
 second/judge.json            AUC and accuracy of the judge on texts that it has not seen
 second/sentiment-METHOD.npz  CELL: the score of the text of each prompt
-second/mauve.jsonl           a line per method and class of prompts: MAUVE of the cell nearest to the perplexity at which
-                             settings were chosen, against the second seed of the unguided base model; the line of the
-                             unguided base model itself is the value that chance alone leaves
+second/mauve.jsonl           a line per method and class of prompts: MAUVE of the cell nearest to the perplexity at
+                             which settings were chosen, against the second seed of the unguided base model; the line
+                             of the unguided base model itself is the value that chance alone leaves
 """
 
 import json
@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from jobs import RADQ, Job, keep_json, run_all, write_json
+from jobs import RADQ, Job, Run, keep_json, run_all, run_command, write_json
 from kept import KeptCell, read_kept, read_kept_prompts
-from methods import BASE, METHODS, TASKS
+from methods import BASE, METHODS
 from places import Place, read_mauve, read_places, second_file
 
 from radq.evaluation.judges.base import Judge
@@ -28,10 +28,10 @@ from radq.models.loading import find_device
 TASK, JUDGE, ENCODER = "sentiment", "models/judge-minilm", "minilm"
 
 
-def second_opinions(folder: Path, only: str = "") -> None:
+def second_opinions(folder: Path, only: str = "", run: Run = run_command) -> None:
     """Judge and compare the texts that have not been; `only` selects methods by TASK-METHOD."""
     methods = [name for name in METHODS if re.search(only, f"{TASK}-{name}")]
-    judge = train_judge(folder)
+    judge = train_judge(folder, run)
     for method in methods:
         judge_method(folder, method, judge)
     compute_mauve(folder, only)
@@ -40,10 +40,11 @@ def second_opinions(folder: Path, only: str = "") -> None:
 # --- the judge ---
 
 
-def train_judge(folder: Path) -> Judge:
+def train_judge(folder: Path, run: Run) -> Judge:
     """Train the judge, and measure it on texts that it has not seen, unless that is done."""
     command = [*RADQ, "judge", "train", "--data", f"data/judge-{TASK}.jsonl", "--labels", TASK, "--encoder", ENCODER]
-    run_all([Job("judge-minilm", [*command, "--out", JUDGE, "--overwrite", "--json"], f"{JUDGE}.json")], 1, keep_json)
+    job = Job("judge-minilm", [*command, "--out", JUDGE, "--overwrite", "--json"], f"{JUDGE}.json")
+    run_all([job], 1, keep_json, run)
     judge = load_judge(f"linear:{JUDGE}", find_device("auto"))
     if not (folder / "second" / "judge.json").exists():
         from sklearn.metrics import roc_auc_score

@@ -1,4 +1,4 @@
-"""Trainings of a study: `radq train`, `radq distill` or `radq train-experts`, each with its settings and its numbers."""
+"""Trainings of a study: `radq train`, `radq distill` or `radq train-experts`, each with its settings and numbers."""
 
 import json
 from pathlib import Path
