@@ -20,14 +20,12 @@ from radq.files import read_lines
 TARGET = 1.2  # times the perplexity of the unguided base model at k = PLAIN_K, where candidates are compared
 SPAN, NUM_BETAS = (1.03, 1.6), 5  # of the test: where the first and the last β shall lie, and how many there are
 RULE = (
-    f"Of all candidates, the one with the best attribute where perplexity is {TARGET} times that of the unguided base "
-    f"model at k = {PLAIN_K} without p is chosen. The attribute is read off straight lines over log perplexity, and "
-    "averaged over classes of prompts. A candidate that does not reach this perplexity in every class loses to those "
-    "that do; where none does, the one that comes closest is chosen. Curves of guides without a filter begin with the "
-    f"unguided base model at the same k and p. The {NUM_BETAS} values of β for the test have equal ratios. By straight "
-    f"lines over log perplexity, dev prompts place the first at {SPAN[0]} times that perplexity and the last at "
-    f"{SPAN[1]} times; where the points do not go so far, they are a quarter of the weakest and the strongest β of the "
-    "dev prompts. The temperature is 1 everywhere."
+    f"Chosen are the settings with the best attribute where perplexity is {TARGET} times that of the unguided base "
+    f"model at k = {PLAIN_K}, by straight lines over log perplexity, as a mean over classes of prompts. Settings that "
+    "do not reach this perplexity in every class lose; if none do, the closest are chosen. Curves without a filter "
+    f"begin with the unguided base model at the same k and p. For the test there are {NUM_BETAS} values of β in equal "
+    f"ratios, from {SPAN[0]} to {SPAN[1]} times that perplexity by the same lines, or from a quarter of the weakest β "
+    "to the strongest where these do not go so far. The temperature is 1 everywhere."
 )
 
 

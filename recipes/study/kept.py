@@ -56,39 +56,44 @@ class KeptPrompts:
 
 def keep_run(task: str, method: str) -> None:
     """Keep the numbers and some texts of a sweep that was measured."""
-    run, name = Path(f"contest/{task}-{method}"), f"kept/{task}-{method}"
+    run = Path(f"contest/{task}-{method}")
     sweep = load_sweep(run / "config.yaml")
     prompts = sweep.read_prompts()
-    cells = read_measured_cells(run, sweep, prompts)
-    _write_lines(f"kept/prompts/{task}.jsonl.xz", ({"prompt": one.text, "group": one.group} for one in prompts))
-    _write_lines(f"{name}.jsonl.xz", map(_describe_cell, cells))
-    arrays = {
-        f"{one.cell.name}/{metric}": np.stack([sums.totals, sums.weights]).astype(np.float32)
-        for one in cells
-        for metric, sums in compute_sums(sweep, one).items()
+    cells = [summarise(sweep, cell) for cell in read_measured_cells(run, sweep, prompts)]
+    write_prompts(Path(), task, KeptPrompts([one.text for one in prompts], np.array([one.group for one in prompts])))
+    write_kept(Path(), task, method, cells)
+
+
+def summarise(sweep: Sweep, one: MeasuredCell) -> KeptCell:
+    """The settings of a cell, the sums of all its metrics, by metric or metric[judge], and its first samples."""
+    judged = [(f"{metric}[{judge}]", judge) for judge, use in sweep.judges.items() for metric in use.metrics]
+    keys = [*judged, *((metric, None) for metric in sweep.metrics)]
+    metrics = {key: METRICS[metric_and_judge(key)[0]].sums for key, _ in keys}
+    sums = {key: found(one.scored_by(judge)) for key, judge in keys if (found := metrics[key]) is not None}
+    settings = {name: value for name, value in asdict(one.cell).items() if name in SETTINGS}
+    return KeptCell(one.cell.name, settings, sums, [samples[0] for samples in one.texts])
+
+
+def write_kept(folder: Path, task: str, method: str, cells: list[KeptCell]) -> None:
+    file = folder / "kept" / f"{task}-{method}.npz"
+    rows = ({"cell": cell.name, **cell.settings, "texts": cell.texts} for cell in cells)
+    _write_lines(file.with_suffix(".jsonl.xz"), rows)
+    arrays: dict[str, Any] = {
+        f"{cell.name}/{metric}": np.stack([sums.totals, sums.weights]).astype(np.float32)
+        for cell in cells
+        for metric, sums in cell.sums.items()
     }
-    with whole_file(f"{name}.npz") as temporary, temporary.open("wb") as stream:  # last: its presence says all is kept
+    with whole_file(file) as temporary, temporary.open("wb") as stream:  # last: where it is, the texts are, too
         np.savez_compressed(stream, **arrays)
 
 
-def compute_sums(sweep: Sweep, cell: MeasuredCell) -> dict[str, Sums]:
-    """The sums of all metrics of a cell, by metric or metric[judge]."""
-    judged = [(f"{metric}[{judge}]", judge) for judge, use in sweep.judges.items() for metric in use.metrics]
-    found = {}
-    for key, judge in (*judged, *((metric, None) for metric in sweep.metrics)):
-        sums = METRICS[metric_and_judge(key)[0]].sums
-        if sums is not None:
-            found[key] = sums(cell.scored_by(judge))
-    return found
+def write_prompts(folder: Path, task: str, prompts: KeptPrompts) -> None:
+    rows = [{"prompt": t, "group": str(group)} for t, group in zip(prompts.texts, prompts.groups, strict=True)]
+    _write_lines(folder / "kept" / "prompts" / f"{task}.jsonl.xz", rows)
 
 
-def _describe_cell(one: MeasuredCell) -> dict[str, Any]:
-    settings = {name: value for name, value in asdict(one.cell).items() if name in SETTINGS}
-    return {"cell": one.cell.name, **settings, "texts": [samples[0] for samples in one.texts]}
-
-
-def _write_lines(file: str, rows: Iterable[dict[str, Any]]) -> None:
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
+def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(file) as temporary, lzma.open(temporary, "wt", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 

@@ -87,6 +87,11 @@ class Method:
     per_candidate: bool = False  # whether each candidate is read
     like: str = ""  # the method whose choice it takes
 
+    @property
+    def has_curve(self) -> bool:
+        """Whether it has a β."""
+        return bool(self.dev_beta or self.like)
+
     def layers_read(self, k: int) -> int:
         return self.layers * (k if self.per_candidate else 1)
 
@@ -104,24 +109,24 @@ def _with_rates(name: str) -> tuple[str, ...]:
 METHODS = {
     method.name: method
     for method in (
-        Method(OURS, "readout of values (ours)", (OURS,), dev_beta=REWARDS),
-        Method(f"{OURS}{AGAIN}", "the same, trained again from labels on", (f"{OURS}{AGAIN}",), like=OURS),
+        Method(OURS, "readout (ours)", (OURS,), dev_beta=REWARDS),
+        Method(f"{OURS}{AGAIN}", "trained again", (f"{OURS}{AGAIN}",), like=OURS),
         Method(
             f"{OURS}-student{AGAIN}",
-            "the same, a second student of one teacher",
+            "its student again",
             (f"{OURS}-student{AGAIN}",),
             like=OURS,
         ),
-        Method("12", "RAD-Q of values, 12 layers (ours)", ("12",), dev_beta=REWARDS, layers=12),
-        Method("value", "RAD-V of values (their teacher)", ("value",), dev_beta=REWARDS, layers=30, per_candidate=True),
+        Method("12", "RAD-Q, 12 layers", ("12",), dev_beta=REWARDS, layers=12),
+        Method("value", "RAD-V of values", ("value",), dev_beta=REWARDS, layers=30, per_candidate=True),
         Method("classifier", "RAD-V of labels", ("classifier",), dev_beta=REWARDS, layers=30, per_candidate=True),
-        Method("readout-classifier", "readout taught by the classifier", ("readout-classifier",), dev_beta=REWARDS),
-        Method("readout-gedi", "readout taught by GeDi", ("readout-gedi",), "omega", OMEGAS_OF_STUDENTS),
+        Method("readout-classifier", "readout of labels", ("readout-classifier",), dev_beta=REWARDS),
+        Method("readout-gedi", "readout of GeDi", ("readout-gedi",), "omega", OMEGAS_OF_STUDENTS),
         Method("dexperts", "DExperts", _with_rates("dexperts"), "alpha", ALPHAS, layers=60),
         Method("gedi", "GeDi", _with_rates("gedi"), "omega", OMEGAS, FILTERS, layers=60),
         Method("gedi-12", "GeDi, 12 layers", _with_rates("gedi-12"), "omega", OMEGAS, FILTERS, layers=24),
-        Method(BEST, "best of n by the readout", (OURS,)),
-        Method(ASKED, "the base, asked for it"),
+        Method(BEST, "best of n", (OURS,)),
+        Method(ASKED, "asking"),
         Method(BASE, "unguided"),
     )
 }

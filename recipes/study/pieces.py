@@ -80,7 +80,7 @@ def contest(request: Request) -> None:
     jobs = []
     for task, method in RUNS:
         choice = chosen[task.name].get(method.like or method.name, {}).get("chosen")
-        if choice is None and (method.dev_beta is not None or method.like):
+        if choice is None and method.has_curve:
             print(f"{task.name}-{method.name}: left out, since choices.json has no settings for it", flush=True)
             continue
         sweep = sweep_job("contest", f"{task.name}-{method.name}", contest_sweep(task, method, choice), request)

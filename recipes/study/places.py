@@ -16,7 +16,7 @@ from radq.evaluation.comparison import AXES, Point, compare_curves
 from radq.evaluation.metrics import Bootstrap, Estimate, estimate, positive_rate
 from radq.files import read_lines
 
-NAN = float("nan")
+NAN, NOT_RUN = float("nan"), "not run"
 SECOND_JUDGE = {
     "sentiment": "positive_rate[minilm]",
     "toxicity": "avg_max[bert-tiny]",
@@ -65,6 +65,17 @@ class Place:
         points = sorted((np.log(self.ratio(cell)), self.value(cell, metric)) for cell in self.curve(method))
         places, values = np.array(points).reshape(-1, 2).T
         return float(np.interp(np.log(ratio), places, values, left=NAN, right=NAN)) if len(points) else NAN
+
+    def best(self, method: str) -> KeptCell | None:
+        """The guided cell with the best attribute, for methods without β."""
+        cells = self.guided(method)
+        return max(cells, key=lambda cell: self.task.side * self.value(cell, self.task.metric), default=None)
+
+    def shown(self, method: str) -> KeptCell | None:
+        """The cell that stands for a method where a single one must."""
+        if method == BASE:
+            return self.base
+        return self.nearest(method) if METHODS[method].has_curve else self.best(method)
 
     def nearest(self, method: str) -> KeptCell | None:
         """The guided cell whose perplexity is nearest to that at which settings were chosen."""
@@ -135,7 +146,7 @@ def find_gain(place: Place, other: str, axis: str, metric: str, bootstrap: Boots
     So it holds what resampled prompts change, and what another training changes.
     """
     theirs = _points(place, _compared_cells(place, other), axis, metric)
-    found, reason = [], "not run"
+    found, reason = [], NOT_RUN
     for training in TRAININGS:
         cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
         ours = _points(place, cells, axis, metric)
@@ -154,10 +165,10 @@ def find_gain(place: Place, other: str, axis: str, metric: str, bootstrap: Boots
 
 def _compared_cells(place: Place, method: str) -> list[KeptCell]:
     """The curve of a method, or its best cell where it has no β."""
-    cells = place.guided(method)
-    if METHODS[method].dev_beta is None and cells:
-        return [max(cells, key=lambda cell: place.task.side * place.value(cell, place.task.metric))]
-    return cells
+    if METHODS[method].has_curve:
+        return place.guided(method)
+    best = place.best(method)
+    return [] if best is None else [best]
 
 
 def _points(place: Place, cells: Sequence[KeptCell], axis: str, metric: str) -> list[Point]:

@@ -3,8 +3,9 @@
 second/judge.json            AUC and accuracy of the judge on texts that it has not seen
 second/sentiment-METHOD.npz  CELL: the score of the text of each prompt
 second/mauve.jsonl           a line per method and class of prompts: MAUVE of the cell nearest to the perplexity at
-                             which settings were chosen, against the second seed of the unguided base model; the line
-                             of the unguided base model itself is the value that chance alone leaves
+                             which settings were chosen (of the best cell, for methods without β), against the second
+                             seed of the unguided base model; the line of the unguided base model itself is the value
+                             that chance alone leaves
 """
 
 import json
@@ -83,7 +84,7 @@ def compute_mauve(folder: Path, only: str = "") -> None:
         reference = next((cell for cell in place.cells[BASE] if cell.settings["seed"] == 1), None)
         if reference is None:
             continue
-        wanted = [(name, place.base if name == BASE else place.nearest(name)) for name in METHODS]
+        wanted = [(name, place.shown(name)) for name in METHODS]
         missing = [
             (name, cell)
             for name, cell in wanted
