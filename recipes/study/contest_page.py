@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 from choices import NUM_BETAS, SPAN, TARGET
-from kept import KeptCell
+from kept import KEPT_TEXTS, KeptCell
 from markup import item, markdown_table, wrapped, write_figures
 from methods import (
     ASKED,
@@ -219,7 +219,8 @@ def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) 
             rows.append([METHODS[name].title, *("–" if gain.reason else _gain(gain) for gain in gains)])
     text = (
         "The gains at equal perplexity by other judges: sentiment by a logistic regression on MiniLM's sentence "
-        f"embeddings{_quality(folder)}, which reads one sample of each prompt; toxicity by a BERT of two layers."
+        f"embeddings{_quality(folder)}, which reads a sample of {KEPT_TEXTS} prompts of each kind; toxicity by a BERT "
+        "of two layers."
     )
     return f"{wrapped(text)}\n{markdown_table(header, rows)}" if rows else "Not run.\n"
 
@@ -244,7 +245,7 @@ def _limits(places: Sequence[Place]) -> str:
         "best n and the better request, at that point alone; the KL of the best of n is an upper bound.",
         *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
         f"Layers are those that a token costs beside the base model's {BASE_LAYERS}; RAD-V reads each of k candidates.",
-        "MAUVE compares one sample of each prompt with another seed of the unguided base model, by MiniLM, at the "
+        f"MAUVE compares a sample of {KEPT_TEXTS} prompts with another seed of the unguided base model, by MiniLM, at the "
         f"tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",

@@ -3,7 +3,7 @@
     python recipes/study/kept.py TASK METHOD        (in the study's folder, after the method's sweep)
 
 kept/TASK-METHOD.npz         CELL/METRIC: the totals and weights of each prompt whose sums make a metric, (2, p) float32
-kept/TASK-METHOD.jsonl.xz    a line per cell: its settings, and the first sample of every prompt
+kept/TASK-METHOD.jsonl.xz    a line per cell: its settings, and the first sample of 500 prompts of each class
 kept/prompts/TASK.jsonl.xz   a line per prompt: its text and its class
 """
 
@@ -24,12 +24,13 @@ from radq.files import whole_file
 from radq.report.results import metric_and_judge
 
 SETTINGS = ("guide", "beta", "top_k", "top_p", "seed", "best_of", "ask")
+KEPT_TEXTS = 500  # of each class of prompts; the texts of others are blank
 EXPONENTIAL = ("corpus_perplexity",)  # metrics that are exp of a ratio of sums
 
 
 @dataclass(frozen=True)
 class KeptCell:
-    """A cell of a sweep: its settings, the sums of its metrics over all prompts, and a text for each prompt."""
+    """A cell of a sweep: its settings, the sums of its metrics over all prompts, and a text for each, or a blank."""
 
     name: str
     settings: dict[str, Any]
@@ -59,19 +60,22 @@ def keep_run(task: str, method: str) -> None:
     run = Path(f"contest/{task}-{method}")
     sweep = load_sweep(run / "config.yaml")
     prompts = sweep.read_prompts()
-    cells = [summarise(sweep, cell) for cell in read_measured_cells(run, sweep, prompts)]
-    write_prompts(Path(), task, KeptPrompts([one.text for one in prompts], np.array([one.group for one in prompts])))
+    kept = KeptPrompts([one.text for one in prompts], np.array([one.group for one in prompts]))
+    with_text = {int(row) for group in set(kept.groups) for row in kept.rows(group)[:KEPT_TEXTS]}
+    cells = [summarise(sweep, cell, with_text) for cell in read_measured_cells(run, sweep, prompts)]
+    write_prompts(Path(), task, kept)
     write_kept(Path(), task, method, cells)
 
 
-def summarise(sweep: Sweep, one: MeasuredCell) -> KeptCell:
+def summarise(sweep: Sweep, one: MeasuredCell, with_text: set[int]) -> KeptCell:
     """The settings of a cell, the sums of all its metrics, by metric or metric[judge], and its first samples."""
     judged = [(f"{metric}[{judge}]", judge) for judge, use in sweep.judges.items() for metric in use.metrics]
     keys = [*judged, *((metric, None) for metric in sweep.metrics)]
     metrics = {key: METRICS[metric_and_judge(key)[0]].sums for key, _ in keys}
     sums = {key: found(one.scored_by(judge)) for key, judge in keys if (found := metrics[key]) is not None}
     settings = {name: value for name, value in asdict(one.cell).items() if name in SETTINGS}
-    return KeptCell(one.cell.name, settings, sums, [samples[0] for samples in one.texts])
+    texts = [samples[0] if row in with_text else "" for row, samples in enumerate(one.texts)]
+    return KeptCell(one.cell.name, settings, sums, texts)
 
 
 def write_kept(folder: Path, task: str, method: str, cells: list[KeptCell]) -> None:
@@ -79,12 +83,18 @@ def write_kept(folder: Path, task: str, method: str, cells: list[KeptCell]) -> N
     rows = ({"cell": cell.name, **cell.settings, "texts": cell.texts} for cell in cells)
     _write_lines(file.with_suffix(".jsonl.xz"), rows)
     arrays: dict[str, Any] = {
-        f"{cell.name}/{metric}": np.stack([sums.totals, sums.weights]).astype(np.float32)
+        f"{cell.name}/{metric}": shorten(np.stack([sums.totals, sums.weights]))
         for cell in cells
         for metric, sums in cell.sums.items()
     }
     with whole_file(file) as temporary, temporary.open("wb") as stream:  # last: where it is, the texts are, too
         np.savez_compressed(stream, **arrays)
+
+
+def shorten(values: np.ndarray) -> np.ndarray:
+    """Round to 16 binary digits, about five decimal ones: such numbers take a fifth less space when compressed."""
+    fractions, exponents = np.frexp(values)
+    return np.ldexp(np.round(fractions * 2**16) / 2**16, exponents).astype(np.float32)
 
 
 def write_prompts(folder: Path, task: str, prompts: KeptPrompts) -> None:

@@ -45,7 +45,7 @@ TASKS = {
                 "sentiment": {
                     "judge": "reward:models/judge-sentiment",
                     "reads": "text",
-                    "metrics": ["positive_rate", "mean_score"],
+                    "metrics": ["positive_rate"],
                 }
             },
             5,

@@ -214,14 +214,14 @@ def test_comparisons_from_kept_sums_equal_those_from_texts(
         ]
         whole = compare_at_equal(axis, *texts, "mean_score", QUICK)
         found = compare_curves(axis, *points, QUICK)
-        assert (found.value, found.low, found.high) == pytest.approx((whole.value, whole.low, whole.high), abs=1e-5)
-        assert found.range == pytest.approx(whole.range, rel=1e-5)
+        assert (found.value, found.low, found.high) == pytest.approx((whole.value, whole.low, whole.high), abs=3e-5)
+        assert found.range == pytest.approx(whole.range, rel=3e-5)
 
 
 def check_values(modules: Modules, sweep: Sweep, measured: list[Any], cells: list[Any]) -> None:
     for one, cell in zip(measured, cells, strict=True):
         for metric, value in one.estimate(sweep.judges, sweep.metrics, range(6), QUICK).items():
-            assert cell.sums[metric].value == pytest.approx(value["value"], rel=1e-5), metric
+            assert cell.sums[metric].value == pytest.approx(value["value"], rel=3e-5), metric
     assert modules["kept"].read_kept(Path("nowhere"), "toxicity", "12") == []
 
 
