@@ -245,8 +245,8 @@ def _limits(places: Sequence[Place]) -> str:
         "best n and the better request, at that point alone; the KL of the best of n is an upper bound.",
         *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
         f"Layers are those that a token costs beside the base model's {BASE_LAYERS}; RAD-V reads each of k candidates.",
-        f"MAUVE compares a sample of {KEPT_TEXTS} prompts with another seed of the unguided base model, by MiniLM, at the "
-        f"tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
+        f"MAUVE compares a sample of {KEPT_TEXTS} prompts with another seed of the unguided base model, by MiniLM, at "
+        f"the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
     ]
