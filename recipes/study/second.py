@@ -19,11 +19,11 @@ from kept import KeptCell, read_kept, read_kept_prompts
 from methods import BASE, METHODS
 from places import Place, read_mauve, read_places, second_file
 
-from radq.evaluation.judges.base import Judge
-from radq.evaluation.judges.encoders import Encoder, load_encoder
-from radq.evaluation.judges.models import load_judge
 from radq.evaluation.metrics import MAUVE_MIN_SAMPLES, mauve
 from radq.files import read_lines, whole_file
+from radq.judges.base import Judge
+from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.models import load_judge
 from radq.models.loading import find_device
 
 TASK, JUDGE, ENCODER = "sentiment", "models/judge-minilm", "minilm"
