@@ -25,6 +25,7 @@ from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.guidance import Guidance
 from radq.hosts.records import RecordedRow
+from radq.models.cuda_graph import StepGraphs
 from radq.serving.panel import Panel
 
 KINDS = ["q", "v", "dexperts", "gedi"]
@@ -190,10 +191,30 @@ class Engine:
         return Request(guidance, *self.lists[row], ticket=str(self.rng.random()), choice=self.rng.randrange(3))
 
 
+class Unrecorded(StepGraphs):
+    """Steps that are prepared as those of a GPU, for few different numbers of texts, and then run from Python."""
+
+    def run(self, shape: Any, step: Any) -> Any:
+        return step()
+
+
+def prepare_steps(steerer: Steerer) -> None:
+    for follower in steerer.followers:
+        follower.graphs = Unrecorded(not follower.reads_candidates)
+
+
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), kinds=st.sampled_from([[kind] for kind in KINDS] + [["q", "v"], KINDS]))
-def test_every_row_is_steered_by_its_own_text(seed: int, kinds: list[str], guides: dict[str, Guide]) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    kinds=st.sampled_from([[kind] for kind in KINDS] + [["q", "v"], KINDS]),
+    prepared=st.booleans(),
+)
+def test_every_row_is_steered_by_its_own_text(
+    seed: int, kinds: list[str], prepared: bool, guides: dict[str, Guide]
+) -> None:
     engine, steerer = Engine(seed, kinds, guides), make_steerer(guides)
+    if prepared:
+        prepare_steps(steerer)
     rng = engine.rng
     engine.come([0, 1, 2], [5, 9])
     for _ in range(10):
@@ -263,6 +284,49 @@ def test_the_last_request_gives_the_memory_back(guides: dict[str, Guide]) -> Non
     assert steerer.nbytes > 0
     steerer.retain([])
     assert steerer.nbytes == 0
+
+
+def test_memory_that_captured_steps_use_stays_for_others(guides: dict[str, Guide]) -> None:
+    steerer = make_steerer({"q": guides["q"]})
+    prepare_steps(steerer)
+    for text in ([5, 6], [7], [8, 9, 10]):
+        request = Request(Guidance({"q.0": 1.0}, Steering(5)), text, [])
+        logits = base_logits(text)[None].clone()
+        steerer.steer(logits, {0: request})
+        torch.testing.assert_close(logits[0], alone({"q": guides["q"]}, text, request.guidance), atol=1e-4, rtol=1e-4)
+        held = steerer.nbytes
+        steerer.retain([])
+        assert steerer.nbytes == held == steerer.plan_bytes()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="steps are captured on CUDA devices alone")
+@pytest.mark.parametrize("kind", ["q", "dexperts", "gedi"])
+def test_captured_steps_give_the_logits_of_others(kind: str, lm_folders: dict[str, Path]) -> None:
+    """Texts of different lengths come, grow and go, again and again."""
+    found: list[list[Tensor]] = []
+    for captures in (True, False):
+        torch.manual_seed(0)
+        guide: Any = make_guide(kind, lm_folders["llama"])
+        for model in [guide.model] if kind == "q" else [reader.model for reader in guide.readers]:
+            model.cuda()
+        steerer = Steerer(make_panel({kind: guide}), 8, LENGTH, "cuda")
+        (follower,) = steerer.followers
+        assert follower.graphs.on
+        follower.graphs.on = captures
+        steps: list[Tensor] = []
+        for count in (1, 3, 5, 2, 5):
+            guidance = Guidance({f"{kind}.0": 2.0}, Steering(5))
+            requests = {row: Request(guidance, [5 + row] * (row + 1), []) for row in range(count)}
+            for _ in range(6):
+                logits = torch.randn(count, VOCAB).cuda()
+                steerer.steer(logits, requests)
+                steps.append(logits.cpu())
+                for row, request in requests.items():
+                    request.output.append(3 + (row + len(steps)) % 30)
+        assert (follower.graphs.replays > 0) == captures
+        found.append(steps)
+    for captured, other in zip(*found, strict=True):
+        torch.testing.assert_close(captured, other, atol=1e-5, rtol=1e-5)
 
 
 # --- requests that cannot be guided ---
@@ -385,13 +449,15 @@ def test_tokens_on_the_device_are_read_as_those_of_the_host(guides: dict[str, Gu
 
 
 @settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, guides: dict[str, Guide]) -> None:
+@given(seed=st.integers(0, 10**6), prepared=st.booleans())
+def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: bool, guides: dict[str, Guide]) -> None:
     """Drafts are accepted or rejected at random, requests come, miss steps and go; some are not guided."""
     rng, most = random.Random(seed), 3
     chosen = {kind: guides[kind] for kind in ("q", "dexperts")}
     check_drafts(list(chosen.values()), VOCAB)
     steerer = DraftSteerer(make_panel(chosen), 5, LENGTH, "cpu", most)
+    if prepared:
+        prepare_steps(steerer)
     tokens, lengths = torch.zeros(5, LENGTH, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
     requests: dict[int, DraftRequest | None] = {}
 

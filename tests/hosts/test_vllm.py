@@ -176,6 +176,7 @@ def make_config(world: World, max_model_len: int = 63, **model: Any) -> Any:
         model_config=SimpleNamespace(**names, **options),
         scheduler_config=SimpleNamespace(max_num_seqs=5),
         cache_config=SimpleNamespace(cpu_kvcache_space_bytes=None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, enable_batch_sharded_sampling=False),
     )
 
 
@@ -204,6 +205,28 @@ def test_what_cannot_work_fails_at_the_start(registry: World, monkeypatch: pytes
     monkeypatch.delenv("RADQ_GUIDES")
     with pytest.raises(OptionError, match="RADQ_GUIDES is not set"):
         GuidedProcessor(make_config(registry), cpu, False)
+
+
+def test_a_token_that_all_ranks_draw_is_counted_once(registry: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under tensor parallelism; not if each rank draws the tokens of its own requests."""
+    import radq.hosts.vllm
+    import radq.hosts.vllm_worker
+    from radq.hosts.vllm_worker import GuideWorker
+
+    def count(rank: int, shared_out: bool) -> list[Any]:
+        config = make_config(registry)
+        config.parallel_config = SimpleNamespace(tensor_parallel_size=2, enable_batch_sharded_sampling=shared_out)
+        monkeypatch.setattr(radq.hosts.vllm.parallel_state, "get_tensor_model_parallel_rank", lambda: rank)
+        processor = radq.hosts.vllm.GuidedProcessor(config, torch.device("cpu"), False)
+        monkeypatch.setattr(radq.hosts.vllm_worker, "PROCESSORS", [processor])
+        processor.figures.count(["ticket"], torch.tensor([[3.0, 0.5, 0.0, 0.0]]))
+        worker = GuideWorker()
+        return [worker.radq_totals()["tokens"], worker.radq_take("ticket"), processor.figures.take("ticket")]
+
+    sums = {"tokens": 3.0, "kl": 0.5, "clipped": 0.0, "failed": 0.0}
+    assert count(0, shared_out=False) == [3.0, sums, None]
+    assert count(1, shared_out=False) == [0.0, None, None]
+    assert count(1, shared_out=True) == [3.0, sums, None]
 
 
 class SecondRunner:

@@ -6,137 +6,26 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from browser import PATIENCE, By, Keys, Page, start_browser
 from serving import Running, make_config, make_models, serving
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is in radq[dev]")
-Service = pytest.importorskip("selenium.webdriver.chrome.service").Service
-By = pytest.importorskip("selenium.webdriver.common.by").By
-Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+pytestmark = pytest.mark.slow
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(None in (BROWSER, DRIVER), reason="no chromium with its driver is installed"),
-]
-
-OPTIONS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-dev-shm-usage"
 TAG = "<i>very</i>"  # a word of the language model
-PATIENCE = 60.0
 TOKENS = 12
 PROMPT = "this"
 
 
-class Page:
-    """The page in a browser."""
-
-    def __init__(self, driver: Any, address: str, start: str = f"tokens={TOKENS}"):
-        self.driver, self.address, self.start = driver, address, start
-
-    def open(self, state: str = "", width: int = 1280, dark: bool = False) -> "Page":
-        command = self.driver.execute_cdp_cmd
-        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
-        command("Emulation.setDeviceMetricsOverride", size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        command("Emulation.setEmulatedMedia", {"features": [scheme]})
-        self.driver.get("about:blank")  # another fragment alone would not load the page again
-        self.driver.get(f"{self.address}/#{self.start}{state}")
-        self.until(
-            lambda: self.find("#controls").is_displayed() or self.driver.find_elements(By.CSS_SELECTOR, "[open]")
-        )
-        return self
-
-    def find(self, selector: str) -> Any:
-        return self.driver.find_element(By.CSS_SELECTOR, selector)
-
-    def all(self, selector: str) -> list[Any]:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
-
-    def until(self, condition: Callable[[], Any]) -> Any:
-        end = time.monotonic() + PATIENCE
-        while not (found := condition()):
-            assert time.monotonic() < end, "the page did not get there"
-            time.sleep(0.02)
-        return found
-
-    def generate(self) -> None:
-        self.find("#go").click()
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until no request is on its way and its end is shown."""
-        self.until(lambda: not self.find("#stop").is_displayed())
-
-    def write(self, selector: str, text: str) -> None:
-        field = self.find(selector)
-        field.send_keys(Keys.CONTROL, "a")
-        field.send_keys(text)
-
-    def tokens(self, pane: str) -> list[str]:
-        return self.run(
-            "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", pane + " .token"
-        )
-
-    def text(self, pane: str) -> str:
-        return self.texts(pane)[0]
-
-    def texts(self, pane: str) -> list[str]:
-        """The texts in a place, without the names of tokens that add no text."""
-        return self.run(
-            "return [...document.querySelectorAll(arguments[0])].map((text) =>"
-            "[...text.children].filter((one) => !one.matches('.ghost')).map((one) => one.textContent).join(''))",
-            pane + " .tokens",
-        )
-
-    def click(self, selector: str) -> None:
-        element = self.find(selector)
-        self.run("arguments[0].scrollIntoView({ block: 'center' })", element)
-        element.click()
-
-    def coloured(self, pane: str) -> int:
-        return len(self.all(f"{pane} .token.low, {pane} .token.high"))
-
-    def numbers(self, pane: str) -> dict[str, str]:
-        names, values = self.all(f"{pane} .numbers dt"), self.all(f"{pane} .numbers dd")
-        return {name.text: value.text for name, value in zip(names, values, strict=True)}
-
-    def focused(self) -> Any:
-        return self.driver.switch_to.active_element
-
-    def press(self, *keys: str) -> None:
-        self.focused().send_keys(*keys)
-
-    def point_at(self, element: Any) -> None:
-        webdriver.ActionChains(self.driver).scroll_to_element(element).move_to_element(element).perform()
-
-    @property
-    def inspector(self) -> Any:
-        return self.find("#inspector")
-
-    def width(self) -> int:
-        return self.run("return document.documentElement.scrollWidth")
-
-
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for option in OPTIONS.split():
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield found
-    found.quit()
+    with start_browser() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -546,7 +435,7 @@ def test_everything_comes_from_the_server_itself(page: Page) -> None:
 
 
 def test_errors_of_the_server_are_shown(driver: Any, running: Running) -> None:
-    page = Page(driver, running.address).open()
+    page = Page(driver, running.address, f"tokens={TOKENS}").open()
     page.write("#prompt", "the film " * 40)
     page.generate()
     message = page.until(lambda: page.find("#problem").text)
@@ -559,7 +448,7 @@ def test_errors_of_the_server_are_shown(driver: Any, running: Running) -> None:
 
 def test_a_server_that_is_gone_is_noticed(driver: Any, models: Path) -> None:
     with serving(make_config(models)) as found:
-        page = Page(driver, found.address).open()
+        page = Page(driver, found.address, f"tokens={TOKENS}").open()
         page.generate()
     page.generate()
     assert "cannot be reached" in page.until(lambda: page.find("#problem").text)
@@ -568,7 +457,7 @@ def test_a_server_that_is_gone_is_noticed(driver: Any, models: Path) -> None:
 
 def test_a_key_is_asked_for_and_kept_for_the_session(driver: Any, models: Path) -> None:
     with serving(make_config(models), api_key="s3cret") as found:
-        page = Page(driver, found.address).open()
+        page = Page(driver, found.address, f"tokens={TOKENS}").open()
         page.until(page.find("#key-dialog").is_displayed)
         for key in ("wrong", "s3cret"):
             page.until(lambda: page.find("#key").is_displayed())

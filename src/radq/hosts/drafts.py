@@ -71,6 +71,10 @@ class DraftFollower(Follower):
         """`most` is the largest number of rows of logits that a request may have."""
         super().__init__(guide, capacity, length + 2 * most, device)
         self.most = most
+        # What a step reads, and from which columns on; the last row takes what belongs to no text.
+        self._tokens = torch.zeros(capacity + 1, most, dtype=torch.long, device=device)
+        self._starts = torch.zeros(capacity + 1, dtype=torch.long, device=device)
+        self._sizes: tuple[int, Any] = (-1, None)  # the lengths of the texts when they were read, for one layout
 
     def follow(self, present: Mapping[Text, int], last: Tensor | None, widest: int) -> dict[Text, Exception]:
         for text in present:
@@ -90,19 +94,25 @@ class DraftFollower(Follower):
         self, texts: Int[Tensor, " r"], drafts: Drafts, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"]
     ) -> Advice:
         """The guide's opinion on candidates after each row. `texts` are its rows of the texts, or −1."""
+        if self._sizes[0] != self.layout:
+            self._sizes = (self.layout, torch.tensor(self._lengths, device=self.device))
         glance = self._state.map_readings(lambda slots: self._read_over(slots, texts, drafts))
         return self.guide.advise(glance, candidates, beta)
 
     def _read_over(self, slots: SlotReading, texts: Int[Tensor, " r"], drafts: Drafts) -> Glance:
         """Let a model read the drafts of all texts; return its output at each row of logits."""
-        count, places, followed = slots.count, drafts.places.long(), texts >= 0
-        tokens = places.new_zeros(count + 1, self.most)  # the last row takes what belongs to no text
-        tokens[torch.where(followed, texts, count), places] = drafts.tokens.long()
-        sizes = torch.tensor(self._lengths, device=self.device)
-        columns = drafts.positions.long() + (slots.lengths - sizes)[texts.clamp(min=0)]  # a BOS may stand before a text
-        starts = places.new_full((count + 1,), slots.window - self.most)  # texts that are not shown keep what they have
-        starts[torch.where(followed & (places == 0), texts, count)] = columns
-        outputs = slots.read_over(tokens[:count], starts[:count])
+        places, followed = drafts.places.long(), texts >= 0
+        before = slots.lengths[: len(self.texts)] - self._sizes[1]  # a BOS may stand before a text
+        columns = drafts.positions.long() + before[texts.clamp(min=0)]
+        self._tokens.zero_()
+        self._tokens[torch.where(followed, texts, self.capacity), places] = drafts.tokens.long()
+        self._starts.fill_(slots.window - self.most)  # texts that are not shown keep what they have
+        self._starts[torch.where(followed & (places == 0), texts, self.capacity)] = columns
+        count = self._widen() if self.graphs.on else slots.count
+        outputs = self.graphs.run(
+            (id(slots), count, slots.window, slots.epoch),
+            lambda: slots.read_over(self._tokens[:count], self._starts[:count]),
+        )
         return Glance(slots.reader, outputs[texts.clamp(min=0), places], None)
 
 
@@ -111,7 +121,9 @@ class DraftSteerer(Steerer):
 
     def __init__(self, panel: Panel, capacity: int, length: int, device: torch.device | str, most: int):
         super().__init__(panel, capacity, length, device)
+        self.capacity = capacity
         self.followers = [DraftFollower(guide, capacity, length, self.device, most) for guide in panel.guides]
+        self._table: tuple[Any, Any] = (None, None)
 
     @torch.inference_mode()
     def steer_drafts(self, logits: Float[Tensor, "r v"], requests: Mapping[int, DraftRequest], drafts: Drafts) -> None:
@@ -120,7 +132,7 @@ class DraftSteerer(Steerer):
             self._follow({request: slot for slot, request in requests.items() if not request.ended}, None)
             running = {slot: request for slot, request in requests.items() if not request.ended}
             if running:
-                self._steer_rows(logits, running, drafts)
+                self._steer_rows(logits, self._find_table(running, logits.shape[1]), drafts)
         except Exception as error:
             for follower in self.followers:
                 follower.clear()
@@ -130,53 +142,72 @@ class DraftSteerer(Steerer):
                 end = torch.full_like(logits[:1], -torch.inf).index_fill_(1, self._index([request.stop]), 0.0)
                 logits.copy_(torch.where((drafts.slots == slot)[:, None], end, logits))
 
-    def _steer_rows(self, logits: Float[Tensor, "r v"], requests: Mapping[int, DraftRequest], drafts: Drafts) -> None:
-        """Compute all rows, and keep those of guided requests: the host does not know which rows these are."""
+    def _find_table(self, requests: Mapping[int, DraftRequest], vocab_size: int) -> "_Table":
+        """Return the table of these requests; that of the last step, if nothing has changed since then."""
+        key = (tuple(requests.items()), tuple(follower.layout for follower in self.followers))
+        if self._table[0] != key:
+            self._table = (key, self._make_table(requests, vocab_size))
+        return self._table[1]
+
+    def _make_table(self, requests: Mapping[int, DraftRequest], vocab_size: int) -> "_Table":
         listed = list(requests.values())
         numbers = [
             [beta for n, one in enumerate(self.followers) for beta in own.get(n, [0.0] * len(one.guide.beta))]
             for own in map(self._betas, listed)
         ]
-        steerings = [limit_width(request.guidance.steering, logits.shape[1]) for request in listed]
-        which = self._find(drafts, {slot: place for place, slot in enumerate(requests)})
+        steerings = [limit_width(request.guidance.steering, vocab_size) for request in listed]
+        followers = [one for one in self.followers if isinstance(one, DraftFollower) and one.texts]
+        return _Table(
+            self._by_slot({slot: place for place, slot in enumerate(requests)}),
+            Strengths.stack(steerings, numbers, vocab_size, self.device),
+            self._index([request.stop for request in listed]),
+            {
+                one: self._by_slot({text.slot: one.rows[text] for text in listed if text in one.rows})
+                for one in followers
+            },
+        )
+
+    def _by_slot(self, numbers: Mapping[int, int]) -> Int[Tensor, " slots"]:
+        return self._index([numbers.get(slot, -1) for slot in range(self.capacity)])
+
+    def _steer_rows(self, logits: Float[Tensor, "r v"], table: "_Table", drafts: Drafts) -> None:
+        """Compute all rows, and keep those of guided requests: the host does not know which rows these are."""
+        slots = drafts.slots.long()
+        which = table.places[slots]
         rows = which.clamp(min=0)
-        table = Strengths.stack(steerings, numbers, logits.shape[1], self.device)
-        strengths = table.map(lambda values: values[rows])
-        members = [
-            (follower, self._find(drafts, {one.slot: follower.rows[one] for one in listed if one in follower.rows}))
-            for follower in self.followers
-            if isinstance(follower, DraftFollower)
-        ]
-        proposal = propose(logits.float(), _Members(members, drafts), None, strengths)
+        strengths = table.strengths.map(lambda values: values[rows])
+        members = {follower: texts[slots] for follower, texts in table.texts.items()}
+        proposal = propose(logits.float(), _Members(self.followers, members, drafts), None, strengths)
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
-        stops = self._index([request.stop for request in listed])[rows][:, None]
-        guided = self._write(logits, proposal, temperature, stops)
+        guided = self._write(logits, proposal, temperature, table.stops[rows][:, None])
         logits.copy_(torch.where((which >= 0)[:, None], guided, logits))
 
-    def _find(self, drafts: Drafts, numbers: Mapping[int, int]) -> Int[Tensor, " r"]:
-        """Find the number of the slot of each row of logits; −1 stands for a row without a guided request."""
-        found = torch.full_like(drafts.slots, -1, dtype=torch.long)
-        if not numbers:
-            return found
-        table = found.new_full((max(numbers) + 1,), -1)
-        table[self._index(list(numbers))] = self._index(list(numbers.values()))
-        inside = drafts.slots < len(table)
-        return torch.where(inside, table[drafts.slots.long() * inside], found)
+
+@dataclass(frozen=True)
+class _Table:
+    """The guided requests of a step, on the device, by which all its rows of logits find their own numbers."""
+
+    places: Int[Tensor, " slots"]  # of each slot's request among these, or −1
+    strengths: Strengths  # of these requests
+    stops: Int[Tensor, " b"]
+    texts: dict[DraftFollower, Int[Tensor, " slots"]]  # for each guide, its row of each slot's text, or −1
 
 
 @dataclass(frozen=True)
 class _Members:
     """The sum of guides, each of which advises on its own rows alone."""
 
-    followers: Sequence[tuple[DraftFollower, Int[Tensor, " r"]]]  # with the rows of their texts, or −1
+    followers: Sequence[Follower]
+    texts: Mapping[Any, Int[Tensor, " r"]]  # of those that follow some text: its row for each row of logits, or −1
     drafts: Drafts
 
     def advise(self, state: Any, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"] | None = None) -> Advice:
         assert beta is not None
         shift, first = torch.zeros(candidates.shape, device=candidates.device), 0
-        for follower, texts in self.followers:
+        for follower in self.followers:
             own = beta[:, first : (first := first + len(follower.guide.beta))]
-            if follower.texts:
+            if isinstance(follower, DraftFollower) and follower in self.texts:
+                texts = self.texts[follower]
                 advice = follower.advise_drafts(texts, self.drafts, candidates, own)
                 shift = shift + torch.where((texts >= 0)[:, None], advice.shift.to(shift), 0.0)
         return Advice(shift, None)

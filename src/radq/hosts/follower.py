@@ -2,7 +2,8 @@
 
 One store of slots holds the guide's state of all texts, whatever their strengths and settings, so that a step is one
 forward of each of its models. The store has room for all texts that the engine may run at once, and is planned when
-the server starts. Axes: b texts, k candidates, s strengths.
+the server starts. On a GPU these forwards are captured as CUDA graphs, for few different numbers of texts.
+Axes: b texts, k candidates, s strengths.
 """
 
 from abc import ABC, abstractmethod
@@ -14,9 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from radq.decoding.capture import find_hindrance
 from radq.errors import DataError
 from radq.guides import Guide
 from radq.guides.base import Advice
+from radq.models.cuda_graph import StepGraphs
 from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Glance, Reader
 from radq.models.slots import SlotReading, plan_bytes, settle
@@ -67,6 +70,10 @@ class Follower:
         self._lengths: list[int] = []
         self._missed: list[int] = []
         self._state: Any = None
+        models = [reader.model for reader in guide.readers]
+        captures = device.type == "cuda" and not self.reads_candidates and find_hindrance(models, guide) is None
+        self.graphs = StepGraphs(captures)
+        self._next = torch.full((capacity,), RESTING, device=device)  # the tokens that a captured step reads
         self._moves: tuple[Any, ...] = (None, None)  # rows that grew, the places of their tokens, and both as tensors
 
     # --- memory ---
@@ -107,15 +114,29 @@ class Follower:
 
     def clear(self) -> None:
         """Forget all texts and give their memory back."""
-        self.texts, self._marks, self._lengths, self._missed, self.rows, self._state = [], [], [], [], {}, None
+        self._state = None
+        self.graphs.clear()
+        self._forget_texts()
+
+    def _forget_texts(self) -> None:
+        self.texts, self._marks, self._lengths, self._missed, self.rows = [], [], [], [], {}
         self.layout += 1
+
+    def _empty(self) -> None:
+        """Forget all texts. Their memory is given back, but not where captured steps use it."""
+        if not self.graphs.on:
+            self.clear()
+            return
+        for slots in self._slots():
+            slots.resize(len(self.texts)).select(torch.zeros(0, dtype=torch.long))
+        self._forget_texts()
 
     def _keep(self, rows: list[int]) -> None:
         """Move the last rows into the places of those that leave, so that few are copied."""
         if len(rows) == len(self.texts):
             return
         if not rows:
-            self.clear()
+            self._empty()
             return
         staying = set(rows)
         movers = [row for row in rows if row >= len(rows)]
@@ -190,9 +211,24 @@ class Follower:
         state = self._state
         if self.reads_candidates and not self._are_candidates(tokens):
             state = state.map_readings(lambda reading: reading)  # without the candidates that were read
-        self._state = self.guide.advance(state, tokens)
+        self._state = self._read_next(state, tokens) if self.graphs.on else self.guide.advance(state, tokens)
         for row in rows:
             self._marks[row], self._lengths[row] = self.texts[row].mark(), self._lengths[row] + 1
+
+    def _read_next(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
+        """Read one token of each text by a captured step. Slots of no text are computed along, and rest."""
+        count = self._widen()
+        self._next[: len(tokens)] = tokens
+        self._next[len(tokens) : count] = RESTING
+        shape = (count, *((slots.window, slots.epoch) for slots in self._slots()))
+        return self.graphs.run(shape, lambda: self.guide.advance(state, self._next[:count]))
+
+    def _widen(self) -> int:
+        """Compute some free slots along, so that there are few different numbers of slots; return it."""
+        count = min(1 << (len(self.texts) - 1).bit_length(), self.capacity)
+        for slots in self._slots():
+            slots.resize(count)
+        return count
 
     def _are_candidates(self, tokens: Int[Tensor, " b"]) -> bool:
         """Whether each token is among the candidates that were read; another processor may force one that is not."""

@@ -38,6 +38,7 @@ first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = require_package("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
 vllm_errors: Any = require_package("vllm.exceptions", "vllm")
 platforms: Any = require_package("vllm.platforms", "vllm")
+parallel_state: Any = require_package("vllm.distributed.parallel_state", "vllm")
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 PROCESSOR = "GuidedProcessor"
@@ -68,6 +69,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         panel = Panel.load(self._registry.entries, str(device))
         model = vllm_config.model_config
         self._end = _check_engine(vllm_config, panel.guides)
+        self.answers = _answers(vllm_config.parallel_config)  # whether figures of this process are those of the server
         size = (vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
         self._drafts = None
         if vllm_config.speculative_config is not None:
@@ -225,6 +227,14 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> int:
             raise ContextLengthError(error.message, "give vLLM a smaller max_model_len.") from error
     end: Any = tokenizer.eos_token_id
     return end or 0
+
+
+def _answers(parallel: Any) -> bool:
+    """Whether no other process draws the same tokens and tells about them. Under tensor parallelism all ranks draw the
+    tokens of all requests, unless vLLM shares the requests out among them."""
+    if parallel.tensor_parallel_size == 1 or parallel.enable_batch_sharded_sampling:
+        return True
+    return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _check_memory(steerer: Steerer, vllm_config: Any) -> None:

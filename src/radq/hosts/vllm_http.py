@@ -117,8 +117,12 @@ class GuideMiddleware:
 
         return AnswerDetails(guidance, texts, fetch, wants_ids)
 
-    async def _take(self, scope: Scope, ticket: str) -> Mapping[str, float] | None:
-        return next((sums for sums in await self._server(scope).call("radq_take", ticket) if sums), None)
+    async def _take(self, scope: Scope, ticket: str) -> Mapping[str, float]:
+        """The figures of a request, whose tokens may have been drawn by several workers."""
+        together: Counter[str] = Counter()
+        for sums in await self._server(scope).call("radq_take", ticket):
+            together.update(sums or {})
+        return together
 
     def _forget(self, scope: Scope, ticket: str) -> None:
         """Let workers forget the details of a request, without waiting for them."""
@@ -176,7 +180,7 @@ class _Confirm(Rewrite):
         self,
         send: Send,
         guidance: Guidance,
-        take: Callable[[], Awaitable[Mapping[str, float] | None]],
+        take: Callable[[], Awaitable[Mapping[str, float]]],
         details: AnswerDetails | None,
     ):
         """`take` returns the figures of the tokens since its last call."""
@@ -190,7 +194,7 @@ class _Confirm(Rewrite):
     async def change(self, document: dict[str, Any]) -> None:
         if self._details is not None:
             await self._details.add(document)
-        self._sums.update(await self._take() or {})
+        self._sums.update(await self._take())
         document["radq"] = self._applied | _describe(self._sums)
 
     def reads(self, event: bytes) -> bool:

@@ -1,6 +1,7 @@
 """The methods that `--worker-extension-cls radq.hosts.vllm_worker.GuideWorker` gives to vLLM's workers.
 
-vLLM's server lives in another process than the guides; it calls these methods to ask for figures.
+vLLM's server lives in another process than the guides; it calls these methods of all workers to ask for figures. Those
+that draw the same tokens as another worker, under tensor parallelism, have nothing to say about them.
 """
 
 from collections.abc import Sequence
@@ -16,12 +17,12 @@ class GuideWorker:
 
     def radq_take(self, ticket: str) -> Sums | None:
         """Return the figures of one request, and forget them."""
-        found = [processor.figures.take(ticket) for processor in PROCESSORS]
-        return next((sums for sums in found if sums is not None), None)
+        found = [(processor.answers, processor.figures.take(ticket)) for processor in PROCESSORS]
+        return next((sums for answers, sums in found if answers and sums is not None), None)
 
     def radq_totals(self) -> Sums:
-        """Return the figures of all requests."""
-        every = [processor.figures.totals for processor in PROCESSORS]
+        """The figures of all requests."""
+        every = [processor.figures.totals for processor in PROCESSORS if processor.answers]
         return {name: sum(totals[name] for totals in every) for name in NAMES}
 
     def radq_bytes(self) -> int:
@@ -39,7 +40,8 @@ class GuideWorker:
 
     def radq_details(self, ticket: str) -> list[PackedRow]:
         """Return the candidates of a request's tokens since the last call, and forget them."""
-        return [row for processor in PROCESSORS for row in processor.records.take(ticket)]
+        found = [(processor.answers, processor.records.take(ticket)) for processor in PROCESSORS]
+        return [row for answers, rows in found if answers for row in rows]
 
     def radq_score(self, token_ids: Sequence[int]) -> dict[str, list[float]] | None:
         """Return the reward of each token of a text, by the name of each guide; None if this worker has no guides."""

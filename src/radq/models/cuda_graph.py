@@ -1,10 +1,12 @@
 """CUDA graphs: operations on a GPU that are recorded once and then repeated without Python, which launches slowly."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
 
+from radq.errors import first_line
 from radq.numerics import collecting_later
 
 T = TypeVar("T")
@@ -19,3 +21,50 @@ def record(operations: Callable[[], T], **options: Any) -> tuple[Any, T]:
     with collecting_later(), torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
         result = operations()
     return graph, result
+
+
+class StepGraphs:
+    """The graphs of a step that comes again and again, one for each of its shapes.
+
+    The first step is not recorded: libraries set themselves up in it, which no graph may hold. A step that cannot be
+    recorded runs from Python.
+    """
+
+    def __init__(self, on: bool):
+        self.on = on
+        self.replays = 0
+        self._kept: dict[Hashable, tuple[Any, Any]] = {}
+        self._warm = False
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def run(self, shape: Hashable, step: Callable[[], T]) -> T:
+        """Do a step. It may only compute with tensors that stay in their places while the shape is the same."""
+        if not self.on or not self._warm:
+            self._warm = True
+            return step()
+        if shape not in self._kept:
+            try:
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                self._kept[shape] = record(step, pool=self._pool)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model does that a graph cannot hold
+                self.on = False
+                torch.cuda.synchronize()
+                warnings.warn(
+                    f"steps are not captured as CUDA graphs, so each token takes longer: {first_line(error)}.",
+                    stacklevel=2,
+                )
+                return step()
+        graph, result = self._kept[shape]
+        graph.replay()
+        self.replays += 1
+        return result
+
+    def clear(self) -> None:
+        """Forget all graphs, since tensors have moved."""
+        self._kept.clear()
+        self._pool = None  # a pool ends with its last graph
