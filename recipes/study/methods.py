@@ -92,6 +92,12 @@ class Method:
         """Whether it has a β."""
         return bool(self.dev_beta or self.like)
 
+    @property
+    def dev_cost(self) -> int:
+        """About the cost of its sweep over dev prompts: cells times layers."""
+        cells = sum(map(len, (self.dev_beta or {}).values())) * len(self.filters)
+        return cells * (BASE_LAYERS + self.layers_read(PLAIN_K))
+
     def layers_read(self, k: int) -> int:
         return self.layers * (k if self.per_candidate else 1)
 
@@ -131,6 +137,7 @@ METHODS = {
     )
 }
 CHOOSING = [method for method in METHODS.values() if method.dev_beta is not None]
+CHOOSING.sort(key=lambda method: -method.dev_cost)  # a slow job that begins last is waited for
 
 
 def model_folder(task: Task, model: str) -> str:

@@ -23,7 +23,7 @@ from radq.toy import make_reviews, make_toy
 TOY = "toy"
 NUM_TEXTS, NUM_PROMPTS = 200, 24
 TRAINING = {
-    "max_steps": 60,
+    "max_steps": 10,
     "batch_size": 16,
     "learning_rate": 1e-2,
     "warmup_steps": 1,

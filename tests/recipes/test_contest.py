@@ -385,15 +385,15 @@ def test_the_rehearsal_goes_through_all_pieces(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    only = r"toxicity(-classifier|-value|-readout|-gedi|-base|-asked|-best-of-n)?(-keep)?$"
+    trained = "^((judge|own)-)?toxicity(-classifier|-value|-readout|-gedi)?$"
+    only = rf"{trained}|^(dev|contest)-toxicity-(readout|gedi|base|asked|best-of-n)(-keep)?$"
     request = modules["pieces"].Request(only=only, rehearse=True)
     for name, piece in modules["pieces"].CONTEST_PIECES.items():
         if name != "second":  # which trains a judge over MiniLM
             piece(request)
     tested = {file.stem for file in (tmp_path / "kept").glob("*.npz")}
-    names = ("classifier", "value", "readout", "gedi", "base", "asked", "best-of-n")
-    assert tested == {f"toxicity-{name}" for name in names}
-    assert "## Toxicity, nontoxic prompts" in write_page(modules, tmp_path, tmp_path / "docs")
+    assert tested == {f"toxicity-{name}" for name in ("readout", "gedi", "base", "asked", "best-of-n")}
+    assert "On nontoxic prompts; toxicity at multiples" in write_page(modules, tmp_path, tmp_path / "docs")
     with pytest.raises(SystemExit, match="holds a rehearsal"):
         modules["pieces"].Request().check()
     shutil.rmtree(tmp_path / "toy")

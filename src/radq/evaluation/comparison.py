@@ -62,7 +62,8 @@ def compare_at_equal(
     for texts in (first, second):
         if len(texts) < 2:
             raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
-    return compare_curves(axis, *([_point(one, axis, metric) for one in texts] for texts in (first, second)), bootstrap)
+    ours, theirs = ([_point(one, axis, metric) for one in texts] for texts in (first, second))
+    return compare_curves(axis, ours, theirs, bootstrap)
 
 
 def compare_curves(
