@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,13 @@ def test_equal_pairs_end_with_one_line(settings: RewardTrainingConfig, tmp_path:
 def test_texts_of_another_file_need_the_same_columns(settings: RewardTrainingConfig, reviews: Path) -> None:
     with pytest.raises(DataError, match="has no column 'chosen'"):
         train(changed(settings, eval_data=[str(reviews)]))
+
+
+def test_the_next_commands_are_those_that_people_can_type(
+    settings: RewardTrainingConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments(settings, kind="v", max_steps=2)]) == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.partition("next:\n")[2].splitlines()]
+    assert [command[1] for command in commands] == ["score", "generate", "distill"]
+    for _, *argv in commands:
+        assert main(argv) == 0, argv

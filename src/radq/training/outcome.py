@@ -15,6 +15,7 @@ from radq.training.run_folder import SETTINGS
 
 ERRORS = {"weighted_mse": "the labels", "distillation_mse": "the teacher's rewards"}
 BETA = 20.0  # a strength to begin with, for rewards from 0 to 1
+PAIR_BETA = 60.0  # the same for pairs, times the width of their range, which is that of whole texts: tokens differ less
 HINT = "look at some rows, give more rows, more --epochs, or another --learning-rate"
 
 
