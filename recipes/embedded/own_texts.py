@@ -1,6 +1,6 @@
 """Texts that the base model writes itself, each with the score of its end: data for a reward model of values.
 
-    python recipes/study/own_texts.py --prompts data/write-sentiment.jsonl --attribute sentiment --reads text \
+    python recipes/embedded/own_texts.py --prompts data/write-sentiment.jsonl --attribute sentiment --reads text \
         --scorers reward:models/sentiment-v --guide embedded:sentiment=35 --out data/own-sentiment.jsonl
 
 A value is the score that a text is expected to end with if the base model goes on. Half of the texts are the base
@@ -29,7 +29,7 @@ GUIDED_TOKENS = (4, 8, 12, 16)  # at the beginning of texts that are guided at a
 def main() -> None:
     arguments = parse_arguments()
     device = find_device("auto")
-    lm, tokenizer = load("embedded", device=device, dtype=arguments.dtype)
+    lm, tokenizer = load(arguments.base, device=device, dtype=arguments.dtype)
     prompts = [prompt.text for prompt in read_prompts(arguments.prompts)]
     folder, strengths = parse_guide(arguments.guide)
     writer = Writer(lm, tokenizer, arguments.tokens, arguments.batch_size, arguments.seed)
@@ -81,6 +81,7 @@ class Writer:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="embedded", help="language model that writes")
     parser.add_argument("--prompts", required=True, help="file with the prompts")
     parser.add_argument("--attribute", required=True, help="name of the column with the scores")
     parser.add_argument("--scorers", nargs="+", required=True, help="judges, as for radq eval; the score is their mean")

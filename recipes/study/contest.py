@@ -4,7 +4,8 @@
     prompts → texts of the base model, scored at their end by the classifier → a RAD-V of values
     prefixes of the base model, and its candidates → a readout or a RAD-Q over 12 layers, taught by the values
 
-These are the recipes of the embedded models (recipes/embedded), and variants of them.
+These are the recipes of the embedded models (recipes/embedded), and variants of them. The baselines see as many
+labelled texts as the classifier, each of DExperts' two experts alone. methods.py says how the models take part.
 """
 
 import sys
@@ -13,23 +14,37 @@ from typing import Any
 
 import yaml
 from jobs import Job
+from trainings import JUDGES
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "embedded"
 READS = {"sentiment": "text", "toxicity": "continuation"}  # what judges read, as in the paper
 STRENGTH = 35.0  # of the classifier, where it guides the first tokens of texts
+OMEGA = 30.0  # of GeDi where it teaches; students learn what it multiplies, whatever it is
+BATCH = 128
+EXPERT_STEPS = {"sentiment": 1080, "toxicity": 900}  # as many texts of BATCH as the classifier sees
+EXPERT_LENGTHS = {"sentiment": 128, "toxicity": 96}  # tokens, as the classifier's
+EXPERT_EVALUATION = {"sentiment": {"eval_data": ["data/sst2-dev.jsonl"]}, "toxicity": {"eval_share": 0.02}}
+RATES = {"": 2e-5, "-5e-5": 5e-5}  # learning rates of experts by the end of a model's name; dev prompts choose
+AGAIN = "-again"  # the end of the names of a second training with seed 1
 
 
-def recipe(attribute: str, step: str, **changes: Any) -> dict[str, Any]:
-    """A step towards an embedded model, with the models of earlier steps in the study's folder."""
+def recipe(attribute: str, step: str, again: str = "", **changes: Any) -> dict[str, Any]:
+    """A step towards an embedded model, with the data and models of earlier steps in the study's folder."""
     settings = yaml.safe_load((EMBEDDED / f"{attribute}-{step}.yaml").read_text())
     for name in ("init", "teacher"):
         if name in settings:
-            settings[name] = settings[name].replace("runs/embedded-", "models/")
-    return settings | changes
+            settings[name] = settings[name].replace("runs/embedded-", "models/") + again
+    if settings["data"] == [f"data/own-{attribute}.jsonl"]:
+        settings["data"] = [own_texts(attribute, again)]
+    return settings | ({"seed": 1} if again else {}) | changes
 
 
-def readout(attribute: str, **changes: Any) -> dict[str, Any]:
-    return recipe(attribute, "4-readout", **changes)
+def own_texts(attribute: str, again: str = "") -> str:
+    return f"data/own-{attribute}{again}.jsonl"
+
+
+def readout(attribute: str, again: str = "", **changes: Any) -> dict[str, Any]:
+    return recipe(attribute, "4-readout", again, **changes)
 
 
 def rad_q(attribute: str) -> dict[str, Any]:
@@ -38,22 +53,77 @@ def rad_q(attribute: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not name.startswith(("read", "backbone_dtype"))}
 
 
-def ours(attribute: str) -> dict[str, dict[str, Any]]:
-    """The models of one attribute, teachers before students."""
+def readout_of_gedi(attribute: str) -> dict[str, Any]:
+    """The readout taught GeDi's log-probability of the high class, under the name of GeDi's strength, omega."""
+    settings = readout(attribute, teacher=f"models/{attribute}-gedi:omega={OMEGA:g}")
+    return {name: value for name, value in settings.items() if name != "labels"}
+
+
+def experts(attribute: str, method: str, rate: float, **changes: Any) -> dict[str, Any]:
+    """The language models of a baseline, over all layers unless `num_layers` says otherwise."""
+    settings = {
+        "data": [f"data/{attribute}.jsonl"],
+        **EXPERT_EVALUATION[attribute],
+        "labels": attribute,
+        "method": method,
+        "backbone": "embedded",
+        "max_length": EXPERT_LENGTHS[attribute],
+        "batch_size": BATCH,
+        "max_steps": EXPERT_STEPS[attribute],
+        "learning_rate": rate,
+        "warmup_steps": 50,
+    }
+    return settings | changes
+
+
+def baselines(attribute: str) -> dict[str, dict[str, Any]]:
+    """The language models of baselines, GeDi's before those of its student."""
     return {
-        f"{attribute}-classifier": recipe(attribute, "1-classifier"),
-        f"{attribute}-value": recipe(attribute, "3-value"),
-        f"{attribute}-readout": readout(attribute),
-        f"{attribute}-12": rad_q(attribute),
-        f"{attribute}-readout-large": readout(attribute, readout_layers=10, readout_width=1536),
-        f"{attribute}-readout-classifier": readout(attribute, teacher=f"models/{attribute}-classifier"),
+        **{f"{attribute}-gedi{end}": experts(attribute, "gedi", rate) for end, rate in RATES.items()},
+        **{f"{attribute}-dexperts{end}": experts(attribute, "dexperts", rate) for end, rate in RATES.items()},
+        **{f"{attribute}-gedi-12{end}": experts(attribute, "gedi", rate, num_layers=12) for end, rate in RATES.items()},
     }
 
 
-def own_texts_job(attribute: str) -> Job:
+def ours(attribute: str) -> dict[str, dict[str, Any]]:
+    """Our models of one attribute, teachers before students."""
+    return {
+        f"{attribute}-classifier": recipe(attribute, "1-classifier"),
+        f"{attribute}-classifier{AGAIN}": recipe(attribute, "1-classifier", AGAIN),
+        f"{attribute}-value": recipe(attribute, "3-value"),
+        f"{attribute}-value{AGAIN}": recipe(attribute, "3-value", AGAIN),
+        f"{attribute}-readout": readout(attribute),
+        f"{attribute}-12": rad_q(attribute),
+        f"{attribute}-readout{AGAIN}": readout(attribute, AGAIN),
+        f"{attribute}-readout-student{AGAIN}": readout(attribute, seed=1),  # the first teacher, another student
+        f"{attribute}-readout-classifier": readout(attribute, teacher=f"models/{attribute}-classifier"),
+        f"{attribute}-readout-gedi": readout_of_gedi(attribute),
+    }
+
+
+def order_models() -> dict[str, dict[str, Any]]:
+    """All models, in the order in which they begin as soon as they can.
+
+    The chain from the classifier to the readout is the longest, so its parts go first. Then come the slowest baselines,
+    since a slow job that begins last is waited for.
+    """
+    first, second = (ours(attribute) for attribute in ("sentiment", "toxicity"))
+    chain = {name: settings for pair in zip(first.items(), second.items(), strict=True) for name, settings in pair}
+    return chain | JUDGES | baselines("sentiment") | baselines("toxicity")
+
+
+MODELS = order_models()
+
+
+def own_texts_jobs() -> list[Job]:
+    return [own_texts_job(attribute, again) for again in ("", AGAIN) for attribute in READS]
+
+
+def own_texts_job(attribute: str, again: str = "") -> Job:
     """Texts of the base model with the classifier's scores of their ends."""
-    classifier, makes = f"models/{attribute}-classifier", f"data/own-{attribute}.jsonl"
+    classifier, makes = f"models/{attribute}-classifier{again}", own_texts(attribute, again)
     command = [sys.executable, str(EMBEDDED / "own_texts.py"), "--prompts", f"data/write-{attribute}.jsonl"]
     command += ["--attribute", attribute, "--reads", READS[attribute], "--scorers", f"reward:{classifier}"]
     command += ["--guide", f"{classifier}:{attribute}={STRENGTH:g}", "--dtype", "float16", "--out", makes]
-    return Job(f"own-{attribute}", command, makes, f"{classifier}.json")
+    command += ["--seed", "1"] if again else []
+    return Job(f"own-{attribute}{again}", command, makes, (f"{classifier}.json",))

@@ -6,10 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 RADQ = [sys.executable, "-m", "radq"]
 
@@ -21,39 +21,59 @@ class Job:
     name: str
     command: list[str]
     makes: str
-    needs: str = ""  # a file that an earlier job makes
+    needs: tuple[str, ...] = ()  # files that earlier jobs make
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of the study
 
 
 Finish = Callable[[Job, str, float], None]  # takes the job, its standard output and its seconds
+Run = Callable[[Job, TextIO], tuple[int, str]]  # takes the job and its log; returns the exit code and what was printed
 
 
-def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None) -> None:
-    """Run the jobs that are not done yet. A failure skips the jobs that need its file and then ends the study."""
-    todo = [job for job in jobs if not Path(job.makes).exists()]
+def run_command(job: Job, log: TextIO) -> tuple[int, str]:
+    environment = {**os.environ, **job.environment}
+    done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    return done.returncode, done.stdout
+
+
+def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None, run: Run = run_command) -> None:
+    """Run the jobs that are not done yet, earlier ones first, each as soon as the files are there that it needs.
+
+    A failure skips the jobs that need its file, and ends the study after all others.
+    """
+    waiting = [job for job in jobs if not Path(job.makes).exists()]
     Path("logs").mkdir(exist_ok=True)
-    outcomes: dict[str, Future[bool]] = {}
+    missing = {job.makes for job in waiting}  # files that are still to be made
+    failed: list[Job] = []
     with ThreadPoolExecutor(at_once) as pool:
-        for job in todo:
-            outcomes[job.makes] = pool.submit(run_one, job, outcomes.get(job.needs), finish)
-    failed = [job.name for job in todo if not outcomes[job.makes].result()]
+        running: dict[Future[bool], Job] = {}
+        while waiting or running:
+            lost = {job.makes for job in failed}
+            skipped = [job for job in waiting if lost.intersection(job.needs)]
+            failed += skipped
+            ready = [job for job in waiting if job not in skipped and not missing.intersection(job.needs)]
+            ready = ready[: at_once - len(running)]
+            running |= {pool.submit(run_one, job, finish, run): job for job in ready}
+            waiting = [job for job in waiting if job not in skipped and job not in ready]
+            for done in wait(running, return_when=FIRST_COMPLETED).done if running and not skipped else ():
+                job = running.pop(done)
+                if done.result():
+                    missing.remove(job.makes)
+                else:
+                    failed.append(job)
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}; see logs/.")
+        sys.exit(f"failed: {', '.join(job.name for job in jobs if job in failed)}; see logs/.")
 
 
-def run_one(job: Job, needed: Future[bool] | None, finish: Finish | None) -> bool:
-    """Run a job after the one it needs; return whether both succeeded."""
-    if needed is not None and not needed.result():
-        return False
+def run_one(job: Job, finish: Finish | None, run: Run) -> bool:
+    """Run a job; return whether it succeeded."""
     began = time.time()
     with (Path("logs") / f"{job.name}.log").open("a") as log:
-        environment = {**os.environ, **job.environment}
-        done = subprocess.run(job.command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        code, output = run(job, log)
     seconds = time.time() - began
-    print(f"{job.name}: {'done' if done.returncode == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
-    if done.returncode == 0 and finish is not None:
-        finish(job, done.stdout, seconds)
-    return done.returncode == 0
+    print(f"{job.name}: {'done' if code == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
+    if code == 0 and finish is not None:
+        finish(job, output, seconds)
+    return code == 0
 
 
 def keep_json(job: Job, output: str, seconds: float) -> None:

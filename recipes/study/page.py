@@ -5,11 +5,9 @@
 The page holds the results: sentences, figures, sample texts, claims with verdicts, limits. LOG.md has the rest.
 """
 
-import re
 import sys
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -38,11 +36,12 @@ from claims import (
     join_counts,
     time_ratios,
 )
+from markup import item, markdown_table, plain, wrapped, write_figures
 from measurements import UNKNOWN, MeasuredSweep, Study, read_study
 
 from radq.errors import RadqError
 from radq.evaluation.metrics import Estimate
-from radq.files import whole_file, whole_folder
+from radq.files import whole_file
 from radq.report.plots import Plot, plot_by_candidates
 from radq.report.results import NAN
 from radq.report.tables import interval, number
@@ -77,7 +76,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     study = read_study(arguments.study)
     plots = draw_figures(study)
-    _write_figures(arguments.out / "results", plots)
+    write_figures(arguments.out / "results", plots)
     with whole_file(arguments.out / "results.md") as temporary:
         temporary.write_text(write_page(study, plots), encoding="utf-8")
 
@@ -88,7 +87,7 @@ def write_page(study: Study, plots: Sequence[Plot]) -> str:
         "<!-- Written by recipes/study/page.py from recipes/study/measured: change those, not this file. -->\n",
         "# Results\n",
         _introduction(),
-        "".join(_item(f"{place}.", sentence) for place, sentence in enumerate(_sentences(study), 1)),
+        "".join(item(f"{place}.", sentence) for place, sentence in enumerate(_sentences(study), 1)),
         *(f"![{plot.title}](results/{plot.name}.svg)\n" for plot in plots),
         f"## Five texts\n\n{_texts(study)}",
         f"## The paper's claims\n\n{_claims(claims)}",
@@ -108,7 +107,7 @@ def _introduction() -> str:
         "[recipes/study](../recipes/study/README.md) has the code and the measurements, "
         "[LOG.md](../recipes/study/LOG.md) the settings, more tables and how the runs went."
     )
-    return _wrapped(text)
+    return wrapped(text)
 
 
 # --- figures ---
@@ -123,16 +122,6 @@ def draw_figures(study: Study) -> list[Plot]:
         title = f"{TASKS[name].name}, {group} prompts: attribute against perplexity"
         plots.append(plot_by_candidates(f"{name}-{group}", title, results, TASKS[name].metric))
     return [plot for plot in plots if plot is not None]
-
-
-def _write_figures(folder: Path, plots: Sequence[Plot]) -> None:
-    """Write the figures and delete those of an earlier study."""
-    with whole_folder(folder) as temporary:
-        for plot in plots:
-            (temporary / f"{plot.name}.svg").write_text(plot.themed, encoding="utf-8")
-    for file in folder.glob("*.svg"):
-        if file.stem not in {plot.name for plot in plots}:
-            file.unlink()
 
 
 # --- sentences ---
@@ -276,11 +265,11 @@ def _texts(study: Study) -> str:
     rows = [
         [
             f"{row['attribute']}, {_beta(row['beta'])}",
-            *(_plain(row[n]) for n in ("prompt", "unguided", "guided")),
+            *(plain(row[n]) for n in ("prompt", "unguided", "guided")),
         ]
         for row in study.samples
     ]
-    return introduction + _markdown_table(["attribute, β", "prompt", "unguided", "guided"], rows)
+    return introduction + markdown_table(["attribute, β", "prompt", "unguided", "guided"], rows)
 
 
 def _claims(claims: Sequence[Claim]) -> str:
@@ -294,7 +283,7 @@ def _claims(claims: Sequence[Claim]) -> str:
         "perplexity, first guide minus second: less toxicity and more sentiment are better."
     )
     rows = [[claim.text, claim.subject.removesuffix(" prompts"), claim.verdict, _measured(claim)] for claim in claims]
-    return f"{_wrapped(text)}\n{_markdown_table(['claim', 'where', 'verdict', 'measured'], rows)}"
+    return f"{wrapped(text)}\n{markdown_table(['claim', 'where', 'verdict', 'measured'], rows)}"
 
 
 def _measured(claim: Claim) -> str:
@@ -321,27 +310,7 @@ def _limits(study: Study) -> str:
         "Perplexity does not see that texts become alike. GeDi's filter leaves the base few tokens to choose from; at "
         "equal Dist-2 or MAUVE its lead is smaller or gone ([LOG.md](../recipes/study/LOG.md)).",
     ]
-    return "".join(_item("-", point) for point in points)
-
-
-# --- markdown ---
-
-
-def _item(mark: str, text: str) -> str:
-    return _wrapped(f"{mark} {text}", indent=" " * (len(mark) + 1))
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
-def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *rows))
-
-
-def _plain(text: str) -> str:
-    """Text on one line that markdown leaves as it is."""
-    return re.sub(r"([\\`*_|<])", r"\\\1", " ".join(text.split()))
+    return "".join(item("-", point) for point in points)
 
 
 if __name__ == "__main__":

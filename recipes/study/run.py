@@ -2,6 +2,7 @@
 
     python recipes/study/run.py prepare RTP.jsonl.gz NEUTRAL.jsonl.gz NEGATIVE.jsonl.gz IMDB.jsonl.xz --folder STUDY
     python recipes/study/run.py train --folder STUDY      (then judges, sweeps, rank, time, expressivity, …)
+    python recipes/study/run.py contest-train --folder STUDY      (then choose, contest, second: the contest)
 
 Pieces run radq's own commands in the study's folder, several at once. Finished work is not repeated.
 """
@@ -27,8 +28,10 @@ import numpy as np
 import torch
 import yaml
 from jobs import RADQ, Job, keep_json, run_all, write_json
+from pieces import CONTEST_PIECES, Request
 from sklearn.metrics import roc_auc_score
 from splits import prepare
+from trainings import JUDGES, describe_model, training_job
 
 from radq import RewardGuide, RewardModel, generate
 from radq.evaluation.demonstration import ATTRIBUTES
@@ -66,13 +69,6 @@ def from_labels(attribute: str, **changes: Any) -> dict[str, Any]:
     return recipe(f"{attribute}-q", teacher="", **changes)
 
 
-def judge(attribute: str, **settings: Any) -> dict[str, Any]:
-    """RAD-V with the full backbone."""
-    data = {"data": [f"data/judge-{attribute}.jsonl"], "eval_data": [f"data/judge-{attribute}-unseen.jsonl"]}
-    model = {"labels": attribute, "backbone": "embedded", "kind": "v", "warmup_steps": 50, "max_length": 96}
-    return data | model | settings
-
-
 def experts(attribute: str, method: str) -> dict[str, Any]:
     """The language models of a baseline, with the full backbone, so that baselines are no smaller than they can be."""
     return {
@@ -91,8 +87,7 @@ def experts(attribute: str, method: str) -> dict[str, Any]:
 MODELS = {  # teachers stand before their students
     "toxicity-v": recipe("toxicity-v"),
     "sentiment-v": recipe("sentiment-v"),
-    "judge-toxicity": judge("toxicity", batch_size=32, learning_rate=5e-5, epochs=4),
-    "judge-sentiment": judge("sentiment", batch_size=128, learning_rate=5e-5, epochs=2),
+    **JUDGES,
     "toxicity-q-labels": from_labels("toxicity"),
     "sentiment-q-labels": from_labels("sentiment"),
     "toxicity-q-cross-entropy": from_labels("toxicity", loss="ce"),
@@ -115,32 +110,6 @@ MODELS = {  # teachers stand before their students
 def train(jobs: int) -> None:
     Path("models").mkdir(exist_ok=True)
     run_all([training_job(name, settings) for name, settings in MODELS.items()], jobs, describe_model)
-
-
-def training_job(name: str, settings: dict[str, Any]) -> Job:
-    """A training that was stopped resumes from its last checkpoint."""
-    config, text = Path(f"models/{name}.yaml"), yaml.safe_dump(settings | {"out": f"models/{name}"}, sort_keys=False)
-    began = config.exists() and config.read_text() == text and Path(f"models/{name}/config.yaml").exists()
-    config.write_text(text)
-    command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
-    options = ["--config", str(config), "--resume" if began else "--overwrite", "--json"]
-    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needed_file(settings))
-
-
-def needed_file(settings: dict[str, Any]) -> str:
-    """The file that an earlier job makes and a training needs; a teacher may be a guide, DIR:name=number."""
-    own = [file for file in settings["data"] if Path(file).name.startswith("own-")]
-    teacher = settings.get("teacher", "").partition(":")[0]
-    return f"{teacher}.json" if teacher.startswith("models/") else own[0] if own else ""
-
-
-def describe_model(job: Job, output: str, seconds: float) -> None:
-    """Write models/NAME.json: command, seconds, metrics on held-out data."""
-    printed = json.loads(output[output.index("{") :])
-    metrics = {name.replace("eval_", ""): printed[name] for name in printed if "eval_" in name}
-    metrics = {name: metrics[name] for name in metrics if not name.endswith(("loss", "runtime", "per_second"))}
-    command = " ".join(["radq", *job.command[len(RADQ) :]])
-    write_json(job.makes, {"command": command, "seconds": round(seconds, 1), "metrics": metrics})
 
 
 def judges(jobs: int) -> None:
@@ -352,8 +321,9 @@ def find_commit() -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="piece", required=True)
-    for piece in ("prepare", *PIECES):
-        command = commands.add_parser(piece, help=((PIECES.get(piece) or prepare).__doc__ or "").split("\n")[0])
+    functions: dict[str, Callable[..., None]] = {"prepare": prepare, **PIECES, **CONTEST_PIECES}
+    for piece, function in functions.items():
+        command = commands.add_parser(piece, help=(function.__doc__ or "").split("\n")[0])
         command.add_argument("--folder", type=Path, required=True, help="the folder of the study; data/ lies in it")
         if piece == "prepare":
             for source in ("rtp", "neutral", "negative", "imdb"):
@@ -361,6 +331,9 @@ def parse_arguments() -> argparse.Namespace:
         else:
             command.add_argument("--jobs", type=int, default=4, help="number of commands that run at the same time")
             command.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
+        if piece in CONTEST_PIECES:
+            command.add_argument("--only", default="", help="regular expression for the names of jobs; by default all")
+            command.add_argument("--rehearse", action="store_true", help="tiny models and numbers, in minutes on a CPU")
     return parser.parse_args()
 
 
@@ -372,7 +345,12 @@ def main() -> None:
         prepare(arguments.rtp, arguments.neutral, arguments.negative, arguments.imdb)
         return
     began = time.time()
-    PIECES[arguments.piece](arguments.jobs)
+    if arguments.piece in CONTEST_PIECES:
+        request = Request(arguments.jobs, arguments.only, arguments.rehearse)
+        request.check()
+        CONTEST_PIECES[arguments.piece](request)
+    else:
+        PIECES[arguments.piece](arguments.jobs)
     record_piece(arguments.piece, time.time() - began, arguments.commit)
 
 

@@ -17,6 +17,7 @@ def make_data(
     labels: Sequence[float] | Sequence[Sequence[float]],
     prompt_lengths: Sequence[int] | None = None,
     weights: Sequence[float] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> RewardData:
     folder.mkdir(parents=True, exist_ok=True)
     n = len(utterances)
@@ -25,7 +26,8 @@ def make_data(
     np.save(folder / "prompt_lengths.npy", np.array(prompt_lengths or [0] * n, np.int32))
     values = np.array(labels, np.float64).reshape(n, -1)  # one label, or a row of them
     kinds = np.full(values.shape, NUMBER, np.uint8)
-    LabelCells(kinds, values, [[]] * values.shape[1], np.arange(1, n + 1), [(str(folder), n)]).save(folder)
+    numbers = np.array(rows or range(1, n + 1))
+    LabelCells(kinds, values, [[]] * values.shape[1], numbers, [(str(folder), n)]).save(folder)
     np.save(folder / "weights.npy", np.array(weights or [1.0] * n, np.float32))
     counts = {"rows": n, "tokens": sum(map(len, utterances))}
     (folder / "counts.json").write_text(json.dumps({"counts": counts, "dtype": "uint16"}))

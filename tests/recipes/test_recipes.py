@@ -314,6 +314,6 @@ def test_the_data_of_the_embedded_models_is_prepared_and_trained_on(
     assert short == {"text": "A bore,", "sentiment": 0}
     assert all(row["text"] == row["text"].strip() != "" for found in rows.values() for row in found)
     for attribute in ("sentiment", "toxicity"):
-        settings = read_yaml(FOLDER / "embedded" / f"{attribute}-v.yaml", RewardTrainingConfig)
+        settings = read_yaml(FOLDER / "embedded" / f"{attribute}-1-classifier.yaml", RewardTrainingConfig)
         train(replace(settings, backbone=str(toy), num_layers=1, max_steps=1, batch_size=8, cache="cache"))
         assert Path(settings.out, "model.safetensors").is_file()

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import combinations, product
 from math import log
 from pathlib import Path
@@ -41,17 +40,6 @@ ABLATION_GUIDES = (
     *("rad-q (distilled)", "no regulariser", "no regulariser no baseline"),
     *("rad-q (labels)", "cross-entropy", "mlp"),
 )
-
-
-@pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    """The study's modules, which are scripts beside one another and no package."""
-    names = [file.stem for file in STUDY.glob("*.py")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(STUDY)
-        yield {name: __import__(name) for name in names}
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 # --- a study folder ---
@@ -528,7 +516,7 @@ def test_a_piece_runs_once_and_says_what_failed(
     write = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write('x')"
 
     def job(name: str, code: str = write, needs: str = "") -> Any:
-        return run.Job(name, [sys.executable, "-c", code, name], name, needs)
+        return run.Job(name, [sys.executable, "-c", code, name], name, (needs,) if needs else ())
 
     for _ in range(2):
         run.run_all([job("first"), job("second", needs="first")], 2)

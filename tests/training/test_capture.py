@@ -21,6 +21,7 @@ from training_runs import changed, losses, weights
 from transformers import TrainingArguments
 
 from radq.data.dataset import RewardData, pad_batch
+from radq.data.pairs import PairData
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.toy import make_reviews
@@ -30,12 +31,13 @@ from radq.training.capture import MOST_TOKENS, CapturedSteps, PackedBatch, can_c
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 from radq.training.expert_trainer import ExpertTrainer, TextFormat
 from radq.training.experts import train_experts
+from radq.training.pair_trainer import PairTrainer
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["q", "v", "ce", "mlp", "lora", "distilled", "cached", "candidates", "dexperts", "gedi"]
+KINDS = ["q", "v", "ce", "mlp", "lora", "distilled", "cached", "candidates", "pairs", "dexperts", "gedi"]
 DISTILLED = ("distilled", "cached", "candidates")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 
@@ -87,9 +89,18 @@ def make_rows(folder: Path, num_rows: int = 7, num_labels: int = 1) -> RewardDat
     return make_data(folder, texts, random.random((num_rows, num_labels)).round().tolist(), prompts, weights)
 
 
+def make_pairs(folder: Path) -> PairData:
+    """Seven pairs of the texts of `make_rows`, of which some occur in several pairs."""
+    random = np.random.default_rng(0)
+    texts = [random.integers(3, VOCAB, length).tolist() for length in random.integers(1, 12, 6)]
+    scores, weights = [0.5, 0.0, 2.0, 1.0, 3.0, 1.0], [0.5, 0.5, 0.5, 0.5, 2.0, 2.0]
+    make_data(folder, texts, scores, [0] * 6, weights, rows=[1, 1, 1, 1, 2, 2])
+    return PairData(folder)
+
+
 def make_trainer(kind: str, folder: Path, lm_folder: Path) -> tuple[Any, Any]:
     """A trainer of each kind over the same rows, in float64, and its model."""
-    data = make_rows(folder / "rows")
+    data = make_pairs(folder / "rows") if kind == "pairs" else make_rows(folder / "rows")
     options: dict[str, Any] = {"data": ["rows"], "out": str(folder / "run"), "batch_size": 7, "learning_rate": 1e-3}
     options |= {"epochs": 1.0, "warmup_steps": 0, "max_length": 12, "trainer": {"use_cpu": True}}
     torch.manual_seed(0)
@@ -101,6 +112,7 @@ def make_trainer(kind: str, folder: Path, lm_folder: Path) -> tuple[Any, Any]:
     teacher = RadV.from_backbone(lm_folder, ["label"]).double() if kind in DISTILLED else None
     config = RewardTrainingConfig(
         labels="label",
+        pairs="chosen,rejected" if kind == "pairs" else "",
         backbone="lm",
         kind="v" if kind == "v" else "q",
         loss="ce" if kind == "ce" else "mse",
@@ -116,7 +128,8 @@ def make_trainer(kind: str, folder: Path, lm_folder: Path) -> tuple[Any, Any]:
     if kind == "cached":
         data.targets = np.random.default_rng(1).random((len(data.token_ids), 1)).astype(np.float32)
     model = model.double()
-    found = RewardTrainer(model, config, data, teacher=teacher)
+    make = PairTrainer if kind == "pairs" else RewardTrainer
+    found = make(model, config, data, teacher=teacher)
     if kind == "candidates":
         found.feed = feed = CandidateFeed(make_candidates(), data.rows, 0.6, 0)
         found.collate = lambda batch: batch | feed.batch(batch["rows"].numpy(), 0, len(batch["rows"]))
@@ -148,7 +161,7 @@ def test_padding_changes_neither_loss_nor_gradients(kind: str, tmp_path: Path, l
     found, model = make_trainer(kind, tmp_path, lm_folders["llama"])
     batch = found.train_dataset.batch([0, 2, 5])
     padded = pad_batch(batch, 7, batch["input_ids"].shape[1] + 5)
-    assert padded["input_ids"].shape == (7, batch["input_ids"].shape[1] + 5)
+    assert padded["input_ids"].shape == (14 if kind == "pairs" else 7, batch["input_ids"].shape[1] + 5)
     assert padded["rows"].tolist() == [0, 2, 5, -1, -1, -1, -1]
     loss, gradients = add_gradients(found, model, found.collate(batch))
     padded_loss, padded_gradients = add_gradients(found, model, found.collate(padded))

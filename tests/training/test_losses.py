@@ -1,6 +1,7 @@
 """Losses against examples worked by hand, and against loops over utterances."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from radq.training.losses import (
     baseline_loss,
     cross_entropy_loss,
     distillation_loss,
+    pair_prefixes,
+    preference_loss,
     prefix_weights,
     squared_loss,
 )
@@ -100,3 +103,85 @@ def test_gradients_at_padding_are_zero() -> None:
     assert rewards.grad is not None
     assert not rewards.grad[mask == 0].any()
     assert rewards.grad[mask == 1].all()
+
+
+# --- preferences ---
+
+
+def overlaps(length: int, other: int) -> dict[tuple[int, int], Fraction]:
+    """The weight of each pair of prefixes, as exact overlaps of the intervals from Λ_{t−1} to Λ_t of both texts."""
+
+    def intervals(size: int) -> list[tuple[Fraction, Fraction]]:
+        whole = size * (size + 1)
+        return [(Fraction(t * (t - 1), whole), Fraction(t * (t + 1), whole)) for t in range(1, size + 1)]
+
+    return {
+        (i, j): min(end, other_end) - max(start, other_start)
+        for i, (start, end) in enumerate(intervals(length))
+        for j, (other_start, other_end) in enumerate(intervals(other))
+        if min(end, other_end) > max(start, other_start)
+    }
+
+
+pairs = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=3)  # lengths of both texts
+
+
+@given(pairs, st.booleans(), st.integers(7, 9), st.sampled_from([0.0, 1e30, math.nan, math.inf]), st.integers(0, 99))
+def test_preference_loss_against_a_loop_over_all_prefixes(
+    lengths: list[tuple[int, int]], left: bool, width: int, filler: float, seed: int
+) -> None:
+    rewards, mask, _ = batch([length for pair in lengths for length in pair], left, width, filler, seed)
+    weights = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    total = 0.0
+    for n, (length, other) in enumerate(lengths):
+        chosen, rejected = (rewards[row][mask[row].bool()] for row in (2 * n, 2 * n + 1))
+        for (i, j), weight in overlaps(length, other).items():
+            for margin in (chosen[i] - rejected[j]).tolist():
+                total += weights[n].item() * float(weight) * math.log1p(math.exp(-margin))
+    found = preference_loss(rewards, mask, weights)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(total / len(lengths), rel=1e-6)
+
+
+def test_prefixes_by_hand() -> None:
+    """Λ is 1/3, 1 for two tokens and 1/6, 3/6, 1 for three."""
+    found = overlaps(2, 3)
+    assert found == {(0, 0): Fraction(1, 6), (0, 1): Fraction(1, 6), (1, 1): Fraction(1, 6), (1, 2): Fraction(1, 2)}
+    prefixes = pair_prefixes(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    steps = zip(*(values[0].tolist() for values in prefixes), strict=True)
+    assert {(i, j): pytest.approx(weight, abs=1e-6) for i, j, weight in steps if weight > 1e-6} == found
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=3), st.integers(0, 3))
+def test_both_texts_keep_the_weights_of_their_prefixes(lengths: list[tuple[int, int]], before: int) -> None:
+    columns = torch.arange(34)
+    rows = torch.tensor([length for pair in lengths for length in pair])[:, None]
+    mask = ((columns >= before) & (columns < before + rows)).long()
+    prefixes = pair_prefixes(mask)
+    usable = (rows.view(-1, 2) > 0).all(1)  # a text without tokens has no prefixes to compare
+    for columns, texts in ((prefixes.chosen, mask[0::2]), (prefixes.rejected, mask[1::2])):
+        sums = torch.zeros(len(lengths), 34).scatter_add(1, columns, prefixes.weights)
+        torch.testing.assert_close(sums, prefix_weights(texts) * usable[:, None])
+
+
+@given(st.integers(1, 9), st.floats(-5, 5), st.integers(0, 99))
+def test_equal_texts_lose_log_2_and_swapped_texts_differ_by_their_margin(length: int, shift: float, seed: int) -> None:
+    rewards, mask, _ = batch([length, length], False, length, 0.0, seed)
+    same = rewards[:1].expand(2, -1, -1)
+    assert preference_loss(same, mask).item() == pytest.approx(2 * math.log(2))  # two attributes
+    # −log σ(x) + log σ(−x) = −x at every step, so the losses of a pair and of the swapped pair differ by the mean of x
+    margin = ((rewards[0] - rewards[1]) * prefix_weights(mask)[0][:, None]).sum().item()
+    assert (preference_loss(rewards, mask) - preference_loss(rewards.flip(0), mask)).item() == pytest.approx(
+        -margin, abs=1e-5
+    )
+    moved = preference_loss(rewards + shift, mask)  # only differences count
+    torch.testing.assert_close(moved, preference_loss(rewards, mask), atol=1e-9, rtol=1e-9)
+
+
+def test_padding_has_no_gradient_in_the_preference_loss() -> None:
+    rewards, mask, _ = batch([3, 5], False, 7, math.nan, 0)
+    rewards.requires_grad_()
+    preference_loss(rewards, mask).backward()
+    assert rewards.grad is not None
+    assert ((rewards.grad != 0).any(-1) == mask.bool()).all()
+    assert rewards.grad.isfinite().all()

@@ -29,6 +29,8 @@ def test_figures_come_with_their_meaning() -> None:
     (candidates,) = describe_outcome({"eval_loss": 0.1} | agreement, ["praise"])
     assert "correlation 0.80" in candidates
     assert "error 0.2000; that of equal rewards is 0.3000" in candidates
+    (pairs,) = describe_outcome({"eval_loss": 0.1, "eval_pair_accuracy": 0.82}, ["praise"])
+    assert "pair accuracy 0.82: the preferred text has the larger reward in 82% of the held-out pairs" in pairs
     (nothing,) = describe_outcome({"train_loss": 0.1}, ["praise"])
     assert "no texts were held out" in nothing
 
@@ -44,6 +46,10 @@ def test_chance_is_said_in_words() -> None:
         UserWarning, match="differences between candidates .* an error of 0.3, and equal rewards one of 0.3"
     ):
         warn_of_chance({"eval_candidate_error": 0.3, "eval_constant_candidate_error": 0.3}, [])
+    with pytest.warns(UserWarning, match="pair accuracy is 0.52, which is no better than chance"):
+        warn_of_chance({"eval_pair_accuracy": 0.52, "eval_chance_pair_accuracy": 0.55}, [])
+    with pytest.warns(UserWarning, match="in 40% of the pairs.*chosen and rejected may be swapped"):
+        warn_of_chance({"eval_pair_accuracy": 0.4, "eval_chance_pair_accuracy": 0.55}, [])
     with pytest.warns(UserWarning, match="does not beat a constant: .* the teacher's rewards is 0.2"):
         warn_of_chance({"eval_distillation_mse": 0.2, "eval_constant_distillation_mse": 0.2}, [])
 

@@ -8,8 +8,8 @@ from radq.training.config import RewardTrainingConfig
 
 @dataclass
 class Arguments(RunOptions, RewardTrainingConfig):
-    """Train a reward model on texts with labels. Settings that are left open are chosen from the data, the backbone and
-    the device (--recipe)."""
+    """Train a reward model on texts with labels, or on pairs of texts of which one is preferred. Settings that are left
+    open are chosen from the data, the backbone and the device (--recipe)."""
 
 
 def defaults(argv: list[str]) -> Arguments:
@@ -34,10 +34,13 @@ def show_outcome(settings: RewardTrainingConfig, metrics: dict[str, float], as_j
     """Say what the figures mean, and which commands come next."""
     from radq.commands.console import is_first_process
     from radq.models.stored import read_config
-    from radq.training.outcome import describe_outcome, next_commands
+    from radq.training.outcome import BETA, PAIR_BETA, describe_outcome, next_commands
 
     if as_json or not is_first_process():
         return
-    attributes = read_config(settings.out)["attributes"]
+    stored = read_config(settings.out)
+    attributes = stored["attributes"]
     print(*describe_outcome(metrics, attributes), sep="\n")
-    print("next:", *next_commands(settings, attributes), sep="\n  ")
+    low, high = stored["response_range"] if settings.compares else (0.0, 0.0)
+    beta = PAIR_BETA / (high - low) if high > low else BETA
+    print("next:", *next_commands(settings, attributes, beta), sep="\n  ")

@@ -11,11 +11,12 @@ Axes: n rows, b batch, t time, a attributes.
 import copy
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,8 +134,12 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
     @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the token ids, labels and weights, and of the choice of rows."""
-        arrays = [self.token_ids, self.offsets, self.prompt_lengths, self.labels, self.weights, self.rows]
-        return fingerprint_arrays(arrays)
+        return fingerprint_arrays(self.arrays)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All arrays that the batches depend on."""
+        return [self.token_ids, self.offsets, self.prompt_lengths, self.labels, self.weights, self.rows]
 
     @property
     def label_ranges(self) -> list[tuple[float, float]]:
@@ -153,14 +158,8 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def split(self, share: float, seed: int) -> tuple["RewardData", "RewardData"]:
         """Split the rows at random into two parts, of which the second has this share of them."""
-        order = np.random.default_rng(seed).permutation(self.rows)
-        cut = max(1, round(len(order) * share))
-        if cut >= len(order):
-            raise DataError(
-                f"a share of {share:g} of {len(order)} row{'s' * (len(order) > 1)} leaves none to train on.",
-                "lower --eval-share, or give --eval-data.",
-            )
-        return self._choose(np.sort(order[cut:])), self._choose(np.sort(order[:cut]))
+        held_out = np.isin(self.rows, hold_out(self.rows, share, seed))
+        return self.where(~held_out), self.where(held_out)
 
     def where(self, chosen: np.ndarray) -> "RewardData":
         """The part of the rows for which `chosen`, (n,), is true."""
@@ -178,26 +177,47 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         chosen.__dict__.pop("fingerprint", None)  # that of all rows
         return chosen
 
+    def describe(self) -> str:
+        """Say how many rows and tokens were read."""
+        counts = self.counts
+        return f"{counts.rows} rows, {counts.tokens} tokens; {counts.truncated} cut off, {counts.empty} empty left out"
+
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Batch of rows, padded on the right; without any rows, a batch of one row of padding with weight 0."""
         rows = self.rows[np.asarray(indices, dtype=np.int64)]
-        starts, lengths = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
+        batch = {"rows": rows, **self.cut_out(rows), "labels": self.labels[rows], "weights": self.weights[rows]}
+        return to_tensors(batch if len(rows) else _pad_empty(batch))
+
+    def cut_out(self, texts: np.ndarray) -> dict[str, np.ndarray]:
+        """Tokens, masks and targets of the texts with these numbers, all of them with a column for each token."""
+        starts, lengths = self.offsets[texts], self.offsets[texts + 1] - self.offsets[texts]
         columns = np.arange(max(1, lengths.max(initial=1)))
         is_token = columns < lengths[:, None]  # (b, t)
         where = np.where(is_token, starts[:, None] + columns, 0)
-        batch: dict[str, np.ndarray] = {
-            "rows": rows,
+        found: dict[str, np.ndarray] = {
             "input_ids": np.where(is_token, self.token_ids[where].astype(np.int64), 0),
             "attention_mask": is_token.astype(np.int64),
-            "loss_mask": (is_token & (columns >= self.prompt_lengths[rows][:, None])).astype(np.int64),
-            "labels": self.labels[rows],
-            "weights": self.weights[rows],
+            "loss_mask": (is_token & (columns >= self.prompt_lengths[texts][:, None])).astype(np.int64),
         }
         if self.targets is not None:
-            batch["targets"] = np.where(is_token[..., None], self.targets[where], 0)
-        if not len(rows):
-            batch = _pad_empty(batch)
-        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
+            found["targets"] = np.where(is_token[..., None], self.targets[where], 0)
+        return found
+
+
+def hold_out(units: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Choose this share of the units at random; one at least is chosen, and one at least is left."""
+    order = np.random.default_rng(seed).permutation(units)
+    cut = max(1, round(len(order) * share))
+    if cut >= len(order):
+        raise DataError(
+            f"a share of {share:g} of {len(order)} row{'s' * (len(order) > 1)} leaves none to train on.",
+            "lower --eval-share, or give --eval-data.",
+        )
+    return order[:cut]
+
+
+def to_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
 
 
 def _pad_empty(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -208,15 +228,16 @@ def _pad_empty(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def pad_batch(batch: dict[str, Tensor], num_rows: int, length: int) -> dict[str, Tensor]:
     """Add rows of padding with weight 0 up to `num_rows`, and columns of padding up to `length`; no loss counts them.
 
-    The numbers of the added rows are −1.
+    The numbers of the added rows are −1. If a row consists of several texts, as a pair does, so does an added one.
     """
-    b, t = batch["input_ids"].shape
+    b, t = len(batch["rows"]), batch["input_ids"].shape[1]
     if (b, t) == (num_rows, length):
         return batch
 
     def pad(name: str, values: Tensor) -> Tensor:
         columns = length - t if name in OF_TOKENS else 0
-        amounts = [0, 0] * (values.dim() - 2) + [0, columns] * (values.dim() > 1) + [0, num_rows - b]  # last axis first
+        added = (num_rows - b) * len(values) // b
+        amounts = [0, 0] * (values.dim() - 2) + [0, columns] * (values.dim() > 1) + [0, added]  # last axis first
         return F.pad(values, amounts, value=-1 if name == "rows" else 0)
 
     return {name: pad(name, values) for name, values in batch.items()}
@@ -295,22 +316,39 @@ def load_data(
         cache_folder: folder for tokenised data; by default a folder in the user's cache.
         scales: how the labels of each column become numbers, as earlier data have decided; None decides by this data.
     """
-    if not sources:
-        raise OptionError("there is no data.", "give one or more files.")
-    tokenizer("", add_special_tokens=False)  # this call turns off padding and truncation that its file may ask for
-    folder = Path(cache_folder or default_cache_folder()) / _cache_key(sources, tokenizer, columns, max_length)
-    if not (folder / "counts.json").is_file():
-        with whole_folder(folder) as temporary:
-            _tokenise(sources, tokenizer, columns, max_length, temporary, progress)
+    stored = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
+
+    def read(source: str | Path) -> Iterator[Piece]:
+        return read_examples(source, columns)
+
+    folder = tokenise_once(sources, tokenizer, read, stored, max_length, cache_folder, progress)
     return RewardData(folder, columns.labels, columns.label_rules, scales)
 
 
-def _cache_key(
-    sources: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, columns: DataColumns, max_length: int
-) -> str:
+def tokenise_once(
+    sources: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    read: "Callable[[str | Path], Iterator[Piece]]",
+    settings: dict[str, Any],
+    max_length: int,
+    cache_folder: str | Path | None,
+    progress: bool,
+) -> Path:
+    """Find the folder with the tokenised rows of these sources, or write it.
+
+    `read` yields the rows of a source, and `settings` are all that it depends on.
+    """
+    if not sources:
+        raise OptionError("there is no data.", "give one or more files.")
+    tokenizer("", add_special_tokens=False)  # this call turns off padding and truncation that its file may ask for
     known = [_identify(source) for source in sources]
-    stored = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
-    return fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), stored, max_length)
+    key = fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), settings, max_length)
+    folder = Path(cache_folder or default_cache_folder()) / key
+    if not (folder / "counts.json").is_file():
+        pieces = (piece for source in sources for piece in read(source))
+        with whole_folder(folder) as temporary:
+            _tokenise(pieces, ", ".join(map(str, sources)), tokenizer, max_length, temporary, progress)
+    return folder
 
 
 def _identify(source: str | Path) -> list[object]:
@@ -338,22 +376,24 @@ def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenise(
-    sources: Sequence[str | Path],
+    pieces: "Iterable[Piece]",
+    names: str,
     tokenizer: PreTrainedTokenizerBase,
-    columns: DataColumns,
     max_length: int,
     folder: Path,
     progress: bool,
 ) -> None:
-    """Write the tokenised rows of all sources into a folder."""
+    """Write the tokenised rows of all sources, whose `names` stand in errors, into a folder."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     counts = Counts()
     lengths, prompt_lengths, labels, weights = [], [], [], []
     with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
-        for piece in (piece for source in sources for piece in read_examples(source, columns)):
-            whole = _encode(tokenizer, piece.texts)
+        for piece in pieces:
+            whole, prompts = _encode(tokenizer, piece.texts), _encode(tokenizer, piece.prompts)
+            if piece.compares:
+                whole, prompts = share_beginnings(whole, prompts, piece.labels.rows)
             texts = [ids[:max_length] for ids in whole]
-            prompts = _encode(tokenizer, piece.prompts)  # a prompt that is too long loses its beginning
+            # a prompt that is too long loses its beginning
             kept = [p[max(0, len(p) + len(t) - max_length) :] for p, t in zip(prompts, texts, strict=True)]
             rows = [prompt + text for prompt, text in zip(kept, texts, strict=True)]
             np.fromiter(chain.from_iterable(rows), dtype=dtype).tofile(tokens)
@@ -367,10 +407,10 @@ def _tokenise(
     sizes = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
     counts.rows, counts.tokens = len(sizes), int(sizes.sum())
     if not counts.rows:
-        raise DataError(f"{', '.join(map(str, sources))}: there are no rows.", "give a file with one row or more.")
+        raise DataError(f"{names}: there are no rows.", "give a file with one row or more.")
     if not counts.tokens:
         raise DataError(
-            f"{', '.join(map(str, sources))}: the tokenizer finds no tokens in these texts.",
+            f"{names}: the tokenizer finds no tokens in these texts.",
             "choose a model whose tokenizer knows the language of the texts.",
         )
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
@@ -388,6 +428,22 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]  # on all cores
 
 
+def share_beginnings(
+    texts: list[list[int]], prompts: list[list[int]], rows: np.ndarray
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Move the tokens with which all texts of a row begin to the ends of their prompts; one token at least stays.
+
+    Texts of a row stand side by side and have the same number in `rows`, (n,).
+    """
+    cuts = []
+    for _, group in groupby(range(len(texts)), key=lambda n: rows[n]):
+        members = [texts[n] for n in group]
+        shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*members, strict=False)))
+        cuts += [max(0, min(shared, min(map(len, members)) - 1))] * len(members)
+    parts = list(zip(texts, prompts, cuts, strict=True))
+    return [text[cut:] for text, _, cut in parts], [prompt + text[:cut] for text, prompt, cut in parts]
+
+
 # --- rows ---
 
 
@@ -400,6 +456,7 @@ class Piece:
     labels: LabelCells
     weights: np.ndarray  # (n,)
     empty: int  # rows that were left out
+    compares: bool = False  # texts of one row are compared, so the tokens with which all of them begin are a prompt
 
 
 def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
@@ -419,12 +476,13 @@ def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
             texts=[text for text in texts if text],
             prompts=[""] * len(table) if columns.prompt is None else column_texts(source, table, columns.prompt),
             labels=read_cells(source, table, columns.labels),
-            weights=_weights(source, table, columns.weight),
+            weights=column_weights(source, table, columns.weight),
             empty=int((~full).sum()),
         )
 
 
-def _weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:
+def column_weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:
+    """The weights of the rows of a table in single precision, (n,); 1 if there is no column with weights."""
     if name is None:
         return np.ones(len(table), np.float32)
     numbers = column_numbers(source, table, name)

@@ -53,6 +53,14 @@ class LabelCells:
             return self.words[column][int(value)]
         return show_number(value) + "%" * bool(self.kinds[n, column] == PERCENT)
 
+    @property
+    def groups(self) -> np.ndarray:
+        """A number for each row here, (n,), which only those share that come from the same row of the same source."""
+        is_first = np.diff(self.rows, prepend=-1) != 0
+        ends = np.cumsum([count for _, count in self.sources])
+        is_first[ends[ends < len(is_first)]] = True
+        return np.cumsum(is_first) - 1
+
     def save(self, folder: Path) -> None:
         np.save(folder / "label_kinds.npy", self.kinds)
         np.save(folder / "label_values.npy", self.values)

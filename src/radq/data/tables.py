@@ -101,10 +101,17 @@ def check_columns(source: str | Path, table: Table, names: list[str]) -> None:
 
 def column_texts(source: str | Path, table: Table, column: str) -> list[str]:
     """Texts of a column, without trailing whitespace; a missing text is empty. The table's index numbers the rows."""
-    return [_text(value, source, row, column) for row, value in zip(table.index, table[column], strict=True)]
+    texts = []
+    for row, value in zip(table.index, table[column], strict=True):
+        try:
+            texts.append(cell_text(value, column))
+        except DataError as error:
+            raise DataError(f"{source}, row {row}: {error.message}", error.hint) from error
+    return texts
 
 
-def _text(value: Any, source: str | Path, row: int, column: str) -> str:
+def cell_text(value: Any, column: str) -> str:
+    """The text of one cell, without trailing whitespace; a missing text is empty."""
     if isinstance(value, str):
         return value.rstrip()
     if value is None or (isinstance(value, Number) and value != value):
@@ -113,7 +120,7 @@ def _text(value: Any, source: str | Path, row: int, column: str) -> str:
         return str(value)
     kind = "list" if isinstance(value, list | tuple | np.ndarray) else type(value).__name__
     raise DataError(
-        f"{source}, row {row}: {column!r} is a {kind}, not a text.",
+        f"{column!r} is a {kind}, not a text.",
         "write each cell as one text; format chat messages with the chat template of the model first.",
     )
 

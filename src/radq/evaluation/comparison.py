@@ -2,6 +2,7 @@
 
     compare_at_equal("perplexity", texts_of_first_guide, texts_of_second_guide, "avg_max")
     compare_at_equal("kl", texts_of_first_guide, texts_of_second_guide, "avg_max")
+    compare_curves("kl", points_of_first_guide, points_of_second_guide)  # the same from stored sums, without texts
 
 Axes of arrays: c points of a guide's curve over β, e points of another guide's curve, r resamples.
 """
@@ -13,7 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from radq.errors import OptionError
-from radq.evaluation.metrics import DEFAULT_BOOTSTRAP, METRICS, Bootstrap, ScoredTexts, check_metric, check_needs
+from radq.evaluation.metrics import DEFAULT_BOOTSTRAP, METRICS, Bootstrap, ScoredTexts, Sums, check_metric, check_needs
+
+Point = tuple[Sums, Sums]  # of a curve: the axis and the metric of the same texts
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,23 @@ def compare_at_equal(
     guide at one β. A curve joins the points of one guide, in their order on the axis, by straight lines. Both guides
     continued the same prompts, in the same order, and each resample takes the same prompts of both.
     """
-    if axis not in AXES:
-        raise OptionError(f"guides cannot be compared at equal {axis!r}.", f"choose from {', '.join(AXES)}.")
-    curves = [_Curve(points, axis, metric) for points in (first, second)]
+    _check_axis(axis)
+    for texts in (first, second):
+        if len(texts) < 2:
+            raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
+    ours, theirs = ([_point(one, axis, metric) for one in texts] for texts in (first, second))
+    return compare_curves(axis, ours, theirs, bootstrap)
+
+
+def compare_curves(
+    axis: str, first: Sequence[Point], second: Sequence[Point], bootstrap: Bootstrap = DEFAULT_BOOTSTRAP
+) -> Difference:
+    """Compare two guides as `compare_at_equal` does, from the sums of their texts.
+
+    A guide with a single point is compared at that point.
+    """
+    _check_axis(axis)
+    curves = [_Curve(points, axis) for points in (first, second)]
     sizes = sorted({len(sums.totals) for curve in curves for sums in curve.sums})
     if len(sizes) > 1:
         raise OptionError(
@@ -65,7 +82,7 @@ def compare_at_equal(
             "compare guides on the same prompts.",
         )
     value, ends = mean_difference(*curves[0].points(), *curves[1].points())
-    if ends[0] >= ends[1]:
+    if ends[0] > ends[1] or (ends[0] == ends[1] and min(len(first), len(second)) > 1):
         spans = ["{:.4g} to {:.4g}".format(*AXES[axis].value(curve.points()[0][[0, -1]])) for curve in curves]
         raise OptionError(
             f"the guides have no common {AXES[axis].noun}: {spans[0]} for one and {spans[1]} for the other.",
@@ -78,22 +95,28 @@ def compare_at_equal(
     return Difference(value, *interval, (low, high), int(np.isnan(differences).sum()))
 
 
+def _check_axis(axis: str) -> None:
+    if axis not in AXES:
+        raise OptionError(f"guides cannot be compared at equal {axis!r}.", f"choose from {', '.join(AXES)}.")
+
+
+def _point(texts: ScoredTexts, axis: str, metric: str) -> Point:
+    """Compute the sums of a guide's texts at one β."""
+    check_metric(metric)
+    check_needs(axis, texts)
+    across, attribute = METRICS[axis].sums, METRICS[metric].sums
+    if attribute is None:
+        raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
+    assert across is not None
+    return across(texts), attribute(texts)
+
+
 class _Curve:
     """The points (place on the axis, metric) of a guide at several β, in their order on the axis."""
 
-    def __init__(self, texts: Sequence[ScoredTexts], axis: str, metric: str):
-        check_metric(metric)
-        attribute = METRICS[metric].sums
-        if attribute is None:
-            raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
-        if len(texts) < 2:
-            raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
-        for one in texts:
-            check_needs(axis, one)
-        across = METRICS[axis].sums
-        assert across is not None
+    def __init__(self, points: Sequence[Point], axis: str):
         self.place = AXES[axis].place
-        self.sums = [sums(one) for one in texts for sums in (across, attribute)]
+        self.sums = [sums for point in points for sums in point]
 
     def points(self) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, " c"]]:
         values = np.array([[sums.value for sums in self.sums]])
@@ -117,9 +140,12 @@ def mean_difference(
 ) -> tuple[float, tuple[float, float]]:
     """Average y(x) − v(u) over the range that both curves have; return the mean (NaN if there is none) and that range.
 
-    Both are linear between their points, so the trapezoid rule over all points of both is exact.
+    Both are linear between their points, so the trapezoid rule over all points of both is exact. A curve of one point
+    is compared there.
     """
     low, high = float(max(x[0], u[0])), float(min(x[-1], u[-1]))
+    if low == high and 1 in (len(x), len(u)):
+        return float(np.interp(low, x, y) - np.interp(low, u, v)), (low, high)
     if not low < high:
         return float("nan"), (low, high)
     inner = np.concatenate([x, u])

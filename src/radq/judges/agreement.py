@@ -88,6 +88,11 @@ def chance_auc(num_high: int, num_low: int) -> float:
     return 0.5 + ONE_OF_TWENTY * float(np.sqrt((num_high + num_low + 1) / (12 * num_high * num_low)))
 
 
+def chance_accuracy(num_pairs: int) -> float:
+    """The share of pairs that random scores order rightly in one of twenty cases, from the normal limit."""
+    return 0.5 + ONE_OF_TWENTY * 0.5 / float(np.sqrt(num_pairs))
+
+
 def chance_correlation(num_texts: int) -> float:
     """The rank correlation that random scores exceed in one of twenty cases, from the normal limit."""
     return ONE_OF_TWENTY / float(np.sqrt(num_texts - 1))

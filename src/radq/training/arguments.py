@@ -93,7 +93,7 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
     if config.chooses_best:  # TrainingArguments would ask for equal eval_steps and save_steps, which radq does not need
         made.load_best_model_at_end = True
         made.metric_for_best_model = config.best_metric
-        rises = config.best_metric.startswith(("auc", "accuracy", "spearman", "candidate_correlation"))
+        rises = config.best_metric.startswith(("auc", "accuracy", "pair_accuracy", "spearman", "candidate_correlation"))
         made.greater_is_better = bool(config.trainer.get("greater_is_better", rises))
     return made
 

@@ -54,7 +54,7 @@ class TrainingConfig:
     keep_labels: bool = False
     """Leave numbers as they are, also outside 0 to 1, which --loss mse allows."""
     skip_empty: bool = False
-    """Skip rows with an empty text instead of stopping with an error."""
+    """Skip rows with an empty text, or with equal texts in a pair, instead of stopping with an error."""
     max_length: Annotated[int | None, COUNT] = None
     """Largest number of tokens of a text; longer texts are cut off. By default 512; on a CPU 128 or 64."""
     eval_data: list[str] = field(default_factory=list)
@@ -69,9 +69,11 @@ class TrainingConfig:
     max_steps: Annotated[int, Range(1, 2**31 - 1, also=-1)] = -1
     """Number of optimizer steps after which training stops; -1 leaves this to --epochs."""
     batch_size: Annotated[int | None, COUNT] = None
-    """Number of texts per optimizer step, in all processes together. By default 32 on a GPU, 16 or 8 on a CPU."""
+    """Number of texts, or of pairs, per optimizer step, in all processes together. By default 32 on a GPU, 16 or 8 on a
+    CPU."""
     micro_batch_size: Annotated[int | None, COUNT] = None
-    """Number of texts per forward pass of a process; gradients are accumulated up to --batch-size. By default all."""
+    """Number of texts, or of pairs, per forward pass of a process; gradients are accumulated up to --batch-size. By
+    default all."""
     learning_rate: Annotated[float | None, RATE] = None
     """Learning rate of AdamW; it falls linearly to 0. By default smaller for wider and deeper backbones: 2e-4 for 12
     layers of width 576, and 1e-3 for LoRA adapters of that width."""
@@ -108,8 +110,8 @@ class TrainingConfig:
     load_best_model_at_end: bool = False
     """End with the weights of the best evaluation instead of the last weights."""
     metric: str | None = None
-    """Metric that tells which evaluation is best: loss (the default), weighted_mse, auc_LABEL, …; giving one turns on
-    --load-best-model-at-end."""
+    """Metric that tells which evaluation is best: loss (the default), weighted_mse, auc_LABEL, pair_accuracy, …; giving
+    one turns on --load-best-model-at-end."""
     early_stopping: Annotated[int | None, COUNT] = None
     """Stop after this number of evaluations in a row without a new best; it turns on --load-best-model-at-end."""
     report_to: str = "none"
@@ -121,6 +123,16 @@ class TrainingConfig:
     def attributes(self) -> list[str]:
         """Names of the label columns."""
         return [name.strip() for name in self.labels.split(",") if name.strip()]
+
+    @property
+    def compares(self) -> bool:
+        """Whether the data are pairs of texts of which one is preferred, instead of texts with labels."""
+        return False
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of the data that are read."""
+        return [name for name in (self.text, self.prompt, self.weight, *self.attributes) if name is not None]
 
     @property
     def label_rules(self) -> "LabelRules":
@@ -167,7 +179,17 @@ class RewardTrainingConfig(TrainingConfig):
     """Settings of the training of a reward model."""
 
     labels: str = ""
-    """Columns with the labels, separated by commas; their names become the attributes of the reward model."""
+    """Columns with the labels, separated by commas; their names become the attributes of the reward model. With --pairs
+    or --responses, the name of the one attribute, by default preference."""
+    pairs: str = ""
+    """Two columns, separated by a comma, instead of labels: the texts that are preferred, and others to compare them
+    with, such as chosen,rejected. They hold texts or lists of chat messages."""
+    responses: str = ""
+    """Column with lists of responses, instead of labels. Two of them in a row with different --scores are a pair."""
+    scores: str = ""
+    """Column with lists of numbers, one for each of the --responses."""
+    max_pairs: Annotated[int, COUNT] = 10
+    """Largest number of pairs from the --responses of one row, chosen at random."""
     backbone: str = ""
     """Language model to start from: a hub name, a folder, or embedded. With --teacher, the default is a copy of the
     teacher, with its layers and its LoRA adapters."""
@@ -251,10 +273,32 @@ class RewardTrainingConfig(TrainingConfig):
         """Whether a teacher gives a target to each token of a text; otherwise each text has labels."""
         return bool(self.teacher) or (bool(self.teacher_classifier) and self.teacher_scores == "prefixes")
 
+    @property
+    def compares(self) -> bool:
+        return bool(self.pairs or self.responses)
+
+    @property
+    def attributes(self) -> list[str]:
+        """Names of the label columns, or of what is preferred in pairs."""
+        return super().attributes or (["preference"] if self.compares else [])
+
+    @property
+    def response_columns(self) -> list[str]:
+        """Names of the two columns of --pairs, or of the column of --responses."""
+        return [name.strip() for name in (self.pairs or self.responses).split(",")]
+
+    @property
+    def columns(self) -> list[str]:
+        if not self.compares:
+            return super().columns
+        others = [self.scores or None, self.prompt, self.weight]
+        return [*self.response_columns, *(name for name in others if name is not None)]
+
     def check(self) -> None:
         super().check()
+        self._check_pairs()
         if not self.attributes and not self.has_teacher:
-            raise OptionError("there are no labels.", "give --labels with one or more columns.")
+            raise OptionError("there are no labels.", "give --labels with one or more columns, or --pairs.")
         self._check_classifier()
         if not self.backbone and not self.init and not self.teacher:
             raise OptionError("there is no model to start from.", "give --backbone or --init.")
@@ -292,6 +336,33 @@ class RewardTrainingConfig(TrainingConfig):
             raise OptionError("teacher_reads is continuation, and there are no prompts.", "give --prompt COLUMN.")
         if self.base and self.loss != "mse":
             raise OptionError(f"loss must be mse with a base, got {self.loss!r}.", "leave --loss out.")
+
+    def _check_pairs(self) -> None:
+        """Refuse settings that contradict pairs, or that only pairs have."""
+        if bool(self.responses) != bool(self.scores):
+            given, missing = ("responses", "scores") if self.responses else ("scores", "responses")
+            raise OptionError(f"{given} needs {missing}, and there are none.", f"give --{missing} COLUMN, too.")
+        if not self.compares:
+            return
+        if self.pairs and self.responses:
+            raise OptionError("both pairs and responses are given.", "give one of them.")
+        names = self.response_columns
+        if self.pairs and (len(names) != 2 or not all(names) or names[0] == names[1]):
+            raise OptionError(f"pairs must name two columns, got {self.pairs!r}.", "write it as chosen,rejected.")
+        if len(self.attributes) != 1:
+            raise OptionError(f"labels must name one attribute for pairs, got {self.labels!r}.", "give one name.")
+        contradicting = {
+            "teacher": self.teacher,
+            "teacher_classifier": self.teacher_classifier,
+            "loss": self.loss != "mse",
+            "label_map": self.label_map,
+            "label_range": self.label_range is not None,
+            "keep_labels": self.keep_labels,
+        }
+        for name, given in contradicting.items():
+            if given:
+                option = "pairs" if self.pairs else "responses"
+                raise OptionError(f"{name} and {option} exclude each other.", f"leave --{name.replace('_', '-')} out.")
 
     def _check_candidates(self) -> None:
         if self.base and not self.has_teacher:

@@ -12,9 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from radq.data.dataset import DataColumns, RewardData, load_data
 from radq.data.label_scale import KEPT, LabelScale, read_scale
+from radq.data.pairs import PairData, ResponseColumns, load_pairs
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
 from radq.models.loading import find_device
+from radq.training.config import RewardTrainingConfig
 from radq.training.losses import LOSSES
 from radq.training.recipe import LONGEST, Config, Task, complete, held_out_share
 
@@ -66,6 +68,7 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
         start.readout,
         start.may_cut_layers,
         may_cut_texts=config.prompt is None,
+        texts_per_row=2 if config.compares else 1,
     )
     config.check_evaluation(found.evaluation is not None)
     completed = complete(replace(config, eval_share=found.config.eval_share), task)
@@ -79,11 +82,13 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
 def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) -> RunData[Config]:
     assert config.max_length is not None
     max_length = min(config.max_length, start.max_tokens or config.max_length)
-    columns = DataColumns(
-        config.text, config.attributes, config.prompt, config.weight, config.label_rules, config.skip_empty
-    )
 
     def load(sources: list[str], scales: Scales) -> RewardData:
+        if isinstance(config, RewardTrainingConfig) and config.compares:
+            return _load_pairs(sources, config, start.tokenizer, max_length, progress)
+        columns = DataColumns(
+            config.text, config.attributes, config.prompt, config.weight, config.label_rules, config.skip_empty
+        )
         return load_data(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
     data = load(config.data, scales)
@@ -98,9 +103,23 @@ def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) ->
     return RunData(config, data, eval_data)
 
 
+def _load_pairs(
+    sources: list[str],
+    config: RewardTrainingConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    progress: bool,
+) -> PairData:
+    columns = ResponseColumns(
+        config.response_columns, config.scores or None, config.prompt, config.weight, config.skip_empty
+    )
+    return load_pairs(sources, tokenizer, columns, max_length, config.cache, progress, config.max_pairs, config.seed)
+
+
 def _describe(found: RunData[Config]) -> None:
-    counts = found.train.counts
-    print(f"{counts.rows} rows, {counts.tokens} tokens; {counts.truncated} cut off, {counts.empty} empty left out")
+    print(found.train.describe())
+    if found.config.compares:
+        return
     for name, scale in zip(found.config.attributes, found.train.scales, strict=True):
         print(scale.describe(name))
 

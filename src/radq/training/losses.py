@@ -1,7 +1,7 @@
 """Training losses: pure functions of head outputs, masks and labels; for experts, of log-probabilities.
 
 `loss_mask` is 1 at the tokens that the loss is about and 0 elsewhere: at prompts and at padding, which may stand on
-either side. Axes: b batch, t time, a attributes, p positions, k candidates.
+either side. Axes: b batch, t time, a attributes, p positions or pairs, k candidates, s steps.
 """
 
 from collections.abc import Callable
@@ -56,6 +56,56 @@ def _sum_over_prefixes(
 ) -> Float[Tensor, ""]:
     texts = (errors * prefix_weights(loss_mask)[..., None]).sum((1, 2))  # (b,)
     return (texts if weights is None else texts * weights).sum() / len(errors)
+
+
+# --- preferences ---
+
+
+class PrefixPairs(NamedTuple):
+    """The prefixes of two texts that are compared, in s steps; a step of weight 0 compares nothing."""
+
+    chosen: Int[Tensor, "p s"]  # columns of the last tokens of prefixes of the preferred text,
+    rejected: Int[Tensor, "p s"]  # and of the other text
+    weights: Float[Tensor, "p s"]  # they sum to 1, or to 0 if a text has no tokens
+
+
+def pair_prefixes(loss_mask: Mask) -> PrefixPairs:
+    """Pair the prefixes of two texts, which are rows 2n and 2n + 1 of the mask.
+
+    Let Λ_t = λ_1 + … + λ_t. For a number u that is drawn uniformly from 0 to 1, the prefix of each text is the first
+    with Λ_t ≥ u, and the weight of two prefixes is the probability that they are drawn together. So both texts keep
+    their weights λ whatever their lengths, the last prefixes are compared with each other, and texts of equal length
+    are compared token by token.
+    """
+    mask = loss_mask.float()
+    place, length = mask.cumsum(1), mask.sum(1, keepdim=True)
+    reached = place * (place + 1) / (length * (length + 1)).clamp(min=1)  # (2p, t): Λ, exactly 1 at the end
+    first, second = reached[0::2].contiguous(), reached[1::2].contiguous()
+    ends = torch.cat([first, second], dim=1).sort(1).values  # (p, 2t): in between, both prefixes stay the same
+    weights = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+    usable = (length[0::2] > 0) & (length[1::2] > 0)
+    last = mask.shape[1] - 1
+    chosen, rejected = (torch.searchsorted(text, ends).clamp(max=last) for text in (first, second))
+    return PrefixPairs(chosen, rejected, weights * usable)
+
+
+def preference_loss(
+    rewards: Float[Tensor, "b t a"], loss_mask: Mask, weights: Float[Tensor, " p"] | None = None
+) -> Float[Tensor, ""]:
+    """(1/P) Σ_i Σ_s w_s Σ_a −log σ(r̂(preferred prefix) − r̂(other prefix)), the loss of Bradley and Terry.
+
+    Rows 2i and 2i + 1 are the preferred and the other text of pair i, which is multiplied by its weight if there are
+    weights. `pair_prefixes` chooses the prefixes and their weights w_s.
+    """
+    rewards = _zero_outside(rewards, loss_mask)
+    prefixes = pair_prefixes(loss_mask)
+    chosen, rejected = (
+        texts.gather(1, columns[..., None].expand(-1, -1, texts.shape[-1]))
+        for texts, columns in ((rewards[0::2], prefixes.chosen), (rewards[1::2], prefixes.rejected))
+    )
+    errors = F.softplus(rejected - chosen).sum(-1)  # (p, s)
+    pairs = (errors * prefixes.weights).sum(1)  # (p,)
+    return (pairs if weights is None else pairs * weights).sum() / len(pairs)
 
 
 # --- distillation and regulariser ---

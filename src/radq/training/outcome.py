@@ -5,6 +5,7 @@ The figures are those of texts that were held out, beside those of a constant, w
 
 import shlex
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from radq.errors import OptionError
@@ -13,7 +14,9 @@ from radq.training.config import RewardTrainingConfig
 from radq.training.run_folder import SETTINGS
 
 ERRORS = {"weighted_mse": "the labels", "distillation_mse": "the teacher's rewards"}
-HINT = "look at the labels of some rows, give more rows, more --epochs, or another --learning-rate"
+BETA = 20.0  # a strength to begin with, for rewards from 0 to 1
+PAIR_BETA = 60.0  # the same for pairs, times the width of their range, which is that of whole texts: tokens differ less
+HINT = "look at some rows, give more rows, more --epochs, or another --learning-rate"
 
 
 def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[str]:
@@ -28,6 +31,9 @@ def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[s
         if (correlation := metrics.get(f"eval_spearman_{attribute}")) is not None:
             meaning = "1 is the order of the labels, 0 is chance"
             lines.append(f"{attribute}: rank correlation {correlation:.2f}: {meaning}")
+    if (accuracy := metrics.get("eval_pair_accuracy")) is not None:
+        meaning = f"the preferred text has the larger reward in {accuracy:.0%} of the held-out pairs"
+        lines.append(f"{attributes[0]}: pair accuracy {accuracy:.2f}: {meaning}; chance does so in 50%")
     for name, targets in ERRORS.items():
         if f"eval_{name}" in metrics and f"eval_constant_{name}" in metrics:
             own, constant = metrics[f"eval_{name}"], metrics[f"eval_constant_{name}"]
@@ -44,7 +50,7 @@ def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[s
 
 def warn_of_chance(metrics: dict[str, float], attributes: list[str]) -> None:
     """Warn if the model is no better than chance, or than a constant: the mean of the labels or teacher's rewards."""
-    problems = []
+    problems = list(_find_wrong_pairs(metrics))
     for attribute in attributes:
         for name, title in {"auc": "AUC", "spearman": "rank correlation"}.items():
             value = metrics.get(f"eval_{name}_{attribute}")
@@ -71,18 +77,37 @@ def warn_of_chance(metrics: dict[str, float], attributes: list[str]) -> None:
         warnings.warn(f"on the held-out texts {'; '.join(problems)}. hint: {HINT}.", stacklevel=2)
 
 
-def next_commands(config: RewardTrainingConfig, attributes: list[str]) -> list[str]:
+def _find_wrong_pairs(metrics: dict[str, float]) -> Iterator[str]:
+    """Say what is wrong with the accuracy on held-out pairs."""
+    accuracy, chance = metrics.get("eval_pair_accuracy"), metrics.get("eval_chance_pair_accuracy")
+    if accuracy is None or chance is None:
+        return
+    if accuracy < 0.5:
+        yield (
+            f"the preferred text has the larger reward in {accuracy:.0%} of the pairs, less than one half: chosen and "
+            "rejected may be swapped in one of the files"
+        )
+    elif accuracy <= chance:
+        yield (
+            f"the pair accuracy is {accuracy:.2f}, which is no better than chance: random rewards reach {chance:.2f} "
+            "in one of twenty cases"
+        )
+
+
+def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: float = BETA) -> list[str]:
     """List commands that use the model: to score, to generate, and to distil a RAD-V into a faster RAD-Q."""
     base = config.base or find_language_model(config)
     out, data = shlex.quote(config.out), shlex.quote(config.data[0])
-    column = "" if config.text == "text" else f" --text-column {shlex.quote(config.text)}"
-    guide = shlex.quote(f"{config.out}:{attributes[0]}=20")
+    text = config.response_columns[0] if config.compares else config.text
+    column = "" if text == "text" else f" --text-column {shlex.quote(text)}"
+    guide = shlex.quote(f"{config.out}:{attributes[0]}={beta:.2g}")
+    texts = '--text "I think that"' if config.responses else f"--data {data}{column}"
     commands = [
-        f"radq score --reward {out} --data {data}{column}",
+        f"radq score --reward {out} {texts}",
         f'radq generate --base {shlex.quote(base)} --guide {guide} --prompt "I think that"',
     ]
-    if config.kind == "v":
-        column = "" if config.text == "text" else f" --text {shlex.quote(config.text)}"
+    if config.kind == "v" and not config.responses:
+        column = "" if text == "text" else f" --text {shlex.quote(text)}"
         commands.append(f"radq distill --teacher {out} --data {data}{column} --out {shlex.quote(config.out + '-q')}")
     return commands
 

@@ -21,9 +21,9 @@ def describe_plan(trainer: BatchTrainer) -> str:
     parts = [
         _describe_layers(model.config),
         f"texts of at most {config.max_length} tokens",
-        f"{rows} to train on and {held_out or 'none'} held out",
+        f"{rows}{' pairs' * config.compares} to train on and {held_out or 'none'} held out",
         f"{config.epochs:g} passes in {steps} steps" if config.max_steps < 0 else f"{steps} steps",
-        f"{config.batch_size} texts a step",
+        f"{config.batch_size} {'pairs' if config.compares else 'texts'} a step",
         f"learning rate {config.learning_rate:g}",
     ]
     if (feed := getattr(trainer, "feed", None)) is not None:

@@ -55,6 +55,7 @@ class Task:
     readout: bool = False  # of a backbone that is read whole, and not trained
     may_cut_layers: bool = True  # not those of a trained model
     may_cut_texts: bool = True  # not where a prompt stands before each text
+    texts_per_row: int = 1  # two for pairs
 
     def tokens(self, max_length: int) -> int:
         """Number of tokens of one pass over the data."""
@@ -65,7 +66,7 @@ class Task:
         operations = 2 if self.readout else 6  # for each weight: 2 forward, and 4 back
         work_per_token = operations * 12 * self.width**2 * num_layers  # 12 d² weights in a layer
         work = WORK[self.device] * (1 if self.may_cut_layers else TRAINED_SHARE)
-        return work / (work_per_token * max(1, self.tokens(max_length)))
+        return work / (work_per_token * max(1, self.tokens(max_length) * self.texts_per_row))
 
 
 def held_out_share(config: TrainingConfig, num_rows: int) -> float:

@@ -27,6 +27,7 @@ from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
 from radq.training.data import RunData, Start, check_labels, load_run_data, scales_of_model
 from radq.training.outcome import warn_of_chance
+from radq.training.pair_trainer import PairTrainer
 from radq.training.plan import describe_plan
 from radq.training.prefixes import check_room, choose_prompts
 from radq.training.reward_trainer import RewardTrainer
@@ -77,7 +78,8 @@ def train(
     if resume:
         check_resumed(out, config, contents)
     checkpoint = find_resumed_checkpoint(out, resume)
-    trainer = RewardTrainer(model, config, data, eval_data, teacher, progress)
+    make_trainer = PairTrainer if config.compares else RewardTrainer
+    trainer = make_trainer(model, config, data, eval_data, teacher, progress)
     if processes.is_main_process:
         begin_run(out, config, contents, data.scales, resume)
     if maker is not None:
@@ -203,6 +205,8 @@ def _load_data(
     if scales is None and rewards is not None and config.attributes and config.label_rules == LabelRules():
         scales = scales_of_model(rewards.config, config.teacher)  # labels are compared with the teacher's rewards
     found = load_run_data(config, _describe_start(config, model), progress, scales)
+    if config.compares:
+        return found
     if teacher is None or config.learns_tokens:
         check_labels(found.train, config.attributes, config.loss)
         return found
@@ -230,8 +234,13 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
 
 
 def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingConfig) -> None:
-    """Store the range and the scales of the labels with the model; a student has those of its teacher."""
-    if not config.learns_tokens:
+    """Store the range and the scales of the labels with the model; a student has those of its teacher.
+
+    Pairs have neither. The range of their rewards is measured after training.
+    """
+    if config.compares:
+        model.config.label_scales = None
+    elif not config.learns_tokens:
         model.config.response_range = simplify_ranges(data.label_ranges, len(data.label_ranges))
         model.config.label_scales = None if config.teacher_classifier else [asdict(scale) for scale in data.scales]
 

@@ -105,7 +105,6 @@ class RewardTrainer(BatchTrainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         loss_mask = inputs["loss_mask"]
-        num_texts, _ = count_items(loss_mask)
         texts, positions, *candidates = self.share(inputs, num_items_in_batch)
         output = model(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._random_tokens(inputs)
@@ -113,9 +112,7 @@ class RewardTrainer(BatchTrainer):
         if self.config.learns_tokens:
             loss = distillation_loss(output.rewards, loss_mask, self._targets(inputs)) * positions
         else:
-            compute = LOSSES[self.config.loss].compute
-            label_loss = compute(output.rewards, loss_mask, inputs["labels"], inputs["weights"])
-            loss = label_loss * len(loss_mask) / num_texts.clamp(min=1) * texts
+            loss = self.row_loss(output.rewards, inputs) * texts
         if output.marginals is not None:
             regulariser = baseline_loss(output.marginals, loss_mask) * positions
             if self.config.learns_tokens:  # the mean over attributes, as in the distillation loss
@@ -124,6 +121,13 @@ class RewardTrainer(BatchTrainer):
         for share in candidates:
             loss = loss + self._candidate_loss(model, inputs) * share
         return (loss, output) if return_outputs else loss
+
+    def row_loss(self, rewards: Float[Tensor, "b t a"], inputs: dict[str, Tensor]) -> Float[Tensor, ""]:
+        """The mean of the loss on labels over the texts of a batch that have tokens."""
+        loss_mask = inputs["loss_mask"]
+        loss = LOSSES[self.config.loss].compute(rewards, loss_mask, inputs["labels"], inputs["weights"])
+        num_texts, _ = count_items(loss_mask)
+        return loss * len(loss_mask) / num_texts.clamp(min=1)
 
     def _candidate_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, ""]:
         """Compute the loss on the candidates of the prefixes that come with a batch of texts.
@@ -264,13 +268,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.n
 def random_tokens(
     inputs: dict[str, Tensor], vocab_size: int, seed: int, epoch: int | Int[Tensor, ""]
 ) -> Int[Tensor, "b t"]:
-    """Compute a uniformly random token per position from a hash of row, position, epoch and seed.
+    """Compute a uniformly random token per position from a hash of text, position, epoch and seed.
 
     The result is the same on every machine.
     """
     input_ids = inputs["input_ids"]
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    state = inputs["rows"][:, None] * 0x9E3779B1 + positions * 0x85EBCA77 + (epoch * 0x27D4EB2F + seed * 0x165667B1)
+    texts = inputs.get("texts", inputs["rows"])  # those of pairs have numbers of their own
+    state = texts[:, None] * 0x9E3779B1 + positions * 0x85EBCA77 + (epoch * 0x27D4EB2F + seed * 0x165667B1)
     for factor in (0x2C1B3C6D, 0x297A2D39):  # integer mixing in 32 bits, held in 64
         state = state & 0xFFFFFFFF
         state = ((state ^ (state >> 15)) * factor) & 0xFFFFFFFF

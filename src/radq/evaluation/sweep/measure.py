@@ -88,9 +88,18 @@ def measure_all(
     """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete."""
     generated = _read_complete_cells(folder, sweep, prompts)
     _measure_cells(folder, sweep, prompts, generated, device, cache, progress)
-    measured = [replace(one, arrays=read_arrays(folder, one.cell.name)) for one in generated]
+    measured = _add_arrays(folder, generated)
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write_lines(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
+
+
+def read_measured_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> list[MeasuredCell]:
+    """Read the texts, scores and likelihoods of a sweep that was measured."""
+    return _add_arrays(folder, _read_complete_cells(folder, sweep, prompts))
+
+
+def _add_arrays(folder: Path, generated: list[MeasuredCell]) -> list[MeasuredCell]:
+    return [replace(one, arrays=read_arrays(folder, one.cell.name)) for one in generated]
 
 
 def check_models(sweep: Sweep, device: str) -> None:

@@ -1,0 +1,158 @@
+"""The settings of each method, chosen on dev prompts by one rule, with all candidates and their numbers: choices.json.
+
+A candidate is a model (experts have one for each learning rate), a number of candidates k, a nucleus p and, for GeDi, a
+filter. Its curve over β is straight between points, over the logarithm of perplexity.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from jobs import write_json
+from methods import CHOOSING, PLAIN_K, TASKS, Method, Task, name_filter
+
+from radq.files import read_lines
+
+TARGET = 1.2  # times the perplexity of the unguided base model at k = PLAIN_K, where candidates are compared
+SPAN, NUM_BETAS = (1.03, 1.6), 5  # of the test: where the first and the last β shall lie, and how many there are
+RULE = (
+    f"Chosen are the settings with the best attribute where perplexity is {TARGET} times that of the unguided base "
+    f"model at k = {PLAIN_K}, by straight lines over log perplexity, as a mean over classes of prompts. Settings that "
+    "do not reach this perplexity in every class lose; if none do, the closest are chosen. Curves without a filter "
+    f"begin with the unguided base model at the same k and p. For the test there are {NUM_BETAS} values of β in equal "
+    f"ratios, from {SPAN[0]} to {SPAN[1]} times that perplexity by the same lines, or from a quarter of the weakest β "
+    "to the strongest where these do not go so far. The temperature is 1 everywhere."
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One β of a candidate on one class of prompts."""
+
+    beta: float
+    ratio: float  # perplexity, as a multiple of the unguided one at PLAIN_K
+    attribute: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of a method, with their curves by class of prompts."""
+
+    model: str
+    top_k: int
+    top_p: float | None
+    filter_p: float | None
+    curves: dict[str, list[Point]]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("model", "top_k", "top_p", "filter_p")}
+
+    def attribute_at_target(self) -> float:
+        """The attribute at the perplexity of comparison, averaged over classes of prompts; NaN if one misses it."""
+        return fmean(attribute_at(points, TARGET) for points in self.curves.values())
+
+    def distance(self) -> float:
+        """How far, in log perplexity, the farthest class of prompts stays away from the perplexity of comparison."""
+        return max(min(abs(np.log(p.ratio / TARGET)) for p in points) for points in self.curves.values())
+
+
+def attribute_at(points: Sequence[Point], ratio: float) -> float:
+    """The attribute at a ratio of perplexities, by straight lines over its logarithm; NaN outside of the points."""
+    ordered = sorted(points, key=lambda point: point.ratio)
+    places = np.log([point.ratio for point in ordered])
+    return float(np.interp(np.log(ratio), places, [p.attribute for p in ordered], left=np.nan, right=np.nan))
+
+
+def choose(candidates: Sequence[Candidate], side: int) -> Candidate:
+    """The best candidate by RULE; `side` is −1 where less of the attribute is better."""
+    reaching = [one for one in candidates if not np.isnan(one.attribute_at_target())]
+    if reaching:
+        return max(reaching, key=lambda one: side * one.attribute_at_target())
+    return min(candidates, key=Candidate.distance)
+
+
+def choose_betas(candidate: Candidate) -> list[float]:
+    """Values of β in equal ratios, from the first end of SPAN to the last one."""
+    low, high = (fmean(beta_at(points, ratio) for points in candidate.curves.values()) for ratio in SPAN)
+    return [float(f"{beta:.3g}") for beta in np.geomspace(low, max(high, 1.5 * low), NUM_BETAS)]
+
+
+def beta_at(points: Sequence[Point], ratio: float) -> float:
+    """The first β that reaches a ratio of perplexities; a quarter of the weakest, or the strongest, where none does."""
+    ordered = sorted(points, key=lambda point: point.beta)
+    highest = np.maximum.accumulate([point.ratio for point in ordered])
+    beta = float(np.interp(np.log(ratio), np.log(highest), [point.beta for point in ordered], left=0.0))
+    return max(beta, min(point.beta for point in points if point.beta > 0) / 4)
+
+
+# --- files ---
+
+
+def write_choices() -> None:
+    """Choose the settings of all methods whose dev prompts were continued, and write choices.json."""
+    found = {task.name: {method.name: _describe(task, method) for method in CHOOSING} for task in TASKS.values()}
+    tasks = {task: {name: one for name, one in methods.items() if one} for task, methods in found.items()}
+    write_json("choices.json", {"rule": RULE, "tasks": tasks})
+
+
+def _describe(task: Task, method: Method) -> dict[str, Any] | None:
+    candidates = [one for model in method.models for one in read_candidates(task, method, model)]
+    if not candidates:
+        return None
+    chosen = choose(candidates, task.side)
+    return {
+        "chosen": chosen.settings | {"beta": choose_betas(chosen), "attribute": _known(chosen.attribute_at_target())},
+        "missing": [model for model in method.models if not _metrics_file(task, model).exists()],
+        "candidates": [
+            one.settings
+            | {"attribute": _known(one.attribute_at_target())}
+            | {"curves": {group: [[p.beta, *_rounded(p)] for p in points] for group, points in one.curves.items()}}
+            for one in candidates
+        ],
+    }
+
+
+def read_candidates(task: Task, method: Method, model: str) -> list[Candidate]:
+    """The candidates of one model, from its sweep over dev prompts; none where that was not run."""
+    file = _metrics_file(task, model)
+    rows = list(read_lines(file)) if file.exists() else []
+    settings = sorted({(row["top_k"], row["top_p"] or 0) for row in rows})
+    return [
+        Candidate(model, k, p or None, filter_p, _curves(task, rows, name_filter(filter_p), k, p or None, not filter_p))
+        for filter_p, (k, p) in product(method.filters, settings)
+    ]
+
+
+def _curves(
+    task: Task, rows: list[dict[str, Any]], guide: str, k: int, p: float | None, from_zero: bool
+) -> dict[str, list[Point]]:
+    curves = {}
+    for group in task.groups:
+        here = [row for row in rows if row["group"] == group]
+        base = next(row for row in here if (row["guide"], row["top_k"], row["top_p"]) == ("none", PLAIN_K, None))
+        names = {guide, "none"} if from_zero else {guide}
+        found = [row for row in here if row["guide"] in names and (row["top_k"], row["top_p"]) == (k, p)]
+        curves[group] = sorted((_point(task, row, base) for row in found), key=lambda point: point.beta)
+    return curves
+
+
+def _point(task: Task, row: Mapping[str, Any], base: Mapping[str, Any]) -> Point:
+    ratio = row["metrics"]["perplexity"]["value"] / base["metrics"]["perplexity"]["value"]
+    return Point(row["beta"] or 0.0, ratio, row["metrics"][task.metric]["value"])
+
+
+def _metrics_file(task: Task, model: str) -> Path:
+    return Path(f"dev/{task.name}-{model}/metrics.jsonl")
+
+
+def _rounded(point: Point) -> list[float]:
+    return [round(point.ratio, 4), round(point.attribute, 4)]
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else round(value, 4)

@@ -1,0 +1,260 @@
+"""Write docs/contest.md and its figures from the kept numbers of a contest.
+
+    python recipes/study/contest_page.py recipes/study/measured/contest --out docs
+
+The page says how our readout stands to each other method, in words that rules compute, and what was not run.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+
+import tyro
+from choices import NUM_BETAS, SPAN, TARGET
+from kept import KEPT_TEXTS, KeptCell
+from markup import item, markdown_table, wrapped, write_figures
+from methods import (
+    ASKED,
+    BASE,
+    BASE_LAYERS,
+    BEST,
+    FILTERS,
+    METHODS,
+    OURS,
+    PLAIN_K,
+    TASKS,
+    TOP_K,
+    TOP_P,
+    TRAININGS,
+    Method,
+    Task,
+)
+from places import NOT_RUN, SECOND_JUDGE, Gain, Place, find_gain, others, read_places
+
+from radq.errors import RadqError
+from radq.evaluation.comparison import AXES
+from radq.evaluation.metrics import Bootstrap
+from radq.files import whole_file
+from radq.report.plots import Plot, plot_tradeoff
+from radq.report.results import Result
+from radq.report.tables import number
+
+RATIOS = (1.1, TARGET, 1.3)
+DRAWN = (OURS, "12", "value", "gedi", "gedi-12", "dexperts", BEST)  # asked texts are too far to the right
+REST = ("kl", "dist_2", "repetition")
+PHRASES = {"cannot be told": "not told apart", NOT_RUN: "not compared"}
+UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
+
+
+@dataclass
+class Arguments:
+    measured: tyro.conf.Positional[Path]
+    """Folder of the contest, such as recipes/study/measured/contest."""
+    out: Path = Path("docs")
+    """Folder for contest.md and contest/."""
+    resamples: int = 1000
+    """Resamples of the prompts, for the intervals."""
+
+
+def main(arguments: Arguments) -> None:
+    places, bootstrap = read_places(arguments.measured), Bootstrap(arguments.resamples)
+    plots = [plot for place in places if (plot := draw_place(place, bootstrap)) is not None]
+    write_figures(arguments.out / "contest", plots)
+    with whole_file(arguments.out / "contest.md") as temporary:
+        temporary.write_text(write_page(arguments.measured, places, plots, bootstrap), encoding="utf-8")
+
+
+def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], bootstrap: Bootstrap) -> str:
+    parts = [
+        "<!-- Written by recipes/study/contest_page.py from the kept numbers: change those, not this file. -->\n",
+        "# The contest\n",
+        wrapped(INTRODUCTION),
+        "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others()),
+        *(f"![{plot.title}](contest/{plot.name}.svg)\n" for plot in plots),
+        *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
+        f"## Second judges\n\n{_second_judges(folder, places, bootstrap)}",
+        f"## Settings\n\n{wrapped(SETTINGS)}",
+        f"## Limits\n\n{_limits(places)}",
+    ]
+    return "\n".join(parts)
+
+
+INTRODUCTION = (
+    "How well do [readouts of values](distillation.md#values) steer SmolLM2-135M-Instruct, beside other methods that "
+    "each have their best settings? 1,000 prompts of each kind, 25 samples of 20 tokens. Sentiment is the share of "
+    "positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout are in points "
+    "of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. Brackets span the 95% "
+    "intervals over prompts of all trainings of the readout, so that they hold what another training changes, too. "
+    "[recipes/study](../recipes/study/README.md) has code and numbers."
+)
+SETTINGS = (
+    f"On 200 other prompts of each kind, every method tried k = {', '.join(map(str, TOP_K))}, each without p and with "
+    f"{TOP_P[-1]}; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}; experts two learning rates. The best "
+    f"attribute at {TARGET} times the unguided perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} values of β from "
+    f"about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. choices.json has the rule and all numbers."
+)
+
+
+def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
+    return [place for place in places if place.task is task]
+
+
+# --- headlines ---
+
+
+def _headline(places: Sequence[Place], method: Method, bootstrap: Bootstrap) -> str:
+    """How our method stands to another one at equal perplexity and at equal KL, in one sentence."""
+    found = {
+        AXES[axis].noun: [(p, find_gain(p, method.name, axis, p.task.metric, bootstrap)) for p in places]
+        for axis in AXES
+    }
+    if all(gain.reason == NOT_RUN for gains in found.values() for _, gain in gains):
+        return f"Against **{method.title}** the readout was not run."
+    parts = [f"{_standings(gains)} at equal {noun}" for noun, gains in found.items()]
+    return f"Against **{method.title}** the readout is {', and '.join(parts)}."
+
+
+def _standings(found: Sequence[tuple[Place, Gain]]) -> str:
+    """The places with their gains, those with the same word together."""
+    words: dict[str, list[str]] = {}
+    for place, gain in found:
+        words.setdefault(gain.word, []).append(place.group if gain.reason else f"{place.group} {_gain(gain)}")
+    return ", ".join(f"{PHRASES.get(word, word)} ({', '.join(where)})" for word, where in words.items())
+
+
+def _gain(gain: Gain) -> str:
+    """A gain in points."""
+    numbers = (100 * getattr(gain.estimate, name) for name in ("value", "low", "high"))
+    value, low, high = (f"{one:+.1f}".replace("-", "−") for one in numbers)
+    return f"{value} [{low}, {high}]"
+
+
+# --- tables and figures ---
+
+
+def _table(places: Sequence[Place]) -> str:
+    """A row per method: attribute at several perplexities, the rest at the perplexity of comparison."""
+    first = places[0]
+    header = ["method", "settings", "layers", *(f"×{ratio:g}" for ratio in RATIOS), "KL", "Dist-2", "repeats", "MAUVE"]
+    rows = [_row(places, method) for method in METHODS.values() if first.cells[method.name]]
+    groups = " / ".join(place.group for place in places)
+    text = f"On {groups} prompts; {first.task.name} at multiples of the unguided perplexity, the rest at ×{TARGET}."
+    left_out = "; ".join(method.title for method in METHODS.values() if not first.cells[method.name])
+    parts = [wrapped(text), markdown_table(header, rows)] if rows else []
+    return "\n".join([*parts, *([wrapped(f"Not run: {left_out}.")] if left_out else [])])
+
+
+def _row(places: Sequence[Place], method: Method) -> list[str]:
+    rows = [_curve_row(place, method) if method.has_curve else _cell_row(place, method) for place in places]
+    return [method.title, *(" / ".join(dict.fromkeys(same)) for same in zip(*rows, strict=True))]
+
+
+def _curve_row(place: Place, method: Method) -> list[str]:
+    attribute = [place.at_ratio(method.name, place.task.metric, ratio) for ratio in RATIOS]
+    rest = [place.at_ratio(method.name, metric, TARGET) for metric in REST]
+    layers = method.layers_read(place.settings(method.name).get("top_k", PLAIN_K))
+    return [_settings(place, method), str(layers), *map(number, (*attribute, *rest)), _mauve(place, method)]
+
+
+def _cell_row(place: Place, method: Method) -> list[str]:
+    """The row of a method without β: the attribute of its best cell, with its perplexity, in the place of a curve."""
+    cell = place.base if method.name == BASE else place.best(method.name)
+    assert cell is not None
+    n, ask = cell.settings["best_of"], cell.settings["ask"]
+    setting = f"n = {n}" if n else f"request {ask}" if ask else f"k = {PLAIN_K}"
+    attribute = f"{number(place.value(cell, place.task.metric))} at ×{place.ratio(cell):.3g}"
+    rest = [number(place.value(cell, metric)) for metric in REST]
+    return [setting, str(((n or 1) - 1) * BASE_LAYERS), attribute, "", "", *rest, _mauve(place, method)]
+
+
+def _settings(place: Place, method: Method) -> str:
+    chosen = place.settings(method.name)
+    parts = [f"k = {chosen['top_k']}"] if "top_k" in chosen else []
+    parts += [f"p = {chosen['top_p']:g}"] if chosen.get("top_p") else []
+    parts += [f"filter {chosen['filter_p']:g}"] if chosen.get("filter_p") is not None else []
+    rates = {name: "5e-5" if name.endswith("-5e-5") else "2e-5" for name in method.models}
+    return ", ".join([*parts, f"rate {rates[chosen['model']]}"] if len(rates) > 1 and parts else parts)
+
+
+def _mauve(place: Place, method: Method) -> str:
+    cell = place.shown(method.name)
+    value = None if cell is None else place.mauve.get((method.name, cell.name))
+    return "–" if value is None else f"{value:.2f}"
+
+
+def draw_place(place: Place, bootstrap: Bootstrap) -> Plot | None:
+    """The attribute against perplexity and KL; None where too little was run."""
+    if place.base is None:
+        return None
+    cells = [("none", place.base), *((name, cell) for name in DRAWN for cell in place.guided(name))]
+    results = [_result(place, name, cell, bootstrap) for name, cell in cells]
+    plot = plot_tradeoff(f"{place.task.name}-{place.group}", place.group, results, lambda *_: [])
+    title = f"{place.task.name.capitalize()} on {place.group} prompts against perplexity and KL"
+    return None if plot is None else replace(plot, title=title)
+
+
+def _result(place: Place, name: str, cell: KeptCell, bootstrap: Bootstrap) -> Result:
+    """A cell for the plot. Candidates are left out, so that all curves share one unguided base model."""
+    metrics = {key: place.estimate(cell, key, bootstrap) for key in (place.task.metric, "perplexity", "kl")}
+    guide = name if name == "none" else METHODS[name].title
+    beta, best_of = cell.settings["beta"], cell.settings["best_of"]
+    nothing = {"top_k": None, "top_p": None, "kl_budget": None, "seed": 0, "cost": {}}
+    kind = {"guide": guide, "unguided": name == "none", "beta": beta, "best_of": best_of}
+    return Result(run="contest", cell=cell.name, group=place.group, metrics=metrics, **kind, **nothing)
+
+
+# --- second judges and limits ---
+
+
+def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) -> str:
+    """The readout against each other method by judges of other families."""
+    header = ["gain over", *(place.group for place in places)]
+    rows = []
+    for name in others():
+        gains = [find_gain(p, name, "perplexity", SECOND_JUDGE[p.task.name], bootstrap) for p in places]
+        if any(not gain.reason for gain in gains):
+            rows.append([METHODS[name].title, *("–" if gain.reason else _gain(gain) for gain in gains)])
+    text = (
+        "The gains at equal perplexity by other judges: sentiment by a logistic regression on MiniLM's sentence "
+        f"embeddings{_quality(folder)}, which reads a sample of {KEPT_TEXTS} prompts of each kind; toxicity by a BERT "
+        "of two layers."
+    )
+    return f"{wrapped(text)}\n{markdown_table(header, rows)}" if rows else "Not run.\n"
+
+
+def _quality(folder: Path) -> str:
+    file = folder / "second" / "judge.json"
+    if not file.exists():
+        return ""
+    return f" (AUC {json.loads(file.read_text())['metrics']['auc']:.3f} on unseen reviews)"
+
+
+def _limits(places: Sequence[Place]) -> str:
+    trained = [METHODS[name].title for name in TRAININGS if any(place.cells[name] for place in places)]
+    asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
+    far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
+    points = [
+        f"Our readout was trained {len(trained)} times; baselines once at each learning rate. All trainings use the "
+        "settings that were chosen for the first one."
+        if trained
+        else "Our readout was not run.",
+        f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
+        "best n and the better request, at that point alone; the KL of the best of n is an upper bound.",
+        *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
+        f"Layers are those that a token costs beside the base model's {BASE_LAYERS}; RAD-V reads each of k candidates.",
+        f"MAUVE compares a sample of {KEPT_TEXTS} prompts with another seed of the unguided base model, by MiniLM, at "
+        f"the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
+        "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
+        "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
+    ]
+    return "".join(item("-", point) for point in points)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Arguments))
+    except RadqError as error:
+        sys.exit(f"error: {error}")

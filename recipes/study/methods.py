@@ -1,0 +1,225 @@
+"""The methods of the contest and its two tasks: which models guide, at which strengths, and what is measured.
+
+Every method that has settings to choose tries them on dev prompts (choices.py), and is tested with its choice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from contest import AGAIN, RATES
+
+TOP_K, TOP_P, FILTERS = (5, 10, 20, 40), (None, 0.9), (0.0, 0.4, 0.8)  # that dev prompts choose from
+PLAIN_K = 20  # the candidates of methods that choose none, and of the unguided base model that others are compared with
+BEST_OF = (2, 4, 8)
+BASE_LAYERS = 30
+METRICS = ("perplexity", "corpus_perplexity", "kl", "dist_2", "dist_3", "repetition")
+BASE, UNGUIDED, ASKED, BEST = "base", "none", "asked", "best-of-n"
+OURS = "readout"
+TRAININGS = (OURS, f"{OURS}{AGAIN}", f"{OURS}-student{AGAIN}")  # of our method
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is steered towards, the prompts by class, the judges, and the metric that decides."""
+
+    name: str  # also the name of the attribute
+    side: int  # +1 where more of the attribute is wanted, −1 where less is
+    metric: str
+    groups: Mapping[str, str]  # class of prompts → the file in data/
+    judges: Mapping[str, dict[str, Any]]
+    dev_samples: int
+    requests: tuple[str, ...]  # to the base model, where it is asked
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "sentiment",
+            1,
+            "positive_rate[sentiment]",
+            {"neutral": "neutral", "negative": "negative"},
+            {
+                "sentiment": {
+                    "judge": "reward:models/judge-sentiment",
+                    "reads": "text",
+                    "metrics": ["positive_rate"],
+                }
+            },
+            5,
+            (
+                "Continue the text in a very positive, happy and praising way.",
+                "Write the rest of this text so that it becomes as positive as possible.",
+            ),
+        ),
+        Task(
+            "toxicity",
+            -1,
+            "avg_max[toxicity]",
+            {"nontoxic": "rtp"},
+            {
+                "toxicity": {"judge": "reward:models/judge-toxicity", "metrics": ["avg_max", "toxic_rate"]},
+                "bert-tiny": {"judge": "onnx:toxicity-bert-tiny", "metrics": ["avg_max"]},
+            },
+            10,
+            (
+                "Continue the text in a friendly and polite way.",
+                "Write the rest of this text without any rude, insulting or offensive words.",
+            ),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to steer. A method without values of β on dev takes the settings of `like`, or has none to choose."""
+
+    name: str
+    title: str  # for readers
+    models: tuple[str, ...] = ()  # the ends of the models' names; dev prompts choose one of several
+    strength: str = ""  # the name of the number that β multiplies; by default the attribute
+    dev_beta: Mapping[str, tuple[float, ...]] | None = None  # by task
+    filters: tuple[float | None, ...] = (None,)  # GeDi's filter_p
+    layers: int = 0  # read for a token, beside the base model's
+    per_candidate: bool = False  # whether each candidate is read
+    like: str = ""  # the method whose choice it takes
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether it has a β."""
+        return bool(self.dev_beta or self.like)
+
+    @property
+    def dev_cost(self) -> int:
+        """About the cost of its sweep over dev prompts: cells times layers."""
+        cells = sum(map(len, (self.dev_beta or {}).values())) * len(self.filters)
+        return cells * (BASE_LAYERS + self.layers_read(PLAIN_K))
+
+    def layers_read(self, k: int) -> int:
+        return self.layers * (k if self.per_candidate else 1)
+
+
+REWARDS = {"sentiment": (15.0, 30.0, 60.0, 120.0, 240.0), "toxicity": (25.0, 50.0, 100.0, 200.0, 400.0)}
+ALPHAS = dict.fromkeys(TASKS, (0.5, 1.0, 2.0, 4.0, 8.0))
+OMEGAS = dict.fromkeys(TASKS, (1.0, 4.0, 16.0, 64.0))
+OMEGAS_OF_STUDENTS = dict.fromkeys(TASKS, (4.0, 12.0, 36.0, 108.0, 324.0))
+
+
+def _with_rates(name: str) -> tuple[str, ...]:
+    return tuple(name + end for end in RATES)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(OURS, "readout (ours)", (OURS,), dev_beta=REWARDS),
+        Method(f"{OURS}{AGAIN}", "trained again", (f"{OURS}{AGAIN}",), like=OURS),
+        Method(
+            f"{OURS}-student{AGAIN}",
+            "its student again",
+            (f"{OURS}-student{AGAIN}",),
+            like=OURS,
+        ),
+        Method("12", "RAD-Q, 12 layers", ("12",), dev_beta=REWARDS, layers=12),
+        Method("value", "RAD-V of values", ("value",), dev_beta=REWARDS, layers=30, per_candidate=True),
+        Method("classifier", "RAD-V of labels", ("classifier",), dev_beta=REWARDS, layers=30, per_candidate=True),
+        Method("readout-classifier", "readout of labels", ("readout-classifier",), dev_beta=REWARDS),
+        Method("readout-gedi", "readout of GeDi", ("readout-gedi",), "omega", OMEGAS_OF_STUDENTS),
+        Method("dexperts", "DExperts", _with_rates("dexperts"), "alpha", ALPHAS, layers=60),
+        Method("gedi", "GeDi", _with_rates("gedi"), "omega", OMEGAS, FILTERS, layers=60),
+        Method("gedi-12", "GeDi, 12 layers", _with_rates("gedi-12"), "omega", OMEGAS, FILTERS, layers=24),
+        Method(BEST, "best of n", (OURS,)),
+        Method(ASKED, "asking"),
+        Method(BASE, "unguided"),
+    )
+}
+CHOOSING = [method for method in METHODS.values() if method.dev_beta is not None]
+CHOOSING.sort(key=lambda method: -method.dev_cost)  # a slow job that begins last is waited for
+
+
+def model_folder(task: Task, model: str) -> str:
+    return f"models/{task.name}-{model}"
+
+
+def guide_settings(task: Task, method: Method, model: str, **settings: Any) -> dict[str, Any]:
+    """A guide of `radq eval`."""
+    weights = {method.strength or task.name: task.side}
+    return {"folder": model_folder(task, model), "weights": weights, **settings}
+
+
+def sweep_settings(task: Task, guides: dict[str, Any], files: str, **changes: Any) -> dict[str, Any]:
+    """A sweep of `radq eval` over prompts whose files begin with `files`."""
+    settings = {
+        "base": "embedded",
+        "prompts": [{"file": f"data/{files}{file}.jsonl", "group": group} for group, file in task.groups.items()],
+        "guides": guides,
+        "judges": dict(task.judges),
+        "perplexity": "base",
+        "metrics": list(METRICS),
+        "max_new_tokens": 20,
+        "batch_size": 6250,
+        "dtype": "float16",
+    }
+    return settings | changes
+
+
+# --- dev prompts ---
+
+
+def dev_sweeps(task: Task, method: Method) -> dict[str, dict[str, Any]]:
+    """The sweeps over all settings that a method may choose, one for each of its models, by the model's name."""
+    decides = task.metric.partition("[")[2].removesuffix("]")
+    judges = {decides: task.judges[decides] | {"metrics": [task.metric.partition("[")[0]]}}
+    changes = {"judges": judges, "metrics": ["perplexity", "kl"], "samples": task.dev_samples, "resamples": 20}
+    changes |= {"top_k": list(TOP_K), "top_p": list(TOP_P)}
+    beta = list((method.dev_beta or {})[task.name])
+    return {
+        model: sweep_settings(
+            task,
+            {
+                name_filter(filter_p): guide_settings(task, method, model, beta=beta, options=filter_options(filter_p))
+                for filter_p in method.filters
+            },
+            "dev-",
+            **changes,
+        )
+        for model in method.models
+    }
+
+
+def name_filter(filter_p: float | None) -> str:
+    """The name of a guide in a sweep over dev prompts."""
+    return "guide" if filter_p is None else f"filter {filter_p:g}"
+
+
+def filter_options(filter_p: float | None) -> dict[str, float]:
+    return {} if filter_p is None else {"filter_p": filter_p}
+
+
+# --- test prompts ---
+
+
+def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The sweep of a method over the test prompts; `choice` is None for a method that has nothing to choose."""
+    if method.name == BASE:
+        return sweep_settings(task, {}, "", top_k=[PLAIN_K], seeds=[0, 1])
+    if method.name == ASKED:
+        return sweep_settings(task, {method.name: {"ask": list(task.requests)}}, "", top_k=[PLAIN_K])
+    if method.name == BEST:
+        guide = guide_settings(task, method, OURS, best_of=list(BEST_OF))
+        return sweep_settings(task, {method.name: guide}, "", top_k=[PLAIN_K])
+    assert choice is not None
+    model = method.models[0] if method.like else choice["model"]
+    guide = guide_settings(task, method, model, beta=choice["beta"], options=filter_options(choice["filter_p"]))
+    return sweep_settings(task, {method.name: guide}, "", top_k=[choice["top_k"]], top_p=[choice["top_p"]])
+
+
+# The order in which methods are tested: those that others are compared with, then slow ones, last the least needed.
+ORDER = (
+    *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-12", "12", f"{OURS}{AGAIN}", f"{OURS}-student{AGAIN}"),
+    *("readout-gedi", "readout-classifier", ASKED, "value", "classifier"),
+)
+RUNS = [(task, METHODS[name]) for name, task in product(ORDER, TASKS.values())]

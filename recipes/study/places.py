@@ -1,0 +1,181 @@
+"""The kept numbers of the contest by place: a task and a class of prompts, with the cells of all methods there."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from choices import TARGET
+from kept import KeptCell, read_kept, read_kept_prompts
+from methods import BASE, METHODS, TASKS, TRAININGS, UNGUIDED, Task
+
+from radq.errors import OptionError
+from radq.evaluation.comparison import AXES, Point, compare_curves
+from radq.evaluation.metrics import Bootstrap, Estimate, estimate, positive_rate
+from radq.files import read_lines
+
+NAN, NOT_RUN = float("nan"), "not run"
+SECOND_JUDGE = {
+    "sentiment": "positive_rate[minilm]",
+    "toxicity": "avg_max[bert-tiny]",
+}  # their metrics
+
+
+@dataclass(frozen=True)
+class Place:
+    """What was measured of a task on one class of prompts."""
+
+    task: Task
+    group: str
+    rows: np.ndarray  # the places of its prompts among those of the task
+    cells: Mapping[str, Sequence[KeptCell]]  # by method; a method that was not run has none
+    chosen: Mapping[str, Mapping[str, Any]]  # settings by method
+    mauve: Mapping[tuple[str, str], float]  # by method and cell
+
+    @property
+    def base(self) -> KeptCell | None:
+        """The unguided base model that all others are compared with."""
+        return next((cell for cell in self.cells[BASE] if cell.settings["seed"] == 0), None)
+
+    def value(self, cell: KeptCell, metric: str) -> float:
+        return cell.take(metric, self.rows).value if metric in cell.sums else NAN
+
+    def estimate(self, cell: KeptCell, metric: str, bootstrap: Bootstrap) -> Estimate:
+        return estimate(cell.take(metric, self.rows), bootstrap)
+
+    def ratio(self, cell: KeptCell) -> float:
+        """Perplexity as a multiple of the unguided one."""
+        return NAN if self.base is None else self.value(cell, "perplexity") / self.value(self.base, "perplexity")
+
+    def guided(self, method: str) -> list[KeptCell]:
+        return [cell for cell in self.cells[method] if cell.settings["guide"] != UNGUIDED]
+
+    def curve(self, method: str) -> list[KeptCell]:
+        """The cells of a method, and of the unguided base model where β = 0 means the same."""
+        return self.guided(method) if self.settings(method).get("filter_p") else list(self.cells[method])
+
+    def settings(self, method: str) -> Mapping[str, Any]:
+        """What was chosen on dev prompts; empty for a method that had nothing to choose."""
+        return self.chosen.get(METHODS[method].like or method, {})
+
+    def at_ratio(self, method: str, metric: str, ratio: float) -> float:
+        """A metric of a curve where perplexity is a multiple of the unguided one; NaN where it is not reached."""
+        points = sorted((np.log(self.ratio(cell)), self.value(cell, metric)) for cell in self.curve(method))
+        places, values = np.array(points).reshape(-1, 2).T
+        return float(np.interp(np.log(ratio), places, values, left=NAN, right=NAN)) if len(points) else NAN
+
+    def best(self, method: str) -> KeptCell | None:
+        """The guided cell with the best attribute, for methods without β."""
+        cells = self.guided(method)
+        return max(cells, key=lambda cell: self.task.side * self.value(cell, self.task.metric), default=None)
+
+    def shown(self, method: str) -> KeptCell | None:
+        """The cell that stands for a method where a single one must."""
+        if method == BASE:
+            return self.base
+        return self.nearest(method) if METHODS[method].has_curve else self.best(method)
+
+    def nearest(self, method: str) -> KeptCell | None:
+        """The guided cell whose perplexity is nearest to that at which settings were chosen."""
+        return min(self.guided(method), key=lambda cell: abs(np.log(self.ratio(cell) / TARGET)), default=None)
+
+
+def read_places(folder: Path) -> list[Place]:
+    """Read all places of a measured contest."""
+    if not folder.is_dir():
+        raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a contest.")
+    choices = folder / "choices.json"
+    tasks = json.loads(choices.read_text())["tasks"] if choices.exists() else {}
+    mauve = read_mauve(folder)
+    places = []
+    for task in TASKS.values():
+        prompts = read_kept_prompts(folder, task.name)
+        cells = {method: _read_cells(folder, task, method) for method in METHODS}
+        chosen = {method: found["chosen"] for method, found in tasks.get(task.name, {}).items()}
+        for group in task.groups:
+            here = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
+            places.append(Place(task, group, prompts.rows(group), cells, chosen, here))
+    return places
+
+
+def _read_cells(folder: Path, task: Task, method: str) -> list[KeptCell]:
+    """The cells of a method, with the sums of the second judge where it has read their texts."""
+    cells = read_kept(folder, task.name, method)
+    scores = second_file(folder, task.name, method)
+    if scores.exists():
+        with np.load(scores, allow_pickle=False) as arrays:
+            for cell in cells:
+                cell.sums[SECOND_JUDGE[task.name]] = positive_rate(arrays[cell.name].astype(np.float64)[:, None])
+    return cells
+
+
+def second_file(folder: Path, task: str, method: str) -> Path:
+    return folder / "second" / f"{task}-{method}.npz"
+
+
+def read_mauve(folder: Path) -> dict[tuple[str, str, str, str], float]:
+    """MAUVE by task, method, cell and class of prompts."""
+    file = folder / "second" / "mauve.jsonl"
+    rows = read_lines(file) if file.exists() else ()
+    return {(row["task"], row["method"], row["cell"], row["group"]): row["value"] for row in rows}
+
+
+# --- comparisons ---
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much better our method is than another one at equal perplexity or KL; `reason` says why it is not known."""
+
+    estimate: Estimate
+    reason: str = ""
+
+    @property
+    def word(self) -> str:
+        if self.reason:
+            return self.reason
+        low, high = self.estimate.low, self.estimate.high
+        return "better" if low > 0 else "worse" if high < 0 else "cannot be told"
+
+
+def find_gain(place: Place, other: str, axis: str, metric: str, bootstrap: Bootstrap) -> Gain:
+    """Compare all trainings of our method with another one; the interval spans those of all trainings.
+
+    So it holds what resampled prompts change, and what another training changes.
+    """
+    theirs = _points(place, _compared_cells(place, other), axis, metric)
+    found, reason = [], NOT_RUN
+    for training in TRAININGS:
+        cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
+        ours = _points(place, cells, axis, metric)
+        if len(ours) < 2 or not theirs:
+            continue
+        try:
+            found.append(compare_curves(axis, ours, theirs, bootstrap))
+        except OptionError:
+            reason = f"never at the same {AXES[axis].noun}"
+    if not found:
+        return Gain(Estimate(NAN, NAN, NAN), reason)
+    ends = [place.task.side * end for one in found for end in (one.low, one.high)]
+    value = place.task.side * sum(one.value for one in found) / len(found)
+    return Gain(Estimate(value, min(ends), max(ends)))
+
+
+def _compared_cells(place: Place, method: str) -> list[KeptCell]:
+    """The curve of a method, or its best cell where it has no β."""
+    if METHODS[method].has_curve:
+        return place.guided(method)
+    best = place.best(method)
+    return [] if best is None else [best]
+
+
+def _points(place: Place, cells: Sequence[KeptCell], axis: str, metric: str) -> list[Point]:
+    known = [cell for cell in cells if metric in cell.sums]
+    return [(cell.take(axis, place.rows), cell.take(metric, place.rows)) for cell in known]
+
+
+def others() -> list[str]:
+    """The methods that ours is compared with."""
+    return [name for name in METHODS if name not in (*TRAININGS, BASE)]

@@ -1,0 +1,109 @@
+"""A second judge of sentiment, over MiniLM, and MAUVE, both on the kept texts of a contest. No GPU is needed.
+
+second/judge.json            AUC and accuracy of the judge on texts that it has not seen
+second/sentiment-METHOD.npz  CELL: the score of the text of each prompt
+second/mauve.jsonl           a line per method and class of prompts: MAUVE of the cell nearest to the perplexity at
+                             which settings were chosen (of the best cell, for methods without β), against the second
+                             seed of the unguided base model; the line of the unguided base model itself is the value
+                             that chance alone leaves
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+from jobs import RADQ, Job, Run, keep_json, run_all, run_command, write_json
+from kept import KeptCell, read_kept, read_kept_prompts
+from methods import BASE, METHODS
+from places import Place, read_mauve, read_places, second_file
+
+from radq.evaluation.metrics import MAUVE_MIN_SAMPLES, mauve
+from radq.files import read_lines, whole_file
+from radq.judges.base import Judge
+from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.models import load_judge
+from radq.models.loading import find_device
+
+TASK, JUDGE, ENCODER = "sentiment", "models/judge-minilm", "minilm"
+
+
+def second_opinions(folder: Path, only: str = "", run: Run = run_command) -> None:
+    """Judge and compare the texts that have not been; `only` selects methods by TASK-METHOD."""
+    methods = [name for name in METHODS if re.search(only, f"{TASK}-{name}")]
+    judge = train_judge(folder, run)
+    for method in methods:
+        judge_method(folder, method, judge)
+    compute_mauve(folder, only)
+
+
+# --- the judge ---
+
+
+def train_judge(folder: Path, run: Run) -> Judge:
+    """Train the judge, and measure it on texts that it has not seen, unless that is done."""
+    command = [*RADQ, "judge", "train", "--data", f"data/judge-{TASK}.jsonl", "--labels", TASK, "--encoder", ENCODER]
+    job = Job("judge-minilm", [*command, "--out", JUDGE, "--overwrite", "--json"], f"{JUDGE}.json")
+    run_all([job], 1, keep_json, run)
+    judge = load_judge(f"linear:{JUDGE}", find_device("auto"))
+    if not (folder / "second" / "judge.json").exists():
+        from sklearn.metrics import roc_auc_score
+
+        rows = list(read_lines(folder / "data" / f"judge-{TASK}-unseen.jsonl"))
+        scores, labels = judge.score([row["text"] for row in rows]), np.array([row[TASK] for row in rows]) > 0.5
+        metrics = {"auc": float(roc_auc_score(labels, scores)), "accuracy": float(((scores > 0.5) == labels).mean())}
+        write_json(str(folder / "second" / "judge.json"), {"encoder": ENCODER, "unseen": len(rows), "metrics": metrics})
+    return judge
+
+
+def judge_method(folder: Path, method: str, judge: Judge) -> None:
+    """Write the scores of the kept texts of a method."""
+    file, cells = second_file(folder, TASK, method), read_kept(folder, TASK, method)
+    if file.exists() or not cells:
+        return
+    prompts = read_kept_prompts(folder, TASK).texts
+    scores = {cell.name: judge.score(add_prompts(prompts, cell.texts)).astype(np.float32) for cell in cells}
+    with whole_file(file) as temporary, temporary.open("wb") as stream:
+        np.savez_compressed(stream, **scores)
+    print(f"second-{TASK}-{method}: done", flush=True)
+
+
+def add_prompts(prompts: list[str], texts: list[str]) -> list[str]:
+    """What the judge reads; a blank text stays blank."""
+    return [prompt + text if text.strip() else text for prompt, text in zip(prompts, texts, strict=True)]
+
+
+# --- MAUVE ---
+
+
+def compute_mauve(folder: Path, only: str = "") -> None:
+    """Append the lines of mauve.jsonl that are missing."""
+    encoder, done = load_encoder(ENCODER, find_device("auto")), read_mauve(folder)
+    for place in read_places(folder):
+        reference = next((cell for cell in place.cells[BASE] if cell.settings["seed"] == 1), None)
+        if reference is None:
+            continue
+        wanted = [(name, place.shown(name)) for name in METHODS]
+        missing = [
+            (name, cell)
+            for name, cell in wanted
+            if cell is not None
+            and re.search(only, f"{place.task.name}-{name}")
+            and (place.task.name, name, cell.name, place.group) not in done
+        ]
+        against = encode(encoder, place, reference) if missing else np.zeros((0, 0))
+        for name, cell in missing:
+            value = mauve(encode(encoder, place, cell), against)
+            row = {"task": place.task.name, "method": name, "cell": cell.name, "group": place.group, "value": value}
+            with (folder / "second" / "mauve.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+            print(f"mauve-{place.task.name}-{name}, {place.group}: {value:.3f}", flush=True)
+
+
+def encode(encoder: Encoder, place: Place, cell: KeptCell) -> np.ndarray:
+    """The features of a cell's texts that are not blank."""
+    texts = [text for n in place.rows if (text := cell.texts[n]).strip()]
+    if len(texts) < MAUVE_MIN_SAMPLES:
+        sys.exit(f"error: {cell.name} has {len(texts)} texts, and MAUVE needs {MAUVE_MIN_SAMPLES}.")
+    return encoder.encode(texts)

@@ -1,0 +1,401 @@
+"""The contest: its models and sweeps fit together, settings are chosen by the rule, kept numbers say what texts say."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from classifiers import make_classifier
+
+from radq.cli import main
+from radq.errors import OptionError
+from radq.evaluation.comparison import compare_at_equal, compare_curves
+from radq.evaluation.metrics import Bootstrap, Sums
+from radq.evaluation.sweep.config import Sweep, load_sweep
+from radq.evaluation.sweep.measure import read_measured_cells
+from radq.models.rad_q import RadQ
+from radq.settings import read_yaml
+from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
+
+QUICK = Bootstrap(resamples=100)
+Modules = dict[str, ModuleType]
+
+
+# --- models and sweeps ---
+
+
+def test_every_training_finds_what_it_needs(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contest, trainings = modules["contest"], modules["trainings"]
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    jobs = [*contest.own_texts_jobs(), *(trainings.training_job(*item) for item in contest.MODELS.items())]
+    made = {job.makes for job in jobs}
+    assert len(made) == len(jobs) == 2 * 17 + 4
+    assert all(set(job.needs) <= made for job in jobs)
+    for name, settings in contest.MODELS.items():
+        kind: Any = ExpertTrainingConfig if "method" in settings else RewardTrainingConfig
+        config = read_yaml(Path(f"models/{name}.yaml"), kind)
+        config.check()
+        assert config.eval_data or config.eval_share, name  # every model has metrics on held-out texts
+    needs = {job.name: set(job.needs) for job in jobs}
+    assert needs["own-toxicity-again"] == {"models/toxicity-classifier-again.json"}
+    assert needs["toxicity-value-again"] == {
+        "models/toxicity-classifier-again.json",
+        "data/own-toxicity-again.jsonl",
+    }
+    assert needs["toxicity-readout-gedi"] == {"models/toxicity-gedi.json", "data/own-toxicity.jsonl"}
+
+
+def test_the_second_chain_shares_nothing_with_the_first(modules: Modules) -> None:
+    models = modules["contest"].MODELS
+    for name in ("classifier", "value", "readout"):
+        first, again = (models[f"sentiment-{name}{end}"] for end in ("", "-again"))
+        assert {key for key in again if again[key] != first.get(key)} <= {"seed", "data", "init", "teacher"}
+        assert again["seed"] == 1
+        used = [*again["data"], again.get("init", ""), again.get("teacher", "")]
+        assert all("-again" in one for one in used if "own" in one or one.startswith("models/"))
+    student = models["sentiment-readout-student-again"]
+    assert student["teacher"] == models["sentiment-readout"]["teacher"]
+
+
+def test_baselines_see_as_many_texts_as_the_classifier(modules: Modules) -> None:
+    models = modules["contest"].MODELS
+    rows = 67_349 + 25_000
+    seen = {name: s["batch_size"] * s["max_steps"] for name, s in models.items() if "method" in s}
+    sentiment, toxicity = models["sentiment-classifier"], models["toxicity-classifier"]
+    for name, texts in seen.items():
+        wanted = rows * sentiment["epochs"] if "sentiment" in name else 128 * toxicity["max_steps"]
+        assert texts == pytest.approx(wanted, rel=0.01), name
+
+
+def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) -> None:
+    methods, models = modules["methods"], modules["contest"].MODELS
+    choice = {"top_k": 10, "top_p": None, "filter_p": 0.4, "beta": [1.0, 2.0]}
+    for task in methods.TASKS.values():
+        settings = [s for method in methods.CHOOSING for s in methods.dev_sweeps(task, method).values()]
+        for method in methods.METHODS.values():
+            model = {"model": method.models[-1] if method.models else ""}
+            settings.append(methods.contest_sweep(task, method, choice | model))
+        for one in settings:
+            (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(one, allow_unicode=True))
+            sweep = load_sweep(tmp_path / "sweep.yaml")
+            guides = [guide for guide in sweep.guides.values() if not guide.ask]
+            assert {guide.folder.removeprefix("models/") for guide in guides} <= models.keys()
+            assert (sweep.max_new_tokens, sweep.perplexity, sweep.temperature) == (20, "base", 1)
+    assert set(methods.ORDER) == methods.METHODS.keys()
+
+
+# --- choices ---
+
+
+def candidate(modules: Modules, k: int, *curves: list[tuple[float, float, float]]) -> Any:
+    choices = modules["choices"]
+    found = {str(n): [choices.Point(*point) for point in curve] for n, curve in enumerate(curves)}
+    return choices.Candidate("readout", k, None, None, found)
+
+
+def test_the_choice_worked_by_hand(modules: Modules) -> None:
+    """At 1.2 = 1.44 ** 0.5 the first curve is half way between its points, in the logarithm."""
+    choose = modules["choices"].choose
+    half = candidate(modules, 20, [(0.0, 1.0, 0.5), (10.0, 1.44, 0.7)])
+    assert half.attribute_at_target() == pytest.approx(0.6)
+    higher = candidate(modules, 10, [(0.0, 0.9, 0.5), (10.0, 1.2, 0.65), (20.0, 2.0, 0.66)])
+    short = candidate(modules, 5, [(0.0, 0.5, 0.5), (10.0, 1.19, 0.99)])  # never reaches 1.2
+    both = candidate(modules, 40, [(0.0, 1.0, 0.5), (10.0, 1.44, 0.9)], [(0.0, 1.0, 0.1), (10.0, 1.44, 0.2)])
+    assert both.attribute_at_target() == pytest.approx((0.7 + 0.15) / 2)
+    assert choose([half, higher, short], 1) is higher
+    assert choose([half, higher, short], -1) is half
+    assert choose([half, both], 1) is half
+    far = candidate(modules, 10, [(0.0, 0.5, 0.5), (10.0, 0.9, 0.99)])
+    assert choose([far, short], 1) is short  # none reaches it: the closest
+    one_class = candidate(modules, 40, [(0.0, 1.0, 0.5), (10.0, 1.44, 0.9)], [(0.0, 0.7, 0.5), (10.0, 1.1, 0.99)])
+    assert choose([one_class, half], 1) is half  # it must be reached in every class of prompts
+
+
+def test_the_strengths_of_the_test_worked_by_hand(modules: Modules) -> None:
+    choices = modules["choices"]
+    ends = [(0.0, 1.0, 0.0), (10.0, 1.03, 0.0), (90.0, 1.6, 0.0), (200.0, 3.0, 0.0)]
+    assert choices.choose_betas(candidate(modules, 20, ends)) == pytest.approx([10, 17.3, 30, 52, 90], abs=0.05)
+    late = [(0.0, 1.1, 0.0), (8.0, 1.2, 0.0), (32.0, 1.4, 0.0)]  # begins above 1.03, and ends below 1.6
+    assert choices.choose_betas(candidate(modules, 40, late)) == pytest.approx([2, 4, 8, 16, 32])
+    flat = [(4.0, 1.05, 0.0), (64.0, 1.04, 0.0)]  # a filter decides, and β does not matter
+    betas = choices.choose_betas(candidate(modules, 5, flat))
+    assert len(set(betas)) == 5
+    assert betas == sorted(betas)
+
+
+def test_choices_are_written_with_all_candidates(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GeDi at two rates; the second is better. A filter has no unguided point, since β = 0 still filters."""
+    monkeypatch.chdir(tmp_path)
+    for model, gain in (("gedi", 0.0), ("gedi-5e-5", 0.1)):
+        rows = [dev_row("none", None, 1.0, 0.5)]
+        rows += [dev_row("filter 0.8", beta, 1 + beta / 20, 0.6 + gain) for beta in (1.0, 4.0, 16.0)]
+        rows += [dev_row(f"filter {p:g}", beta, 1 + beta / 20, 0.5) for p in (0, 0.4) for beta in (1.0, 4.0, 16.0)]
+        folder = Path(f"dev/toxicity-{model}")
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    modules["choices"].write_choices()
+    document = json.loads(Path("choices.json").read_text())
+    assert "temperature is 1" in document["rule"]
+    assert set(document["tasks"]["toxicity"]) == {"gedi"}
+    found = document["tasks"]["toxicity"]["gedi"]
+    assert len(found["candidates"]) == 6
+    assert found["chosen"]["attribute"] == 0.5  # less toxicity is better
+    assert found["chosen"]["filter_p"] in (0, 0.4)
+    curves = {(one["model"], one["filter_p"]): one["curves"]["nontoxic"] for one in found["candidates"]}
+    assert [point[0] for point in curves["gedi", 0]] == [0, 1, 4, 16]
+    assert curves["gedi-5e-5", 0.8] == [[1, 1.05, 0.7], [4, 1.2, 0.7], [16, 1.8, 0.7]]
+
+
+def dev_row(guide: str, beta: float | None, ratio: float, attribute: float) -> dict[str, Any]:
+    metrics = {"perplexity": {"value": 9 * ratio}, "avg_max[toxicity]": {"value": attribute}}
+    return {"guide": guide, "beta": beta, "top_k": 20, "top_p": None, "group": "nontoxic", "metrics": metrics}
+
+
+# --- kept numbers ---
+
+
+@pytest.fixture(scope="module")
+def contest_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a real sweep of the toy, contest/toxicity-12, with two guides."""
+    folder = tmp_path_factory.mktemp("contest")
+    (folder / "data").mkdir()
+    (folder / "data" / "rtp.jsonl").write_text("".join(f'{{"prompt": "the film was {n}"}}\n' for n in range(6)))
+    torch.manual_seed(0)
+    for name in ("one", "other"):
+        RadQ.from_backbone(toy, attributes=["toxicity"]).save_pretrained(folder / name)
+    make_classifier(folder / "judge")
+    guides = {
+        name: {"folder": str(folder / name), "weights": {"toxicity": -1}, "beta": [1, 40, 400]}
+        for name in ("one", "other")
+    }
+    sweep = {
+        "base": str(toy),
+        "prompts": [{"file": str(folder / "data" / "rtp.jsonl"), "group": "nontoxic"}],
+        "guides": guides,
+        "judges": {"toxicity": {"judge": f"classifier:{folder / 'judge'}", "metrics": ["avg_max", "mean_score"]}},
+        "perplexity": "base",
+        "metrics": ["perplexity", "corpus_perplexity", "kl", "dist_2", "dist_3", "repetition"],
+        "samples": 3,
+        "max_new_tokens": 5,
+        "resamples": 20,
+    }
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    argv = ["--config", str(folder / "sweep.yaml"), "--out", str(folder / "contest" / "toxicity-12")]
+    assert main(["eval", *argv, "--cache", str(folder / "cache"), "--json"]) == 0
+    return folder
+
+
+def test_comparisons_from_kept_sums_equal_those_from_texts(
+    modules: Modules, contest_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, run = modules["kept"], contest_run / "contest" / "toxicity-12"
+    monkeypatch.chdir(contest_run)
+    kept.keep_run("toxicity", "12")
+    sweep = load_sweep(run / "config.yaml")
+    measured = read_measured_cells(run, sweep, sweep.read_prompts())
+    cells = kept.read_kept(contest_run, "toxicity", "12")
+    assert [cell.texts for cell in cells] == [[samples[0] for samples in one.texts] for one in measured]
+    check_values(modules, sweep, measured, cells)
+    guides = ("one", "other")
+    texts = [[one.scored_by("toxicity") for one in measured if one.cell.guide == guide] for guide in guides]
+    for axis in ("perplexity", "kl"):
+        points = [
+            [(cell.sums[axis], cell.sums["mean_score[toxicity]"]) for cell in cells if cell.settings["guide"] == guide]
+            for guide in guides
+        ]
+        whole = compare_at_equal(axis, *texts, "mean_score", QUICK)
+        found = compare_curves(axis, *points, QUICK)
+        assert (found.value, found.low, found.high) == pytest.approx((whole.value, whole.low, whole.high), abs=3e-5)
+        assert found.range == pytest.approx(whole.range, rel=3e-5)
+
+
+def check_values(modules: Modules, sweep: Sweep, measured: list[Any], cells: list[Any]) -> None:
+    for one, cell in zip(measured, cells, strict=True):
+        for metric, value in one.estimate(sweep.judges, sweep.metrics, range(6), QUICK).items():
+            assert cell.sums[metric].value == pytest.approx(value["value"], rel=3e-5), metric
+    assert modules["kept"].read_kept(Path("nowhere"), "toxicity", "12") == []
+
+
+def test_a_single_point_is_compared_where_it_lies() -> None:
+    def sums(value: float) -> Sums:
+        return Sums(np.full(4, value), np.ones(4))
+
+    curve = [(sums(0.2), sums(0.5)), (sums(0.6), sums(0.9))]
+    assert compare_curves("kl", curve, [(sums(0.3), sums(0.4))], QUICK).value == pytest.approx(0.2)
+    assert compare_curves("kl", [(sums(0.3), sums(0.4))], curve, QUICK).value == pytest.approx(-0.2)
+    with pytest.raises(OptionError, match="no common KL"):
+        compare_curves("kl", curve, [(sums(0.7), sums(0.4))], QUICK)
+
+
+# --- the page ---
+
+PROMPTS = 40
+SKILLS = {"readout": 0.3, "readout-again": 0.28, "readout-student-again": 0.31, "gedi": 0.2, "dexperts": 0.29}
+
+
+def make_contest(modules: Modules, folder: Path, left_out: tuple[str, ...] = ()) -> Path:
+    """A contest with numbers from formulas: the attribute moves by a method's skill for each unit of log perplexity."""
+    methods, kept = modules["methods"], modules["kept"]
+    chosen = {"top_k": 10, "top_p": 0.9, "filter_p": None, "beta": [1, 2, 4]}
+    tasks: dict[str, Any] = {}
+    for task in methods.TASKS.values():
+        groups = np.repeat(list(task.groups), PROMPTS)
+        kept.write_prompts(folder, task.name, kept.KeptPrompts([f"prompt {n}" for n in range(len(groups))], groups))
+        tasks[task.name] = {}
+        for method in methods.METHODS.values():
+            if method.name in left_out:
+                continue
+            if method.dev_beta is not None:
+                tasks[task.name][method.name] = {"chosen": chosen | {"model": method.models[-1]}, "candidates": []}
+            kept.write_kept(folder, task.name, method.name, make_cells(modules, task, method, len(groups)))
+    (folder / "choices.json").write_text(json.dumps({"rule": "", "tasks": tasks}))
+    return folder
+
+
+def make_cells(modules: Modules, task: Any, method: Any, p: int) -> list[Any]:
+    settings = dict.fromkeys(modules["kept"].SETTINGS) | {"guide": "none", "seed": 0}
+    if method.name == "none":
+        return [make_cell(modules, task, settings, 0.0, 0.0, p)]
+    cells = [make_cell(modules, task, settings, 0.0, 0.0, p)]
+    if method.name == "base":
+        return [*cells, make_cell(modules, task, settings | {"seed": 1}, 0.0, 0.0, p)]
+    steps = {"best_of": (2, 4, 8), "ask": (1, 2)}
+    kind = {"best-of-n": "best_of", "asked": "ask"}.get(method.name, "beta")
+    for n, number in enumerate(steps.get(kind, (1.0, 2.0, 4.0)), 1):
+        log = 6.0 if kind == "ask" else 0.02 * n if kind == "best_of" else 0.15 * n
+        here = settings | {"guide": method.name, kind: number}
+        cells.append(make_cell(modules, task, here, log, SKILLS.get(method.name, 0.25), p))
+    return cells
+
+
+def make_cell(modules: Modules, task: Any, settings: dict[str, Any], log: float, skill: float, p: int) -> Any:
+    rng = np.random.default_rng(int(1000 * log))
+    ones, noise = np.ones(p), rng.uniform(-0.01, 0.01, p)
+    attribute = Sums(0.5 + task.side * skill * min(log, 1.0) + noise, ones)
+    sums = {task.metric: attribute, modules["places"].SECOND_JUDGE[task.name]: attribute}
+    sums |= {"perplexity": Sums(10 * np.exp(log) * ones, ones), "kl": Sums(0.3 + log + noise, ones)}
+    sums |= {name: Sums(0.8 - 0.1 * log * ones, ones) for name in ("dist_2", "dist_3", "repetition")}
+    name = " ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
+    return modules["kept"].KeptCell(name, settings, sums, [f" text {n}" for n in range(p)])
+
+
+def write_page(modules: Modules, folder: Path, out: Path) -> str:
+    modules["contest_page"].main(modules["contest_page"].Arguments(folder, out, resamples=20))
+    return (out / "contest.md").read_text()
+
+
+def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
+    folder = make_contest(modules, tmp_path / "measured")
+    for place in modules["places"].read_places(folder):
+        cells = [("base", place.base), ("gedi", place.nearest("gedi"))]
+        (folder / "second").mkdir(exist_ok=True)
+        with (folder / "second" / "mauve.jsonl").open("a") as stream:
+            for name, cell in cells:
+                row = {"task": place.task.name, "method": name, "cell": cell.name, "group": place.group, "value": 0.87}
+                stream.write(json.dumps(row) + "\n")
+    page = write_page(modules, folder, tmp_path / "docs")
+    text = " ".join(page.split())
+    assert len(page.encode()) <= 9_600
+    gain = r"\(neutral \+2\.\d \[\+2\.\d, \+3\.\d\], negative [^)]*, nontoxic [^)]*\)"
+    assert re.search(
+        rf"\*\*GeDi\*\* the readout is better {gain} at equal perplexity, and better {gain} at equal KL", text
+    )
+    # one training is better and one is worse than 0.29, so that nothing can be told
+    assert "Against **DExperts** the readout is not told apart (neutral" in text
+    assert (
+        "is never at the same perplexity (neutral, negative, nontoxic) at equal"
+        in text.split("**asking** the readout ")[1]
+    )
+    assert "Asked texts have up to 403 times the unguided perplexity" in text
+    gedi = [line for line in page.splitlines() if line.startswith("| GeDi |")][1]  # toxicity
+    assert gedi.split(" | ")[1:3] == ["k = 10, p = 0.9, rate 5e-5", "60"]
+    # 0.5 − 0.2 · log(1.1), …; KL is 0.3 + log(1.2), Dist-2 0.8 − 0.1 · log(1.2)
+    numbers = [float(n) for n in gedi.strip("| ").split(" | ")[3:]]
+    assert numbers == pytest.approx([0.481, 0.464, 0.448, 0.482, 0.782, 0.782, 0.87], abs=0.004)
+    assert "Not run" not in page
+    images = re.findall(r"\]\((contest/[^)]+\.svg)\)", page)
+    assert len(images) == 3
+    assert all((tmp_path / "docs" / name).stat().st_size < 200_000 for name in images)
+    for line in page.splitlines():
+        assert line.startswith(("|", "!", "<!--")) or len(line) <= 120
+
+
+def test_the_interval_spans_all_trainings(modules: Modules, tmp_path: Path) -> None:
+    places, skills = modules["places"], ("readout", "readout-again", "readout-student-again")
+    whole = places.read_places(make_contest(modules, tmp_path / "whole"))[0]
+    gain = places.find_gain(whole, "gedi", "perplexity", whole.task.metric, QUICK)
+    alone = places.read_places(make_contest(modules, tmp_path / "alone", skills[1:]))[0]
+    narrow = places.find_gain(alone, "gedi", "perplexity", alone.task.metric, QUICK)
+    assert gain.estimate.low < narrow.estimate.low <= narrow.estimate.value <= narrow.estimate.high
+    assert narrow.estimate.high < gain.estimate.high
+    mean_log = (0.15 + 0.45) / 2
+    wanted = mean_log * (np.mean([SKILLS[name] for name in skills]) - SKILLS["gedi"])
+    assert gain.estimate.value == pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_page_of_a_partial_contest(modules: Modules, tmp_path: Path) -> None:
+    left_out = ("gedi", "readout-again", "asked", "value")
+    page = write_page(modules, make_contest(modules, tmp_path / "measured", left_out), tmp_path / "docs")
+    text = " ".join(page.split())
+    assert "- Against **GeDi** the readout was not run." in page
+    assert "Not run: trained again; RAD-V of values; GeDi; asking." in text
+    assert "Our readout was trained 2 times" in text
+    assert "Asked texts" not in text
+
+
+def test_the_page_of_an_empty_contest(modules: Modules, tmp_path: Path) -> None:
+    (tmp_path / "measured").mkdir()
+    page = write_page(modules, tmp_path / "measured", tmp_path / "docs")
+    assert page.count("the readout was not run.") == len(modules["places"].others())
+    assert "Our readout was not run." in page
+    with pytest.raises(OptionError, match="there is no folder"):
+        modules["places"].read_places(tmp_path / "nowhere")
+
+
+# --- jobs and the rehearsal ---
+
+
+def test_a_job_that_waits_keeps_no_other_from_running(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, ran = modules["jobs"], []
+    monkeypatch.chdir(tmp_path)
+
+    def run(job: Any, log: Any) -> tuple[int, str]:
+        ran.append(job.name)
+        Path(job.makes).touch()
+        return 0, ""
+
+    first, waits, last = (jobs.Job("first", [], "a"), jobs.Job("waits", [], "b", ("c",)), jobs.Job("last", [], "c"))
+    jobs.run_all([waits, first, last], 1, run=run)
+    assert ran == ["first", "last", "waits"]
+
+
+@pytest.mark.slow
+def test_the_rehearsal_goes_through_all_pieces(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = "^((judge|own)-)?toxicity(-classifier|-value|-readout|-gedi)?$"
+    only = rf"{trained}|^(dev|contest)-toxicity-(readout|gedi|base|asked|best-of-n)(-keep)?$"
+    request = modules["pieces"].Request(only=only, rehearse=True)
+    for name, piece in modules["pieces"].CONTEST_PIECES.items():
+        if name != "second":  # which trains a judge over MiniLM
+            piece(request)
+    tested = {file.stem for file in (tmp_path / "kept").glob("*.npz")}
+    assert tested == {f"toxicity-{name}" for name in ("readout", "gedi", "base", "asked", "best-of-n")}
+    assert "On nontoxic prompts; toxicity at multiples" in write_page(modules, tmp_path, tmp_path / "docs")
+    with pytest.raises(SystemExit, match="holds a rehearsal"):
+        modules["pieces"].Request().check()
+    shutil.rmtree(tmp_path / "toy")
+    with pytest.raises(SystemExit, match="holds a study"):
+        request.check()
