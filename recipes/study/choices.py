@@ -137,6 +137,7 @@ def _curves(
         base = next(row for row in here if (row["guide"], row["top_k"], row["top_p"]) == ("none", PLAIN_K, None))
         names = {guide, "none"} if from_zero else {guide}
         found = [row for row in here if row["guide"] in names and (row["top_k"], row["top_p"]) == (k, p)]
+        found = [row for row in found if row["metrics"]["perplexity"]["value"] is not None]  # where it is too large
         curves[group] = sorted((_point(task, row, base) for row in found), key=lambda point: point.beta)
     return curves
 
