@@ -23,7 +23,8 @@ from radq.models.prompt_parts import Parts, prompt_parts, read_parts
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
 from radq.numerics import log_probabilities
 
-TOKENS_PER_FORWARD = 16384  # of prompts
+TOKENS_PER_FORWARD = 16384  # of prompts, at least
+NUMBERS_PER_FORWARD = 2**26  # of hidden states, on an accelerator: small models read more tokens at once, and wait less
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ class Reader:
         return max_positions(self.model.config)  # too slow to be asked for at every token
 
     @property
+    def tokens_per_forward(self) -> int:
+        """The most tokens of prompts that are read at once."""
+        if self.device.type == "cpu":
+            return TOKENS_PER_FORWARD
+        return max(TOKENS_PER_FORWARD, NUMBERS_PER_FORWARD // self.model.config.get_text_config().hidden_size)
+
+    @property
     def context(self) -> int | None:
         """The most tokens of a text that the model has positions for; None if there is no limit."""
         return None if self.max_positions is None else self.max_positions - self.overhead
@@ -109,7 +117,7 @@ class Reader:
         """Read texts part by part; return the prefix, and the output of each part or of the last one alone."""
         b, t = input_ids.shape
         turns, arguments = prompt_parts(), self.state_arguments if everywhere else self.arguments
-        size = max(1, min(TOKENS_PER_FORWARD, turns.turn if turns else TOKENS_PER_FORWARD) // b)
+        size = max(1, min(self.tokens_per_forward, turns.turn if turns else self.tokens_per_forward) // b)
         output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **arguments)
         outputs = [output]
         yield input_ids[:, :size].numel()

@@ -124,8 +124,8 @@ def in_precision(precision: str, device: torch.device) -> AbstractContextManager
 
 def has_bfloat16(device: str) -> bool:
     """Whether an accelerator has bfloat16 instructions; emulated bfloat16 is slower than float32."""
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device == "cuda":  # torch.cuda.is_bf16_supported says the same, after seconds of imports
+        return torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 0)
     if device == "xpu":
         return torch.xpu.is_bf16_supported()
     return torch.backends.mps.is_macos_or_newer(14, 0)

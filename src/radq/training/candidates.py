@@ -37,7 +37,7 @@ from radq.training.teacher import Teacher
 
 PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
 TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefixes and candidates together
-LOGITS_PER_FORWARD = 2**26  # of the base model
+LOGITS_PER_FORWARD = {"cpu": 2**26, "cuda": 2**29}  # of the base model
 HELD_OUT_PREFIXES = 200
 UNUSED = -1  # in place of a candidate
 HELD_OUT = 0  # in place of the number of a round
@@ -282,13 +282,16 @@ def find_candidates(
     reader = Reader(lm, "logits", "base model", read_vocabulary(num_logits(lm), None))
     order = sorted((n for n, prefix in enumerate(prefixes) if prefix.places), key=lambda n: len(prefixes[n].tokens))
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
-    for rows in _chunks(order, max(1, LOGITS_PER_FORWARD // (longest * num_logits(lm)))):
+    logits_per_forward = LOGITS_PER_FORWARD.get(lm.device.type, LOGITS_PER_FORWARD["cpu"])
+    for rows in _chunks(order, max(1, logits_per_forward // (longest * num_logits(lm)))):
         input_ids, mask = pad_left([prefixes[n].tokens for n in rows], device=lm.device)
         _, logits = reader.read_everywhere(input_ids, mask)  # (b, t, v)
-        for n, row in zip(rows, logits, strict=True):
-            columns = [place - 1 - len(prefixes[n].tokens) for place in prefixes[n].places]  # counted from the end
-            tokens = row[columns].topk(k).indices.cpu().numpy()
-            found[n, : len(columns)] = np.where(tokens < num_known, tokens, UNUSED)
+        lengths = [len(prefixes[n].places) for n in rows]
+        after = [place - 1 - len(prefixes[n].tokens) for n in rows for place in prefixes[n].places]  # from the end
+        texts = np.repeat(np.arange(len(rows)), lengths)
+        tokens = logits[texts, after].topk(k).indices.cpu().numpy()  # (places, k)
+        numbers = np.concatenate([np.arange(length) for length in lengths])
+        found[np.asarray(rows)[texts], numbers] = np.where(tokens < num_known, tokens, UNUSED)
     return found
 
 

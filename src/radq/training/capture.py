@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 from radq.models.cuda_graph import record
 
-MOST_TOKENS = 8192  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
+MOST_TOKENS = 20480  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
 MOST_WAITING = 3  # steps that wait for the device before captures are given up; the first one may load something
 
 Batch = dict[str, Tensor]
