@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from radq import numerics
 from radq.numerics import at_least_float32, log_probabilities, pad_left, pad_right
 
 
@@ -30,3 +33,34 @@ def test_half_precision_is_upcast_and_double_precision_stays() -> None:
     dtypes = [at_least_float32(torch.ones(1, dtype=kind)).dtype for kind in (torch.float16, torch.bfloat16)]
     assert dtypes == [torch.float32, torch.float32]
     assert at_least_float32(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(2, 7), st.integers(1, 40), st.integers(0, 2**16))
+def test_log_probabilities_have_the_gradients_of_log_softmax(b: int, t: int, v: int, at_once: int, seed: int) -> None:
+    """Also of parts of longer texts, and however few logits are taken at once."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(b, t + 2, v, generator=generator, dtype=torch.float64)).requires_grad_()
+    tokens = torch.randint(v, (b, t), generator=generator)
+    weights = torch.randn(b, t, generator=generator, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics, "LOGITS_AT_ONCE", at_once)
+        found = log_probabilities(logits[:, 1 : t + 1], tokens)
+        (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
+    expected = logits[:, 1 : t + 1].log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    (right,) = torch.autograd.grad((expected * weights).sum(), logits)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, right)
+
+
+def test_log_probabilities_of_half_precision_are_computed_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    half = (3 * torch.randn(3, 5, 50, generator=generator)).bfloat16().requires_grad_()
+    tokens = torch.randint(50, (3, 5), generator=generator)
+    single = half.detach().float().requires_grad_()
+    for logits in (half, single):
+        log_probabilities(logits, tokens).sum().backward()
+    assert log_probabilities(half, tokens).dtype == torch.float32
+    torch.testing.assert_close(log_probabilities(half, tokens), log_probabilities(single, tokens))
+    assert half.grad is not None
+    assert single.grad is not None
+    torch.testing.assert_close(half.grad, single.grad.bfloat16())

@@ -69,6 +69,7 @@ def experts(attribute: str, method: str, rate: float, **changes: Any) -> dict[st
         "backbone": "embedded",
         "max_length": EXPERT_LENGTHS[attribute],
         "batch_size": BATCH,
+        "micro_batch_size": BATCH // 2 if method == "gedi" else BATCH,  # GeDi reads each text in both classes
         "max_steps": EXPERT_STEPS[attribute],
         "learning_rate": rate,
         "warmup_steps": 50,

@@ -46,36 +46,51 @@ class Request:
 
 def contest_train(request: Request) -> None:
     """Train the models of the contest and its judges; the longest chain begins first."""
-    if request.rehearse:
-        prepare_rehearsal()
-    Path("models").mkdir(exist_ok=True)
-    shrink = shrink_training if request.rehearse else dict
-    trainings = [training_job(name, shrink(settings)) for name, settings in MODELS.items()]
-    own = [shrink_own_texts(job) if request.rehearse else job for job in own_texts_jobs()]
-    request.run([*own, *trainings], _finish_training)
-
-
-def _finish_training(job: Job, output: str, seconds: float) -> None:
-    if job.makes.startswith("models/"):
-        describe_model(job, output, seconds)
+    request.run(training_jobs(request), _finish)
 
 
 def choose(request: Request) -> None:
     """Try all settings of each method on dev prompts, and write choices.json."""
-    jobs = [
-        sweep_job("dev", f"{task.name}-{model}", settings, request)
-        for method in CHOOSING
-        for task in TASKS.values()
-        for model, settings in dev_sweeps(task, method).items()
-    ]
     try:
-        request.run(jobs, keep_json)
+        request.run(choosing_jobs(request), _finish)
     finally:
         write_choices()  # also where some methods failed
 
 
 def contest(request: Request) -> None:
     """Test each method with its chosen settings, and keep the numbers of every sweep as soon as it is done."""
+    request.run(testing_jobs(request), _finish)
+
+
+def contest_all(request: Request) -> None:
+    """Train, choose and test. Settings are tried as soon as a model and its judge are trained."""
+    try:
+        request.run([*training_jobs(request), *choosing_jobs(request)], _finish)
+    finally:
+        write_choices()
+        contest(request)
+
+
+def training_jobs(request: Request) -> list[Job]:
+    if request.rehearse:
+        prepare_rehearsal()
+    Path("models").mkdir(exist_ok=True)
+    shrink = shrink_training if request.rehearse else dict
+    trainings = [training_job(name, shrink(settings)) for name, settings in MODELS.items()]
+    own = [shrink_own_texts(job) if request.rehearse else job for job in own_texts_jobs()]
+    return [*own, *trainings]
+
+
+def choosing_jobs(request: Request) -> list[Job]:
+    return [
+        sweep_job("dev", f"{task.name}-{model}", settings, request)
+        for method in CHOOSING
+        for task in TASKS.values()
+        for model, settings in dev_sweeps(task, method).items()
+    ]
+
+
+def testing_jobs(request: Request) -> list[Job]:
     chosen = json.loads(Path("choices.json").read_text())["tasks"]
     jobs = []
     for task, method in RUNS:
@@ -85,7 +100,7 @@ def contest(request: Request) -> None:
             continue
         sweep = sweep_job("contest", f"{task.name}-{method.name}", contest_sweep(task, method, choice), request)
         jobs += [sweep, keep_job(task, method)]
-    request.run(jobs, _finish_sweep)
+    return jobs
 
 
 def keep(request: Request) -> None:
@@ -100,12 +115,15 @@ def second(request: Request) -> None:
 
 
 def sweep_job(folder: str, name: str, settings: dict[str, Any], request: Request) -> Job:
+    """A sweep, which waits for the models and judges that other jobs train."""
     run = f"{folder}/{name}"
     Path(folder).mkdir(exist_ok=True)
     settings = shrink_sweep(settings) if request.rehearse else settings
     Path(f"{run}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
-    return Job(f"{folder}-{name}", command, f"{run}.json")
+    judges = [use["judge"].removeprefix("reward:") for use in settings["judges"].values()]
+    guides = [guide["folder"] for guide in settings["guides"].values() if "folder" in guide]
+    return Job(f"{folder}-{name}", command, f"{run}.json", tuple(f"{model}.json" for model in (*judges, *guides)))
 
 
 def keep_job(task: Task, method: Method) -> Job:
@@ -114,8 +132,10 @@ def keep_job(task: Task, method: Method) -> Job:
     return Job(f"contest-{name}-keep", command, f"kept/{name}.npz", (f"contest/{name}.json",))
 
 
-def _finish_sweep(job: Job, output: str, seconds: float) -> None:
-    if job.makes.endswith(".json"):
+def _finish(job: Job, output: str, seconds: float) -> None:
+    if job.makes.startswith("models/"):
+        describe_model(job, output, seconds)
+    elif job.makes.endswith(".json"):
         keep_json(job, output, seconds)
 
 
@@ -123,6 +143,7 @@ CONTEST_PIECES = {
     "contest-train": contest_train,
     "choose": choose,
     "contest": contest,
+    "contest-all": contest_all,
     "keep": keep,
     "second": second,
 }

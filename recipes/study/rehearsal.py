@@ -35,6 +35,7 @@ SMALLER = {  # where a training has such a setting
     "readout_width": 16,
     "num_prefixes": 64,
     "lora_rank": 2,
+    "micro_batch_size": 16,
     "head_learning_rate": 1e-2,
     "backbone_dtype": "float32",
 }

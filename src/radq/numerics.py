@@ -19,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from radq.errors import MemoryLimitError
 
+LOGITS_AT_ONCE = 2**26  # that are upcast together
+
 # --- tensors ---
 
 
@@ -30,14 +32,48 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def log_probabilities(logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
     """Log-probability of one token at each position, under the softmax of the logits over the whole vocabulary.
 
-    log_softmax is one operation, but would keep a second tensor of the logits' size for the backward pass; logsumexp
-    keeps the logits alone.
+    Gradients are computed for logits with at least one axis before the vocabulary.
     """
     if not torch.is_grad_enabled():
         dtype = torch.promote_types(logits.dtype, torch.float32)
         return logits.log_softmax(-1, dtype=dtype).gather(-1, token_ids[..., None]).squeeze(-1)
-    logits = at_least_float32(logits)
-    return logits.gather(-1, token_ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
+    result: Any = _LogProbabilities.apply(logits, token_ids)
+    return result
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """Log-probabilities whose gradients need no more than the logits.
+
+    Logits of a large vocabulary take most of the memory of a training step. They are upcast piece by piece here, so
+    that neither a float32 copy of them nor one of their gradients is ever whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
+        pieces = [
+            (at_least_float32(part).logsumexp(-1), at_least_float32(part.gather(-1, tokens[..., None]).squeeze(-1)))
+            for part, tokens in _pieces(logits, token_ids)
+        ]
+        normaliser = torch.cat([normaliser for normaliser, _ in pieces])
+        ctx.save_for_backward(logits, token_ids, normaliser)
+        return torch.cat([chosen for _, chosen in pieces]) - normaliser
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Float[Tensor, "*p"]) -> tuple[Float[Tensor, "*p v"], None]:
+        """The gradient of log softmax: 1 for the token itself, minus the probability of each token."""
+        logits, token_ids, normaliser = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for part, tokens, lowest, gradient, into in _pieces(logits, token_ids, normaliser, *gradients, found):
+            change = (at_least_float32(part) - lowest[..., None]).exp_().mul_(-gradient[..., None])
+            into.copy_(change.scatter_add_(-1, tokens[..., None], gradient[..., None]))
+        return found, None
+
+
+def _pieces(logits: Float[Tensor, "*p v"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors along their first axis, so that few logits are in a piece."""
+    rows = max(1, LOGITS_AT_ONCE // max(1, logits[:1].numel()))
+    return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
 
 def untouched_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -388,9 +388,12 @@ def test_the_rehearsal_goes_through_all_pieces(
     trained = "^((judge|own)-)?toxicity(-classifier|-value|-readout|-gedi)?$"
     only = rf"{trained}|^(dev|contest)-toxicity-(readout|gedi|base|asked|best-of-n)(-keep)?$"
     request = modules["pieces"].Request(only=only, rehearse=True)
-    for name, piece in modules["pieces"].CONTEST_PIECES.items():
-        if name != "second":  # which trains a judge over MiniLM
-            piece(request)
+    pieces = modules["pieces"].CONTEST_PIECES
+    pieces["contest-all"](request)
+    made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")}
+    for name in ("contest-train", "choose", "contest", "keep"):  # not `second`, which trains a judge over MiniLM
+        pieces[name](request)
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")} == made  # nothing was done twice
     tested = {file.stem for file in (tmp_path / "kept").glob("*.npz")}
     assert tested == {f"toxicity-{name}" for name in ("readout", "gedi", "base", "asked", "best-of-n")}
     assert "On nontoxic prompts; toxicity at multiples" in write_page(modules, tmp_path, tmp_path / "docs")
