@@ -263,6 +263,18 @@ def test_large_batches_are_not_captured(repeated: None) -> None:
     assert RepeatedSteps.replays == 0
 
 
+def test_steps_are_not_captured_where_memory_is_short(repeated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RepeatedSteps, "_has_room", lambda self: False)
+    model = torch.nn.Linear(3, 1).double()
+    steps, batch = make_steps(model), torch.ones(2, 3)
+    for _ in range(4):
+        model.zero_grad()
+        steps.run({"input_ids": batch})
+        expected = model(batch.double()).square().sum()
+        torch.testing.assert_close(torch.autograd.grad(expected, model.weight)[0], model.weight.grad)
+    assert RepeatedSteps.replays == 0
+
+
 @pytest.mark.parametrize("fails", ["waiting", "capturing"])
 def test_a_step_that_cannot_be_captured_is_computed(
     fails: str, repeated: None, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from radq.models.cuda_graph import record
 
 MOST_TOKENS = 20480  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
+ROOM = 2.5  # times the most memory that steps have needed so far must be there for a capture
 MOST_WAITING = 3  # steps that wait for the device before captures are given up; the first one may load something
 
 Batch = dict[str, Tensor]
@@ -73,6 +74,8 @@ class CapturedSteps:
             return self._rehearse(shape, inputs)
         graph = self.graphs[shape]
         if graph is None:
+            if not self._has_room():
+                return self.step(inputs)
             try:
                 graph = self.graphs[shape] = self._capture(inputs)
             except Exception as error:  # whatever a model does that a graph cannot hold
@@ -80,6 +83,14 @@ class CapturedSteps:
                 return self.step(inputs)
         graph.replay()
         return graph.loss.clone()
+
+    def _has_room(self) -> bool:
+        """Whether memory holds a graph, which keeps what a step needs, beside a longer step that is not captured."""
+        if self.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        usable = free + torch.cuda.memory_reserved(self.device)
+        return ROOM * torch.cuda.max_memory_allocated(self.device) <= usable
 
     def _restore_gradients(self) -> None:
         """Put gradients of 0 where graphs add them, if the gradients were dropped, as the Trainer does after a step."""
