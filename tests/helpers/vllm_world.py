@@ -13,6 +13,7 @@ from radq.guides import Guide
 from radq.guides.spec import load_guides
 from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm
+from radq.models.rad_q import RadQ
 
 TOKENIZER = make_number_tokenizer()
 TOKENIZER.chat_template = "{{ messages[0].content }}"
@@ -42,6 +43,7 @@ class World:
         self.base = folder / family
         self.guides = {kind: f"{folder / kind}:nice=4,rude=-6" for kind in ("q", "v")}
         self.guides["nice"] = f"{folder / 'q'}:nice=1"
+        self.guides["last"] = f"{folder / 'last'}:nice=30,rude=-20"  # which reads the last layer of the base alone
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(CONFIGS[family])
         with torch.no_grad():
@@ -53,6 +55,7 @@ class World:
             TOKENIZER.save_pretrained(self.base)
             for kind in ("q", "v"):
                 make_reward(kind, self.base).save_pretrained(folder / kind)
+            make_last_layer(self.base).save_pretrained(folder / "last")
         self.lm = load_causal_lm(self.base)
 
     def own(self, guide: str | list[str] | None, prompts: list[str] = PROMPTS, **options: Any) -> list[list[int]]:
@@ -60,6 +63,17 @@ class World:
         loaded = _load((guide,) if isinstance(guide, str) else tuple(guide or ()))
         options = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "top_k": 6, "stop_token_ids": [], **options}
         return [g.token_ids for g in generate(self.lm, TOKENIZER, prompts, loaded, **options)]
+
+
+def make_last_layer(base: Path) -> RadQ:
+    """A readout of the last layer with random weights."""
+    torch.manual_seed(2)
+    model = RadQ.from_base(base, ["nice", "rude"], num_layers=1, width=32)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    with torch.no_grad():
+        for weight in trained.values():
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    return model.eval()
 
 
 @lru_cache(maxsize=64)

@@ -54,7 +54,7 @@ def greedy(engine: Any, guide: str | None, **options: Any) -> list[list[int]]:
     return tokens(engine.generate(PROMPTS, guide, **options))
 
 
-@pytest.mark.parametrize("kind", [None, "q", "v"])
+@pytest.mark.parametrize("kind", [None, "q", "v", "last"])
 def test_greedy_tokens_are_those_of_our_own_loop(kind: str | None, world: World, engine: Any) -> None:
     expected = world.own(kind and world.guides[kind])
     assert greedy(engine, kind) == expected
@@ -96,6 +96,24 @@ def test_requests_of_one_batch_keep_their_own_guide_and_beta(world: World, engin
     for (prompt, guide), output in zip(pairs, outputs, strict=True):
         assert list(output.outputs[0].token_ids) == expected[guide][prompt]
     assert len({str(found) for found in expected.values()}) == len(wishes)
+
+
+def test_a_readout_of_the_last_layer_reads_nothing_itself(
+    world: World, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own states are enough: the base model that the readout would read by itself is never called."""
+    from radq.hosts.vllm import PROCESSORS
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("the base model was read a second time")
+
+    for processor in PROCESSORS:
+        for guide in processor.panel.guides:
+            if guide.model.readout is not None:
+                monkeypatch.setattr(guide.model.backbone, "forward", refuse)
+    before = sum(processor.figures.totals["failed"] for processor in PROCESSORS)
+    assert greedy(engine, "last") == world.own(world.guides["last"])
+    assert sum(processor.figures.totals["failed"] for processor in PROCESSORS) == before
 
 
 def test_texts_end_at_stop_tokens(world: World, engine: Any) -> None:

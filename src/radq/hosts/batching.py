@@ -22,6 +22,7 @@ from radq.guides.base import Advice
 from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
 from radq.hosts.guidance import Guidance
+from radq.hosts.last_layer import LastLayerFollower, reads_last_layer
 from radq.hosts.records import RecordedRow, Records
 from radq.serving.details import StepNumbers
 from radq.serving.panel import Panel
@@ -181,7 +182,10 @@ class Steerer:
     def __init__(self, panel: Panel, capacity: int, length: int, device: torch.device | str = "cpu"):
         """The engine runs at most `capacity` requests of `length` tokens at once."""
         self.panel, self.device = panel, torch.device(device)
-        self.followers = [Follower(guide, capacity, length, self.device) for guide in panel.guides]
+        self.followers = [
+            (LastLayerFollower if reads_last_layer(guide) else Follower)(guide, capacity, length, self.device)
+            for guide in panel.guides
+        ]
         self._figures, self.records = Figures(), Records()
         self._plan: tuple[Any, list[_Group]] = (None, [])
         self._steps = 0  # since the figures were counted

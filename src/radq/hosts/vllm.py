@@ -28,6 +28,7 @@ from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
 from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry, find_registry_for_client
+from radq.hosts.last_layer import check_last_layer, keep_last_states, reads_last_layer
 from radq.hosts.records import Records
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
 from radq.numerics import available_memory
@@ -216,6 +217,9 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> int:
     model = vllm_config.model_config
     if vllm_config.speculative_config is not None:
         check_drafts(guides, model.get_vocab_size())
+    check_last_layer(guides, vllm_config)
+    if any(map(reads_last_layer, guides)):
+        keep_last_states()
     if model.enable_prompt_embeds:
         raise OptionError("guides cannot read prompts that are embeddings.", "turn enable_prompt_embeds off in vLLM.")
     tokenizer = load_tokenizer(model.tokenizer)
