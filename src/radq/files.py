@@ -31,6 +31,7 @@ MODEL_FILES = (
     "merges.txt",
     "chat_template.*",
     "additional_chat_templates",
+    "calibration.json",
 )
 
 

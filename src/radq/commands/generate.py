@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from radq.decoding.generate import Generation
 
 
+DEFAULT_KL_BUDGET = 0.5
+
+
 @dataclass
 class Arguments:
     """Continue prompts with a language model, steered by reward models or by the experts of DExperts or GeDi."""
@@ -23,7 +26,8 @@ class Arguments:
         default_factory=list
     )
     """Folder of a reward model, with a strength β for one or more of its attributes; a negative β steers away.
-    embedded:sentiment=45 and embedded:toxicity=-95 come with radq.
+    embedded:sentiment=45 and embedded:toxicity=-95 come with radq. Attributes that `radq calibrate` has measured also
+    take weak, medium, strong, 60%, or a number above 0 and up to 1, which is then no β.
     Folders of `radq train-experts` are written DIR:alpha=2 (DExperts) or DIR:omega=30 (GeDi, which also takes filter_p,
     target_p and prior).
     Repeat the option to add guides; without it, the language model is not steered."""
@@ -37,9 +41,10 @@ class Arguments:
     """Choose each token among the most likely ones that together hold this probability, also within the top k."""
     temperature: float = 1.0
     """Divide the logits of the language model by this number, but not the rewards; 0 always takes the best token."""
-    kl_budget: float | Literal["none"] = 0.5
+    kl_budget: float | Literal["auto", "none"] = "auto"
     """Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it, so
-    that a β which is too large for a guide does not break sentences. none leaves β as it is."""
+    that a β which is too large for a guide does not break sentences. none leaves β as it is. auto is 0.5, or the budget
+    with which the strengths of --guide were calibrated."""
     clamp: bool = True
     """Clamp rewards to the range of the labels that the reward model was trained on."""
     num_samples: int = 1
@@ -84,7 +89,7 @@ def run(arguments: Arguments) -> None:
     device = find_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, arguments.base, device)
     lm, tokenizer = load(arguments.base, device, dtype)
-    guide = load_guides(arguments.guide, device, dtype, arguments.clamp, lm)
+    guide = load_guides(arguments.guide, device, dtype, arguments.clamp, lm, arguments.base)
     if arguments.stream:
         _print_streams(arguments, prompts, lm, tokenizer, guide)
         return
@@ -150,6 +155,10 @@ def _processors(arguments: Arguments) -> "list[LogitsProcessor]":
 
 
 def _kl_budget(arguments: Arguments) -> float | None:
+    from radq.guides.spec import find_budget
+
+    if arguments.kl_budget == "auto":
+        return find_budget(arguments.guide, DEFAULT_KL_BUDGET, arguments.base)
     return None if arguments.kl_budget == "none" else arguments.kl_budget
 
 
@@ -173,7 +182,7 @@ def _check(arguments: Arguments) -> list[str]:
         other = "--json" if arguments.json else f"--num-samples {arguments.num_samples}"
         raise OptionError(f"--stream prints one text of each prompt, and {other} is given.", "give one of the two.")
     for specification in arguments.guide:
-        check_guide(*parse_guide(specification))
+        check_guide(*parse_guide(specification, arguments.base))
     check_language_model(arguments.base)
     return prompts
 

@@ -191,15 +191,25 @@ def estimate(sums: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
 
 
 def estimate_change(guided: Sums, unguided: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
-    """Compute a metric of guided texts minus that of unguided ones; each resample takes the same prompts of both."""
+    """Compute a metric of guided texts minus that of unguided ones."""
+    return _estimate_pair(guided, unguided, bootstrap, np.subtract)
+
+
+def estimate_ratio(guided: Sums, unguided: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
+    """Compute a metric of guided texts as a multiple of that of unguided ones."""
+    return _estimate_pair(guided, unguided, bootstrap, np.divide)
+
+
+def _estimate_pair(guided: Sums, unguided: Sums, bootstrap: Bootstrap, compare: Callable[..., Any]) -> Estimate:
+    """Compare a metric of two sets of texts; each resample takes the same prompts of both."""
     both = (guided, unguided)
     low = high = float("nan")
     if len(guided.totals) > 1:
         columns = np.stack([column for sums in both for column in (sums.totals, sums.weights)], axis=1)
         drawn = bootstrap.sums(columns)  # (r, 4)
-        low, high = bootstrap.interval(guided.divide(*drawn[:, :2].T) - unguided.divide(*drawn[:, 2:].T))
+        low, high = bootstrap.interval(compare(guided.divide(*drawn[:, :2].T), unguided.divide(*drawn[:, 2:].T)))
     skipped, infinite = (sum(getattr(sums, name) for sums in both) for name in ("skipped", "infinite"))
-    return Estimate(guided.value - unguided.value, low, high, skipped, infinite)
+    return Estimate(float(compare(guided.value, unguided.value)), low, high, skipped, infinite)
 
 
 # --- attributes ---

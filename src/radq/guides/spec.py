@@ -3,6 +3,7 @@
 The contents of the folder decide what the names mean:
 
     a reward model                            β of its attributes: DIR:toxicity=-50,insult=-20
+                                              or calibrated strengths: DIR:toxicity=strong, DIR:toxicity=0.6
     the folders expert and anti of DExperts   DIR:alpha=2
     a language model with GeDi's codes        DIR:omega=30, and maybe filter_p, target_p, prior
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from radq.errors import OptionError
 from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts, read_codes
+from radq.models.calibration import Setting, find_calibration, find_setting, join_budgets, may_be_strength
 from radq.models.embedded import EMBEDDED
 from radq.models.stored import check_language_model, check_reward_model
 
@@ -30,19 +32,46 @@ Numbers = Mapping[str, float]
 MakeGuide = Callable[[Numbers], Any]  # from numbers to a guide
 
 
-def parse_guide(specification: str) -> tuple[str, dict[str, float]]:
-    """Split a specification into folder and numbers."""
+def parse_guide(specification: str, base: str | None = None) -> tuple[str, dict[str, float]]:
+    """Split a specification into folder and numbers; calibrated strengths become β.
+
+    Args:
+        base: the name of the base model, which is compared with the one of the calibration.
+    """
+    folder, settings = _read_settings(specification, base)
+    return folder, {name: one.beta if isinstance(one, Setting) else one for name, one in settings.items()}
+
+
+def find_budget(specifications: Sequence[str], default: float | None, base: str | None = None) -> float | None:
+    """Find the KL budget under which the strengths of all guides were calibrated; `default` if all are given as β."""
+    read = [_read_settings(specification, base)[1].values() for specification in specifications]
+    settings = [one for values in read for one in values if isinstance(one, Setting)]
+    return join_budgets(settings) if settings else default
+
+
+def _read_settings(specification: str, base: str | None) -> tuple[str, dict[str, float | Setting]]:
+    """Split a specification into folder and numbers, or settings where a value is a calibrated strength."""
     folder, colon, pairs = specification.rpartition(":")
-    numbers: dict[str, float] = {}
-    try:
-        for pair in pairs.split(","):
-            name, _, number = pair.partition("=")
-            numbers[name.strip()] = float(number)
-    except ValueError:
-        colon = ""
-    if not colon or not folder or not all(map(math.isfinite, numbers.values())):
+    if not colon or not folder:
         raise OptionError(f"{specification!r} is no specification of a guide.", HINT)
-    return folder, numbers
+    found: dict[str, float | Setting] = {}
+    for pair in pairs.split(","):
+        name, _, text = map(str.strip, pair.partition("="))
+        setting = None
+        if may_be_strength(text):
+            setting = find_setting(text, find_calibration(folder, name, base), f"{name} of {folder!r}")
+        found[name] = _read_number(text, specification) if setting is None else setting
+    return folder, found
+
+
+def _read_number(text: str, specification: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise OptionError(f"{specification!r} is no specification of a guide.", HINT)
+    return number
 
 
 def check_guide(folder: str, numbers: Numbers) -> None:
@@ -51,7 +80,12 @@ def check_guide(folder: str, numbers: Numbers) -> None:
 
 
 def load_guide(
-    specification: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None
+    specification: str,
+    device: str = "cpu",
+    dtype: str = "auto",
+    clamp: bool = True,
+    lm: Any = None,
+    base: str | None = None,
 ) -> "Guide":
     """Load a guide that is written as text, as `radq generate --guide` takes it.
 
@@ -62,22 +96,29 @@ def load_guide(
     Args:
         specification: `DIR:name=number,name=number`, where DIR is `embedded`, a folder or a name on the hub. The names
             are the attributes of a reward model, each with its strength β, or alpha for DExperts, or omega for GeDi.
+            Attributes that are calibrated also take strong, 60% or 0.6; see docs/strength.md.
         device: "cpu", "cuda", "cuda:1", …: where the models of the guide compute.
         dtype: data type of the models; "auto" takes the one in which they are stored.
         clamp: clamp rewards to the range of the labels that the reward model was trained on.
         lm: the language model that is to be steered; a reward model that reads its hidden states then shares its
             weights instead of loading them a second time.
+        base: the name of that language model. A warning says if strengths were calibrated over another one.
     """
-    folder, numbers = parse_guide(specification)
+    folder, numbers = parse_guide(specification, base)
     check_guide(folder, numbers)
     return guide_maker(folder, device, dtype, clamp, lm)(numbers)
 
 
 def load_guides(
-    specifications: Sequence[str], device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None
+    specifications: Sequence[str],
+    device: str = "cpu",
+    dtype: str = "auto",
+    clamp: bool = True,
+    lm: Any = None,
+    base: str | None = None,
 ) -> "Guide | None":
     """Load guides and add them up; None if there are none."""
-    guides = [load_guide(specification, device, dtype, clamp, lm) for specification in specifications]
+    guides = [load_guide(specification, device, dtype, clamp, lm, base) for specification in specifications]
     return reduce(add, guides) if guides else None
 
 

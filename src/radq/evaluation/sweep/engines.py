@@ -158,7 +158,7 @@ class VllmSweepEngine(Engine):
         from radq.hosts.vllm import VllmEngine
 
         specifications = {
-            name: f"{guide.folder}:" + ",".join(f"{key}={number}" for key, number in guide.numbers_at(1.0).items())
+            name: f"{guide.folder}:" + ",".join(f"{key}={number:+}" for key, number in guide.numbers_at(1.0).items())
             for name, guide in sweep.guides.items()
         }
         dtype = {} if sweep.dtype == "auto" else {"dtype": sweep.dtype}

@@ -1,0 +1,238 @@
+"""Calibrate a reward model: sweep β or the KL budget, let a judge read the texts, and find strengths from 0 to 1.
+
+    calibrate(CalibrationPlan("runs/praise", "praise", "gpt2", "prompts.jsonl", "classifier:FOLDER#praise"))
+
+The texts are a sweep like those of `radq eval`, in a folder of the cache: a killed calibration goes on where it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from radq.data.prompts import Prompt
+from radq.errors import OptionError
+from radq.evaluation.metrics import METRICS, TRUSTED_PROMPTS, Bootstrap, Estimate, corpus_perplexity
+from radq.evaluation.strengths import STRENGTHS, Level, Strengths, find_strengths
+from radq.evaluation.sweep.config import (
+    UNGUIDED,
+    WHILE_DECODING,
+    GuideSweep,
+    JudgeUse,
+    PromptFile,
+    Sweep,
+    SweepCell,
+    fingerprint_prompts,
+)
+from radq.evaluation.sweep.folder import open_sweep
+from radq.files import default_cache_folder, fingerprint_values
+from radq.models.calibration import (
+    Calibration,
+    Interval,
+    MeasuredPoint,
+    StrengthPoint,
+    calibrated_folder,
+    fingerprint_base,
+)
+from radq.models.stored import read_config
+from radq.settings import COUNT, Range, check_values
+
+GUIDE, JUDGE = "guide", "judge"  # their names in the sweep
+USUAL_SHIFT = 60.0  # β times the width of the rewards: a usual strength, around which levels are tried
+LEVELS = {  # parts of the usual β, and KL budgets in nats
+    "beta": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
+    "kl": (0.02, 0.05, 0.1, 0.2, 0.4, 0.8),
+}
+JUDGE_METRICS = tuple(name for name, metric in METRICS.items() if metric.needs_judge)
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What is calibrated, and how.
+
+    Args:
+        folder: the reward model, as `radq generate --guide` takes it.
+        attribute: the attribute to calibrate.
+        base: the language model that is steered.
+        prompts: a file of prompts.
+        judge: an independent judge of the attribute, as `radq label` takes it.
+        reduce: steer away from the attribute; the judge's metric is to fall.
+        by: strengths differ in β under one KL budget, or in the KL budget with one large β.
+        levels: the absolute values of β, or the KL budgets, that are tried; chosen from the model's rewards if empty.
+        limit: largest number of prompts.
+        kl_budget: the KL budget of each token where strengths differ in β; None for no budget.
+    """
+
+    folder: str
+    attribute: str
+    base: str
+    prompts: str
+    judge: str
+    reduce: bool = False
+    by: Literal["beta", "kl"] = "beta"
+    levels: list[Annotated[float, Range(0, without_low=True)]] = field(default_factory=list)
+    max_perplexity_ratio: Annotated[float, Range(1, without_low=True)] = 1.3
+    metric: Literal["mean_score", "avg_max", "positive_rate", "toxic_rate"] = "mean_score"
+    reads: Literal["continuation", "text"] = "continuation"
+    limit: Annotated[int, COUNT] | None = None
+    samples: Annotated[int, COUNT] = 5
+    max_new_tokens: Annotated[int, COUNT] = 20
+    top_k: Annotated[int, COUNT] = 20
+    kl_budget: Annotated[float, Range(0, without_low=True)] | None = 0.5
+    seed: Annotated[int, Range(0)] = 0
+    batch_size: Annotated[int, COUNT] = 100
+    resamples: Annotated[int, COUNT] = 1000
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        object.__setattr__(self, "levels", sorted(set(self.levels)) or self._usual_levels())
+        if len(self.levels) < 2:
+            raise OptionError(
+                f"levels must be two or more different numbers, got {self.levels[0]:g} alone.", "give more levels."
+            )
+
+    def _usual_levels(self) -> list[float]:
+        if self.by == "kl":
+            return list(LEVELS["kl"])
+        return [round(part * self._usual_beta(), 6) for part in LEVELS["beta"]]
+
+    def _usual_beta(self) -> float:
+        """A usual β, by the width of the range of the model's rewards."""
+        config = read_config(calibrated_folder(self.folder, self.attribute))
+        low, high = _find_range(config, self.attribute)
+        return USUAL_SHIFT / (high - low) if high > low else USUAL_SHIFT
+
+    @property
+    def sign(self) -> int:
+        return -1 if self.reduce else 1
+
+    def sweep(self) -> Sweep:
+        """The sweep that writes and judges the texts of all levels."""
+        betas = self.levels if self.by == "beta" else [LEVELS["beta"][-1] * self._usual_beta()]
+        return Sweep(
+            base=self.base,
+            prompts=[PromptFile(self.prompts, limit=self.limit, group="all")],
+            guides={GUIDE: GuideSweep(self.folder, {self.attribute: float(self.sign)}, betas)},
+            judges={JUDGE: JudgeUse(self.judge, [self.metric], self.reads)},
+            metrics=["corpus_perplexity", "kl"],
+            perplexity=WHILE_DECODING,
+            samples=self.samples,
+            max_new_tokens=self.max_new_tokens,
+            top_k=[self.top_k],
+            kl_budget=[self.kl_budget] if self.by == "beta" else self.levels,
+            seeds=[self.seed],
+            batch_size=self.batch_size,
+            resamples=self.resamples,
+        )
+
+    def level(self, cell: SweepCell) -> float:
+        if cell.guide == UNGUIDED:
+            return 0.0
+        found = cell.beta if self.by == "beta" else cell.kl_budget
+        assert found is not None
+        return found
+
+    def setting(self, place: float, largest: float) -> tuple[float, float | None]:
+        """β and KL budget at a level; `largest` is the one β of a calibration of KL budgets."""
+        if self.by == "beta":
+            return self.sign * place, self.kl_budget
+        return self.sign * largest, place
+
+
+def _find_range(config: dict[str, object], attribute: str) -> tuple[float, float]:
+    stored = config.get("response_range") or (0.0, 1.0)
+    attributes = config.get("attributes") or [attribute]
+    assert isinstance(stored, Sequence)
+    assert isinstance(attributes, list)
+    low, high = stored[attributes.index(attribute)] if isinstance(stored[0], Sequence) else stored
+    return float(low), float(high)
+
+
+def calibrate(
+    plan: CalibrationPlan, command: str = "", device: str = "cpu", cache: Path | None = None, progress: bool = False
+) -> Calibration:
+    """Write, judge and measure the texts of all levels, unless the cache holds them, and find the strengths."""
+    from radq.evaluation.sweep.generate import generate_all
+    from radq.evaluation.sweep.measure import check_models, measure_all, read_measured_cells
+
+    sweep = plan.sweep()
+    prompts = read_enough_prompts(sweep)
+    folder = find_work_folder(plan, sweep, prompts, cache)
+    with open_sweep(folder, sweep, prompts):
+        check_models(sweep, device)
+        generate_all(folder, sweep, prompts, device, progress)
+        measure_all(folder, sweep, prompts, device, cache, progress)
+        cells = read_measured_cells(folder, sweep, prompts)
+    score = METRICS[plan.metric].sums
+    assert score is not None
+    levels = []
+    for one in cells:
+        texts = one.scored_by(JUDGE)
+        assert texts.nll is not None
+        assert texts.tokens is not None
+        levels.append(Level(plan.level(one.cell), score(texts), corpus_perplexity(texts.nll, texts.tokens)))
+    levels.sort(key=lambda level: level.place)
+    found = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, Bootstrap(plan.resamples))
+    (largest,) = sweep.guides[GUIDE].beta[-1:]
+    return _describe(plan, found, largest, fingerprint_prompts(prompts), len(prompts), command)
+
+
+def read_enough_prompts(sweep: Sweep) -> list[Prompt]:
+    prompts = sweep.read_prompts()
+    if len(prompts) < 2:
+        raise OptionError("a calibration needs 2 or more prompts, got 1.", f"give {TRUSTED_PROMPTS} or more.")
+    return prompts
+
+
+def find_work_folder(plan: CalibrationPlan, sweep: Sweep, prompts: list[Prompt], cache: Path | None) -> Path:
+    """The folder of the cache in which the texts of this plan are kept: another one if any model has changed."""
+    models = fingerprint_base(plan.base), fingerprint_base(str(calibrated_folder(plan.folder, plan.attribute)))
+    key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models)
+    return (cache or default_cache_folder()) / "calibrations" / key
+
+
+def _describe(
+    plan: CalibrationPlan, found: Strengths, largest: float, prompts: str, num_prompts: int, command: str
+) -> Calibration:
+    columns = (STRENGTHS, found.places, found.scores, found.ratios)
+    table = [
+        StrengthPoint(round(strength, 6), *_rounded(plan.setting(place, largest)), round(score, 4), round(ratio, 4))
+        for strength, place, score, ratio in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+    measured = [
+        MeasuredPoint(
+            *_rounded((0.0, plan.kl_budget) if one.place == 0 else plan.setting(one.place, largest)),
+            *map(_interval, (one.score, one.gain, one.ratio)),
+        )
+        for one in found.measured
+    ]
+    return Calibration(
+        attribute=plan.attribute,
+        base=plan.base if not Path(plan.base).is_dir() else Path(plan.base).resolve().name,
+        base_fingerprint=fingerprint_base(plan.base),
+        by=plan.by,
+        reduce=plan.reduce,
+        judge=plan.judge,
+        metric=plan.metric,
+        reads=plan.reads,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        samples=plan.samples,
+        max_new_tokens=plan.max_new_tokens,
+        top_k=plan.top_k,
+        seed=plan.seed,
+        max_perplexity_ratio=plan.max_perplexity_ratio,
+        limited_by=found.limited_by,
+        command=command,
+        table=table,
+        measured=measured,
+    )
+
+
+def _rounded(setting: tuple[float, float | None]) -> tuple[float, float | None]:
+    beta, budget = setting
+    return round(beta, 4), None if budget is None else round(budget, 5)
+
+
+def _interval(one: Estimate) -> Interval:
+    return round(one.value, 4), round(one.low, 4), round(one.high, 4)

@@ -1,0 +1,253 @@
+"""Calibrated strengths of reward models: shares from 0 to 1 of what a judge says can be reached with readable texts.
+
+`radq calibrate` measures them, and writes calibration.json into the folder of the reward model. A folder may hold the
+calibrations of several attributes and base models. Importing this module imports no torch.
+
+A strength is written as a name (weak, medium, strong), as a percentage (60%), or as a number above 0 and up to 1. Such
+a number is a strength only where the model is calibrated; with a sign before it (+0.6), it is always β.
+"""
+
+import hashlib
+import json
+import math
+import re
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from radq.errors import ModelError, OptionError, UnknownAttributeError
+from radq.files import explained_writing, fingerprint_values, whole_file
+from radq.models.embedded import EMBEDDED, base_name, reward_folder
+from radq.models.hub import find_file
+from radq.settings import build
+
+CALIBRATION = "calibration.json"
+NAMED = {"weak": 0.33, "medium": 0.67, "strong": 1.0}
+SAMPLED_BYTES = 2**20  # of each end of a weight file: two trainings differ everywhere
+Interval = tuple[float, float, float]  # a value with the lower and the upper end of its interval
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The numbers that a strength stands for."""
+
+    beta: float
+    kl_budget: float | None  # the budget of each token, under which β has the effect of the strength
+
+
+@dataclass(frozen=True)
+class StrengthPoint:
+    """A strength, its setting, and the judge's metric and the perplexity ratio that are expected there."""
+
+    strength: float
+    beta: float
+    kl_budget: float | None
+    score: float
+    perplexity_ratio: float
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """A setting that was measured. The gain is the judge's improvement over the unguided base model."""
+
+    beta: float
+    kl_budget: float | None
+    score: Interval
+    gain: Interval
+    perplexity_ratio: Interval
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The strengths of an attribute over one base model, and how they were measured.
+
+    Attributes:
+        base: the name of the base model.
+        base_fingerprint: tells base models apart, see `fingerprint_base`.
+        by: whether strengths differ in β, or in the KL budget.
+        reduce: whether strengths reduce the attribute.
+        max_perplexity_ratio: the bound that the perplexity ratio keeps, with its interval.
+        limited_by: the reason why strength 1 is where it is: the judge improves no further, the perplexity leaves its
+            bound, or no larger value was tried.
+        prompts: a hash of the prompts.
+        table: strengths in ascending order, from 0 to 1.
+    """
+
+    attribute: str
+    base: str
+    base_fingerprint: str
+    by: Literal["beta", "kl"]
+    reduce: bool
+    judge: str
+    metric: str
+    reads: str
+    prompts: str
+    num_prompts: int
+    samples: int
+    max_new_tokens: int
+    top_k: int | None
+    seed: int
+    max_perplexity_ratio: float
+    limited_by: Literal["judge", "perplexity", "range"]
+    command: str
+    table: list[StrengthPoint]
+    measured: list[MeasuredPoint]
+
+    def __post_init__(self) -> None:
+        strengths = [point.strength for point in self.table]
+        if len(strengths) < 2 or strengths != sorted(strengths) or (strengths[0], strengths[-1]) != (0.0, 1.0):
+            raise OptionError("the strengths of a calibration must rise from 0 to 1.", "calibrate again.")
+
+    def at(self, strength: float) -> Setting:
+        """The setting of a strength from 0 to 1, by straight lines between the points of the table."""
+        if strength == 0:
+            return Setting(0.0, self.table[0].kl_budget)
+        strengths = [point.strength for point in self.table]
+        beta = float(np.interp(strength, strengths, [point.beta for point in self.table]))
+        budgets = [point.kl_budget for point in self.table]
+        known = [budget for budget in budgets if budget is not None]
+        budget = None if len(known) < len(budgets) else float(np.interp(strength, strengths, known))
+        return Setting(round(beta, 6), None if budget is None else round(budget, 6))
+
+    @property
+    def safe(self) -> tuple[float, float]:
+        """The range of β from 0 to that of strength 1."""
+        beta = self.at(1.0).beta
+        return (min(0.0, beta), max(0.0, beta))
+
+
+# --- files ---
+
+
+def calibrated_folder(folder: str | Path, attribute: str) -> str | Path:
+    """The folder or hub name that holds the model of an attribute: `embedded` has one for each attribute."""
+    kind, _, name = str(folder).partition(":")
+    return reward_folder(name or attribute) if kind == EMBEDDED else folder
+
+
+def read_calibrations(folder: str | Path) -> list[Calibration]:
+    """Read the calibrations of a folder or hub name; there are none where there is no calibration.json."""
+    try:
+        file = find_file(folder, CALIBRATION)
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except (ModelError, OSError):
+        return []
+    except ValueError as error:
+        raise ModelError(f"{str(file)!r} is damaged: {error}.", "delete it, and calibrate again.") from error
+    try:
+        return [build(one, Calibration, CALIBRATION) for one in stored["calibrations"]]
+    except (OptionError, KeyError, TypeError) as error:
+        raise ModelError(f"{str(file)!r} is damaged: {error}.", "delete it, and calibrate again.") from error
+
+
+def write_calibration(folder: Path, calibration: Calibration) -> Path:
+    """Add a calibration to a folder, in the place of an earlier one of the same attribute and base model."""
+    key = (calibration.attribute, calibration.base_fingerprint)
+    others = [one for one in read_calibrations(folder) if (one.attribute, one.base_fingerprint) != key]
+    document = {"calibrations": [asdict(one) for one in (*others, calibration)]}
+    file = folder / CALIBRATION
+    with explained_writing(file), whole_file(file) as temporary:
+        temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return file
+
+
+def find_calibration(folder: str | Path, attribute: str, base: str | None = None) -> Calibration | None:
+    """Find the calibration of an attribute over a base model; None if the attribute is not calibrated.
+
+    A calibration over another base model is taken with a warning. Nothing is compared where `base` is None.
+    """
+    try:
+        found = [one for one in read_calibrations(calibrated_folder(folder, attribute)) if one.attribute == attribute]
+    except UnknownAttributeError:  # an embedded model that there is not
+        return None
+    if not found or base is None:
+        return found[-1] if found else None
+    fingerprint = fingerprint_base(base)
+    same = [one for one in found if one.base_fingerprint == fingerprint]
+    if not same:
+        warnings.warn(
+            f"{attribute} was calibrated over {found[-1].base!r}; over {base!r} its strengths may mean something else. "
+            "hint: `radq calibrate` measures them.",
+            stacklevel=2,
+        )
+    return (same or found)[-1]
+
+
+def fingerprint_base(name: str) -> str:
+    """Tell base models apart by config.json and both ends of their weight files, so that large ones take no time."""
+    if name == EMBEDDED:
+        return base_name()
+    folder = find_file(name, "config.json").parent
+    parts: list[object] = []
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with file.open("rb") as stream:
+            ends = stream.read(SAMPLED_BYTES)
+            stream.seek(max(0, file.stat().st_size - SAMPLED_BYTES))
+            ends += stream.read(SAMPLED_BYTES)
+        parts += [file.name, file.stat().st_size, hashlib.sha256(ends).hexdigest()]
+    return fingerprint_values(*parts)
+
+
+# --- strengths as text ---
+
+
+def may_be_strength(value: Any) -> bool:
+    """Whether a value is a strength if its attribute is calibrated."""
+    text = str(value).strip()
+    return text in NAMED or text.endswith("%") or _read_share(text) is not None
+
+
+def find_setting(value: Any, calibration: Calibration | None, what: str) -> Setting | None:
+    """Find the setting of a value if it is a strength; None if it is β.
+
+    Args:
+        value: a number, or a text as a user writes it.
+        calibration: that of the attribute; None if it is not calibrated.
+        what: the attribute with its model, for error messages.
+    """
+    text = str(value).strip()
+    if text in NAMED:
+        strength = NAMED[text]
+    elif text.endswith("%"):
+        strength = _read_percentage(text)
+    else:
+        strength = None if calibration is None else _read_share(text)
+        if strength is None:
+            return None
+    if calibration is None:
+        raise OptionError(
+            f"{what} is not calibrated, so it has no strength {text!r}.",
+            "give β as a number, or measure strengths with `radq calibrate`.",
+        )
+    return calibration.at(strength)
+
+
+def _read_percentage(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise OptionError(f"a strength must be from 0% to 100%, got {text[:40]!r}.", "write it as 60%.")
+    return share
+
+
+def _read_share(text: str) -> float | None:
+    """Read a number above 0 and up to 1 without a sign; None for another number, or for another text."""
+    if not re.match(r"[\d.]", text):
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number <= 1 else None
+
+
+def join_budgets(settings: list[Setting]) -> float | None:
+    """One KL budget for several strengths together: the largest of theirs, and none if one of them has none."""
+    budgets = [setting.kl_budget for setting in settings]
+    known = [budget for budget in budgets if budget is not None]
+    return max(known) if len(known) == len(budgets) else None
