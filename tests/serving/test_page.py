@@ -7,13 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from browser import PATIENCE, By, Keys, Page, start_browser
+from calibrations import PRAISE
 from serving import Running, make_config, make_models, serving
+
+from radq.models.calibration import fingerprint_base, write_calibration
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Path:
 def running(models: Path) -> Iterator[Running]:
     praise = {"guide": f"{models / 'q'}:praise", "range": [-50, 50], "suggested": 10, "safe": [-20, 30]}
     guides = {"praise": praise, "calm": f"{models / 'q'}:calm=5", "length": f"{models / 'v'}:length=3"}
+    calibration = replace(PRAISE, attribute="calm", base_fingerprint=fingerprint_base(str(models / "toy")))
+    write_calibration(models / "q", calibration)
     with serving(make_config(models, guides=guides)) as found:
         yield found
 
@@ -176,7 +182,27 @@ def test_the_safe_zone_is_marked(page: Page) -> None:
     assert page.run("return arguments[0].querySelector('.safe').getBoundingClientRect().width", slider) > 20
     page.write(".strength input[type=number]", f"40{Keys.TAB}")
     assert "beyond the safe zone" in slider.text
-    assert "not calibrated" in page.all(".strength")[1].text
+    assert "not calibrated" in page.all(".strength")[2].text
+
+
+def test_a_calibrated_guide_has_its_safe_zone(page: Page, running: Running, seed: int) -> None:
+    page.open()
+    slider = page.all(".strength")[1]
+    assert "safe zone −30 to 0" in slider.text
+    track, zone = (
+        page.run(f"return arguments[0].querySelector('{place}').getBoundingClientRect().toJSON()", slider)
+        for place in (".track", ".safe")
+    )
+    assert zone["left"] + zone["width"] == pytest.approx(track["left"] + track["width"] / 2, abs=10)  # it ends at 0
+    assert zone["width"] == pytest.approx(0.15 * track["width"], abs=10)  # 30 of 200
+    slider.find_element("xpath", ".//button[text()='strong']").click()
+    assert page.find("#strength-1").get_property("value") == "-30"
+    page.generate()
+    assert page.text(".guided") == complete(running, seed, radq={"calm": "strong"})["text"]
+    assert page.text(".guided") == complete(running, seed, radq={"calm": 1})["text"]
+    page.write(".strength:nth-child(2) input[type=number]", f"1{Keys.TAB}")
+    page.generate()
+    assert page.text(".guided") == complete(running, seed, radq={"calm": "+1"})["text"]
 
 
 # --- candidates ---

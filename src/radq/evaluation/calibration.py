@@ -231,8 +231,9 @@ def _describe(
 
 def _rounded(setting: tuple[float, float | None]) -> tuple[float, float | None]:
     beta, budget = setting
-    return round(beta, 4), None if budget is None else round(budget, 5)
+    return round(beta, 4) + 0.0, None if budget is None else round(budget, 5)  # + 0.0 removes the sign of −0
 
 
 def _interval(one: Estimate) -> Interval:
-    return round(one.value, 4), round(one.low, 4), round(one.high, 4)
+    low, value, high = (round(number, 4) + 0.0 for number in (one.low, one.value, one.high))
+    return value, low, high

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
+from scipy.optimize import isotonic_regression
 
 from radq.errors import DataError
 from radq.evaluation.metrics import (
@@ -142,25 +143,13 @@ def _spread(
 ) -> tuple[Float[np.ndarray, " s"], Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
     """Find the places, scores and perplexity ratios at which equal shares of the improvement are reached."""
     places = np.array([one.place for one in curve])
-    gains = rise([one.gain.value for one in curve])
-    gains -= gains[0]
+    gains = isotonic_regression([one.gain.value for one in curve]).x  # neighbours that fall get their mean
+    gains = gains - gains[0]
     first = np.concatenate([[True], np.diff(gains) > 0])  # the smallest of the levels with equal gains
     wanted = STRENGTHS * gains[-1]
     found = np.interp(wanted, gains[first], places[first])
     ratios = np.interp(found, places, [one.ratio.value for one in curve])
     return found, unguided + sign * wanted, ratios
-
-
-def rise(values: Sequence[float]) -> Float[np.ndarray, " l"]:
-    """The rising sequence that is nearest to values, by squared distance: neighbours that fall get their mean."""
-    blocks: list[tuple[float, int]] = []  # means and lengths
-    for value in values:
-        mean, size = float(value), 1
-        while blocks and blocks[-1][0] > mean:
-            other, length = blocks.pop()
-            mean, size = (mean * size + other * length) / (size + length), size + length
-        blocks.append((mean, size))
-    return np.repeat([mean for mean, _ in blocks], [size for _, size in blocks])
 
 
 def _describe_flat(measured: Sequence[MeasuredLevel], inside: int, max_ratio: float) -> str:

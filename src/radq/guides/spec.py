@@ -32,13 +32,14 @@ Numbers = Mapping[str, float]
 MakeGuide = Callable[[Numbers], Any]  # from numbers to a guide
 
 
-def parse_guide(specification: str, base: str | None = None) -> tuple[str, dict[str, float]]:
+def parse_guide(specification: str, base: str | None = None, fetch: bool = True) -> tuple[str, dict[str, float]]:
     """Split a specification into folder and numbers; calibrated strengths become β.
 
     Args:
         base: the name of the base model, which is compared with the one of the calibration.
+        fetch: fetch the calibration of a hub name unless the cache holds it.
     """
-    folder, settings = _read_settings(specification, base)
+    folder, settings = _read_settings(specification, base, fetch)
     return folder, {name: one.beta if isinstance(one, Setting) else one for name, one in settings.items()}
 
 
@@ -49,7 +50,7 @@ def find_budget(specifications: Sequence[str], default: float | None, base: str 
     return join_budgets(settings) if settings else default
 
 
-def _read_settings(specification: str, base: str | None) -> tuple[str, dict[str, float | Setting]]:
+def _read_settings(specification: str, base: str | None, fetch: bool = True) -> tuple[str, dict[str, float | Setting]]:
     """Split a specification into folder and numbers, or settings where a value is a calibrated strength."""
     folder, colon, pairs = specification.rpartition(":")
     if not colon or not folder:
@@ -59,7 +60,7 @@ def _read_settings(specification: str, base: str | None) -> tuple[str, dict[str,
         name, _, text = map(str.strip, pair.partition("="))
         setting = None
         if may_be_strength(text):
-            setting = find_setting(text, find_calibration(folder, name, base), f"{name} of {folder!r}")
+            setting = find_setting(text, find_calibration(folder, name, base, fetch), f"{name} of {folder!r}")
         found[name] = _read_number(text, specification) if setting is None else setting
     return folder, found
 

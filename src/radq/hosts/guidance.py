@@ -19,7 +19,7 @@ from typing import Any
 from radq.decoding.config import Steering
 from radq.errors import OptionError, RadqError
 from radq.serving.config import GuideEntry, ServeConfig
-from radq.serving.strengths import read_strengths, shorten, to_number
+from radq.serving.strengths import shorten, to_number
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 PREFIX = "radq"
@@ -103,7 +103,7 @@ class Registry:
         if single:
             found = self._read_single(given.get("radq_guide"), given.get("radq_beta"))
         elif "radq" in given or not given:
-            found = read_strengths(given.get("radq", {}))
+            found = self.config.read_strengths(given.get("radq", {}))
             settings |= {"top_k": defaults.top_k, "kl_budget": defaults.kl_budget}
         for name in ("top_k", "kl_budget"):
             if f"radq_{name}" in given:

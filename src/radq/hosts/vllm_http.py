@@ -21,7 +21,7 @@ from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Guidance, Registry, find_
 from radq.hosts.vllm_details import AnswerDetails, prepare_details
 from radq.hosts.vllm_page import is_page_path, make_page_app
 from radq.hosts.vllm_server import VllmServer
-from radq.serving.strengths import read_strengths, write_strengths
+from radq.serving.strengths import write_strengths
 
 ROUTES = ("/completions", "/responses", "/messages")
 MISSPELLED = ("vllm_args", "xargs", "extra_args", "extra_body")  # fields that vLLM would ignore
@@ -164,7 +164,7 @@ def _put_strengths_together(body: dict[str, Any], registry: Registry, find_base:
         if "radq_guide" in arguments:
             raise OptionError("a virtual model is given another guide.", "name guides by radq, or the base model.")
         body["model"] = find_base()
-    together = {**(virtual or {}), **read_strengths(given)}
+    together = {**(virtual or {}), **registry.config.read_strengths(given)}
     body["vllm_xargs"] = {**arguments, "radq": write_strengths(together)}
 
 

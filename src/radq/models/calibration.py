@@ -113,10 +113,19 @@ class Calibration:
         return Setting(round(beta, 6), None if budget is None else round(budget, 6))
 
     @property
-    def safe(self) -> tuple[float, float]:
-        """The range of β from 0 to that of strength 1."""
-        beta = self.at(1.0).beta
-        return (min(0.0, beta), max(0.0, beta))
+    def safe(self) -> tuple[float, float] | None:
+        """The range of β from 0 to that of strength 1; None where strengths differ in the KL budget."""
+        beta = _shorten(self.at(1.0).beta)
+        return (min(0.0, beta), max(0.0, beta)) if self.by == "beta" else None
+
+    @property
+    def named(self) -> dict[str, float]:
+        """β of the strengths that have names; none where strengths differ in the KL budget."""
+        return {name: _shorten(self.at(strength).beta) for name, strength in NAMED.items() if self.by == "beta"}
+
+
+def _shorten(number: float) -> float:
+    return float(f"{number:.3g}")
 
 
 # --- files ---
@@ -128,12 +137,15 @@ def calibrated_folder(folder: str | Path, attribute: str) -> str | Path:
     return reward_folder(name or attribute) if kind == EMBEDDED else folder
 
 
-def read_calibrations(folder: str | Path) -> list[Calibration]:
-    """Read the calibrations of a folder or hub name; there are none where there is no calibration.json."""
+def read_calibrations(folder: str | Path, fetch: bool = True) -> list[Calibration]:
+    """Read the calibrations of a folder or hub name; there are none where there is no calibration.json.
+
+    Without `fetch`, a hub name has those that its cache holds.
+    """
     try:
-        file = find_file(folder, CALIBRATION)
+        file = find_file(folder, CALIBRATION) if fetch or Path(folder).is_dir() else _find_cached(str(folder))
         stored = json.loads(file.read_text(encoding="utf-8"))
-    except (ModelError, OSError):
+    except OSError:  # or a ModelError, which is one
         return []
     except ValueError as error:
         raise ModelError(f"{str(file)!r} is damaged: {error}.", "delete it, and calibrate again.") from error
@@ -154,15 +166,31 @@ def write_calibration(folder: Path, calibration: Calibration) -> Path:
     return file
 
 
-def find_calibration(folder: str | Path, attribute: str, base: str | None = None) -> Calibration | None:
+def _find_cached(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CALIBRATION)
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise FileNotFoundError(name)
+    return Path(found)
+
+
+def find_calibration(
+    folder: str | Path, attribute: str, base: str | None = None, fetch: bool = True
+) -> Calibration | None:
     """Find the calibration of an attribute over a base model; None if the attribute is not calibrated.
 
     A calibration over another base model is taken with a warning. Nothing is compared where `base` is None.
     """
     try:
-        found = [one for one in read_calibrations(calibrated_folder(folder, attribute)) if one.attribute == attribute]
+        known = read_calibrations(calibrated_folder(folder, attribute), fetch)
     except UnknownAttributeError:  # an embedded model that there is not
         return None
+    found = [one for one in known if one.attribute == attribute]
     if not found or base is None:
         return found[-1] if found else None
     fingerprint = fingerprint_base(base)
@@ -219,7 +247,7 @@ def find_setting(value: Any, calibration: Calibration | None, what: str) -> Sett
             return None
     if calibration is None:
         raise OptionError(
-            f"{what} is not calibrated, so it has no strength {text!r}.",
+            f"{what} is not calibrated, so it has no strength {text[:40]!r}.",
             "give β as a number, or measure strengths with `radq calibrate`.",
         )
     return calibration.at(strength)

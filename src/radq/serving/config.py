@@ -15,12 +15,14 @@ Importing this module imports no torch.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from radq.decoding.config import Steering
 from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
+from radq.models.calibration import Calibration, find_calibration
 from radq.models.embedded import EMBEDDED, SUGGESTED
 from radq.models.stored import check_language_model
 from radq.serving.allowed_hosts import check_host
@@ -47,7 +49,8 @@ class GuideEntry:
         range: the lowest and highest strength that a client may ask for.
         default: the strength of requests that do not name the guide; 0 does not steer them.
         suggested: the strength of requests that name the guide without a number.
-        safe: the range of strengths in which texts stay well-formed, which the page marks.
+        safe: the range of strengths in which texts stay well-formed, which the page marks; by default the one that
+            `radq calibrate` has found.
         description: what a high reward stands for.
     """
 
@@ -59,8 +62,12 @@ class GuideEntry:
     description: str = ""
 
     @classmethod
-    def read(cls, value: Any, place: str) -> "GuideEntry":
-        """Make an entry from a text such as `DIR:attribute=beta`, or from names with values."""
+    def read(cls, value: Any, place: str, base: str | None = None) -> "GuideEntry":
+        """Make an entry from a text such as `DIR:attribute=beta`, or from names with values.
+
+        Args:
+            base: the base model, for which calibrated strengths hold.
+        """
         entry = build({"guide": value} if isinstance(value, str) else value, cls, place)
         folder, pairs = _split(entry.guide, place)
         strength = next(iter(pairs))
@@ -68,6 +75,10 @@ class GuideEntry:
         suggested = written if entry.suggested is None else entry.suggested
         if suggested is None and folder == EMBEDDED:
             suggested = SUGGESTED.get(strength)
+        calibration = find_calibration(folder, strength, base, fetch=False)
+        safe = entry.safe or (calibration.safe if calibration else None)
+        if suggested is None and calibration is not None:
+            suggested = calibration.named.get("medium")
         reach = max(4 * abs(suggested or 0.0), LEAST_REACH)
         low, high = entry.range or (-reach, reach)
         options = {name: number for name, number in pairs.items() if number is not None}
@@ -82,7 +93,7 @@ class GuideEntry:
             range=(low, high),
             default=entry.default,
             suggested=suggested,
-            safe=entry.safe,
+            safe=safe,
             description=entry.description or strength,
         )
 
@@ -117,7 +128,7 @@ def _split(guide: str, place: str) -> tuple[str, dict[str, float | None]]:
     found: dict[str, float | None] = {}
     for pair in pairs.split(","):
         name, equals, _ = pair.partition("=")
-        found[name.strip()] = parse_guide(f"x:{pair}")[1][name.strip()] if equals else None
+        found[name.strip()] = parse_guide(f"{folder}:{pair}", fetch=False)[1][name.strip()] if equals else None
     return folder, found
 
 
@@ -190,7 +201,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for host in self.hosts:
             check_host(host)
-        entries = {name: GuideEntry.read(value, f"the guide {name!r}") for name, value in self.guides.items()}
+        entries = {
+            name: GuideEntry.read(value, f"the guide {name!r}", self.base) for name, value in self.guides.items()
+        }
         for name in entries:
             if name in SETTINGS or not NAME.fullmatch(name):
                 raise OptionError(
@@ -214,7 +227,7 @@ class ServeConfig:
     def _strengths(self, model: str, value: Any) -> dict[str, float | None]:
         """Read the strengths of a virtual model, and refuse unknown guides and strengths out of their ranges."""
         try:
-            strengths = read_strengths(value)
+            strengths = self.read_strengths(value)
             self.check_strengths(strengths)
         except OptionError as error:
             raise OptionError(f"the virtual model {model!r}: {error.message}", error.hint) from error
@@ -226,6 +239,19 @@ class ServeConfig:
             known = ", ".join([self.base_id, *self.models])
             raise UnknownModelError(f"there is no model {ascii(model)[:80]}.", f"there are {known}.")
         return self.models.get(model, {})
+
+    @cached_property
+    def calibrations(self) -> dict[str, Calibration]:
+        """The calibrations of the guides that have one, by the names that clients use."""
+        found = {
+            name: find_calibration(entry.folder, entry.strength, self.base, fetch=False)
+            for name, entry in self.guides.items()
+        }
+        return {name: one for name, one in found.items() if one is not None}
+
+    def read_strengths(self, value: Any) -> dict[str, float | None]:
+        """Read what a client asks for; strengths of calibrated guides become β."""
+        return read_strengths(value, self.calibrations)
 
     def check_strengths(self, strengths: Mapping[str, float | None]) -> None:
         """Refuse unknown guides, and strengths or settings out of their ranges."""

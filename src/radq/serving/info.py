@@ -27,6 +27,7 @@ def describe_server(
             "default": entry.default,
             "suggested": entry.suggested,
             "safe": entry.safe,
+            "strengths": config.calibrations[name].named if name in config.calibrations else {},
             "rewards": ranges[name],
             "description": entry.description,
         }

@@ -13,7 +13,7 @@ from radq.errors import ContextLengthError, OptionError
 from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
 from radq.serving.config import ServeConfig
 from radq.serving.served import Served
-from radq.serving.strengths import SETTINGS, read_strengths
+from radq.serving.strengths import SETTINGS
 from radq.serving.texts import Delivery, Text
 
 # Fields that other clients send and that change no text.
@@ -143,7 +143,7 @@ def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, 
     """Read the name of the model, and all strengths and settings: those of the request replace those of the model."""
     model = body.model or config.base_id
     own = config.model_strengths(model)
-    asked = {} if body.radq is None else read_strengths(body.radq)
+    asked = {} if body.radq is None else config.read_strengths(body.radq)
     if body.top_k is not None:
         asked["top_k"] = float(body.top_k)
     config.check_strengths(asked)

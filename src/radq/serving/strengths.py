@@ -1,37 +1,55 @@
 """Steering as clients write it in a request, as an object or as a text:
 
     {"sentiment": 20, "toxicity": -50, "kl_budget": 0.5}        "sentiment=20,toxicity=-50,kl_budget=0.5"
+    {"sentiment": "strong", "toxicity": 0.6}                    "sentiment=strong,toxicity=60%"
 
+The second line is for guides that are calibrated (see `radq.models.calibration`); "+0.6" is β also for them.
 Importing this module imports no torch.
 """
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from radq.errors import OptionError
+from radq.models.calibration import Calibration, Setting, find_setting, join_budgets
 
 SETTINGS = ("kl_budget", "top_k", "details")  # names that are no guides
 MOST_NAMES, MOST_CHARACTERS = 64, 4096
 HINT = 'write {"sentiment": 20, "toxicity": -50} or "sentiment=20,toxicity=-50".'
 
 
-def read_strengths(value: Any) -> dict[str, float | None]:
-    """Read the strengths of guides by name, and maybe some of `SETTINGS`.
+def read_strengths(
+    value: Any, calibrations: Mapping[str, Calibration] = MappingProxyType({})
+) -> dict[str, float | None]:
+    """Read β of guides by name, and maybe some of `SETTINGS`.
 
     None stands for the strength that the operator suggests, which a client gets by a name alone or by `true`; for
-    kl_budget it stands for no budget.
+    kl_budget it stands for no budget. Calibrated strengths become β, and bring their KL budget along if none is given.
     """
     pairs = _split(value) if isinstance(value, str) else value
     if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
         raise OptionError(f"radq must give names of guides their strengths, got {shorten(value)}.", HINT)
-    return {_name(name): _number(name, number) for name, number in pairs.items()}
+    settings = {_name(name): _find_setting(name, value, calibrations.get(name)) for name, value in pairs.items()}
+    calibrated = {name: setting for name, setting in settings.items() if setting is not None}
+    found = {
+        name: calibrated[name].beta if name in calibrated else _number(name, number) for name, number in pairs.items()
+    }
+    return ({"kl_budget": join_budgets([*calibrated.values()])} if calibrated else {}) | found
+
+
+def _find_setting(name: str, value: Any, calibration: Calibration | None) -> Setting | None:
+    """Find the setting of a calibrated strength; None for β, and for names that are no guides."""
+    if name in SETTINGS or isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    return find_setting(value, calibration, f"the guide {shorten(name)}")
 
 
 def write_strengths(strengths: Mapping[str, float | None]) -> str:
-    """Write strengths as a text, from which `read_strengths` reads the same."""
+    """Write β as a text, from which `read_strengths` reads the same; a sign says that it is no strength."""
     return ",".join(
-        f"{name}={number!r}" if number is not None else f"{name}=none" if name == "kl_budget" else name
+        f"{name}={number:+}" if number is not None else f"{name}=none" if name == "kl_budget" else name
         for name, number in strengths.items()
     )
 

@@ -56,7 +56,11 @@ function createSlider(name, facts, id, onChange) {
     "span",
     { class: "pair" },
     set("off", 0),
-    facts.suggested ? set(`suggested ${formatStrength(facts.suggested)}`, facts.suggested) : null,
+    facts.strengths?.strong
+      ? set("strong", facts.strengths.strong)
+      : facts.suggested
+        ? set(`suggested ${formatStrength(facts.suggested)}`, facts.suggested)
+        : null,
   );
   const element = make(
     "div",

@@ -1,0 +1,135 @@
+"""Calibrations in model folders, and strengths as users write them."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from calibrations import BY_KL, PRAISE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radq.errors import ModelError, OptionError
+from radq.guides.spec import find_budget, parse_guide
+from radq.models.calibration import (
+    CALIBRATION,
+    Setting,
+    find_calibration,
+    find_setting,
+    fingerprint_base,
+    read_calibrations,
+    write_calibration,
+)
+from radq.models.rad_q import RadQ
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for one in (PRAISE, BY_KL):
+        write_calibration(tmp_path, one)
+    return tmp_path
+
+
+def test_a_strength_lies_on_the_lines_between_the_points() -> None:
+    assert [PRAISE.at(share).beta for share in (0, 0.25, 0.5, 0.75, 1)] == [0, -5, -10, -20, -30]
+    assert PRAISE.safe == (-30, 0)
+    assert PRAISE.named == {"weak": -6.6, "medium": -16.8, "strong": -30}
+    assert BY_KL.at(0.5) == Setting(100, 0.4)
+    assert BY_KL.at(0).beta == 0
+    assert BY_KL.safe is None
+
+
+@pytest.mark.parametrize(
+    ("text", "beta"),
+    [
+        ("strong", -30),
+        ("weak", -6.6),
+        ("100%", -30),
+        ("50%", -10),
+        ("0.5", -10),
+        ("1", -30),
+        ("1.0", -30),
+        ("+0.5", 0.5),
+        ("-0.5", -0.5),
+        ("0", 0),
+        ("1.5", 1.5),
+        ("-30", -30),
+        ("0%", 0),
+    ],
+)
+def test_the_rule_between_strengths_and_beta(model: Path, text: str, beta: float) -> None:
+    assert parse_guide(f"{model}:praise={text}") == (str(model), {"praise": pytest.approx(beta)})
+
+
+@given(st.floats(-1e6, 1e6))
+def test_numbers_of_models_without_a_calibration_are_beta(number: float) -> None:
+    assert find_setting(number, None, "praise") is None
+    assert find_setting(f"{number:+}", PRAISE, "praise") is None
+    assert (find_setting(number, PRAISE, "praise") is None) == (not 0 < number <= 1)
+
+
+def test_wrong_strengths(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for text in ("120%", "-5%", "x%", "%"):
+        with pytest.raises(OptionError, match="from 0% to 100%"):
+            parse_guide(f"{model}:praise={text}")
+    with pytest.raises(OptionError, match="no specification"):
+        parse_guide(f"{model}:praise=stronger")
+    for folder, name in ((model, "joy"), (tmp_path_factory.mktemp("bare"), "praise")):
+        with pytest.raises(OptionError, match="is not calibrated"):
+            parse_guide(f"{folder}:{name}=strong")
+    assert parse_guide(f"{model}:joy=0.5")[1] == {"joy": 0.5}
+
+
+def test_several_strengths_share_one_budget(model: Path) -> None:
+    assert find_budget([f"{model}:praise=-30"], 0.7) == 0.7
+    assert find_budget([f"{model}:praise=strong"], 0.7) == 0.5
+    assert find_budget([f"{model}:praise=strong", f"{model}:calm=strong"], 0.7) == 0.8
+    assert find_budget([f"{model}:praise=strong,calm=25%"], None) == 0.5
+    free = [replace(point, kl_budget=None) for point in PRAISE.table]
+    write_calibration(model, replace(PRAISE, table=free))
+    assert find_budget([f"{model}:praise=strong,calm=strong"], 0.7) is None
+
+
+def test_a_calibration_replaces_that_of_the_same_attribute_and_base(model: Path) -> None:
+    changed = replace(PRAISE, seed=3)
+    write_calibration(model, changed)
+    other = replace(PRAISE, base="other", base_fingerprint="y")
+    write_calibration(model, other)
+    assert read_calibrations(model) == [BY_KL, changed, other]
+    assert [file.name for file in model.iterdir()] == [CALIBRATION]
+
+
+def test_another_base_is_named(model: Path, toy: Path) -> None:
+    with pytest.warns(UserWarning, match="calibrated over 'toy'"):
+        assert find_calibration(model, "praise", str(toy)) == PRAISE
+    own = replace(PRAISE, base_fingerprint=fingerprint_base(str(toy)))
+    write_calibration(model, own)
+    write_calibration(model, replace(PRAISE, seed=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_calibration(model, "praise", str(toy)) == own
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"calibrations": [{"attribute": "praise"}]}'])
+def test_a_damaged_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / CALIBRATION).write_text(text)
+    with pytest.raises(ModelError, match="is damaged"):
+        read_calibrations(tmp_path)
+
+
+def test_a_table_must_rise_from_0_to_1(model: Path) -> None:
+    stored = json.loads((model / CALIBRATION).read_text())
+    stored["calibrations"][0]["table"].pop()
+    (model / CALIBRATION).write_text(json.dumps(stored))
+    with pytest.raises(ModelError, match="from 0 to 1"):
+        read_calibrations(model)
+
+
+def test_new_weights_drop_the_calibration(toy: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    RadQ.from_backbone(toy, attributes=["praise"]).save_pretrained(tmp_path)
+    write_calibration(tmp_path, PRAISE)
+    RadQ.from_backbone(toy, attributes=["praise"]).save_pretrained(tmp_path)
+    assert read_calibrations(tmp_path) == []
