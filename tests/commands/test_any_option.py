@@ -73,7 +73,7 @@ SPECIFICATIONS = [  # of guides and judges: a kind, a folder, and what follows i
     *("onnx:{world}/classifier", "linear:{world}/q", "linear:embedded:other", "reward:{world}/q", "reward:{world}/toy"),
     *("reward:{world}/q#other", "not:not:classifier:{world}/classifier", "not:", "openai:", "openai:m#{here}/text.txt"),
 ]
-OUTPUTS = ("out", "cache", "save_matrix", "certificates")  # these are never pointed at a folder outside {here}
+OUTPUTS = ("out", "cache", "save_matrix", "certificates", "plot")  # these are never pointed at a folder outside {here}
 LONG_WORK = (
     "max_steps",
     "num_prefixes",

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from classifiers import make_classifier
+from command_calls import make_steering_model
 from command_runs import fails
 from kills import run_and_kill
 
 from radq.cli import main
 from radq.models.calibration import CALIBRATION, read_calibrations
-from radq.models.rad_q import RadQ
 
 NOUNS, VERBS = ("film", "plot", "story", "actor", "movie", "scene"), ("was", "is", "has", "seems", "and")
 
@@ -23,11 +23,7 @@ def world(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     torch.manual_seed(0)
     for name, attributes in (("q", ["praise"]), ("two", ["praise", "calm"])):
-        model = RadQ.from_backbone(toy, attributes=attributes, response_range=(-1.0, 1.0))
-        with torch.no_grad():
-            for parameter in model.head.parameters():
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
-        model.save_pretrained(folder / name)
+        make_steering_model(toy, attributes).save_pretrained(folder / name)
     make_classifier(folder / "classifier")
     (folder / "prompts.txt").write_text("".join(f"the {noun} {verb}\n" for noun in NOUNS for verb in VERBS))
     return folder

@@ -37,6 +37,7 @@ print(json.dumps(results))
 GENERATE = "generate --base lm --prompt x"
 TRAIN = "train --data reviews.csv --labels praise --backbone lm"
 DISTILL = "distill --teacher reward --data reviews.csv --backbone lm --out new"
+CALIBRATE = "calibrate reward --base lm --prompts prompts.txt"
 CLASSIFY = "distill --data reviews.csv --backbone lm --out new --teacher-classifier"
 MISTAKES = {
     # of values
@@ -50,6 +51,18 @@ MISTAKES = {
     f"{GENERATE} --guide reward:praise=nan": "DIR:attribute=beta",
     f"{GENERATE} --guide reward": "DIR:attribute=beta",
     f"{GENERATE} --guide reward:joy=1": "it has praise, calm",
+    f"{GENERATE} --guide reward:praise=strong": "praise of 'reward' is not calibrated",
+    f"{GENERATE} --guide reward:praise=120%": "from 0% to 100%",
+    f"{CALIBRATE} --judge oracle --attribute praise": "begin with one of",
+    f"{CALIBRATE} --judge reward:reward": "give --attribute praise or calm",
+    f"{CALIBRATE} --judge reward:reward --attribute joy": "it has praise, calm",
+    f"{CALIBRATE} --judge linear:x --attribute praise --levels 3": "two or more different numbers",
+    f"{CALIBRATE} --judge linear:x --attribute praise --levels -3 3": "levels must be more than 0",
+    f"{CALIBRATE} --judge linear:x --attribute praise --max-perplexity-ratio 1": "must be more than 1",
+    f"{CALIBRATE} --judge linear:x --attribute praise --plot curve.png": "end its name with .svg",
+    f"{CALIBRATE} --judge linear:x --attribute praise --limit 1": "2 or more prompts",
+    "calibrate embedded --prompts prompts.txt --judge linear:x": "name one, such as embedded:sentiment",
+    "calibrate lm --base lm --prompts prompts.txt --judge linear:x": "not a reward model",
     f"{GENERATE} --guide embedded:joy=1": "there are sentiment, toxicity",
     f"{GENERATE} --guide experts:praise=1": "it has alpha",
     f"{GENERATE} --guide gedi:omega=1,beta=2": "it has omega, filter_p, target_p, prior",

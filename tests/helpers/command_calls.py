@@ -74,6 +74,19 @@ CALLS: dict[tuple[str, ...], Call] = {
     ("rank", "verify"): {"matrix": ["{world}/matrix.npz"], "certificate": ["{world}/certificates/rank-2.safetensors"]},
     ("train-experts",): _TRAINING,
     ("eval",): {"config": ["{world}/sweep.yaml"], "out": ["{here}/out"], "cache": ["{here}/cache"]},
+    ("calibrate",): {
+        "model": ["{world}/strong"],
+        "base": ["{world}/toy"],
+        "prompts": ["{world}/prompts.txt"],
+        "judge": ["reward:{world}/strong"],
+        "levels": ["5", "20"],
+        "max_perplexity_ratio": ["50"],
+        "samples": ["16"],
+        "max_new_tokens": ["4"],
+        "resamples": ["10"],
+        "plot": ["{here}/plot.svg"],
+        "cache": ["{here}/cache"],
+    },
     ("measure",): {
         "files": ["{world}/generations.jsonl"],
         "metrics": ["avg_max,perplexity,dist_2"],
@@ -188,6 +201,7 @@ def make_world(folder: Path, toy: Path) -> Path:
     torch.manual_seed(0)
     for name, kind in (("q", RadQ), ("v", RadV)):
         kind.from_backbone(toy, attributes=["praise"]).save_pretrained(folder / name)
+    make_steering_model(toy, ["praise"]).save_pretrained(folder / "strong")
     make_classifier(folder / "classifier")
     make_classifier(folder / "encoder", kind="encoder")
     rows = "".join(f'"{text}",{praise}\n' for text, praise in make_reviews(40))
@@ -207,6 +221,15 @@ def make_world(folder: Path, toy: Path) -> Path:
     saved = ["--save-matrix", str(folder / "matrix.npz"), "--certificates", str(folder / "certificates")]
     assert main([*data, *saved, "--iterations", "3", "--cache", str(folder / "cache"), "--json"]) == 0
     return folder
+
+
+def make_steering_model(toy: Path, attributes: list[str]) -> RadQ:
+    """A reward model whose rewards differ so much that it steers; that of `from_backbone` has equal ones."""
+    model = RadQ.from_backbone(toy, attributes=attributes, response_range=(-1.0, 1.0))
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model
 
 
 def make_sweep(world: Path) -> dict[str, Any]:
