@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from radq.models.rad_q import RadQ
     from radq.models.rad_v import RadV
     from radq.models.reward import RewardModel
+    from radq.report.notebook import Evaluation, evaluate
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
     from radq.training.reward import train
@@ -58,11 +59,14 @@ _HOME = {
     "ExpertTrainingConfig": "radq.training.config",
     "RewardTrainingConfig": "radq.training.config",
     "RewardTrainer": "radq.training.reward_trainer",
+    "Evaluation": "radq.report.notebook",
+    "evaluate": "radq.report.notebook",
 }
 
 __all__ = [
     "DExpertsGuide",
     "Engine",
+    "Evaluation",
     "ExpertTrainingConfig",
     "GeDiGuide",
     "Generation",
@@ -81,6 +85,7 @@ __all__ = [
     "Steering",
     "astream_text",
     "best_of_n",
+    "evaluate",
     "generate",
     "load",
     "load_guide",

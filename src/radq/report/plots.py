@@ -104,6 +104,10 @@ class Plot:
         drawing = re.sub(r"<[^<>]*>", adapt, self.svg[self.svg.index("<svg") :])
         return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
 
+    def _repr_html_(self) -> str:
+        """The drawing, as notebooks show it."""
+        return self.inline
+
     @property
     def themed(self) -> str:
         """The SVG as a file of its own, whose colours follow the reader's light or dark mode."""

@@ -1,0 +1,203 @@
+"""An evaluation in one call, for notebooks: prompts under several guides, judged and compared with the unguided texts.
+
+    found = radq.evaluate(
+        lm,
+        tokenizer,
+        ["The hotel that we booked was", "The film was"],
+        guides={"strong": "embedded:sentiment=strong"},
+        judges={"sentiment": "linear:embedded:sentiment"},
+    )
+    found         # a table in a notebook
+    found.plot()  # each judge against perplexity
+
+`radq eval` does the same for grids of settings in files, with resuming.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from radq.decoding.generate import generate
+from radq.errors import OptionError, require_package
+from radq.evaluation.metrics import METRICS, Bootstrap, check_metric
+from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
+from radq.evaluation.sweep.measure import Instruments, MeasuredCell
+from radq.guides import Guide
+from radq.guides.spec import find_budget, load_guide
+from radq.judges.base import Judge
+from radq.judges.models import UnitJudge, load_judge
+from radq.models.loading import Wrappable
+from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, make_figure, plot_style, render
+
+Estimates = dict[str, dict[str, float | None]]  # value, low and high of each metric
+PLAIN_METRICS = ("corpus_perplexity", "kl", "dist_2", "repetition")
+
+
+@dataclass(frozen=True)
+class EvaluatedGuide:
+    """The texts of a guide, its metrics, and their changes from the unguided base model."""
+
+    name: str
+    texts: list[list[str]]  # the continuations of each prompt
+    metrics: Estimates
+    changes: Estimates = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate`: the unguided base model first, then each guide."""
+
+    prompts: list[str]
+    guides: list[EvaluatedGuide]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each guide, with its metrics and the ends of their intervals."""
+        return [
+            {"guide": guide.name}
+            | {
+                f"{name}{end}": one[key]
+                for name, one in guide.metrics.items()
+                for key, end in (("value", ""), ("low", " low"), ("high", " high"))
+            }
+            for guide in self.guides
+        ]
+
+    def to_pandas(self) -> Any:
+        """The rows as a data frame with a line for each guide."""
+        return require_package("pandas", "eval").DataFrame(self.rows).set_index("guide")
+
+    def __repr__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+
+    def _repr_html_(self) -> str:
+        head, *body = self._table()
+        lines = ["<table><thead><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr></thead><tbody>"]
+        for row in body:
+            lines += ["<tr>", *(f"<td>{escape(cell)}</td>" for cell in row), "</tr>"]
+        return "".join([*lines, "</tbody></table>"])
+
+    def _table(self) -> list[list[str]]:
+        names = list(self.guides[0].metrics)
+        body = [[guide.name, *(_show(guide.metrics[name]) for name in names)] for guide in self.guides]
+        return [["guide", *names], *body]
+
+    def plot(self) -> Plot:
+        """Plot each metric of a judge against perplexity, with intervals; a notebook shows the result."""
+        judged = [name for name in self.guides[0].metrics if METRICS[name.partition("[")[0]].needs_judge]
+        if not judged:
+            raise OptionError("there is no judge whose scores could be plotted.", "give judges to evaluate.")
+        with plot_style("evaluation"):
+            figure = make_figure()
+            panels = figure.subplots(len(judged), 1, squeeze=False, sharex=True)[:, 0]
+            for axes, name in zip(panels, judged, strict=True):
+                self._draw(axes, name)
+            panels[-1].set_xlabel("perplexity under the base model (← more fluent)")
+            panels[0].legend()
+            figure.set_size_inches(6.4, PANEL_HEIGHT * len(judged))
+            return render(figure, "evaluation", f"{', '.join(judged)} against perplexity")
+
+    def _draw(self, axes: Any, name: str) -> None:
+        for number, guide in enumerate(self.guides):
+            x, y = guide.metrics["corpus_perplexity"], guide.metrics[name]
+            if x["value"] is None or y["value"] is None:
+                continue
+            look = {"color": INK if number == 0 else COLOURS[(number - 1) % len(COLOURS)], "capsize": 3}
+            look |= {"marker": MARKERS[number % len(MARKERS)], "ls": "", "label": guide.name}
+            axes.errorbar(x["value"], y["value"], xerr=_bars(x), yerr=_bars(y), **look)
+        axes.set_ylabel(name)
+
+
+def _show(one: Mapping[str, float | None]) -> str:
+    if one["value"] is None:
+        return "–"
+    ends = "" if one["low"] is None or one["high"] is None else f" ({one['low']:.3g} to {one['high']:.3g})"
+    return f"{one['value']:.3g}{ends}"
+
+
+def _bars(one: Mapping[str, float | None]) -> list[list[float]] | None:
+    value, low, high = one["value"], one["low"], one["high"]
+    if value is None or low is None or high is None:
+        return None
+    return [[max(0.0, value - low)], [max(0.0, high - value)]]
+
+
+def evaluate(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    guides: Mapping[str, Guide | str],
+    judges: Mapping[str, Judge | str],
+    *,
+    judge_metrics: Sequence[str] = ("mean_score",),
+    reads: Literal["continuation", "text"] = "continuation",
+    num_samples: int = 5,
+    max_new_tokens: int = 20,
+    top_k: int | None = 20,
+    top_p: float | None = None,
+    kl_budget: float | None = 0.5,
+    seed: int = 0,
+    batch_size: int | None = None,
+    resamples: int = 1000,
+    progress: bool = False,
+) -> Evaluation:
+    """Continue prompts without a guide and under each guide, judge the texts, and compute metrics with intervals.
+
+    Args:
+        guides: guides by name, as objects or as texts such as "embedded:sentiment=strong".
+        judges: judges by name, as objects or as texts such as "linear:embedded:sentiment".
+        judge_metrics: the metrics of their scores, such as mean_score, positive_rate or avg_max.
+        reads: what judges read: continuations, or prompts with continuations.
+        kl_budget: the KL budget of each token, None for none; calibrated strengths have their own.
+        resamples: the number of resamples of the prompts, for the intervals.
+    """
+    for name in judge_metrics:
+        check_metric(name)
+        if not METRICS[name].needs_judge:
+            raise OptionError(f"{name!r} is no metric of a judge's scores.", "leave it out: it is always computed.")
+    if not prompts or UNGUIDED in guides:
+        reason = "there are no prompts" if not prompts else f"a guide cannot be named {UNGUIDED!r}"
+        raise OptionError(f"{reason}.", "give one or more prompts, and other names.")
+    device = str(lm.device)
+    instruments = Instruments(
+        {
+            name: (UnitJudge(load_judge(one, device) if isinstance(one, str) else one), reads == "text")
+            for name, one in judges.items()
+        }
+    )
+    uses = {name: JudgeUse(name, list(judge_metrics), reads) for name in judges}
+    asked = (uses, PLAIN_METRICS, range(len(prompts)), Bootstrap(resamples))
+    options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+    options |= {"num_samples": num_samples, "batch_size": batch_size, "progress": progress}
+    found: list[EvaluatedGuide] = []
+    unguided: MeasuredCell | None = None
+    for name, guide in {UNGUIDED: None, **guides}.items():
+        steer = load_guide(guide, device, lm=lm) if isinstance(guide, str) else guide
+        budget = find_budget([guide], kl_budget) if isinstance(guide, str) else kl_budget
+        drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=None if steer is None else budget)
+        cell = _measure(SweepCell(name, None, top_k, top_p, None, seed), drawn, prompts, instruments, progress)
+        changes = {} if unguided is None else cell.estimate_changes(unguided, *asked)
+        unguided = unguided or cell
+        found.append(EvaluatedGuide(name, cell.texts, cell.estimate(*asked), changes))
+    return Evaluation(list(prompts), found)
+
+
+def _measure(
+    cell: SweepCell, drawn: Sequence[Any], prompts: Sequence[str], instruments: Instruments, progress: bool
+) -> MeasuredCell:
+    """Judge the texts of a guide; their likelihoods are those that decoding has noted."""
+    samples = len(drawn) // len(prompts)
+    rows = [drawn[first : first + samples] for first in range(0, len(drawn), samples)]
+    texts = [[one.text for one in row] for row in rows]
+    blank = np.array([[not text.strip() for text in row] for row in texts])
+    arrays = instruments.measure(prompts, texts, progress)
+    for name, field_name in (("nll", "nll"), ("drawn_nll", "drawn_nll"), ("tokens", "num_text_tokens")):
+        values = np.array([[getattr(one, field_name) for one in row] for row in rows])
+        arrays[name] = np.where(blank, np.zeros_like(values), values)
+    return MeasuredCell(cell, texts, arrays)
