@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from classifiers import make_classifier
-from command_calls import make_steering_model
+from command_calls import make_steering_model, write_openings
 from command_runs import fails
 from kills import run_and_kill
 
 from radq.cli import main
 from radq.models.calibration import CALIBRATION, read_calibrations
-
-NOUNS, VERBS = ("film", "plot", "story", "actor", "movie", "scene"), ("was", "is", "has", "seems", "and")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +23,7 @@ def world(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, attributes in (("q", ["praise"]), ("two", ["praise", "calm"])):
         make_steering_model(toy, attributes).save_pretrained(folder / name)
     make_classifier(folder / "classifier")
-    (folder / "prompts.txt").write_text("".join(f"the {noun} {verb}\n" for noun in NOUNS for verb in VERBS))
+    write_openings(folder / "prompts.txt")
     return folder
 
 

@@ -77,13 +77,13 @@ CALLS: dict[tuple[str, ...], Call] = {
     ("calibrate",): {
         "model": ["{world}/strong"],
         "base": ["{world}/toy"],
-        "prompts": ["{world}/reviews.csv"],
-        "limit": ["30"],
+        "prompts": ["{world}/openings.txt"],
         "judge": ["reward:{world}/strong"],
         "levels": ["5", "20"],
         "max_perplexity_ratio": ["50"],
-        "samples": ["3"],
-        "max_new_tokens": ["4"],
+        "samples": ["4"],
+        "max_new_tokens": ["6"],
+        "top_k": ["8"],
         "resamples": ["10"],
         "plot": ["{here}/plot.svg"],
         "cache": ["{here}/cache"],
@@ -212,6 +212,7 @@ def make_world(folder: Path, toy: Path) -> Path:
     lines = [{"text": prompt, "continuations": [" was good", " is bad"]} for prompt in ("the film", "a plot")]
     (folder / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "prompts.txt").write_text("the film\nthe plot was\n")
+    write_openings(folder / "openings.txt")
     (folder / "sweep.yaml").write_text(yaml.safe_dump(make_sweep(folder)))
     serve = {"base": str(folder / "toy"), "guides": {"praise": f"{folder / 'q'}:praise=5"}}
     (folder / "serve.yaml").write_text(yaml.safe_dump(serve))
@@ -231,6 +232,12 @@ def make_steering_model(toy: Path, attributes: list[str]) -> RadQ:
         for parameter in model.head.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model
+
+
+def write_openings(file: Path) -> None:
+    """Write thirty beginnings of the toy's reviews."""
+    nouns, verbs = ("film", "plot", "story", "actor", "movie", "scene"), ("was", "is", "has", "seems", "and")
+    file.write_text("".join(f"the {noun} {verb}\n" for noun in nouns for verb in verbs))
 
 
 def make_sweep(world: Path) -> dict[str, Any]:
