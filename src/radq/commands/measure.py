@@ -104,6 +104,8 @@ def _sort_metrics(arguments: Arguments) -> "tuple[dict[str, JudgeUse], list[str]
             raise OptionError(f"{name} has no model to measure it.", "give --perplexity MODEL.")
         if metric.needs_encoder and (arguments.mauve is None or arguments.reference is None):
             raise OptionError(f"{name} has nothing to compare.", "give --mauve ENCODER and --reference FILE.")
+    if "win_rate" in names:
+        raise OptionError("win_rate compares with unguided texts, which a file does not hold.", "use `radq eval`.")
     judged = [name for name in names if METRICS[name].needs_judge]
     plain = [name for name in names if not METRICS[name].needs_judge]
     return {judge: JudgeUse(judge, judged, arguments.reads) for judge in arguments.judge}, plain

@@ -457,6 +457,12 @@ METRICS: dict[str, Metric] = {
         axis="share of samples above 0.5",
     ),
     "mean_score": Metric("the mean score of the samples", _SCORES, lambda t: mean_score(t.scores), axis="mean score"),
+    "win_rate": Metric(
+        "the share of samples that a judge of pairs prefers to the unguided ones, in both orders; a tie counts half",
+        _SCORES,
+        lambda t: mean_score(t.scores),
+        axis="win rate against unguided",
+    ),
     "perplexity": Metric(
         "the perplexity of a continuation given its prompt, averaged over continuations",
         _LIKELIHOODS,

@@ -9,7 +9,7 @@ Importing this module imports no torch.
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 
@@ -17,11 +17,27 @@ from radq.errors import OptionError
 from radq.files import fingerprint_values
 from radq.judges.base import Judge, Scored
 from radq.judges.chat import ChatServer, RefusedError, find_server
-from radq.judges.rubric import Rubric, read_rubric, split_rubric
+from radq.judges.rubric import read_rubric, split_rubric
 
 ASKS = 3  # questions about one text, while its answers are no scores
 JOBS = 8
 LONGEST_ANSWER = 500  # characters of an answer that are sent back with the next question
+
+
+@runtime_checkable
+class Questions(Protocol):
+    """What a judge asks about a text, and how it reads the answer; see `Rubric`."""
+
+    @property
+    def scale(self) -> tuple[float, float]: ...
+    @property
+    def demand(self) -> str: ...
+    @property
+    def reminder(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def question(self, text: str) -> str: ...
+    def find_score(self, answer: str) -> float | None: ...
 
 
 class Outcome(NamedTuple):
@@ -42,7 +58,7 @@ class RubricJudge(Judge):
 
     attribute = "score"
 
-    def __init__(self, server: ChatServer, rubric: Rubric, jobs: int = JOBS):
+    def __init__(self, server: ChatServer, rubric: Questions, jobs: int = JOBS):
         self.server, self.rubric, self.jobs = server, rubric, jobs
         self.limits = rubric.scale
         self.name = f"openai:{server.model}@{fingerprint_values(server.address, rubric.fingerprint, ASKS)}"

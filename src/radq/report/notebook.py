@@ -159,15 +159,18 @@ def evaluate(
     """
     for name in judge_metrics:
         check_metric(name)
-        if not METRICS[name].needs_judge:
-            raise OptionError(f"{name!r} is no metric of a judge's scores.", "leave it out: it is always computed.")
+        if not METRICS[name].needs_judge or name == "win_rate":
+            raise OptionError(
+                f"{name!r} is no metric of a judge's scores.",
+                "choose mean_score, avg_max, positive_rate or toxic_rate.",
+            )
     if not prompts or UNGUIDED in guides:
         reason = "there are no prompts" if not prompts else f"a guide cannot be named {UNGUIDED!r}"
         raise OptionError(f"{reason}.", "give one or more prompts, and other names.")
     device = str(lm.device)
     instruments = Instruments(
         {
-            name: (UnitJudge(load_judge(one, device) if isinstance(one, str) else one), reads == "text")
+            name: (UnitJudge(load_judge(one, device) if isinstance(one, str) else one), reads)
             for name, one in judges.items()
         }
     )

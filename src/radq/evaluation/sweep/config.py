@@ -78,11 +78,15 @@ class GuideSweep:
 
 @dataclass(frozen=True)
 class JudgeUse:
-    """A judge (see `radq.judges.models`), the text that it reads, and the metrics of its scores."""
+    """A judge (see `radq.judges.models`), the text that it reads, and the metrics of its scores.
+
+    A judge that reads pairs compares each text with the unguided one of the same prompt and number (see
+    `radq.judges.pairs`); its metric is `win_rate`.
+    """
 
     judge: str
     metrics: list[str]
-    reads: Literal["continuation", "text"] = "continuation"
+    reads: Literal["continuation", "text", "pair"] = "continuation"
 
 
 @dataclass(frozen=True)
@@ -244,6 +248,11 @@ def _check(sweep: Sweep) -> None:
             check_metric(metric)
             if not METRICS[metric].needs_judge:
                 raise OptionError(f"{metric!r} under the judge {judge!r} needs no judge.", "move it to 'metrics'.")
+            if (metric == "win_rate") != (use.reads == "pair"):
+                raise OptionError(
+                    f"the judge {judge!r} has the metric {metric!r} and reads {use.reads!r}.",
+                    "give 'reads: pair' and 'metrics: win_rate' together, and no other metric with them.",
+                )
     for metric in sweep.metrics:
         check_metric(metric)
         if METRICS[metric].needs_judge:

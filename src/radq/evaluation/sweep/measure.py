@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -27,9 +27,11 @@ from radq.files import append_lines, read_lines, whole_file
 from radq.judges.base import CachedJudge, Judge
 from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.models import UnitJudge, load_judge
+from radq.judges.pairs import load_pair_judge, score_pairs
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
+Reads = Literal["continuation", "text", "pair"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _add_arrays(folder: Path, generated: list[MeasuredCell]) -> list[MeasuredCel
 def check_models(sweep: Sweep, device: str) -> None:
     """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation."""
     for use in sweep.judges.values():
-        UnitJudge(load_judge(use.judge, device))
+        _load_judge(use, device)
     if sweep.perplexity not in (None, WHILE_DECODING):
         load_config(sweep.perplexity)
     if sweep.mauve is not None:
@@ -139,7 +141,7 @@ def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
 class Instruments:
     """The models that measure texts: judges by name, and a language model for perplexity."""
 
-    judges: dict[str, tuple[Judge, bool]]  # the flag says whether the judge reads the prompt as well
+    judges: dict[str, tuple[Judge, Reads]]  # with what the judge reads
     lm: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     batch_size: int = 100
@@ -155,28 +157,53 @@ class Instruments:
         batch_size: int = 100,
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
-        loaded: dict[str, tuple[Judge, bool]] = {
-            name: (UnitJudge(CachedJudge(load_judge(use.judge, device), cache)), use.reads == "text")
-            for name, use in judges.items()
+        loaded: dict[str, tuple[Judge, Reads]] = {
+            name: (UnitJudge(CachedJudge(_load_judge(use, device), cache)), use.reads) for name, use in judges.items()
         }
         if perplexity is None:
             return cls(loaded)
         lm = load_causal_lm(perplexity, dtype=dtype, device=device)
         return cls(loaded, lm, load_tokenizer(perplexity), batch_size)
 
-    def measure(self, prompts: Sequence[str], texts: list[list[str]], progress: bool = False) -> dict[str, np.ndarray]:
-        """Measure scores[judge], nll and tokens of each prompt's continuations, (p, n)."""
+    def measure(
+        self,
+        prompts: Sequence[str],
+        texts: list[list[str]],
+        progress: bool = False,
+        unguided: list[list[str]] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Measure scores[judge], nll and tokens of each prompt's continuations, (p, n).
+
+        Judges of pairs compare them with the `unguided` ones; without these, all pairs are ties.
+        """
         shape = (len(texts), len(texts[0]))
         before = [prompt for prompt, samples in zip(prompts, texts, strict=True) for _ in samples]
         after = [text for samples in texts for text in samples]
         arrays = {}
-        for name, (judge, reads_prompt) in self.judges.items():
-            read = [b + a if reads_prompt and a.strip() else a for b, a in zip(before, after, strict=True)]
-            arrays[f"scores[{name}]"] = judge.score(read, progress).reshape(shape)
+        for name, (judge, reads) in self.judges.items():
+            read = [b + a if reads != "continuation" and a.strip() else a for b, a in zip(before, after, strict=True)]
+            if reads == "pair":
+                others = after if unguided is None else [text for samples in unguided for text in samples]
+                whole = [b + a if a.strip() else a for b, a in zip(before, others, strict=True)]
+                scores = _tie(read) if unguided is None else score_pairs(judge, read, whole, progress)
+            else:
+                scores = judge.score(read, progress)
+            arrays[f"scores[{name}]"] = scores.reshape(shape)
         if self.lm is not None and self.tokenizer is not None:
             found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size, progress)
             arrays |= {"nll": found.nll.reshape(shape), "tokens": found.tokens.reshape(shape)}
         return arrays
+
+
+def _load_judge(use: JudgeUse, device: str) -> Judge:
+    """Load the judge of texts, or of pairs; one without a lowest and highest score is refused."""
+    judge = load_pair_judge(use.judge) if use.reads == "pair" else load_judge(use.judge, device)
+    UnitJudge(judge)
+    return judge
+
+
+def _tie(texts: Sequence[str]) -> np.ndarray:
+    return np.array([0.5 if text.strip() else np.nan for text in texts])
 
 
 def _measure_cells(
@@ -194,8 +221,10 @@ def _measure_cells(
         return
     lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
     instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
+    texts = {one.cell: one.texts for one in generated}
     for one in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        arrays = instruments.measure([prompt.text for prompt in prompts], one.texts) | one.arrays
+        unguided = None if one.cell.guide == UNGUIDED else texts[one.cell.reference]
+        arrays = instruments.measure([prompt.text for prompt in prompts], one.texts, unguided=unguided) | one.arrays
         write_arrays(folder, one.cell.name, arrays)
 
 
