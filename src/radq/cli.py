@@ -26,6 +26,7 @@ COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
     "train-experts": "train the language models that the baselines DExperts and GeDi need",
     "eval": "generate, judge and measure texts for a grid of guides",
     "calibrate": "find strengths from 0 to 1 of a reward model, which an independent judge confirms",
+    "choices": "answer multiple-choice questions, guided and not, and compare the accuracies",
     "measure": "compute metrics of existing generations",
     "label": "score texts with a judge, such as a language model with a rubric, and write them as labels",
     "judge": "score texts with a judge, as `label` does, or fit a judge on labelled texts",

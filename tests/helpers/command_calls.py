@@ -88,6 +88,11 @@ CALLS: dict[tuple[str, ...], Call] = {
         "plot": ["{here}/plot.svg"],
         "cache": ["{here}/cache"],
     },
+    ("choices",): {
+        "data": ["{world}/questions.jsonl"],
+        "base": ["{world}/toy"],
+        "guide": ["{world}/q:praise=5"],
+    },
     ("measure",): {
         "files": ["{world}/generations.jsonl"],
         "metrics": ["avg_max,perplexity,dist_2"],
@@ -213,6 +218,8 @@ def make_world(folder: Path, toy: Path) -> Path:
     (folder / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "prompts.txt").write_text("the film\nthe plot was\n")
     write_openings(folder / "openings.txt")
+    questions = [{"question": "the film was", "choices": [" good", " bad"], "answer": number} for number in (0, 1)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     (folder / "sweep.yaml").write_text(yaml.safe_dump(make_sweep(folder)))
     serve = {"base": str(folder / "toy"), "guides": {"praise": f"{folder / 'q'}:praise=5"}}
     (folder / "serve.yaml").write_text(yaml.safe_dump(serve))

@@ -1,0 +1,70 @@
+"""radq choices --data questions.jsonl --guide DIR:toxicity=-50: does the guided model still know what it knew?"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass
+class Arguments:
+    """Answer multiple-choice questions with a language model, unguided and guided, and compare the accuracies."""
+
+    data: Path
+    """Questions (jsonl or parquet) with the fields question, choices and answer, which is the number of the right
+    choice, from 0 on, or the choice itself."""
+    base: str = "embedded"
+    """Language model to steer: a hub name, a folder, or embedded."""
+    guide: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR:ATTR=BETA,…")] = field(
+        default_factory=list
+    )
+    """Guide as in `radq generate`; repeat the option to add guides."""
+    kl_budget: float | Literal["auto", "none"] = "auto"
+    """Largest KL divergence per token, as in `radq generate`."""
+    limit: int | None = None
+    """Number of questions, from the beginning of the file; by default all."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON, without progress bars."""
+
+
+def run(arguments: Arguments) -> None:
+    from radq.commands.console import announce, print_json
+    from radq.errors import OptionError
+    from radq.guides.spec import check_guide, find_budget, parse_guide
+    from radq.models.stored import check_language_model
+
+    if arguments.limit is not None and arguments.limit < 1:
+        raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all questions.")
+    if not arguments.data.is_file():
+        raise OptionError(f"there is no file {str(arguments.data)!r}.", "give a file of questions.")
+    for specification in arguments.guide:
+        check_guide(*parse_guide(specification, arguments.base))
+    check_language_model(arguments.base)
+    budget = find_budget(arguments.guide, 0.5, arguments.base) if arguments.kl_budget == "auto" else arguments.kl_budget
+    announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
+    from radq.evaluation.choices import count_right, find_answers, read_questions
+    from radq.evaluation.metrics import estimate, estimate_change
+    from radq.guides.spec import load_guides
+    from radq.models.loading import find_device, load
+
+    questions = read_questions(arguments.data)[: arguments.limit]
+    device = find_device(arguments.device)
+    lm, tokenizer = load(arguments.base, device)
+    guide = load_guides(arguments.guide, device, lm=lm, base=arguments.base)
+    limit = None if budget == "none" else budget
+    answers = {"unguided": find_answers(lm, tokenizer, questions, progress=not arguments.json)}
+    if guide is not None:
+        answers["guided"] = find_answers(lm, tokenizer, questions, guide, limit, progress=not arguments.json)
+    sums = {name: count_right(questions, found) for name, found in answers.items()}
+    result = {name: asdict(estimate(one)) for name, one in sums.items()}
+    if guide is not None:
+        result["change"] = asdict(estimate_change(sums["guided"], sums["unguided"]))
+    if arguments.json:
+        print_json({"questions": len(questions), "accuracy": result, "answers": answers})
+        return
+    print(f"accuracy on {len(questions)} questions:")
+    for name, one in result.items():
+        print(f"  {name:<9} {one['value']:.3f} ({one['low']:.3f} to {one['high']:.3f})")

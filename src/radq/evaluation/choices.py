@@ -1,0 +1,125 @@
+"""Multiple-choice questions: does a guided language model still know what it knows without a guide?
+
+    questions = read_questions("questions.jsonl")  # {"question": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
+    find_answers(lm, tokenizer, questions, guide, kl_budget=0.5)
+
+The answer of a model is the choice with the highest mean log-probability of its tokens after the question. Under a
+guide, the probabilities are those that the guide leaves, over the whole vocabulary.
+Axes: b choices of a question, t time, v vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from radq.data.tables import read_table
+from radq.decoding.config import Steering
+from radq.decoding.steering import Strengths, propose
+from radq.errors import DataError
+from radq.evaluation.metrics import Sums
+from radq.evaluation.perplexity import encode_pairs
+from radq.guides import Guide
+from radq.models.loading import Wrappable
+from radq.numerics import pad_left, same_kernels
+
+WANTED = '{"question": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}'
+
+
+@dataclass(frozen=True)
+class Question:
+    """A text, choices to continue it with, and the number of the right one, from 0 on."""
+
+    text: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def read_questions(file: str | Path) -> list[Question]:
+    """Read questions from jsonl or parquet; an answer is a number from 0 on, or one of the choices."""
+    found, number = [], 0
+    for table in read_table(file):
+        for name in ("question", "choices", "answer"):
+            if name not in table.columns:
+                raise DataError(f"{file} has no field {name!r}.", f"write a question as {WANTED}.")
+        for row in table.to_dict("records"):
+            number += 1
+            found.append(_read_question(row, f"{file}, row {number}"))
+    if not found:
+        raise DataError(f"{file}: there are no questions.", f"write a question as {WANTED}.")
+    return found
+
+
+def _read_question(row: dict[Any, Any], place: str) -> Question:
+    text, answer = row["question"], row["answer"]
+    given = row["choices"].tolist() if isinstance(row["choices"], np.ndarray) else row["choices"]
+    right = isinstance(text, str) and isinstance(given, list) and all(isinstance(one, str) for one in given)
+    if not right or len(set(given)) != len(given) or len(given) < 2 or not all(one.strip() for one in given):
+        raise DataError(f"{place} has no question with two or more different choices.", f"write it as {WANTED}.")
+    number = given.index(answer) if answer in given else answer
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 0 <= number < len(given):
+        raise DataError(f"{place}: the answer {answer!r} is none of the choices.", "give its number, from 0 on.")
+    return Question(text, tuple(given), int(number))
+
+
+@same_kernels()
+@torch.no_grad()
+def find_answers(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    guide: Guide | None = None,
+    kl_budget: float | None = None,
+    progress: bool = False,
+) -> list[int]:
+    """Find the answer of the model to each question, as the number of a choice."""
+    steering = Steering(top_k=None, kl_budget=kl_budget)
+    bar = tqdm(questions, unit="question", desc="answering", disable=not progress)
+    return [int(_score_choices(lm, tokenizer, question, guide, steering).argmax()) for question in bar]
+
+
+def count_right(questions: Sequence[Question], answers: Sequence[int]) -> Sums:
+    """The sums of the accuracy, the share of right answers."""
+    right = np.array([question.answer == answer for question, answer in zip(questions, answers, strict=True)])
+    return Sums(right.astype(float), np.ones(len(right)))
+
+
+def _score_choices(
+    lm: Wrappable, tokenizer: PreTrainedTokenizerBase, question: Question, guide: Guide | None, steering: Steering
+) -> Float[Tensor, " b"]:
+    """Compute the mean log-probability of the tokens of each choice."""
+    pairs = encode_pairs(lm, tokenizer, [question.text] * len(question.choices), question.choices)
+    scores = []
+    for pair in pairs:  # one by one: a choice may change the last token of the question
+        prompt, mask = pad_left([pair.prompt], device=lm.device)
+        tokens = torch.tensor([pair.continuation], device=lm.device)
+        logits = lm(input_ids=torch.cat([prompt, tokens], 1)).logits[:, len(pair.prompt) - 1 : -1]  # (1, t, v)
+        scores.append(_mean_log_probability(logits, tokens, prompt, mask, guide, steering))
+    return torch.stack(scores)
+
+
+def _mean_log_probability(
+    logits: Float[Tensor, "1 t v"],
+    tokens: Int[Tensor, "1 t"],
+    prompt: Int[Tensor, "1 p"],
+    mask: Int[Tensor, "1 p"],
+    guide: Guide | None,
+    steering: Steering,
+) -> Float[Tensor, ""]:
+    state = None if guide is None else guide.start(prompt, mask)
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for place in range(tokens.shape[1]):
+        step = logits[:, place]
+        proposal = propose(step, guide, state, Strengths.repeat(steering, guide, step)).require_finite()
+        shares = proposal.logits.double().log_softmax(-1)
+        total += shares[proposal.candidates == tokens[:, place : place + 1]].sum()
+        if guide is not None:
+            state = guide.advance(proposal.state, tokens[:, place])
+    return total / tokens.shape[1]
