@@ -5,10 +5,9 @@
 The texts are a sweep like those of `radq eval`, in a folder of the cache: a killed calibration goes on where it was.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from radq.data.prompts import Prompt
 from radq.errors import OptionError
@@ -119,7 +118,7 @@ class CalibrationPlan:
             samples=self.samples,
             max_new_tokens=self.max_new_tokens,
             top_k=[self.top_k],
-            kl_budget=[self.kl_budget] if self.by == "beta" else self.levels,
+            kl_budget=[self.kl_budget] if self.by == "beta" else [*self.levels],
             seeds=[self.seed],
             batch_size=self.batch_size,
             resamples=self.resamples,
@@ -139,13 +138,12 @@ class CalibrationPlan:
         return self.sign * largest, place
 
 
-def _find_range(config: dict[str, object], attribute: str) -> tuple[float, float]:
+def _find_range(config: dict[str, Any], attribute: str) -> tuple[float, float]:
+    """The range of an attribute's rewards: config.json has one pair of numbers, or one for each attribute."""
     stored = config.get("response_range") or (0.0, 1.0)
-    attributes = config.get("attributes") or [attribute]
-    assert isinstance(stored, Sequence)
-    assert isinstance(attributes, list)
-    low, high = stored[attributes.index(attribute)] if isinstance(stored[0], Sequence) else stored
-    return float(low), float(high)
+    if isinstance(stored[0], list):
+        stored = stored[config["attributes"].index(attribute)]
+    return float(stored[0]), float(stored[1])
 
 
 def calibrate(

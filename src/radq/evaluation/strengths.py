@@ -95,8 +95,8 @@ def find_strengths(
 
 def _gain(level: Level, other: Level, sign: float, bootstrap: Bootstrap) -> Estimate:
     change = estimate_change(level.score, other.score, bootstrap)
-    ends = sorted((sign * change.low, sign * change.high))
-    return Estimate(sign * change.value, *ends, change.skipped, change.infinite)
+    low, high = sorted((sign * change.low, sign * change.high))
+    return Estimate(sign * change.value, low, high, change.skipped, change.infinite)
 
 
 def _count_inside(measured: Sequence[MeasuredLevel], max_ratio: float) -> int:
@@ -128,7 +128,9 @@ def _cut(inner: MeasuredLevel, outer: MeasuredLevel, max_ratio: float) -> Measur
         return first + share * (second - first)
 
     def mix(first: Estimate, second: Estimate) -> Estimate:
-        return Estimate(*(between(getattr(first, name), getattr(second, name)) for name in ("value", "low", "high")))
+        return Estimate(
+            between(first.value, second.value), between(first.low, second.low), between(first.high, second.high)
+        )
 
     return MeasuredLevel(
         between(inner.place, outer.place),

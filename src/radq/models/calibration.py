@@ -144,14 +144,12 @@ def read_calibrations(folder: str | Path, fetch: bool = True) -> list[Calibratio
     """
     try:
         file = find_file(folder, CALIBRATION) if fetch or Path(folder).is_dir() else _find_cached(str(folder))
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError:  # or a ModelError, which is one
         return []
-    except ValueError as error:
-        raise ModelError(f"{str(file)!r} is damaged: {error}.", "delete it, and calibrate again.") from error
     try:
-        return [build(one, Calibration, CALIBRATION) for one in stored["calibrations"]]
-    except (OptionError, KeyError, TypeError) as error:
+        return [build(one, Calibration, CALIBRATION) for one in json.loads(text)["calibrations"]]
+    except (ValueError, KeyError, TypeError) as error:  # also an OptionError, which is a ValueError
         raise ModelError(f"{str(file)!r} is damaged: {error}.", "delete it, and calibrate again.") from error
 
 
