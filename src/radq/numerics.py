@@ -60,7 +60,9 @@ class _LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Float[Tensor, "*p"]) -> tuple[Float[Tensor, "*p v"], None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the names of parameters
+        ctx: Any, *gradients: Float[Tensor, "*p"]
+    ) -> tuple[Float[Tensor, "*p v"], None]:
         """The gradient of log softmax: 1 for the token itself, minus the probability of each token."""
         logits, token_ids, normaliser = ctx.saved_tensors
         found = torch.empty_like(logits)
