@@ -66,8 +66,8 @@ class _LogProbabilities(torch.autograd.Function):
         """The gradient of log softmax: 1 for the token itself, minus the probability of each token."""
         logits, token_ids, normaliser = ctx.saved_tensors
         found = torch.empty_like(logits)
-        for part, tokens, lowest, gradient, into in _pieces(logits, token_ids, normaliser, *gradients, found):
-            change = (at_least_float32(part) - lowest[..., None]).exp_().mul_(-gradient[..., None])
+        for part, tokens, log_sum, gradient, into in _pieces(logits, token_ids, normaliser, *gradients, found):
+            change = (at_least_float32(part) - log_sum[..., None]).exp_().mul_(-gradient[..., None])
             into.copy_(change.scatter_add_(-1, tokens[..., None], gradient[..., None]))
         return found, None
 
