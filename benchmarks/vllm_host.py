@@ -4,7 +4,8 @@
     HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 .venv-vllm/bin/python benchmarks/vllm_host.py
 
 The base model and the guides are the embedded ones. `reward alone` is the time in which the reward model reads one
-token of every text by itself: guided steps cannot be faster than base model and reward model one after the other.
+token of every text by itself: guided steps cannot be faster than base model and reward model one after the other. A
+readout of the last layer reads none.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 from radq.decoding.config import Steering
 from radq.hosts.batching import Request, Steerer
 from radq.hosts.guidance import Guidance
+from radq.hosts.last_layer import LastLayerFollower
 from radq.hosts.vllm import VllmEngine
 from radq.serving.config import ServeConfig
 from radq.serving.panel import Panel
@@ -110,6 +112,8 @@ def make_steerer(options: argparse.Namespace) -> Steerer:
     """The reward model outside vLLM, with as many texts."""
     panel = Panel.load(ServeConfig(guides={"guide": options.guide}).guides)
     steerer = Steerer(panel, options.rows, LENGTH)
+    if isinstance(steerer.followers[0], LastLayerFollower):
+        return steerer
     guidance = Guidance({"guide": 20.0}, Steering())
     requests = {row: Request(guidance, [5, 6, 7], []) for row in range(options.rows)}
     steerer.steer(torch.randn(options.rows, panel.guides[0].vocab_size), requests)
@@ -119,6 +123,8 @@ def make_steerer(options: argparse.Namespace) -> Steerer:
 def measure_reward(steerer: Steerer, options: argparse.Namespace) -> float:
     """Seconds in which the reward model reads one token of every text."""
     follower = steerer.followers[0]
+    if isinstance(follower, LastLayerFollower):
+        return 0.0
 
     def read() -> None:
         with torch.inference_mode():
