@@ -17,6 +17,8 @@ from serving import Running, make_config, serving
 
 import radq
 from radq.errors import RadqError
+from radq.models.prompt_parts import PartlyRead
+from radq.serving import scheduler as scheduler_module
 from radq.serving.config import Limits
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is in radq[dev]")
@@ -261,6 +263,45 @@ def test_cancelled_requests_leave_nothing(running: Running) -> None:
         time.sleep(0.01)
     assert (scheduler.running, scheduler.waiting, scheduler.nbytes) == (0, 0, 0)
     assert running.server.metrics.cancelled._value.get() > cancelled_before
+
+
+def test_all_lanes_together_read_few_tokens_between_two_steps(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with different guides are decoded by different engines, and their prompts share one budget."""
+    monkeypatch.setattr(scheduler_module, "PROMPT_BUDGET", {"cpu": 4})
+    wishes: list[dict[str, float]] = [{}, {"praise": 5.0}, {"length": 3.0}, {"calm": -5.0, "length": 2.0}]
+    options = {"temperature": 0.0, "max_new_tokens": 5}
+    prompt, rounds, lanes = "the plot was good and the film seemed dull", [0], [0]
+    with serving(make_config(models)) as running:
+        alone = [expected(running, [prompt], wish, **options)[0].text for wish in wishes]
+        scheduler, begun, go = running.server.scheduler, threading.Event(), threading.Event()
+
+        forward = PartlyRead._forward
+
+        def count(texts: PartlyRead, columns: int) -> None:
+            rounds[-1] += columns * len(texts.input_ids)
+            forward(texts, columns)
+
+        monkeypatch.setattr(PartlyRead, "_forward", count)
+        choose = scheduler._let_one_lane_read_prompts
+
+        def choose_and_count() -> None:
+            rounds.append(0)
+            lanes.append(len(scheduler._lanes))
+            choose()
+
+        scheduler._let_one_lane_read_prompts = choose_and_count
+        scheduler.call(lambda: (begun.set(), go.wait(30)))  # until all requests are there
+        assert begun.wait(30)
+        bodies = [{"prompt": prompt, "radq": wish, "temperature": 0, "max_tokens": 5} for wish in wishes]
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(post, running, **body) for body in bodies]
+            while scheduler.waiting < 4:
+                time.sleep(0.01)
+            go.set()
+            found = [answer.result().json()["choices"][0]["text"] for answer in answers]
+    assert found == alone
+    assert max(lanes) == 4
+    assert 0 < max(rounds) <= 4
 
 
 def test_a_client_that_waits_for_the_whole_and_goes_away(models: Path) -> None:

@@ -24,7 +24,7 @@ from radq.decoding.config import Steering
 from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
-from radq.models.prompt_graphs import PromptGraphs
+from radq.models.prompt_graphs import MOST_TOKENS, PromptGraphs
 from radq.models.prompt_parts import PromptParts
 from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader
@@ -95,15 +95,21 @@ class Decoder:
 
     @torch.no_grad()
     def read_ahead(self, prompts: Sequence[Sequence[int]], parts: PromptParts, tokens: int) -> bool:
-        """Let the models read so many tokens of prompts that are to be added; return whether nothing is left."""
+        """Let base model and guide read so many tokens of prompts that are to be added; return whether all are read."""
+        if self._read_by_graphs(prompts):
+            return True  # when they are added
         input_ids, attention_mask = pad_left(prompts, device=self.device)
 
-        def read() -> None:
-            self.reader.read(input_ids, attention_mask)
-            if self.guide is not None:
-                self.guide.start_beside(self._base_states, input_ids, attention_mask)
+        def read() -> tuple[Any, Any]:
+            base = self.reader.read(input_ids, attention_mask)
+            if self.guide is None:
+                return base, None
+            return base, self.guide.start_beside(self._base_states, input_ids, attention_mask)
 
         return parts.read(tokens, read)
+
+    def _read_by_graphs(self, prompts: Sequence[Sequence[int]]) -> bool:
+        return self.captures.on and max(map(len, prompts)) * len(prompts) <= MOST_TOKENS
 
     @torch.no_grad()
     def add(
@@ -115,20 +121,24 @@ class Decoder:
         uniforms: np.ndarray,
         capacity: int,
         width: int,
+        read: tuple[Any, Any] | None = None,
     ) -> None:
         """Read prompts, and add rows. Each row has the number of its prompt, its settings and its random numbers.
         Args:
             capacity: the number of rows for which there should be room.
             width: the number of tokens for which there should be room in each row.
+            read: the result of `read_ahead`, if the prompts are read already.
         """
         self._steerings += steerings
         self._plan = Plan.of(self._steerings)
         input_ids, attention_mask = pad_left(prompts, device=self.device)
         index = None if list(rows) == list(range(len(prompts))) else torch.tensor(rows, device=self.device)
         with self._prompts.used() if self.captures.on else nullcontext():
-            self._join("base", self.reader.read(input_ids, attention_mask), index, capacity, width)
+            base, state = read or (self.reader.read(input_ids, attention_mask), None)
+            self._join("base", base, index, capacity, width)
             if self.guide is not None:
-                state = self.guide.start_beside(self._base_states, input_ids, attention_mask)
+                if read is None:  # after the base model has joined: a graph may write to the same memory
+                    state = self.guide.start_beside(self._base_states, input_ids, attention_mask)
                 self._join("state", state, index, capacity, width)
         strengths = Strengths.stack(steerings, betas, self.reader.vocabulary.size, self.device)
         first, last = self.count, self.count + len(rows)

@@ -125,6 +125,15 @@ class Ticket:
 
 
 @dataclass(frozen=True)
+class _Joining:
+    """Requests that join the running ones together, as soon as their prompts are read."""
+
+    tickets: list[Ticket]
+    prompts: dict[tuple[int, ...], int]  # numbered, each once
+    parts: PromptParts = field(default_factory=PromptParts)
+
+
+@dataclass(frozen=True)
 class _InFlight:
     """The numbers of a step on their way to the host, and the tickets of its rows."""
 
@@ -167,13 +176,14 @@ class Engine:
         self.lm, self.guide, self.max_rows, self.details, self.compile = lm, guide, max_rows, details, compile
         if not lm.training:
             lm.eval()  # also those of its parts that are not
-        self.prompt_budget: int | None = None  # tokens of prompts that are read between two steps of texts
-        self._parts: tuple[Any, PromptParts] = (None, PromptParts())  # of a longer prompt, which is the next to join
+        # The tokens of prompts that base model and guide together read between two steps of texts; None for no limit.
+        self.prompt_budget: int | None = None
         self.decoder = Decoder(lm, guide, captures, compile)
         self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" and not details else 0
         self.waiting: deque[Ticket] = deque()
+        self._joining: _Joining | None = None
         self.running: list[Ticket] = []  # in the order of the decoder's rows; some of them may have ended
         self._left = np.zeros(0, dtype=np.int64)  # tokens still to be drawn in each row; 0 if it has ended
         self._in_flight: deque[_InFlight] = deque()
@@ -202,16 +212,21 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self._in_flight or self._left.any())
+        return bool(self.has_prompts or self._in_flight or self._left.any())
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some prompts are still to be read."""
+        return bool(self.waiting or self._joining)
 
     def rest(self) -> "Engine":
         """Let all rows leave; the engine can be used again."""
+        self._wait_again()
         for ticket in [*self.running, *self.waiting]:
             self.finish(ticket, "cancelled")
         self.waiting.clear()
         self._in_flight.clear()
-        self._stops, self._watches, self._processes = set(), False, False
-        self._parts = (None, PromptParts())
+        self._stops, self._watches, self._processes, self.prompt_budget = set(), False, False, None
         self._keep([])
         return self
 
@@ -258,13 +273,18 @@ class Engine:
         running = int((self._left > 0).sum())
         if any(ticket.finish_reason is not None for ticket in self.waiting):
             self.waiting = deque(ticket for ticket in self.waiting if ticket.finish_reason is None)
-        room = self._room() - running if self.waiting else 0
+        if self._joining and all(ticket.finish_reason is not None for ticket in self._joining.tickets):
+            self._joining = None
+        room = self._room() - running if self.has_prompts else 0
         if self.kind == "cpu" or running <= FEWER * len(self.running) or room > 0:
             self._leave()
-        while self.waiting and room > 0 and self._read_ahead():
-            room -= self._admit(room)
-            if self.prompt_budget is not None:
-                break  # the other prompts wait, so that running texts do not, be they of this engine or of another
+        if self.prompt_budget is None:
+            while self.waiting and room > 0:
+                room -= self._join(self._choose(room))
+        elif self.prompt_budget and self.has_prompts and room > 0:
+            self._joining = self._joining or self._choose(room)
+            if self.decoder.read_ahead(list(self._joining.prompts), self._joining.parts, self.prompt_budget):
+                self._join(self._joining)
 
     def _leave(self) -> None:
         """Let rows leave that have ended."""
@@ -303,17 +323,8 @@ class Engine:
         per_row = sum(reading.nbytes / reading.capacity * reading.copies for reading in slots)
         return max(1, len(self.running) + int(MEMORY_SHARE * free / (per_row + self._scratch)))
 
-    def _read_ahead(self) -> bool:
-        """Read a part of the first waiting prompt if it is longer than the budget; return whether it can join."""
-        prompt = tuple(self.waiting[0].request.prompt)
-        if self.prompt_budget is None or len(prompt) <= self.prompt_budget:
-            return True
-        if self._parts[0] != prompt:
-            self._parts = (prompt, PromptParts())
-        return self.decoder.read_ahead([prompt], self._parts[1], self.prompt_budget)
-
-    def _admit(self, room: int) -> int:
-        """Read the prompts of some waiting requests, and let them join; return their number."""
+    def _choose(self, room: int) -> _Joining:
+        """Take waiting requests whose prompts are read together."""
         chosen: list[Ticket] = []
         places: dict[tuple[int, ...], int] = {}
         longest, budget = 0, self.prompt_budget or PROMPT_TOKENS[self.kind]
@@ -324,6 +335,12 @@ class Engine:
                 break
             places.setdefault(prompt, len(places))
             chosen.append(self.waiting.popleft())
+        return _Joining(chosen, places)
+
+    def _join(self, joining: _Joining) -> int:
+        """Let requests join, unless they were cancelled while their prompts were read; return their number."""
+        self._joining = None
+        chosen = [ticket for ticket in joining.tickets if ticket.finish_reason is None]
         requests = [ticket.request for ticket in chosen]
         own = () if self.guide is None else self.guide.beta
         steps = max(request.max_new_tokens for request in requests)
@@ -335,18 +352,23 @@ class Engine:
             ticket.place = place
         self.running += chosen
         self._left = np.concatenate([self._left, [request.max_new_tokens for request in requests]])
-        with self._parts[1].used() if self._parts[0] in places else nullcontext():
-            self.decoder.add(
-                list(places),
-                [places[tuple(request.prompt)] for request in requests],
-                [request.steering for request in requests],
-                [own if request.beta is None else request.beta for request in requests],
-                uniforms,
-                capacity=min(self._room(), len(self.running) + len(self.waiting)),
-                width=longest + steps + overhead,
-            )
-        self._parts = (None, PromptParts())
+        self.decoder.add(
+            list(joining.prompts),
+            [joining.prompts[tuple(request.prompt)] for request in requests],
+            [request.steering for request in requests],
+            [own if request.beta is None else request.beta for request in requests],
+            uniforms,
+            capacity=min(self._room(), len(self.running) + len(self.waiting)),
+            width=max(map(len, joining.prompts)) + steps + overhead,
+            read=joining.parts.result,
+        )
         return len(chosen)
+
+    def _wait_again(self) -> None:
+        """Let requests that are about to join wait again; nothing is known of their prompts any more."""
+        if self._joining:
+            self.waiting.extendleft(reversed(self._joining.tickets))
+            self._joining = None
 
     # --- steps ---
 
@@ -421,13 +443,13 @@ class Engine:
 
     def _begin_again_with_half(self, error: Exception) -> None:
         """Free all rows, and begin their texts again, half as many at once: they will be the same texts."""
-        rows = len(self.running)
+        rows = len(self.running) + (len(self._joining.tickets) if self._joining else 0)
+        self._wait_again()
         if rows <= 1:
             raise MemoryLimitError(
                 "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
             ) from error
         _HALVED[self.lm] = rows // 2
-        self._parts = (None, PromptParts())
         self._in_flight.clear()
         for ticket in reversed(self.running):
             ticket.place = None

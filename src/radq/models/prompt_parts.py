@@ -2,86 +2,123 @@
 
     parts = PromptParts()
     while not parts.read(512, lambda: guide.start(input_ids, attention_mask)):
-        ...                                             # other work, after each 512 tokens
-    with parts.used():
-        state = guide.start(input_ids, attention_mask)  # nothing is left to read
+        ...               # other work, after every 512 tokens, whichever models of the guide have read them
+    state = parts.result
 
-The same function is called again and again. Its readers go on where they stopped: each call of `Reader.read` is known
-again by its number among the calls of the function.
+The same function is called again and again. Its readers go on where they stopped: the texts of a call of `Reader.read`
+are known again by the model and by the tokens. Axes: b rows, t time.
 """
 
-import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-T = TypeVar("T")
-Parts = Generator[int, None, T]  # reads a part of a prompt, and yields the number of its tokens; returns what it read
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
-_USED: ContextVar["PromptParts | None"] = ContextVar("prompt_parts", default=None)
+from radq.models import kv_cache
+from radq.models.kv_cache import Prefix
 
 
-class _Stopped(Exception):  # noqa: N818 - it is no error
-    """The tokens of a turn are used up."""
+@dataclass(eq=False)
+class PartlyRead:
+    """A left-padded batch of texts, of which a model has read the first columns."""
+
+    reader: Any  # a Reader
+    input_ids: Int[Tensor, "b t"]
+    attention_mask: Int[Tensor, "b t"]
+    everywhere: bool  # whether the outputs of all parts are kept, not that of the last one alone
+    outputs: list[Any] = field(default_factory=list)
+    prefix: Prefix | None = None
+    columns: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.input_ids.shape[1] - self.columns
+
+    def is_of(self, other: "PartlyRead") -> bool:
+        """Whether both are the same texts, which the same model reads for the same outputs."""
+        mine, others = ((one.reader.model, one.reader.output, one.reader.layers) for one in (self, other))
+        return (
+            mine == others
+            and self.everywhere == other.everywhere
+            and torch.equal(self.input_ids, other.input_ids)
+            and torch.equal(self.attention_mask, other.attention_mask)
+        )
+
+    def read(self, columns: int) -> None:
+        """Read so many more columns. Several forwards read many, so that memory holds the activations of few tokens."""
+        most = max(1, self.reader.tokens_per_forward // len(self.input_ids))
+        for first in range(0, columns, most):
+            self._forward(min(most, columns - first))
+
+    def _forward(self, columns: int) -> None:
+        part = slice(self.columns, self.columns + columns)
+        tokens, mask = self.input_ids[:, part], self.attention_mask[:, part]
+        reader = self.reader
+        arguments = reader.state_arguments if self.everywhere else reader.arguments
+        if self.prefix is None:
+            output, self.prefix = kv_cache.start(reader.model, tokens, mask, **arguments)
+        else:
+            output, self.prefix = kv_cache.extend(reader.model, self.prefix, tokens, mask, **arguments)
+        self.outputs = [*self.outputs, output] if self.everywhere else [output]
+        self.columns += columns
+
+
+class _Stopped(BaseException):
+    """The tokens of a turn are used up. This is no error, so a guide that catches errors does not catch it."""
 
 
 class PromptParts:
     """How far models have read some prompts."""
 
     def __init__(self) -> None:
-        self.turn = sys.maxsize  # tokens of one part
-        self._left = sys.maxsize  # tokens that may still be read
-        self._calls = 0
-        self._begun: dict[int, Parts[Any]] = {}
-        self._read: dict[int, Any] = {}
+        self.result: Any = None  # of the function, when everything is read
+        self._begun: list[PartlyRead] = []
+        self._turn = self._room = 0  # tokens that may be read in this turn, and those of them that are left
 
     def read(self, tokens: int, work: Callable[[], Any]) -> bool:
-        """Let the readers of a function read so many tokens; return whether they have read everything."""
-        self.turn = self._left = tokens
+        """Let the readers of a function read so many tokens together; return whether nothing is left to read."""
+        self._turn = self._room = tokens
+        token = _USED.set(self)
         try:
-            with self.used():
-                work()
+            self.result = work()
         except _Stopped:
             return False
         finally:
-            self.turn = self._left = sys.maxsize
+            _USED.reset(token)
         return True
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        self._calls = 0
-        token = _USED.set(self)
-        try:
-            yield
-        finally:
-            _USED.reset(token)
+    def finish(self, texts: PartlyRead) -> PartlyRead:
+        """Read texts to their end, or as far as the turn has room."""
+        begun = next((one for one in self._begun if one.is_of(texts)), None)
+        if begun is None:
+            begun = texts
+            self._begun.append(texts)
+        if begun.left:
+            rows = len(begun.input_ids)
+            least = int(self._room == self._turn)  # a turn reads something, however many rows there are
+            columns = min(begun.left, max(least, self._room // rows))
+            begun.read(columns)
+            self._room -= columns * rows
+        if begun.left:
+            raise _Stopped
+        return begun
 
-    def finish(self, parts: Parts[T]) -> T:
-        """Return what the next call of a reader has read, if its turn is long enough."""
-        number, self._calls = self._calls, self._calls + 1
-        begun = self._begun.setdefault(number, parts)
-        while number not in self._read:
-            if self._left <= 0:
-                raise _Stopped
-            try:
-                self._left -= next(begun)
-            except StopIteration as end:
-                self._read[number] = end.value
-        return self._read[number]
+
+_USED: ContextVar[PromptParts | None] = ContextVar("prompt_parts", default=None)
 
 
 def prompt_parts() -> PromptParts | None:
-    """Return the parts that are read at the moment; None outside of a block that uses some."""
+    """Return the parts that are read at the moment; None outside of `PromptParts.read`."""
     return _USED.get()
 
 
-def read_parts(parts: Parts[T]) -> T:
-    """Read all parts of a prompt; if it is one of those that are read in turns, as many as a turn has room for."""
-    if found := prompt_parts():
-        return found.finish(parts)
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            return end.value
+def read_texts(texts: PartlyRead) -> PartlyRead:
+    """Read texts to their end; those that are read in turns as far as the turn has room."""
+    if parts := prompt_parts():
+        return parts.finish(texts)
+    texts.read(texts.left)
+    return texts

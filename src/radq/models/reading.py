@@ -19,7 +19,7 @@ from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
 from radq.models.prompt_graphs import prompt_graphs
-from radq.models.prompt_parts import Parts, prompt_parts, read_parts
+from radq.models.prompt_parts import PartlyRead, prompt_parts, read_texts
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
 from radq.numerics import log_probabilities
 
@@ -108,25 +108,9 @@ class Reader:
             if found is not None:
                 (last, notes), prefix = found
                 return Reading(self, prefix, last, notes)
-        (output,), prefix = read_parts(self._read_parts(input_ids, attention_mask, everywhere=False))
-        return Reading(self, prefix, *self.take_last(output))
-
-    def _read_parts(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], everywhere: bool
-    ) -> Parts[tuple[list[Any], Prefix]]:
-        """Read texts part by part; return the prefix, and the output of each part or of the last one alone."""
-        b, t = input_ids.shape
-        turns, arguments = prompt_parts(), self.state_arguments if everywhere else self.arguments
-        size = max(1, min(self.tokens_per_forward, turns.turn if turns else self.tokens_per_forward) // b)
-        output, prefix = kv_cache.start(self.model, input_ids[:, :size], attention_mask[:, :size], **arguments)
-        outputs = [output]
-        yield input_ids[:, :size].numel()
-        for first in range(size, t, size):
-            tokens, mask = input_ids[:, first : first + size], attention_mask[:, first : first + size]
-            output, prefix = kv_cache.extend(self.model, prefix, tokens, mask, **arguments)
-            outputs = [*outputs, output] if everywhere else [output]
-            yield tokens.numel()
-        return outputs, prefix
+        texts = read_texts(PartlyRead(self, input_ids, attention_mask, everywhere=False))
+        assert texts.prefix is not None
+        return Reading(self, texts.prefix, *self.take_last(texts.outputs[-1]))
 
     def take_last(self, output: Any) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]:
         """Take from the output of a forward what a reading keeps of the last token: the output, and notes."""
@@ -145,10 +129,11 @@ class Reader:
     ) -> tuple["Reading", Float[Tensor, "b t n"]]:
         """Read a batch of texts and also return the output at each of their tokens."""
         self.check_columns(input_ids.shape[1])
-        parts, prefix = read_parts(self._read_parts(input_ids, attention_mask, everywhere=True))
-        taken = [self.take_states(output) if self.output == "states" else output[self.output] for output in parts]
-        outputs = torch.cat(taken, dim=1)
-        return Reading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
+        texts = read_texts(PartlyRead(self, input_ids, attention_mask, everywhere=True))
+        assert texts.prefix is not None
+        take = self.take_states if self.output == "states" else lambda output: output[self.output]
+        outputs = torch.cat([take(output) for output in texts.outputs], dim=1)
+        return Reading(self, texts.prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
-PROMPT_BUDGET = {"cpu": 512, "cuda": 8192}  # tokens of prompts that are read between two steps of the others
+PROMPT_BUDGET = {"cpu": 512, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
 
 
 class BusyError(RadqError):
@@ -57,6 +57,7 @@ class Scheduler:
         self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lanes: dict[tuple[tuple[int, ...], bool], _Lane] = {}
         self._clocked: dict[tuple[int, ...], ClockedGuide] = {}
+        self._round = 0
         self._deadline = math.inf  # of texts that run while the server ends
         metrics.watch(lambda: self.waiting, lambda: self.running, lambda: self.nbytes)
         self._thread = threading.Thread(target=self._run, name="radq-scheduler", daemon=True)
@@ -149,6 +150,7 @@ class Scheduler:
             self._admit()
             if self._tasks:
                 self._do(*self._tasks.popleft())
+            self._let_one_lane_read_prompts()
             for key, lane in list(self._lanes.items()):
                 self._step(lane)
                 if not lane.texts:
@@ -202,9 +204,16 @@ class Scheduler:
                 if details
                 else take_engine(self.served.lm, guide, rows)
             )
-            engine.prompt_budget = PROMPT_BUDGET[engine.kind]
             self._lanes[key] = _Lane(engine, guide)
         return self._lanes[key]
+
+    def _let_one_lane_read_prompts(self) -> None:
+        """Choose the lane that reads prompts in this round, so that no text waits for those of all lanes."""
+        self._round += 1
+        readers = [lane for lane in self._lanes.values() if lane.engine.has_prompts]
+        for lane in self._lanes.values():
+            chosen = bool(readers) and lane is readers[self._round % len(readers)]
+            lane.engine.prompt_budget = PROMPT_BUDGET[lane.engine.kind] if chosen else 0
 
     def _guide(self, numbers: tuple[int, ...]) -> ClockedGuide:
         if numbers not in self._clocked:
