@@ -450,6 +450,29 @@ def test_bodies_that_are_no_json(running: Running, content: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "json"]
+)
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/radq/score"])
+def test_bodies_that_pages_of_other_sites_may_send(running: Running, route: str, kind: str | None) -> None:
+    """A browser sends such a request for any page without asking the server; it must cost nothing."""
+    headers = {"origin": "http://elsewhere.example"} | ({} if kind is None else {"content-type": kind})
+    body = json.dumps({"prompt": PROMPT, "messages": [{"role": "user", "content": "film"}], "text": "film"})
+    answer = httpx.post(running.address + route, content=body.encode(), headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (415, "invalid_request_error")
+    assert "access-control-allow-origin" not in answer.headers
+    asked = httpx.options(running.address + route, headers=headers | {"access-control-request-method": "POST"})
+    assert asked.status_code == 405
+    assert "access-control-allow-origin" not in asked.headers
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"])
+def test_names_of_json(running: Running, kind: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    headers = {"content-type": kind}
+    assert httpx.post(f"{running.address}/v1/completions", content=body, headers=headers, timeout=60).status_code == 200
+
+
 def test_bodies_that_are_too_long(running: Running) -> None:
     answer = post(running, prompt="x" * 2**20)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")

@@ -7,7 +7,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
 from radq.hosts.vllm_server import VllmServer, WorkerError
-from radq.serving.bodies import ScoreBody
+from radq.serving.bodies import ScoreBody, check_content_type
 from radq.serving.gate import Gate
 from radq.serving.info import VERSION, describe_server
 from radq.serving.keys import check_key
@@ -49,7 +49,7 @@ def make_page_app(server: VllmServer) -> FastAPI:
             needs_key=bool(server.keys),
         )
 
-    @app.post("/radq/score", **guarded)
+    @app.post("/radq/score", dependencies=[Depends(check), Depends(check_content_type)], responses=ERRORS)
     async def score(body: ScoreBody) -> dict[str, Any]:
         check_unicode(body.text)
         await server.find_facts()  # which refuses if workers cannot score

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 
 from radq.serving.allowed_hosts import AllowedHosts
 from radq.serving.answers import Answer
-from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody
+from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody, check_content_type
 from radq.serving.gate import Gate
 from radq.serving.info import VERSION, describe_server
 from radq.serving.keys import check_key
@@ -125,7 +125,8 @@ def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0
 
 
 def _add_texts(app: FastAPI, server: Server) -> None:
-    guarded: dict[str, Any] = {"dependencies": [Depends(server.check_key)], "responses": ERRORS}
+    checks = [Depends(server.check_key), Depends(check_content_type)]
+    guarded: dict[str, Any] = {"dependencies": checks, "responses": ERRORS}
 
     @app.post("/v1/completions", **guarded)
     async def completions(body: CompletionBody, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -96,3 +97,13 @@ class ErrorBody(BaseModel):
 
 
 Kind = Literal["completion", "chat"]
+
+
+def check_content_type(request: Request) -> None:
+    """Refuse a body that does not call itself JSON.
+
+    A browser lets a page of any site send bodies of other types, and asks the server first only for JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise HTTPException(415, "the body does not call itself JSON. hint: send Content-Type: application/json.")

@@ -23,7 +23,7 @@ TYPES = {
     429: "rate_limit_error",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 413, 415, 429, 500, 503)
 }
 
 
