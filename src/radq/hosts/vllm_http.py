@@ -21,10 +21,9 @@ from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Guidance, Registry, find_
 from radq.hosts.vllm_details import AnswerDetails, prepare_details
 from radq.hosts.vllm_page import is_page_path, make_page_app
 from radq.hosts.vllm_server import VllmServer
-from radq.serving.strengths import write_strengths
+from radq.serving.strengths import MISSPELLED, write_strengths
 
 ROUTES = ("/completions", "/responses", "/messages")
-MISSPELLED = ("vllm_args", "xargs", "extra_args", "extra_body")  # fields that vLLM would ignore
 HINT = 'write "vllm_xargs": {"radq": "sentiment=20,toxicity=-50"}.'
 HEADER = b"x-radq"
 ENDS = b'"finish_reason":"'  # stands in an event that ends a text

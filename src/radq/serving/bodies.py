@@ -37,7 +37,11 @@ class TextBody(BaseModel):
             "also kl_budget, top_k and details."
         ),
     ] = None
+    vllm_xargs: Annotated[
+        dict[str, Any] | None, Field(description="An object with the field radq, where requests to vLLM have it.")
+    ] = None
     # These are refused unless they change nothing.
+    use_beam_search: bool | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from radq.errors import ContextLengthError, OptionError
 from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
 from radq.serving.config import ServeConfig
 from radq.serving.served import Served
-from radq.serving.strengths import SETTINGS
+from radq.serving.strengths import MISSPELLED, SETTINGS
 from radq.serving.texts import Delivery, Text
 
 # Fields that other clients send and that change no text.
@@ -122,6 +122,7 @@ def _refuse_unsupported(body: CompletionBody | ChatBody, config: ServeConfig) ->
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
         "logit_bias": body.logit_bias,
+        "use_beam_search": body.use_beam_search,
     }
     if isinstance(body, CompletionBody):
         best_of = None if body.best_of in (None, body.n or 1) else body.best_of
@@ -133,7 +134,7 @@ def _refuse_unsupported(body: CompletionBody | ChatBody, config: ServeConfig) ->
         if value:
             raise OptionError(f"this server does not support {name}.", f"leave {name} out.")
     for name in body.model_extra or {}:
-        if "radq" in name.lower() or name in (*config.guides, *SETTINGS):
+        if "radq" in name.lower() or name in (*config.guides, *SETTINGS, *MISSPELLED):
             raise OptionError(
                 f"{ascii(name)[:60]} is no field of a request.", 'write strengths as "radq": {"sentiment": 20}.'
             )
@@ -143,11 +144,25 @@ def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, 
     """Read the name of the model, and all strengths and settings: those of the request replace those of the model."""
     model = body.model or config.base_id
     own = config.model_strengths(model)
-    asked = {} if body.radq is None else config.read_strengths(body.radq)
+    given = _find_steering(body)
+    asked = {} if given is None else config.read_strengths(given)
     if body.top_k is not None:
         asked["top_k"] = float(body.top_k)
     config.check_strengths(asked)
     return model, {**own, **asked}
+
+
+def _find_steering(body: TextBody) -> Any:
+    """Find the strengths of a request in `radq`, or where requests to vLLM have it."""
+    arguments = body.vllm_xargs or {}
+    if others := sorted(arguments.keys() - {"radq"}):
+        raise OptionError(
+            f"vllm_xargs must have no other field than radq here, got {ascii(others[0])[:60]}.",
+            'write "vllm_xargs": {"radq": "sentiment=20"}.',
+        )
+    if arguments and body.radq is not None:
+        raise OptionError("radq stands twice in the request.", "leave vllm_xargs out.")
+    return arguments.get("radq", body.radq)
 
 
 def _read_strengths(asked: dict[str, float | None], config: ServeConfig) -> dict[str, float]:

@@ -67,6 +67,8 @@ async def _on_radq_error(_: Request, error: Exception) -> Response:
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first.get("type") == "json_invalid":
+        return answer_problem(400, "the body is no JSON. hint: send an object of JSON.")
     place = ".".join(str(part) for part in first.get("loc", ())[1:]) or None
     message = str(first.get("msg", "the request is not valid"))
     return answer_problem(400, f"{place or 'the body'}: {message}"[:500], param=place and place[:100])

@@ -16,6 +16,7 @@ from radq.errors import OptionError
 from radq.models.calibration import Calibration, Setting, find_setting, join_budgets
 
 SETTINGS = ("kl_budget", "top_k", "details")  # names that are no guides
+MISSPELLED = ("vllm_args", "xargs", "extra_args", "extra_body")  # fields in which clients might hide strengths
 MOST_NAMES, MOST_CHARACTERS = 64, 4096
 HINT = 'write {"sentiment": 20, "toxicity": -50} or "sentiment=20,toxicity=-50".'
 
