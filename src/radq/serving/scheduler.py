@@ -27,7 +27,7 @@ from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
-PROMPT_BUDGET = {"cpu": 64, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
+PROMPT_BUDGET = {"cpu": 128, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
 
 
 class BusyError(RadqError):
