@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from radq.decoding.config import Steering
 from radq.errors import OptionError
+from radq.hosts import endings
 from radq.hosts.guidance import GUIDES, Guidance
 from radq.hosts.vllm_details import LOST, AnswerDetails, prepare_details
 from radq.hosts.vllm_http import GuideMiddleware
@@ -51,7 +52,7 @@ class Engine:
 
     def __init__(self, folder: Path, has_workers: bool = True):
         self.model_config = SimpleNamespace(max_model_len=20, tokenizer=str(folder), hf_config=None)
-        self.has_workers, self.calls, self.speculates = has_workers, [], False
+        self.has_workers, self.calls, self.speculates, self.errored = has_workers, [], False, False
         self.rows: list[dict[str, Any]] = []
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -122,6 +123,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     TOKENIZER.save_pretrained(found)
     (found / "guides.yaml").write_text("guides: {nice: 'x:nice=4', rude: 'x:rude=-6'}\nlimits: {body_bytes: 2000}\n")
     return found
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "PATIENCE_SECONDS", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -341,6 +347,38 @@ def test_keys_guard_what_reads_models(world: World) -> None:
         assert world.ask("POST", "/radq/score", json={"text": "5"}, headers=headers).status_code == 401
     info = world.ask("GET", "/radq/info", headers={"Authorization": "Bearer second"})
     assert info.json()["needs_key"] is True
+
+
+def test_nothing_is_told_without_a_key(world: World) -> None:
+    """vLLM itself refuses such a request, after the middleware."""
+    world.app.state.args.api_key = ["first"]
+    fields = {"model": "base", "prompt": PROMPT, "radq": {"nicer": 1}}
+    passed = world.ask("POST", "/v1/completions", json=fields)
+    assert "nice," not in passed.text
+    assert world.bodies == [fields]
+    refused = world.ask("POST", "/v1/completions", json=fields, headers={"Authorization": "Bearer first"})
+    assert "there are nice, rude" in refused.json()["error"]["message"]
+
+
+def test_an_answer_that_is_no_object_passes(world: World) -> None:
+    """As vLLM answers a client that has gone away."""
+
+    async def answer_null(_: Request) -> JSONResponse:
+        return JSONResponse(None)
+
+    world.app.post("/v1/chat/completions")(answer_null)
+    answer = world.ask("POST", "/v1/chat/completions", json={"model": "base", "radq": {"nice": 4}})
+    assert (answer.status_code, answer.json()) == (200, None)
+
+
+def test_a_server_whose_engine_has_stopped_answers(world: World) -> None:
+    async def wait_forever(_: Request) -> None:
+        world.engine.errored = True
+        await asyncio.Event().wait()
+
+    world.app.post("/v1/messages")(wait_forever)
+    answer = world.ask("POST", "/v1/messages", json={"model": "base"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
 
 
 def test_a_server_below_a_path_has_its_page_there(world: World) -> None:

@@ -8,8 +8,10 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -562,3 +564,30 @@ def test_cancelled_requests_disturb_nobody_and_leave_nothing_behind(server: Serv
         time.sleep(0.5)
     assert server.metrics()["radq_cache_bytes"] == 0
     assert text_of(server.complete(ask(PROMPTS[3], "nice=3,kl_budget=none,top_k=6"))) == expected
+
+
+def test_a_server_that_is_asked_to_end_answers_everybody(server: Server) -> None:
+    """This test is the last one, since it ends the server that all of them share."""
+    begun = threading.Event()
+
+    def read(number: int) -> str:
+        body = ask(PROMPTS[3], f"nice={number % 9}", max_tokens=40, stream=number % 2 == 0)
+        lines: list[str] = []
+        try:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as answer:
+                for line in answer.iter_lines():
+                    begun.set()
+                    lines.append(line)
+        except httpx.TransportError:  # it came too late
+            assert not lines
+        return "\n".join(lines)
+
+    with ThreadPoolExecutor(48) as pool:
+        answers = [pool.submit(read, number) for number in range(48)]
+        begun.wait()
+        server.process.terminate()
+        server.process.wait(60)
+        found = [answer.result() for answer in answers]
+    for text in filter(None, found):
+        assert "[DONE]" in text or json.loads(text).keys() & {"choices", "error"}
+    assert any("about to end" in text for text in found)

@@ -119,7 +119,8 @@ class Rewrite(ABC):
         if message.get("more_body"):
             return
         document = json.loads(self._content)
-        await self.change(document)
+        if isinstance(document, dict):  # vLLM answers with null when the client has gone away
+            await self.change(document)
         content = json.dumps(document).encode()
         self._start["headers"].append((b"content-length", str(len(content)).encode()))
         await self._send(self._start)

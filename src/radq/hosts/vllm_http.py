@@ -14,13 +14,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from starlette.requests import Request
+
 from radq.errors import OptionError, RadqError
 from radq.hosts.asgi import Receive, Rewrite, Scope, Send, Tail, read_body, replay, send_json, with_length
+from radq.hosts.endings import answer_while_running
 from radq.hosts.figures import NAMES
 from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Guidance, Registry, find_registry_for_client
 from radq.hosts.vllm_details import AnswerDetails, prepare_details
 from radq.hosts.vllm_page import is_page_path, make_page_app
 from radq.hosts.vllm_server import VllmServer
+from radq.serving.keys import has_key
 from radq.serving.strengths import MISSPELLED, write_strengths
 
 ROUTES = ("/completions", "/responses", "/messages")
@@ -46,7 +50,8 @@ class GuideMiddleware:
         elif scope["method"] == "GET" and scope["path"].endswith("/v1/models"):
             await self.app(scope, receive, _ListModels(send, find_registry_for_client()))
         elif scope["method"] == "POST" and scope["path"].endswith(ROUTES):
-            await self._answer(scope, receive, send)
+            server = self._server(scope)
+            await answer_while_running(lambda sent: self._answer(scope, receive, sent), send, lambda: server.is_stopped)
         elif is_page_path(scope["path"].removeprefix(scope.get("root_path", ""))):
             self._page = self._page or make_page_app(self._server(scope))
             await self._page({**scope}, receive, send)
@@ -58,6 +63,9 @@ class GuideMiddleware:
         return self._found
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not has_key(Request(scope), self._server(scope).keys):  # vLLM refuses it, and nothing is told before
+            await self.app(scope, receive, send)
+            return
         content = await read_body(receive)
         try:
             body = json.loads(content)

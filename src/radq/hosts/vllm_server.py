@@ -50,7 +50,7 @@ class VllmServer:
     @property
     def keys(self) -> list[str]:
         """The keys, one of which a client must have; an empty list if clients need none."""
-        given = getattr(self.state.args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        given = getattr(getattr(self.state, "args", None), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
         return [key for key in given if key]
 
     @cached_property
@@ -76,6 +76,11 @@ class VllmServer:
         return [entry[token].logprob for entry, token in zip(found[1:], token_ids[1:], strict=True)]
 
     # --- its workers ---
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the engine has stopped, after which no text comes any more."""
+        return bool(getattr(getattr(self.state, "engine_client", None), "errored", False))
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all workers, and return their results: none if workers do not have this method."""
