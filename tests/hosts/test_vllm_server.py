@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),
     pytest.mark.filterwarnings("default"),  # vLLM's own
 ]
-START_SECONDS = 240
+START_SECONDS = 900
 GREEDY: dict[str, Any] = {"model": "base", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 
 
