@@ -96,12 +96,11 @@ class Server:
 
 
 def make_broken(world: World, folder: Path) -> Path:
-    """A reward model that has diverged."""
+    """A reward model that has diverged where it reads the token 33, and scores all other texts."""
     model = make_reward("q", world.base)
     assert isinstance(model, RadQ)
     with torch.no_grad():
-        for parameter in model.head.parameters():
-            parameter.fill_(torch.nan)
+        model.backbone.get_input_embeddings().weight[33] = torch.nan
     with quiet():
         model.save_pretrained(folder / "broken")
     return folder / "broken"
@@ -370,14 +369,13 @@ def test_the_page_and_its_description_are_those_of_radq_serve(server: Server, ow
 
 
 def test_texts_are_scored_as_by_radq_serve(server: Server, own_server: Running) -> None:
-    for text in (PROMPTS[0], "7"):
+    for text in (PROMPTS[0], "7", "5 33 8"):
         found, expected = (
             httpx.post(f"{address}/radq/score", json={"text": text}, timeout=60).json()
             for address in (server.url, own_server.address)
         )
         assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
-        assert found["rewards"].pop("broken") is None
-        expected["rewards"].pop("broken")
+        assert ("33" in text) == (found["rewards"]["broken"] is None)
         assert found["rewards"] == pytest.approx(expected["rewards"], abs=1e-3)
         for one, other in zip(found["tokens"], expected["tokens"], strict=True):
             assert (one["id"], one["token"]) == (other["id"], other["token"])
@@ -497,7 +495,7 @@ def test_a_model_that_diverged_ends_its_own_texts_alone(server: Server) -> None:
 
     async def run() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            bodies = [ask(PROMPTS[0], "nice=4,kl_budget=none,top_k=6"), ask(PROMPTS[0], "broken=1", ignore_eos=False)]
+            bodies = [ask(PROMPTS[0], "nice=4,kl_budget=none,top_k=6"), ask("5 33", "broken=1", ignore_eos=False)]
             return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies * 4))
 
     responses = asyncio.run(run())
