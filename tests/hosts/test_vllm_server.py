@@ -434,8 +434,12 @@ def test_the_page_shows_both_texts_and_why(page: Any, server: Server, seed: int)
     assert page.coloured(".unguided") == 0  # nothing shifts it
     page.point_at(page.all(".guided .token")[2])
     page.until(page.inspector.is_displayed)
-    shown = page.inspector.text
-    assert all(candidate["token"] in shown for candidate in guided["logprobs"]["radq"][2]["candidates"])
+    rows, candidates = page.all("#inspector tbody tr"), guided["logprobs"]["radq"][2]["candidates"]
+    assert len(rows) >= 8
+    for row, candidate in zip(rows[:8], candidates, strict=False):
+        shown = row.get_property("textContent")
+        assert candidate["token"] in shown
+        assert f"{candidate['rewards']['nice']:.2f}".replace("-", "−") in shown
 
 
 def test_a_candidate_on_the_page_branches(page: Any) -> None:
