@@ -25,13 +25,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from radq.data.chats import is_chat, render_answer
 from radq.data.label_cells import LabelCells, join_cells, read_cells
 from radq.data.label_scale import LabelRules, LabelScale, find_scales, scale_labels
 from radq.data.tables import (
     Table,
+    cell_text,
     check_columns,
     column_numbers,
-    column_texts,
     read_table,
     refuse_rows,
     split_hub_name,
@@ -49,9 +50,10 @@ class DataColumns:
     """Names of the columns of a table, and how to read them.
 
     Args:
-        text: column with the texts.
+        text: column with the texts, or with chats: lists of messages of which the last one is the text.
         labels: columns with the labels, one per attribute; none for distillation, which needs texts alone.
-        prompt: column with a context that stands before each text; the loss does not count its tokens.
+        prompt: column with a context that stands before each text, or with the first messages of a chat; the loss does
+            not count its tokens.
         weight: column with the weight of each row, at least 0.
         label_rules: how labels become numbers, where radq is not to decide.
         skip_empty: skip and count rows with an empty text; by default such a row is an error.
@@ -317,9 +319,10 @@ def load_data(
         scales: how the labels of each column become numbers, as earlier data have decided; None decides by this data.
     """
     stored = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
+    stored["chat_template"] = tokenizer.chat_template
 
     def read(source: str | Path) -> Iterator[Piece]:
-        return read_examples(source, columns)
+        return read_examples(source, columns, tokenizer)
 
     folder = tokenise_once(sources, tokenizer, read, stored, max_length, cache_folder, progress)
     return RewardData(folder, columns.labels, columns.label_rules, scales)
@@ -459,26 +462,48 @@ class Piece:
     compares: bool = False  # texts of one row are compared, so the tokens with which all of them begin are a prompt
 
 
-def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
-    """Read and check the rows of a file or hub data set; an error names source, row and value."""
+def read_examples(
+    source: str | Path, columns: DataColumns, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Iterator[Piece]:
+    """Read and check the rows of a file or hub data set; an error names source, row and value.
+
+    The tokenizer writes chats as texts; without one, they are refused.
+    """
     first_row = 1
     for table in read_table(source):
         check_columns(source, table, columns.names)
         table.index = np.arange(first_row, first_row + len(table))  # row numbers, for errors
         first_row += len(table)
-        texts = column_texts(source, table, columns.text)
-        full = np.array([text != "" for text in texts], dtype=bool)
+        examples = [*_read_texts(source, table, columns, tokenizer)]
+        full = np.array([text != "" for _, text in examples], dtype=bool)
         if not full.all() and not columns.skip_empty:
-            row = table.index[int(np.argmin(full))]
-            raise DataError(f"{source}, row {row}: {columns.text!r} is empty.", "skip such rows with --skip-empty.")
+            first = int(np.argmin(full))
+            problem = "does not end with an answer" if is_chat(table[columns.text].iloc[first]) else "is empty"
+            place = f"{source}, row {table.index[first]}"
+            raise DataError(f"{place}: {columns.text!r} {problem}.", "skip such rows with --skip-empty.")
         table = table[full]
         yield Piece(
-            texts=[text for text in texts if text],
-            prompts=[""] * len(table) if columns.prompt is None else column_texts(source, table, columns.prompt),
+            texts=[text for _, text in examples if text],
+            prompts=[prompt for prompt, text in examples if text],
             labels=read_cells(source, table, columns.labels),
             weights=column_weights(source, table, columns.weight),
             empty=int((~full).sum()),
         )
+
+
+def _read_texts(
+    source: str | Path, table: Table, columns: DataColumns, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[tuple[str, str]]:
+    """Read the prompt and the text of each row; of a chat, the messages before the last one are the prompt."""
+    prompts = [None] * len(table) if columns.prompt is None else table[columns.prompt]
+    for row, prompt, text in zip(table.index, prompts, table[columns.text], strict=True):
+        try:
+            if tokenizer is not None and (is_chat(text) or is_chat(prompt)):
+                yield render_answer(tokenizer, prompt, text)
+            else:
+                yield cell_text(prompt, columns.prompt or ""), cell_text(text, columns.text)
+        except DataError as error:
+            raise DataError(f"{source}, row {row}: {error.message}", error.hint) from error
 
 
 def column_weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:

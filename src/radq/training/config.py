@@ -40,9 +40,11 @@ class TrainingConfig:
     num_layers: Annotated[int | None, COUNT] = None
     """Number of the backbone's first layers to keep. By default all on a GPU; on a CPU 4 to 12, fewer for more data."""
     text: str = "text"
-    """Column with the texts."""
+    """Column with the texts, or with chats: lists of messages, of which the last one is the text and the others are a
+    context. The chat template of the tokenizer writes them."""
     prompt: str | None = None
-    """Column with a context that is read before each text; the loss does not count its tokens."""
+    """Column with a context that is read before each text, or with the first messages of a chat; the loss does not
+    count its tokens."""
     weight: str | None = None
     """Column with the weight of each row in the loss; weights are at least 0, and some are above 0."""
     label_map: str = ""

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from radq.data.dataset import DataColumns, RewardData, load_data
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.data.pairs import PairData, ResponseColumns, load_pairs
+from radq.data.rows import Rows, store_rows
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
 from radq.models.loading import find_device
@@ -51,6 +52,19 @@ class RunData(Generic[Config]):
     evaluation: RewardData | None
 
 
+def keep_rows(config: Config, data: Rows, eval_data: Rows, progress: bool) -> Config:
+    """Name files with the rows that a program gives, beside those of the settings; None stands for no rows.
+
+    The settings are checked first, since reading the rows may take long.
+    """
+    given = {name: rows for name, rows in {"data": data, "eval_data": eval_data}.items() if rows is not None}
+    replace(config, **{name: [*getattr(config, name), name] for name in given}).check()
+    for name, rows in given.items():
+        file = store_rows(rows, config.columns, config.cache, progress)
+        config = replace(config, **{name: [*getattr(config, name), str(file)]})
+    return config
+
+
 def load_run_data(config: Config, start: Start, progress: bool, scales: Scales = None) -> RunData[Config]:
     """Load the data to train on and to evaluate on, and choose the settings that are open.
 
@@ -67,7 +81,7 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
         start.lora,
         start.readout,
         start.may_cut_layers,
-        may_cut_texts=config.prompt is None,
+        may_cut_texts=config.prompt is None and (config.compares or not found.train.prompt_lengths.any()),
         texts_per_row=2 if config.compares else 1,
     )
     config.check_evaluation(found.evaluation is not None)

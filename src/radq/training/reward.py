@@ -15,6 +15,7 @@ from accelerate import PartialState
 
 from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
+from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
@@ -25,7 +26,7 @@ from radq.models.reward import RewardModel
 from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import RunData, Start, check_labels, load_run_data, scales_of_model
+from radq.training.data import RunData, Start, check_labels, keep_rows, load_run_data, scales_of_model
 from radq.training.outcome import warn_of_chance
 from radq.training.pair_trainer import PairTrainer
 from radq.training.plan import describe_plan
@@ -45,7 +46,12 @@ from radq.training.text_source import label_data, load_text_teacher, measure_tea
 
 
 def train(
-    config: RewardTrainingConfig, resume: bool = False, overwrite: bool = False, progress: bool = False
+    config: RewardTrainingConfig,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = False,
+    data: Rows = None,
+    eval_data: Rows = None,
 ) -> dict[str, float]:
     """Train or distil a reward model into the folder `config.out`, and return the final metrics.
 
@@ -53,7 +59,11 @@ def train(
         resume: go on from the last checkpoint of the run in that folder.
         overwrite: delete the run in that folder and start again.
         progress: print what happens.
+        data: rows to train on: a Dataset, also a streamed one, a DataFrame, or any iterable of dictionaries. They are
+            read once and kept in the cache.
+        eval_data: rows to evaluate on, given in the same way.
     """
+    config = keep_rows(config, data, eval_data, progress)
     check_run(config, resume, overwrite)
     out = Path(config.out)
     processes = PartialState()
