@@ -14,6 +14,7 @@ from radq.data.dataset import DataColumns, RewardData, load_data
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.data.pairs import PairData, ResponseColumns, load_pairs
 from radq.data.rows import Rows, store_rows
+from radq.data.spans import load_spans
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
 from radq.models.loading import find_device
@@ -97,13 +98,22 @@ def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) ->
     assert config.max_length is not None
     max_length = min(config.max_length, start.max_tokens or config.max_length)
 
+    spans = (config.spans or None) if isinstance(config, RewardTrainingConfig) else None
+
     def load(sources: list[str], scales: Scales) -> RewardData:
         if isinstance(config, RewardTrainingConfig) and config.compares:
             return _load_pairs(sources, config, start.tokenizer, max_length, progress)
         columns = DataColumns(
-            config.text, config.attributes, config.prompt, config.weight, config.label_rules, config.skip_empty
+            config.text,
+            config.label_columns,
+            config.prompt,
+            config.weight,
+            config.label_rules,
+            config.skip_empty,
+            spans,
         )
-        return load_data(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
+        load_rows = load_data if spans is None else load_spans
+        return load_rows(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
     data = load(config.data, scales)
     config = replace(config, eval_share=held_out_share(config, len(data)))

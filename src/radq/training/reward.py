@@ -40,6 +40,7 @@ from radq.training.run_folder import (
     read_scales,
     take_settings_of_run,
 )
+from radq.training.span_trainer import SpanTrainer
 from radq.training.targets import cache_targets, target_ranges, target_shape
 from radq.training.teacher import Teacher, check_teacher, load_teacher
 from radq.training.text_source import label_data, load_text_teacher, measure_teacher
@@ -88,7 +89,7 @@ def train(
     if resume:
         check_resumed(out, config, contents)
     checkpoint = find_resumed_checkpoint(out, resume)
-    make_trainer = PairTrainer if config.compares else RewardTrainer
+    make_trainer = PairTrainer if config.compares else SpanTrainer if config.spans else RewardTrainer
     trainer = make_trainer(model, config, data, eval_data, teacher, progress)
     if processes.is_main_process:
         begin_run(out, config, contents, data.scales, resume)
