@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from radq.models.rad_q import RadQ
     from radq.models.rad_v import RadV
     from radq.models.reward import RewardModel
+    from radq.models.token_classifier import save_token_classifier
     from radq.report.notebook import Evaluation, evaluate
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
@@ -55,6 +56,7 @@ _HOME = {
     "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",
+    "save_token_classifier": "radq.models.token_classifier",
     "train": "radq.training.reward",
     "ExpertTrainingConfig": "radq.training.config",
     "RewardTrainingConfig": "radq.training.config",
@@ -89,6 +91,7 @@ __all__ = [
     "generate",
     "load",
     "load_guide",
+    "save_token_classifier",
     "stream",
     "stream_text",
     "train",
