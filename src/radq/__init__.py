@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from radq.report.notebook import Evaluation, evaluate
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
+    from radq.training.publish import push_to_hub
     from radq.training.reward import train
     from radq.training.reward_trainer import RewardTrainer
 
@@ -56,6 +57,7 @@ _HOME = {
     "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",
+    "push_to_hub": "radq.training.publish",
     "save_token_classifier": "radq.models.token_classifier",
     "train": "radq.training.reward",
     "ExpertTrainingConfig": "radq.training.config",
@@ -91,6 +93,7 @@ __all__ = [
     "generate",
     "load",
     "load_guide",
+    "push_to_hub",
     "save_token_classifier",
     "stream",
     "stream_text",

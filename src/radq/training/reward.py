@@ -5,6 +5,7 @@
 If several processes are launched, each of them calls `train`, and the first one writes.
 """
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
 from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
-from radq.files import explained_writing, fingerprint_tensors
+from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
 from radq.models.loading import find_tokenizer, load_causal_lm, load_config, max_positions, num_logits
 from radq.models.rad_q import RadQ
@@ -34,6 +35,7 @@ from radq.training.prefixes import check_room, choose_prompts
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.rounds import RoundsCallback
 from radq.training.run_folder import (
+    RESULTS,
     begin_run,
     check_resumed,
     find_resumed_checkpoint,
@@ -103,6 +105,8 @@ def train(
     metrics |= measure_teacher(teacher)
     _save_model(model, trainer, out)
     if processes.is_main_process:
+        with explained_writing(out), whole_file(out / RESULTS) as file:
+            file.write_text(json.dumps(metrics, indent=2))
         warn_of_chance(metrics, model.config.attributes)
     return metrics
 
