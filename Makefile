@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
-VLLM_TESTS := tests/hosts/test_vllm.py tests/hosts/test_vllm_second_runner.py tests/hosts/test_vllm_server.py
+VLLM_TESTS := tests/hosts/test_vllm.py tests/hosts/test_vllm_second_runner.py tests/hosts/test_vllm_server.py \
+	tests/hosts/test_vllm_pooling.py
 
 .PHONY: test test-slow test-vllm demo lint types format bench clean
 

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from radq.models.rad_q import RadQ
     from radq.models.rad_v import RadV
     from radq.models.reward import RewardModel
+    from radq.models.token_classifier import save_token_classifier
     from radq.report.notebook import Evaluation, evaluate
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
+    from radq.training.publish import push_to_hub
     from radq.training.reward import train
     from radq.training.reward_trainer import RewardTrainer
 
@@ -55,6 +57,8 @@ _HOME = {
     "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",
+    "push_to_hub": "radq.training.publish",
+    "save_token_classifier": "radq.models.token_classifier",
     "train": "radq.training.reward",
     "ExpertTrainingConfig": "radq.training.config",
     "RewardTrainingConfig": "radq.training.config",
@@ -89,6 +93,8 @@ __all__ = [
     "generate",
     "load",
     "load_guide",
+    "push_to_hub",
+    "save_token_classifier",
     "stream",
     "stream_text",
     "train",

@@ -251,14 +251,22 @@ def test_a_text_may_hold_separators_lines_and_more_than_131072_characters(tmp_pa
 
 
 MESSAGES = [{"role": "user", "content": "film"}]
+ANSWERED = [*MESSAGES, {"role": "assistant", "content": "good"}]
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
-        ({"text": ["film", MESSAGES], "praise": [1, 0]}, {}, "row 2: 'text' is a list, not a text.*chat template"),
+        ({"text": ["film", MESSAGES], "praise": [1, 0]}, {}, "row 2: 'text' does not end with an answer"),
+        ({"text": ["film", ["plot"]], "praise": [1, 0]}, {}, "row 2: 'text' is a list, not a text.*chat template"),
+        ({"text": [ANSWERED], "praise": [1]}, {}, "row 1: the tokenizer has no chat template"),
         ({"text": ["film", {"a": 1}], "praise": [1, 0]}, {}, "row 2: 'text' is a dict"),
-        ({"text": ["film"], "context": [MESSAGES], "praise": [1]}, {"prompt": "context"}, "row 1: 'context' is a list"),
+        ({"text": ["film"], "context": [["a"]], "praise": [1]}, {"prompt": "context"}, "row 1: 'context' is a list"),
+        (
+            {"text": ["film"], "context": [[{"role": "user"}]], "praise": [1]},
+            {"prompt": "context"},
+            "row 1: the content of a message must be a text, got None",
+        ),
         ({"text": ["film", "plot"], "praise": [1, [1]]}, {}, "row 2: 'praise' must be a finite .*, got \\[1\\]"),
         (
             {"text": ["film", "plot"], "praise": [1, 1e39]},

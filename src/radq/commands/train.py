@@ -40,7 +40,7 @@ def show_outcome(settings: RewardTrainingConfig, metrics: dict[str, float], as_j
         return
     stored = read_config(settings.out)
     attributes = stored["attributes"]
-    print(*describe_outcome(metrics, attributes), sep="\n")
+    print(*describe_outcome(metrics, attributes, "token" if settings.spans else "text"), sep="\n")
     low, high = stored["response_range"] if settings.compares else (0.0, 0.0)
     beta = PAIR_BETA / (high - low) if high > low else BETA
     print("next:", *next_commands(settings, attributes, beta), sep="\n  ")

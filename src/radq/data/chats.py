@@ -1,6 +1,7 @@
 """Chat messages as texts, by the chat template of a tokenizer.
 
     context, answers = render_chats(tokenizer, [{"role": "user", "content": "Hi"}], [answer, another])
+    context, answer = render_answer(tokenizer, None, messages)  # of one chat, whose last message is the answer
 
 A message is a dictionary with the texts `role` and `content`. The context is what a base model has read when it begins
 to answer, so `context + answers[0]` is the whole first chat.
@@ -25,9 +26,9 @@ def is_chat(value: Any) -> bool:
 
 
 def read_chat(value: Any, role: str) -> Chat:
-    """Read the messages of a cell; a text alone is one message of this role, and a missing value is none."""
+    """Read the messages of a cell; a text alone is one message of this role, and a missing or blank one is none."""
     if isinstance(value, str):
-        return [{"role": role, "content": value.rstrip()}]
+        return [{"role": role, "content": value.rstrip()}] if value.strip() else []
     if not is_chat(value):
         return []
     return [_read_message(message) for message in value]
@@ -56,6 +57,18 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, prompt: Chat, answers: Sequ
     context = _render(tokenizer, prompt, begins) if prompt else ""
     context = _common_start([context, *whole])  # some templates write earlier answers otherwise
     return context, [text[len(context) :] for text in whole]
+
+
+def render_answer(tokenizer: PreTrainedTokenizerBase, prompt: Any, cell: Any) -> tuple[str, str]:
+    """Write the last message of a chat, and as its context the prompt and all messages before it.
+
+    Both are empty if the chat does not end with an answer of the assistant.
+    """
+    chat = read_chat(cell, "assistant")
+    if not chat or chat[-1]["role"] != "assistant" or not chat[-1]["content"].strip():
+        return "", ""
+    context, (answer,) = render_chats(tokenizer, read_chat(prompt, "user"), [chat])
+    return context, answer.rstrip()
 
 
 def _common_start(texts: list[str]) -> str:

@@ -25,13 +25,15 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from radq.data.chats import is_chat, render_answer
 from radq.data.label_cells import LabelCells, join_cells, read_cells
 from radq.data.label_scale import LabelRules, LabelScale, find_scales, scale_labels
+from radq.data.span_cells import SpanCells, SpanWriter, read_spans
 from radq.data.tables import (
     Table,
+    cell_text,
     check_columns,
     column_numbers,
-    column_texts,
     read_table,
     refuse_rows,
     split_hub_name,
@@ -41,7 +43,13 @@ from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_val
 
 CACHE_FORMAT = 3
 NO_LIMIT = 2**31  # more tokens than any text has
-OF_TOKENS = ("input_ids", "attention_mask", "loss_mask", "targets")  # tensors of a batch with a column for each token
+OF_TOKENS = (
+    "input_ids",
+    "attention_mask",
+    "loss_mask",
+    "targets",
+    "token_labels",
+)  # tensors of a batch with a column for each token
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,14 @@ class DataColumns:
     """Names of the columns of a table, and how to read them.
 
     Args:
-        text: column with the texts.
+        text: column with the texts, or with chats: lists of messages of which the last one is the text.
         labels: columns with the labels, one per attribute; none for distillation, which needs texts alone.
-        prompt: column with a context that stands before each text; the loss does not count its tokens.
+        prompt: column with a context that stands before each text, or with the first messages of a chat; the loss does
+            not count its tokens.
         weight: column with the weight of each row, at least 0.
         label_rules: how labels become numbers, where radq is not to decide.
         skip_empty: skip and count rows with an empty text; by default such a row is an error.
+        spans: column with spans of the texts that have labels of their own, see `radq.data.spans`.
     """
 
     text: str = "text"
@@ -63,11 +73,12 @@ class DataColumns:
     weight: str | None = None
     label_rules: LabelRules = field(default_factory=LabelRules)
     skip_empty: bool = False
+    spans: str | None = None
 
     @property
     def names(self) -> list[str]:
         """Names of all columns that are read."""
-        return [name for name in (self.text, self.prompt, self.weight, *self.labels) if name is not None]
+        return [name for name in (self.text, self.prompt, self.weight, self.spans, *self.labels) if name is not None]
 
 
 @dataclass
@@ -316,13 +327,26 @@ def load_data(
         cache_folder: folder for tokenised data; by default a folder in the user's cache.
         scales: how the labels of each column become numbers, as earlier data have decided; None decides by this data.
     """
+    folder = tokenise_columns(sources, tokenizer, columns, max_length, cache_folder, progress)
+    return RewardData(folder, columns.labels, columns.label_rules, scales)
+
+
+def tokenise_columns(
+    sources: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: DataColumns,
+    max_length: int,
+    cache_folder: str | Path | None,
+    progress: bool,
+) -> Path:
+    """Find the folder with the tokenised rows of these columns, or write it."""
     stored = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
+    stored["chat_template"] = tokenizer.chat_template
 
     def read(source: str | Path) -> Iterator[Piece]:
-        return read_examples(source, columns)
+        return read_examples(source, columns, tokenizer)
 
-    folder = tokenise_once(sources, tokenizer, read, stored, max_length, cache_folder, progress)
-    return RewardData(folder, columns.labels, columns.label_rules, scales)
+    return tokenise_once(sources, tokenizer, read, stored, max_length, cache_folder, progress)
 
 
 def tokenise_once(
@@ -387,6 +411,7 @@ def _tokenise(
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     counts = Counts()
     lengths, prompt_lengths, labels, weights = [], [], [], []
+    spans = SpanWriter(folder, tokenizer)
     with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
         for piece in pieces:
             whole, prompts = _encode(tokenizer, piece.texts), _encode(tokenizer, piece.prompts)
@@ -399,6 +424,8 @@ def _tokenise(
             np.fromiter(chain.from_iterable(rows), dtype=dtype).tofile(tokens)
             lengths.append(np.array([len(row) for row in rows]))
             prompt_lengths.append(np.array([len(prompt) for prompt in kept]))
+            if piece.spans is not None:
+                spans.write(piece.spans, piece.texts, [(len(p), len(t)) for p, t in zip(kept, texts, strict=True)])
             counts.empty += piece.empty
             counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
             labels.append(piece.labels)
@@ -416,6 +443,7 @@ def _tokenise(
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
     np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
     join_cells(labels).save(folder)
+    spans.close()
     np.save(folder / "weights.npy", np.concatenate(weights))
     (folder / "counts.json").write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
 
@@ -456,29 +484,53 @@ class Piece:
     labels: LabelCells
     weights: np.ndarray  # (n,)
     empty: int  # rows that were left out
+    spans: SpanCells | None = None
     compares: bool = False  # texts of one row are compared, so the tokens with which all of them begin are a prompt
 
 
-def read_examples(source: str | Path, columns: DataColumns) -> Iterator[Piece]:
-    """Read and check the rows of a file or hub data set; an error names source, row and value."""
+def read_examples(
+    source: str | Path, columns: DataColumns, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Iterator[Piece]:
+    """Read and check the rows of a file or hub data set; an error names source, row and value.
+
+    The tokenizer writes chats as texts; without one, they are refused.
+    """
     first_row = 1
     for table in read_table(source):
         check_columns(source, table, columns.names)
         table.index = np.arange(first_row, first_row + len(table))  # row numbers, for errors
         first_row += len(table)
-        texts = column_texts(source, table, columns.text)
-        full = np.array([text != "" for text in texts], dtype=bool)
+        examples = [*_read_texts(source, table, columns, tokenizer)]
+        full = np.array([text != "" for _, text in examples], dtype=bool)
         if not full.all() and not columns.skip_empty:
-            row = table.index[int(np.argmin(full))]
-            raise DataError(f"{source}, row {row}: {columns.text!r} is empty.", "skip such rows with --skip-empty.")
+            first = int(np.argmin(full))
+            problem = "does not end with an answer" if is_chat(table[columns.text].iloc[first]) else "is empty"
+            place = f"{source}, row {table.index[first]}"
+            raise DataError(f"{place}: {columns.text!r} {problem}.", "skip such rows with --skip-empty.")
         table = table[full]
         yield Piece(
-            texts=[text for text in texts if text],
-            prompts=[""] * len(table) if columns.prompt is None else column_texts(source, table, columns.prompt),
+            texts=[text for _, text in examples if text],
+            prompts=[prompt for prompt, text in examples if text],
             labels=read_cells(source, table, columns.labels),
+            spans=None if columns.spans is None else read_spans(source, table, columns.spans, columns.text),
             weights=column_weights(source, table, columns.weight),
             empty=int((~full).sum()),
         )
+
+
+def _read_texts(
+    source: str | Path, table: Table, columns: DataColumns, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[tuple[str, str]]:
+    """Read the prompt and the text of each row; of a chat, the messages before the last one are the prompt."""
+    prompts = [None] * len(table) if columns.prompt is None else table[columns.prompt]
+    for row, prompt, text in zip(table.index, prompts, table[columns.text], strict=True):
+        try:
+            if tokenizer is not None and (is_chat(text) or is_chat(prompt)):
+                yield render_answer(tokenizer, prompt, text)
+            else:
+                yield cell_text(prompt, columns.prompt or ""), cell_text(text, columns.text)
+        except DataError as error:
+            raise DataError(f"{source}, row {row}: {error.message}", error.hint) from error
 
 
 def column_weights(source: str | Path, table: Table, name: str | None) -> np.ndarray:

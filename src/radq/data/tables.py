@@ -222,7 +222,10 @@ def _read_parquet(stream: Any) -> Iterator[Table]:
 
 @contextmanager
 def seekable(stream: Any) -> Iterator[Any]:
-    """A temporary copy of a compressed stream for readers of parquet, which begin at the end of a file."""
+    """A stream for readers of parquet, which begin at the end of a file: a temporary copy of a compressed one."""
+    if isinstance(stream, io.BufferedReader):  # a file itself
+        yield stream
+        return
     with tempfile.TemporaryFile() as copy:
         shutil.copyfileobj(stream, copy)
         yield copy

@@ -40,9 +40,11 @@ class TrainingConfig:
     num_layers: Annotated[int | None, COUNT] = None
     """Number of the backbone's first layers to keep. By default all on a GPU; on a CPU 4 to 12, fewer for more data."""
     text: str = "text"
-    """Column with the texts."""
+    """Column with the texts, or with chats: lists of messages, of which the last one is the text and the others are a
+    context. The chat template of the tokenizer writes them."""
     prompt: str | None = None
-    """Column with a context that is read before each text; the loss does not count its tokens."""
+    """Column with a context that is read before each text, or with the first messages of a chat; the loss does not
+    count its tokens."""
     weight: str | None = None
     """Column with the weight of each row in the loss; weights are at least 0, and some are above 0."""
     label_map: str = ""
@@ -120,9 +122,14 @@ class TrainingConfig:
     """Fields of transformers' TrainingArguments that have no option here."""
 
     @property
-    def attributes(self) -> list[str]:
+    def label_columns(self) -> list[str]:
         """Names of the label columns."""
         return [name.strip() for name in self.labels.split(",") if name.strip()]
+
+    @property
+    def attributes(self) -> list[str]:
+        """Names of what is learnt: those of the label columns."""
+        return self.label_columns
 
     @property
     def compares(self) -> bool:
@@ -181,6 +188,9 @@ class RewardTrainingConfig(TrainingConfig):
     labels: str = ""
     """Columns with the labels, separated by commas; their names become the attributes of the reward model. With --pairs
     or --responses, the name of the one attribute, by default preference."""
+    spans: str = ""
+    """Column with lists of [start, end, label]: labels of single tokens, those from the character start to the
+    character end of the text. Tokens outside all spans have the label of the column --labels, or no loss without it."""
     pairs: str = ""
     """Two columns, separated by a comma, instead of labels: the texts that are preferred, and others to compare them
     with, such as chosen,rejected. They hold texts or lists of chat messages."""
@@ -279,8 +289,8 @@ class RewardTrainingConfig(TrainingConfig):
 
     @property
     def attributes(self) -> list[str]:
-        """Names of the label columns, or of what is preferred in pairs."""
-        return super().attributes or (["preference"] if self.compares else [])
+        """Names of the label columns, or of the column of spans, or of what is preferred in pairs."""
+        return super().attributes or [name for name in (self.spans, "preference" * self.compares) if name]
 
     @property
     def response_columns(self) -> list[str]:
@@ -290,13 +300,15 @@ class RewardTrainingConfig(TrainingConfig):
     @property
     def columns(self) -> list[str]:
         if not self.compares:
-            return super().columns
+            own = [name for name in (self.text, self.prompt, self.weight, self.spans or None) if name is not None]
+            return [*own, *self.label_columns]
         others = [self.scores or None, self.prompt, self.weight]
         return [*self.response_columns, *(name for name in others if name is not None)]
 
     def check(self) -> None:
         super().check()
         self._check_pairs()
+        self._check_spans()
         if not self.attributes and not self.has_teacher:
             raise OptionError("there are no labels.", "give --labels with one or more columns, or --pairs.")
         self._check_classifier()
@@ -363,6 +375,19 @@ class RewardTrainingConfig(TrainingConfig):
             if given:
                 option = "pairs" if self.pairs else "responses"
                 raise OptionError(f"{name} and {option} exclude each other.", f"leave --{name.replace('_', '-')} out.")
+
+    def _check_spans(self) -> None:
+        """Refuse settings that contradict spans."""
+        if not self.spans:
+            return
+        for name in ("pairs", "responses", "teacher", "teacher_classifier"):
+            if getattr(self, name):
+                raise OptionError(f"{name} and spans exclude each other.", "give one of them.")
+        if len(self.label_columns) > 1 or self.spans in (self.text, *self.label_columns):
+            raise OptionError(
+                "spans needs a column of its own, beside at most one column of labels.",
+                f"give one column as --labels, or none, got {self.labels!r}.",
+            )
 
     def _check_candidates(self) -> None:
         if self.base and not self.has_teacher:

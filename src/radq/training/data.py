@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from radq.data.dataset import DataColumns, RewardData, load_data
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.data.pairs import PairData, ResponseColumns, load_pairs
+from radq.data.rows import Rows, store_rows
+from radq.data.spans import load_spans
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
 from radq.models.loading import find_device
@@ -51,6 +53,19 @@ class RunData(Generic[Config]):
     evaluation: RewardData | None
 
 
+def keep_rows(config: Config, data: Rows, eval_data: Rows, progress: bool) -> Config:
+    """Name files with the rows that a program gives, beside those of the settings; None stands for no rows.
+
+    The settings are checked first, since reading the rows may take long.
+    """
+    given = {name: rows for name, rows in {"data": data, "eval_data": eval_data}.items() if rows is not None}
+    replace(config, **{name: [*getattr(config, name), name] for name in given}).check()
+    for name, rows in given.items():
+        file = store_rows(rows, config.columns, config.cache, progress)
+        config = replace(config, **{name: [*getattr(config, name), str(file)]})
+    return config
+
+
 def load_run_data(config: Config, start: Start, progress: bool, scales: Scales = None) -> RunData[Config]:
     """Load the data to train on and to evaluate on, and choose the settings that are open.
 
@@ -67,7 +82,7 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
         start.lora,
         start.readout,
         start.may_cut_layers,
-        may_cut_texts=config.prompt is None,
+        may_cut_texts=config.prompt is None and (config.compares or not found.train.prompt_lengths.any()),
         texts_per_row=2 if config.compares else 1,
     )
     config.check_evaluation(found.evaluation is not None)
@@ -83,13 +98,22 @@ def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) ->
     assert config.max_length is not None
     max_length = min(config.max_length, start.max_tokens or config.max_length)
 
+    spans = (config.spans or None) if isinstance(config, RewardTrainingConfig) else None
+
     def load(sources: list[str], scales: Scales) -> RewardData:
         if isinstance(config, RewardTrainingConfig) and config.compares:
             return _load_pairs(sources, config, start.tokenizer, max_length, progress)
         columns = DataColumns(
-            config.text, config.attributes, config.prompt, config.weight, config.label_rules, config.skip_empty
+            config.text,
+            config.label_columns,
+            config.prompt,
+            config.weight,
+            config.label_rules,
+            config.skip_empty,
+            spans,
         )
-        return load_data(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
+        load_rows = load_data if spans is None else load_spans
+        return load_rows(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
     data = load(config.data, scales)
     config = replace(config, eval_share=held_out_share(config, len(data)))

@@ -20,6 +20,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData
+from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, explained_writing, whole_file, whole_folder
 from radq.guides.folders import ANTI_EXPERT, EXPERT
@@ -29,7 +30,7 @@ from radq.models.vocabulary import find_bos
 from radq.training.arguments import make_arguments
 from radq.training.checks import check_run
 from radq.training.config import ExpertTrainingConfig
-from radq.training.data import Start, load_run_data
+from radq.training.data import Start, keep_rows, load_run_data
 from radq.training.expert_trainer import ExpertTrainer, TextFormat
 from radq.training.plan import describe_plan
 from radq.training.recipe import LONGEST
@@ -44,7 +45,12 @@ from radq.training.run_folder import (
 
 
 def train_experts(
-    config: ExpertTrainingConfig, resume: bool = False, overwrite: bool = False, progress: bool = False
+    config: ExpertTrainingConfig,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = False,
+    data: Rows = None,
+    eval_data: Rows = None,
 ) -> dict[str, float]:
     """Train the language models of a guide into the folder `config.out`, and return the final metrics.
 
@@ -52,7 +58,11 @@ def train_experts(
         resume: go on from the last checkpoint of the run in that folder.
         overwrite: delete the run in that folder and start again.
         progress: print what happens.
+        data: rows to train on: a Dataset, also a streamed one, a DataFrame, or any iterable of dictionaries. They are
+            read once and kept in the cache.
+        eval_data: rows to evaluate on, given in the same way.
     """
+    config = keep_rows(config, data, eval_data, progress)
     check_run(config, resume, overwrite)
     out = Path(config.out)
     processes = PartialState()

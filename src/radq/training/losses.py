@@ -15,6 +15,7 @@ from torch import Tensor
 from radq.numerics import at_least_float32
 
 Mask = Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Float[Tensor, "b t"]
+Labels = Float[Tensor, "b a"] | Float[Tensor, "b t a"]
 
 # --- losses on labels ---
 
@@ -22,25 +23,34 @@ Mask = Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Float[Tensor, "b t"]
 def squared_loss(
     rewards: Float[Tensor, "b t a"],
     loss_mask: Mask,
-    labels: Float[Tensor, "b a"],
+    labels: Labels,
     weights: Float[Tensor, " b"] | None = None,
+    shares: Float[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, ""]:
-    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)², where each text i is multiplied by its weight if there are weights."""
+    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)², where each text i is multiplied by its weight if there are weights.
+
+    Labels are those of texts, or of each token. If there are `shares` of the tokens of a text, they replace λ.
+    """
     rewards = _zero_outside(rewards, loss_mask)
-    return _sum_over_prefixes((rewards - labels[:, None].to(rewards.dtype)).square(), loss_mask, weights)
+    return _sum_over_prefixes((rewards - _expand(labels, rewards)).square(), loss_mask, weights, shares)
 
 
 def cross_entropy_loss(
     rewards: Float[Tensor, "b t a"],
     loss_mask: Mask,
-    labels: Float[Tensor, "b a"],
+    labels: Labels,
     weights: Float[Tensor, " b"] | None = None,
+    shares: Float[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, ""]:
     """Binary cross-entropy of σ(r̂) against labels in [0, 1], summed over tokens and texts as in `squared_loss`."""
     rewards = _zero_outside(rewards, loss_mask)
-    targets = labels[:, None].to(rewards.dtype).expand_as(rewards)
-    errors = F.binary_cross_entropy_with_logits(rewards, targets, reduction="none")
-    return _sum_over_prefixes(errors, loss_mask, weights)
+    errors = F.binary_cross_entropy_with_logits(rewards, _expand(labels, rewards), reduction="none")
+    return _sum_over_prefixes(errors, loss_mask, weights, shares)
+
+
+def _expand(labels: Labels, rewards: Float[Tensor, "b t a"]) -> Float[Tensor, "b t a"]:
+    """A label for each reward: labels of texts are those of all their tokens."""
+    return (labels if labels.dim() == 3 else labels[:, None]).to(rewards.dtype).expand_as(rewards)
 
 
 def prefix_weights(loss_mask: Mask) -> Float[Tensor, "b t"]:
@@ -52,9 +62,13 @@ def prefix_weights(loss_mask: Mask) -> Float[Tensor, "b t"]:
 
 
 def _sum_over_prefixes(
-    errors: Float[Tensor, "b t a"], loss_mask: Mask, weights: Float[Tensor, " b"] | None
+    errors: Float[Tensor, "b t a"],
+    loss_mask: Mask,
+    weights: Float[Tensor, " b"] | None,
+    shares: Float[Tensor, "b t"] | None,
 ) -> Float[Tensor, ""]:
-    texts = (errors * prefix_weights(loss_mask)[..., None]).sum((1, 2))  # (b,)
+    shares = prefix_weights(loss_mask) if shares is None else shares
+    texts = (errors * shares[..., None]).sum((1, 2))  # (b,)
     return (texts if weights is None else texts * weights).sum() / len(errors)
 
 

@@ -19,14 +19,14 @@ PAIR_BETA = 60.0  # the same for pairs, times the width of their range, which is
 HINT = "look at some rows, give more rows, more --epochs, or another --learning-rate"
 
 
-def describe_outcome(metrics: dict[str, float], attributes: list[str]) -> list[str]:
-    """Write sentences about the figures of each attribute and their meaning."""
+def describe_outcome(metrics: dict[str, float], attributes: list[str], unit: str = "text") -> list[str]:
+    """Write sentences about the figures of each attribute and their meaning; `unit` is what has labels."""
     lines = []
     if "eval_loss" not in metrics:
         lines += ["no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"]
     for attribute in attributes:
         if (auc := metrics.get(f"eval_auc_{attribute}")) is not None:
-            meaning = f"ranks a random high text above a random low one {auc:.0%} of the time; chance does so 50%"
+            meaning = f"ranks a random high {unit} above a random low one {auc:.0%} of the time; chance does so 50%"
             lines.append(f"{attribute}: AUC {auc:.2f}: {meaning}")
         if (correlation := metrics.get(f"eval_spearman_{attribute}")) is not None:
             meaning = "1 is the order of the labels, 0 is chance"

@@ -5,6 +5,7 @@
 If several processes are launched, each of them calls `train`, and the first one writes.
 """
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from accelerate import PartialState
 
 from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
+from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
-from radq.files import explained_writing, fingerprint_tensors
+from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
 from radq.models.loading import find_tokenizer, load_causal_lm, load_config, max_positions, num_logits
 from radq.models.rad_q import RadQ
@@ -25,7 +27,7 @@ from radq.models.reward import RewardModel
 from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import RunData, Start, check_labels, load_run_data, scales_of_model
+from radq.training.data import RunData, Start, check_labels, keep_rows, load_run_data, scales_of_model
 from radq.training.outcome import warn_of_chance
 from radq.training.pair_trainer import PairTrainer
 from radq.training.plan import describe_plan
@@ -33,19 +35,26 @@ from radq.training.prefixes import check_room, choose_prompts
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.rounds import RoundsCallback
 from radq.training.run_folder import (
+    RESULTS,
     begin_run,
     check_resumed,
     find_resumed_checkpoint,
     read_scales,
     take_settings_of_run,
 )
+from radq.training.span_trainer import SpanTrainer
 from radq.training.targets import cache_targets, target_ranges, target_shape
 from radq.training.teacher import Teacher, check_teacher, load_teacher
 from radq.training.text_source import label_data, load_text_teacher, measure_teacher
 
 
 def train(
-    config: RewardTrainingConfig, resume: bool = False, overwrite: bool = False, progress: bool = False
+    config: RewardTrainingConfig,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = False,
+    data: Rows = None,
+    eval_data: Rows = None,
 ) -> dict[str, float]:
     """Train or distil a reward model into the folder `config.out`, and return the final metrics.
 
@@ -53,7 +62,11 @@ def train(
         resume: go on from the last checkpoint of the run in that folder.
         overwrite: delete the run in that folder and start again.
         progress: print what happens.
+        data: rows to train on: a Dataset, also a streamed one, a DataFrame, or any iterable of dictionaries. They are
+            read once and kept in the cache.
+        eval_data: rows to evaluate on, given in the same way.
     """
+    config = keep_rows(config, data, eval_data, progress)
     check_run(config, resume, overwrite)
     out = Path(config.out)
     processes = PartialState()
@@ -78,7 +91,7 @@ def train(
     if resume:
         check_resumed(out, config, contents)
     checkpoint = find_resumed_checkpoint(out, resume)
-    make_trainer = PairTrainer if config.compares else RewardTrainer
+    make_trainer = PairTrainer if config.compares else SpanTrainer if config.spans else RewardTrainer
     trainer = make_trainer(model, config, data, eval_data, teacher, progress)
     if processes.is_main_process:
         begin_run(out, config, contents, data.scales, resume)
@@ -92,6 +105,8 @@ def train(
     metrics |= measure_teacher(teacher)
     _save_model(model, trainer, out)
     if processes.is_main_process:
+        with explained_writing(out), whole_file(out / RESULTS) as file:
+            file.write_text(json.dumps(metrics, indent=2))
         warn_of_chance(metrics, model.config.attributes)
     return metrics
 

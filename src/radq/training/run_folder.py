@@ -28,6 +28,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 SETTINGS = "config.yaml"
 FINGERPRINTS = "fingerprints.json"
 LABELS = "labels.json"
+RESULTS = "results.json"  # the metrics of a run that has ended
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
 FINGERPRINTED = (  # a resumed run may name them otherwise
     *("data", "eval_data", "teacher", "teacher_classifier", "backbone", "base", "prompts"),
@@ -99,7 +100,7 @@ def delete_run(out: Path) -> None:
     """Delete an earlier run's checkpoints, metrics, targets, candidates and models; other files stay."""
     for folder in (*find_checkpoints(out), out / "targets", out / "candidates", out / EXPERT, out / ANTI_EXPERT):
         shutil.rmtree(folder, ignore_errors=True)
-    for path in (path for pattern in ("metrics.jsonl", "results.json", *MODEL_FILES) for path in out.glob(pattern)):
+    for path in (path for pattern in ("metrics.jsonl", RESULTS, *MODEL_FILES) for path in out.glob(pattern)):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
