@@ -15,6 +15,8 @@ from training_runs import changed
 
 import radq
 from radq.errors import ModelError, OptionError
+from radq.models.calibration import read_calibrations
+from radq.models.embedded import reward_folder
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
@@ -104,6 +106,12 @@ def test_the_card_is_filled_from_the_run(settings: RewardTrainingConfig) -> None
     assert 'RewardModel.from_pretrained("me/praise")' in card
     assert str(Path(settings.data[0]).parent) not in card  # no paths of this machine
     assert settings.backbone not in card
+
+
+def test_the_card_has_measured_strengths() -> None:
+    card = write_card(reward_folder("sentiment"), "me/sentiment")
+    (calibration, *_) = read_calibrations(reward_folder("sentiment"))
+    assert f"| sentiment | {calibration.base} | {calibration.judge} | 1 | {calibration.table[-1].beta:.3g} |" in card
 
 
 def test_the_card_of_a_model_without_a_run_says_less(toy: Path, tmp_path: Path) -> None:

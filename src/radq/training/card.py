@@ -14,6 +14,7 @@ import yaml
 
 from radq.data.label_scale import read_scale
 from radq.errors import OptionError
+from radq.models.calibration import Calibration, read_calibrations
 from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.models.hub import find_snapshot, looks_like_path
 from radq.models.stored import read_config
@@ -26,7 +27,6 @@ SHOWN = (  # settings that a card names
     *("kind", "reads", "head", "num_layers", "lora_rank", "loss", "epochs", "max_steps", "batch_size"),
     *("learning_rate", "max_length", "reg_weight", "seed", "teacher", "teacher_classifier", "base"),
 )
-CALIBRATION = "calibration.json"
 LIMITS = """- Rewards are meant for language models with the vocabulary of the base above; radq refuses others.
 - It repeats what its labels say, with their mistakes and prejudices, and was measured on texts like those alone.
 - Guidance shifts probabilities and guarantees nothing: check texts with a judge that was not trained on the same data.
@@ -44,8 +44,9 @@ def write_card(folder: str | Path, name: str, license: str | None = None) -> str
         parts += ["## Training", _describe_training(folder, run)]
     figures = {key.removeprefix("eval_"): value for key, value in results.items() if key.startswith("eval_")}
     parts += ["## Evaluation", _write_figures(figures) if figures else "No texts were held out, so nothing is known."]
-    if (folder / CALIBRATION).is_file():
-        parts += ["## Strengths", f"`{CALIBRATION}` holds strengths that were measured, such as `=strong`."]
+    calibrations = read_calibrations(folder)
+    if calibrations:
+        parts += ["## Strengths", _write_strengths(calibrations)]
     licence = f"The licence is {license}." if license else "No licence is stated; those of the base and the data apply."
     return "\n\n".join([*parts, "## Limits", LIMITS, "## Licence", licence]) + "\n"
 
@@ -132,3 +133,22 @@ def _write_figures(figures: dict[str, Any]) -> str:
     rows = [f"| {name} | {value:.4g} |" for name, value in figures.items() if name not in ignored]
     intro = "On held-out texts; `constant_…` and `chance_…` are what a constant and random answers reach."
     return "\n".join([intro, "", "| figure | value |", "|---|---|", *rows])
+
+
+def _write_strengths(calibrations: list[Calibration]) -> str:
+    """A table of measured strengths, for each attribute and base model."""
+    lines = [
+        "These were measured with `radq calibrate`: 1 is the strength beyond which the judge improves no further, or "
+        "the perplexity leaves its bound.",
+        "",
+        "| attribute | base | judge | strength | β | KL budget | judge's score | perplexity ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in calibrations:
+        base = Path(one.base).name if _is_file(one.base) else one.base
+        judge = Path(one.judge).name if _is_file(one.judge.rpartition(":")[2]) else one.judge
+        for point in one.table:
+            budget = "none" if point.kl_budget is None else f"{point.kl_budget:.3g}"
+            numbers = f"{point.beta:.3g} | {budget} | {point.score:.3g} | {point.perplexity_ratio:.3g}"
+            lines.append(f"| {one.attribute} | {base} | {judge} | {point.strength:.2g} | {numbers} |")
+    return "\n".join(lines)

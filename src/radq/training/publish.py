@@ -12,7 +12,7 @@ from radq.errors import ModelError, OptionError, ServerError, first_line
 from radq.files import MODEL_FILES
 from radq.models.embedded import EMBEDDED
 from radq.models.stored import check_reward_model, read_config
-from radq.training.card import CALIBRATION, write_card
+from radq.training.card import write_card
 
 CARD = "README.md"
 
@@ -41,8 +41,8 @@ def push_to_hub(
         raise ModelError(f"there is no folder {str(folder)!r}.", "give the folder of a reward model.")
     check_reward_model(folder)
     _warn_of_local_backbone(folder)
-    files = {file.relative_to(folder).as_posix(): file for file in _find_files(folder)}
-    card: Any = folder / CARD
+    files: dict[str, Path | bytes] = {file.relative_to(folder).as_posix(): file for file in _find_files(folder)}
+    card = folder / CARD
     files[CARD] = card if card.is_file() else write_card(folder, name, license).encode()
     import httpx
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -61,7 +61,7 @@ def push_to_hub(
 
 def _find_files(folder: Path) -> list[Path]:
     """The files of the model in a folder, without those of its run."""
-    found = {path for pattern in (*MODEL_FILES, CALIBRATION) for path in folder.glob(pattern)}
+    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
     return sorted(file for path in found for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
 
 
