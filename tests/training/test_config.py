@@ -149,15 +149,12 @@ def test_half_precision_follows_the_card(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose_precision("bfloat16", "cpu") == "bfloat16"
     with pytest.raises(OptionError, match="no GPU"):
         choose_precision("float16", "cpu")
-    asked: list[bool] = []
-    for native in (True, False):
-        monkeypatch.setattr(
-            "torch.cuda.is_bf16_supported",
-            lambda including_emulation=True, native=native: asked.append(including_emulation) or native,
-        )
-        assert choose_precision("auto", "cuda") == ("bfloat16" if native else "float16")
+    for capability, precision in {(9, 0): "bfloat16", (8, 0): "bfloat16", (7, 5): "float16"}.items():
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda capability=capability: capability)
+        assert choose_precision("auto", "cuda") == precision
         assert choose_precision("float32", "cuda") == "float32"
-    assert asked == [False, False]
+    monkeypatch.setattr("torch.version.hip", "6.0")
+    assert choose_precision("auto", "cuda") == "bfloat16"
     monkeypatch.setattr("torch.xpu.is_bf16_supported", lambda: True)
     assert choose_precision("auto", "xpu") == "bfloat16"
     monkeypatch.setattr("torch.backends.mps.is_macos_or_newer", lambda *version: False)
