@@ -64,7 +64,6 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
     def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool | None = None):
         """The first runner passes a device as `place`, the second one an object with the tokens of all requests."""
         self._slots, self._states = Slots(), place
-        PROCESSORS.add(self)
         device = torch.device(getattr(place, "device", place))
         self._registry = find_registry(self.guides_file)
         panel = Panel.load(self._registry.entries, str(device))
@@ -82,6 +81,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
                 "radq: log-probabilities in responses are the base model's; "
                 "--logprobs-mode processed_logprobs gives those of the guided distribution."
             )
+        PROCESSORS.add(self)
 
     @property
     def figures(self) -> Figures:
