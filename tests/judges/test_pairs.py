@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from chat_servers import MARK, Answer, faking, say
 from command_calls import make_steering_model
@@ -84,6 +85,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sweep_has_win_rates(rubric: Path, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     make_steering_model(toy, ["praise"]).save_pretrained(tmp_path / "q")
     (tmp_path / "prompts.txt").write_text("the film\nthe plot was\na story\n")
     sweep = {
@@ -103,14 +105,17 @@ def test_a_sweep_has_win_rates(rubric: Path, toy: Path, tmp_path: Path, monkeypa
     rows = {row["cell"]: row for row in read_lines(tmp_path / "out" / "metrics.jsonl")}
     unguided, guided = (rows[name]["metrics"]["win_rate[better]"]["value"] for name in rows)
     assert unguided == 0.5
-    texts = {}
+    texts, blank = {}, {}
     for line in (tmp_path / "out" / "generations.jsonl").read_text().splitlines():
         row = json.loads(line)
+        blank.setdefault(row["cell"], []).append([not text.strip() for text in row["continuations"]])
         texts.setdefault(row["cell"], []).append([row["text"] + text for text in row["continuations"]])
     first, second = texts.values()
     counts = [
         np.array([[sum(word in GOOD for word in t.split()) for t in row] for row in one]) for one in (first, second)
     ]
-    expected = (0.5 + 0.5 * np.sign(counts[1] - counts[0])).mean()
+    compared = ~np.any(list(blank.values()), axis=0)
+    wins = 0.5 + 0.5 * np.sign(counts[1] - counts[0])
+    expected = np.mean([row[full].mean() for row, full in zip(wins, compared, strict=True) if full.any()])
     assert guided == pytest.approx(expected)
     assert fake.calls

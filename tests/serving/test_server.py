@@ -212,6 +212,7 @@ def test_scores_are_those_of_the_reward_model(running: Running) -> None:
 # --- many requests ---
 
 
+@pytest.mark.slow
 def test_64_mixed_requests_at_random_times_are_themselves_alone(running: Running) -> None:
     rng = random.Random(0)
     jobs: list[dict[str, Any]] = []
@@ -243,6 +244,7 @@ def test_64_mixed_requests_at_random_times_are_themselves_alone(running: Running
         assert text == expected(running, [job["prompt"]], job["names"], **job["options"])[0].text
 
 
+@pytest.mark.slow
 def test_cancelled_requests_leave_nothing(running: Running) -> None:
     rng = random.Random(1)
     cancelled_before = running.server.metrics.cancelled._value.get()

@@ -63,6 +63,7 @@ def make(kind: str, toy: Path) -> RewardModel:
     return model
 
 
+@pytest.mark.slow
 def test_every_kind_is_uploaded_and_loads_by_its_name(toy: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     models = {kind: make(kind, toy) for kind in ("q", "v", "lora", "readout")}
