@@ -20,7 +20,8 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from radq.data.dataset import DataColumns, GlobalBatches, RewardData, load_data
+from radq.data.batches import GlobalBatches
+from radq.data.dataset import DataColumns, RewardData, load_data
 from radq.data.label_scale import LabelRules
 from radq.data.tables import read_table
 from radq.errors import DataError, OptionError

@@ -20,7 +20,8 @@ from torch import Tensor
 from training_runs import changed, lines, losses, make_settings, run_in_two_processes, weights
 
 from radq.cli import main
-from radq.data.dataset import DataColumns, GlobalBatches, load_data
+from radq.data.batches import GlobalBatches
+from radq.data.dataset import DataColumns, load_data
 from radq.errors import OptionError, StoppedError
 from radq.guides import RewardGuide
 from radq.models.hub import quiet

@@ -225,7 +225,8 @@ def test_accumulation_does_not_change_the_losses(
 
 
 def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig) -> None:
-    from radq.data.dataset import DataColumns, GlobalBatches, load_data
+    from radq.data.batches import GlobalBatches
+    from radq.data.dataset import DataColumns, load_data
 
     train(changed(settings, learning_rate=1e-12))
     torch.manual_seed(settings.seed)

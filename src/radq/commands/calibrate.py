@@ -45,7 +45,7 @@ class Arguments:
     metric: Literal["mean_score", "avg_max", "positive_rate", "toxic_rate"] = "mean_score"
     """Metric of the judge's scores; avg_max is the mean over prompts of the highest score."""
     reads: Literal["continuation", "text"] = "continuation"
-    """What the judge reads: continuations, or prompts with continuations."""
+    """The judge reads continuations alone, or prompts with their continuations."""
     limit: int | None = None
     """Number of prompts to use, from the beginning of the file; by default all."""
     samples: int = 5

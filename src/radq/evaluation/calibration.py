@@ -47,7 +47,7 @@ JUDGE_METRICS = tuple(name for name, metric in METRICS.items() if metric.needs_j
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What is calibrated, and how.
+    """A plan says which attribute of a reward model is calibrated, on which prompts, and by which judge.
 
     Args:
         folder: the reward model, as `radq generate --guide` takes it.

@@ -33,7 +33,7 @@ Messages = list[dict[str, str]]
 
 @dataclass
 class Usage:
-    """What the answers of a server have cost."""
+    """Usage counts the calls and tokens that the answers of a server have cost."""
 
     calls: int = 0  # that were answered
     failures: int = 0  # that were not, and were repeated

@@ -26,7 +26,7 @@ LONGEST_ANSWER = 500  # characters of an answer that are sent back with the next
 
 @runtime_checkable
 class Questions(Protocol):
-    """What a judge asks about a text, and how it reads the answer; see `Rubric`."""
+    """Questions are asked by a judge about texts, and turn answers into scores; `Rubric` is an example."""
 
     @property
     def scale(self) -> tuple[float, float]: ...

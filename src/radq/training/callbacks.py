@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from radq.data.dataset import GlobalBatches
+from radq.data.batches import GlobalBatches
 from radq.errors import DataError
 from radq.files import append_lines, read_lines, whole_file
 from radq.training.config import TrainingConfig

@@ -215,10 +215,10 @@ class RewardTrainingConfig(TrainingConfig):
     NAME:label=attribute,label=attribute. A judge such as linear:FOLDER may be the teacher, too. It has a tokenizer of
     its own, and reads texts."""
     teacher_scores: Literal["texts", "prefixes"] = "texts"
-    """What the --teacher-classifier scores: texts gives a score to each whole text, which becomes its label; prefixes
-    gives one to each beginning of a text, which becomes the reward of the beginning's last token."""
+    """The --teacher-classifier scores texts or prefixes: texts gives a score to each whole text, which becomes its
+    label; prefixes gives one to each beginning of a text, which becomes the reward of the beginning's last token."""
     teacher_reads: Literal["text", "continuation"] = "text"
-    """What the --teacher-classifier reads of a text that begins with a prompt: all of it, or the continuation alone."""
+    """The --teacher-classifier reads all of a text that begins with a prompt, or the continuation alone."""
     kind: Literal["q", "v"] = "q"
     """Kind of reward model: q (RAD-Q) scores all next tokens in one forward pass, v (RAD-V) reads each of them."""
     reads: Literal["itself", "base"] = "itself"

@@ -98,23 +98,13 @@ class ExpertTrainer(BatchTrainer):
         with quiet():
             super()._save(output_dir, state_dict)
 
-    @torch.no_grad()
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the loss and, for each text, −log P, the number of tokens and the log-posterior of its class."""
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss, output = self.compute_loss(model, inputs, return_outputs=True)
+    def read_output(self, output: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute for each text −log P, the number of tokens and the log-posterior of its class."""
         loss_mask = inputs["loss_mask"]
         columns = [-(output.log_probabilities * loss_mask).sum(1), loss_mask.sum(1).float()]
         if output.log_posterior is not None:
             columns.append(output.log_posterior)
-        return loss.detach(), torch.stack(columns, dim=1), inputs["labels"]
+        return torch.stack(columns, dim=1), inputs["labels"]
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         stats = np.asarray(prediction.predictions)

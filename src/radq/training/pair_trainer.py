@@ -44,19 +44,9 @@ class PairTrainer(RewardTrainer):
         num_pairs, _ = self.count_items(inputs)
         return loss * len(inputs["weights"]) / num_pairs.clamp(min=1)
 
-    @torch.no_grad()
-    def prediction_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Tensor],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the loss, the rewards of both texts of each pair, and the weight of the pair."""
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss, output = self.compute_loss(model, inputs, return_outputs=True)
-        return loss.detach(), self._read_last(output.rewards, inputs), inputs["weights"][:, None]
+    def read_output(self, output: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute the rewards of both texts of each pair, and the weight of the pair."""
+        return self._read_last(output.rewards, inputs), inputs["weights"][:, None]
 
     def _read_last(self, outputs: Float[Tensor, "b t 1"], inputs: dict[str, Tensor]) -> Float[Tensor, "p 2"]:
         """The rewards of whole texts: those of the preferred text and of the other one of each pair."""

@@ -165,23 +165,13 @@ class RewardTrainer(BatchTrainer):
 
     # --- evaluation ---
 
-    @torch.no_grad()
-    def prediction_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Tensor],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the loss, statistics of each text, and its labels and weight.
+    def read_output(self, output: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute statistics of each text, and its labels and weight.
 
         The statistics are columns: the rewards at the last token; weighted squared errors if there are labels; and if
         there is a teacher the squared distance to it, the number of tokens, and the sums of the teacher's rewards and
         of their squares.
         """
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss, output = self.compute_loss(model, inputs, return_outputs=True)
         reward_model: Any = self.model
         rewards = reward_model.link(output.rewards)
         loss_mask, labels = inputs["loss_mask"], inputs["labels"]
@@ -194,7 +184,7 @@ class RewardTrainer(BatchTrainer):
             distance = (rewards - targets).square().mean(-1) * loss_mask
             columns += [distance.sum(1, keepdim=True), loss_mask.sum(1, keepdim=True).float()]
             columns += [(targets * loss_mask[..., None]).sum(1), (targets.square() * loss_mask[..., None]).sum(1)]
-        return loss.detach(), torch.cat(columns, dim=1), torch.cat([labels, inputs["weights"][:, None]], dim=1)
+        return torch.cat(columns, dim=1), torch.cat([labels, inputs["weights"][:, None]], dim=1)
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         labels, weights = np.split(np.asarray(prediction.label_ids), [-1], axis=1)

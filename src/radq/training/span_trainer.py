@@ -27,21 +27,11 @@ class SpanTrainer(RewardTrainer):
         num_texts, _ = count_items(loss_mask)
         return loss * len(loss_mask) / num_texts.clamp(min=1)
 
-    @torch.no_grad()
-    def prediction_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Tensor],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the loss, the reward of each token, and beside its label whether it has one."""
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss, output = self.compute_loss(model, inputs, return_outputs=True)
+    def read_output(self, output: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute the reward of each token, and beside its label whether it has one."""
         rewards = self.reward_model.link(output.rewards).float()
         counted = inputs["loss_mask"][..., None].float()
-        return loss.detach(), rewards, torch.cat([inputs["token_labels"], counted], dim=-1)
+        return rewards, torch.cat([inputs["token_labels"], counted], dim=-1)
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         labels, counted = np.moveaxis(np.asarray(prediction.label_ids), -1, 0)  # (n, t) each; padding is −100

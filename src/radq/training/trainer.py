@@ -25,7 +25,8 @@ from transformers import (
     Trainer,
 )
 
-from radq.data.dataset import GlobalBatches, LongestFirst, RewardData, pad_batch
+from radq.data.batches import GlobalBatches, LongestFirst
+from radq.data.dataset import RewardData, pad_batch
 from radq.errors import OptionError, RadqError, StoppedError, TrainingError, first_line
 from radq.files import explained_writing
 from radq.models.hub import quiet
@@ -55,7 +56,7 @@ class BatchTrainer(Trainer):
     """transformers' Trainer over batches of texts of similar length.
 
     Losses do not depend on micro-batches, checkpoints are complete or not there, and logs go to metrics.jsonl. A
-    subclass defines `compute_loss`, `prediction_step`, `metrics` and `metric_names`.
+    subclass defines `compute_loss`, `read_output`, `metrics` and `metric_names`.
     """
 
     def __init__(
@@ -150,9 +151,27 @@ class BatchTrainer(Trainer):
                 return {name: value for name, value in line.items() if name.startswith("eval_")}
         return self.evaluate()
 
+    @torch.no_grad()
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the loss of a batch, and what its metrics need."""
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss, output = self.compute_loss(model, inputs, return_outputs=True)
+        return loss.detach(), *self.read_output(output, inputs)
+
+    @abstractmethod
+    def read_output(self, output: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Take from the output for a batch what the metrics need: numbers, and labels beside them."""
+
     @abstractmethod
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Compute the metrics from the results of `prediction_step` for all batches."""
+        """Compute the metrics from the results of `read_output` for all batches."""
 
     @abstractmethod
     def metric_names(self) -> list[str]:
