@@ -1,9 +1,12 @@
-"""The settings of each method, chosen on dev prompts by one rule, with all candidates and their numbers: choices.json.
+"""The settings of each method, chosen on dev prompts by one rule.
+
+choices/TASK-METHOD.json     the rule, the choice, and all candidates with their numbers
 
 A candidate is a model (experts have one for each learning rate), a number of candidates k, a nucleus p and, for GeDi, a
 filter. Its curve over β is straight between points, over the logarithm of perplexity.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,8 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from jobs import write_json
-from methods import CHOOSING, PLAIN_K, TASKS, Method, Task, name_filter
+from methods import METHODS, PLAIN_K, TOP_K, Method, Task, name_filter, sweep_name
 
 from radq.files import read_lines
 
@@ -93,21 +95,14 @@ def beta_at(points: Sequence[Point], ratio: float) -> float:
 # --- files ---
 
 
-def write_choices() -> None:
-    """Choose the settings of all methods whose dev prompts were continued, and write choices.json."""
-    found = {task.name: {method.name: _describe(task, method) for method in CHOOSING} for task in TASKS.values()}
-    tasks = {task: {name: one for name, one in methods.items() if one} for task, methods in found.items()}
-    write_json("choices.json", {"rule": RULE, "tasks": tasks})
-
-
-def _describe(task: Task, method: Method) -> dict[str, Any] | None:
+def choose_settings(task: Task, method: Method) -> dict[str, Any]:
+    """Choose among the settings that were tried on dev prompts; return all that choices/TASK-METHOD.json holds."""
     candidates = [one for model in method.models for one in read_candidates(task, method, model)]
-    if not candidates:
-        return None
     chosen = choose(candidates, task.side)
     return {
+        "rule": RULE,
         "chosen": chosen.settings | {"beta": choose_betas(chosen), "attribute": _known(chosen.attribute_at_target())},
-        "missing": [model for model in method.models if not _metrics_file(task, model).exists()],
+        "missing": [model for model in method.models if not _read_metrics(task, model)],
         "candidates": [
             one.settings
             | {"attribute": _known(one.attribute_at_target())}
@@ -117,10 +112,19 @@ def _describe(task: Task, method: Method) -> dict[str, Any] | None:
     }
 
 
+def choice_file(task: Task, method: Method) -> str:
+    return f"choices/{task.name}-{method.name}.json"
+
+
+def read_choice(folder: Path, task: Task, method: Method) -> dict[str, Any]:
+    """The settings that a method is tested with; empty where it has nothing to choose, or nothing was tried."""
+    file = folder / choice_file(task, METHODS[method.like or method.name])
+    return json.loads(file.read_text())["chosen"] if file.exists() else {}
+
+
 def read_candidates(task: Task, method: Method, model: str) -> list[Candidate]:
-    """The candidates of one model, from its sweep over dev prompts; none where that was not run."""
-    file = _metrics_file(task, model)
-    rows = list(read_lines(file)) if file.exists() else []
+    """The candidates of one model, from its sweeps over dev prompts; none where they were not run."""
+    rows = _read_metrics(task, model)
     settings = sorted({(row["top_k"], row["top_p"] or 0) for row in rows})
     return [
         Candidate(model, k, p or None, filter_p, _curves(task, rows, name_filter(filter_p), k, p or None, not filter_p))
@@ -147,8 +151,9 @@ def _point(task: Task, row: Mapping[str, Any], base: Mapping[str, Any]) -> Point
     return Point(row["beta"] or 0.0, ratio, row["metrics"][task.metric]["value"])
 
 
-def _metrics_file(task: Task, model: str) -> Path:
-    return Path(f"dev/{task.name}-{model}/metrics.jsonl")
+def _read_metrics(task: Task, model: str) -> list[dict[str, Any]]:
+    files = [Path("dev") / sweep_name(task, model, k) / "metrics.jsonl" for k in TOP_K]
+    return [row for file in files if file.exists() for row in read_lines(file)]
 
 
 def _rounded(point: Point) -> list[float]:

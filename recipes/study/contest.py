@@ -24,7 +24,7 @@ BATCH = 128
 EXPERT_STEPS = {"sentiment": 1080, "toxicity": 900}  # as many texts of BATCH as the classifier sees
 EXPERT_LENGTHS = {"sentiment": 128, "toxicity": 96}  # tokens, as the classifier's
 EXPERT_EVALUATION = {"sentiment": {"eval_data": ["data/sst2-dev.jsonl"]}, "toxicity": {"eval_share": 0.02}}
-RATES = {"": 2e-5, "-5e-5": 5e-5}  # learning rates of experts by the end of a model's name; dev prompts choose
+RATES = {"": 5e-5, "-2e-5": 2e-5}  # learning rates of experts by the end of a model's name; dev prompts choose
 AGAIN = "-again"  # the end of the names of a second training with seed 1
 
 
@@ -69,7 +69,7 @@ def experts(attribute: str, method: str, rate: float, **changes: Any) -> dict[st
         "backbone": "embedded",
         "max_length": EXPERT_LENGTHS[attribute],
         "batch_size": BATCH,
-        "micro_batch_size": BATCH // 2 if method == "gedi" else BATCH,  # GeDi reads each text in both classes
+        "micro_batch_size": BATCH // 4 if method == "gedi" else BATCH // 2,  # GeDi reads each text in both classes
         "max_steps": EXPERT_STEPS[attribute],
         "learning_rate": rate,
         "warmup_steps": 50,

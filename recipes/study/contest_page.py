@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tyro
 from choices import NUM_BETAS, SPAN, TARGET
+from contest import RATES
 from kept import KEPT_TEXTS, KeptCell
 from markup import item, markdown_table, wrapped, write_figures
 from methods import (
@@ -84,7 +85,7 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
 
 INTRODUCTION = (
     "How well do [readouts of values](distillation.md#values) steer SmolLM2-135M-Instruct, beside other methods that "
-    "each have their best settings? 1,000 prompts of each kind, 25 samples of 20 tokens. Sentiment is the share of "
+    "each have their best settings? 1,000 prompts of each task, 25 samples of 20 tokens. Sentiment is the share of "
     "positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout are in points "
     "of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. Brackets span the 95% "
     "intervals over prompts of all trainings of the readout, so that they hold what another training changes, too. "
@@ -94,7 +95,7 @@ SETTINGS = (
     f"On 200 other prompts of each kind, every method tried k = {', '.join(map(str, TOP_K))}, each without p and with "
     f"{TOP_P[-1]}; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}; experts two learning rates. The best "
     f"attribute at {TARGET} times the unguided perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} values of β from "
-    f"about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. choices.json has the rule and all numbers."
+    f"about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. `choices/` has the rule and all numbers."
 )
 
 
@@ -175,8 +176,10 @@ def _settings(place: Place, method: Method) -> str:
     parts = [f"k = {chosen['top_k']}"] if "top_k" in chosen else []
     parts += [f"p = {chosen['top_p']:g}"] if chosen.get("top_p") else []
     parts += [f"filter {chosen['filter_p']:g}"] if chosen.get("filter_p") is not None else []
-    rates = {name: "5e-5" if name.endswith("-5e-5") else "2e-5" for name in method.models}
-    return ", ".join([*parts, f"rate {rates[chosen['model']]}"] if len(rates) > 1 and parts else parts)
+    if len(method.models) > 1 and parts:
+        rate = next(rate for end, rate in reversed(RATES.items()) if chosen["model"].endswith(end))
+        parts.append(f"rate {rate:.0e}".replace("e-0", "e-"))
+    return ", ".join(parts)
 
 
 def _mauve(place: Place, method: Method) -> str:

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from radq.files import whole_file
 
 RADQ = [sys.executable, "-m", "radq"]
 
@@ -23,6 +26,7 @@ class Job:
     makes: str
     needs: tuple[str, ...] = ()  # files that earlier jobs make
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of the study
+    prepare: Callable[[], None] | None = None  # is called before the command, when all that it needs is there
 
 
 Finish = Callable[[Job, str, float], None]  # takes the job, its standard output and its seconds
@@ -68,7 +72,13 @@ def run_one(job: Job, finish: Finish | None, run: Run) -> bool:
     """Run a job; return whether it succeeded."""
     began = time.time()
     with (Path("logs") / f"{job.name}.log").open("a") as log:
-        code, output = run(job, log)
+        try:
+            if job.prepare is not None:
+                job.prepare()
+            code, output = run(job, log)
+        except Exception:
+            traceback.print_exc(file=log)
+            code, output = 1, ""
     seconds = time.time() - began
     print(f"{job.name}: {'done' if code == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
     if code == 0 and finish is not None:
@@ -80,8 +90,6 @@ def keep_json(job: Job, output: str, seconds: float) -> None:
     write_json(job.makes, json.loads(output[output.index("{") :]))
 
 
-def write_json(file: str, content: Any) -> None:
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(f"{file}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    temporary.replace(file)
+def write_json(file: str | Path, content: Any) -> None:
+    with whole_file(file) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -12,7 +12,7 @@ from contest import AGAIN, RATES
 
 TOP_K, TOP_P, FILTERS = (5, 10, 20, 40), (None, 0.9), (0.0, 0.4, 0.8)  # that dev prompts choose from
 PLAIN_K = 20  # the candidates of methods that choose none, and of the unguided base model that others are compared with
-BEST_OF = (2, 4, 8)
+BEST_OF = (4,)
 BASE_LAYERS = 30
 METRICS = ("perplexity", "corpus_perplexity", "kl", "dist_2", "dist_3", "repetition")
 BASE, UNGUIDED, ASKED, BEST = "base", "none", "asked", "best-of-n"
@@ -29,6 +29,7 @@ class Task:
     metric: str
     groups: Mapping[str, str]  # class of prompts → the file in data/
     judges: Mapping[str, dict[str, Any]]
+    test_prompts: int  # of each class; 1,000 in all
     dev_samples: int
     requests: tuple[str, ...]  # to the base model, where it is asked
 
@@ -48,6 +49,7 @@ TASKS = {
                     "metrics": ["positive_rate"],
                 }
             },
+            500,
             5,
             (
                 "Continue the text in a very positive, happy and praising way.",
@@ -63,6 +65,7 @@ TASKS = {
                 "toxicity": {"judge": "reward:models/judge-toxicity", "metrics": ["avg_max", "toxic_rate"]},
                 "bert-tiny": {"judge": "onnx:toxicity-bert-tiny", "metrics": ["avg_max"]},
             },
+            1000,
             10,
             (
                 "Continue the text in a friendly and polite way.",
@@ -154,13 +157,17 @@ def sweep_settings(task: Task, guides: dict[str, Any], files: str, **changes: An
     """A sweep of `radq eval` over prompts whose files begin with `files`."""
     settings = {
         "base": "embedded",
-        "prompts": [{"file": f"data/{files}{file}.jsonl", "group": group} for group, file in task.groups.items()],
+        "prompts": [
+            {"file": f"data/{files}{file}.jsonl", "group": group, "limit": task.test_prompts}
+            for group, file in task.groups.items()
+        ],
         "guides": guides,
         "judges": dict(task.judges),
         "perplexity": "base",
         "metrics": list(METRICS),
         "max_new_tokens": 20,
-        "batch_size": 6250,
+        "batch_size": 3125,
+        "resamples": 100,  # the page computes intervals from the kept numbers
         "dtype": "float16",
     }
     return settings | changes
@@ -170,24 +177,24 @@ def sweep_settings(task: Task, guides: dict[str, Any], files: str, **changes: An
 
 
 def dev_sweeps(task: Task, method: Method) -> dict[str, dict[str, Any]]:
-    """The sweeps over all settings that a method may choose, one for each of its models, by the model's name."""
+    """The sweeps over all settings that a method may choose, by name: one for each of its models and each k."""
     decides = task.metric.partition("[")[2].removesuffix("]")
     judges = {decides: task.judges[decides] | {"metrics": [task.metric.partition("[")[0]]}}
     changes = {"judges": judges, "metrics": ["perplexity", "kl"], "samples": task.dev_samples, "resamples": 20}
-    changes |= {"top_k": list(TOP_K), "top_p": list(TOP_P)}
+    changes["top_p"] = list(TOP_P)
     beta = list((method.dev_beta or {})[task.name])
-    return {
-        model: sweep_settings(
-            task,
-            {
-                name_filter(filter_p): guide_settings(task, method, model, beta=beta, options=filter_options(filter_p))
-                for filter_p in method.filters
-            },
-            "dev-",
-            **changes,
-        )
-        for model in method.models
-    }
+    sweeps = {}
+    for model, k in product(method.models, TOP_K):
+        guides = {
+            name_filter(filter_p): guide_settings(task, method, model, beta=beta, options=filter_options(filter_p))
+            for filter_p in method.filters
+        }
+        sweeps[sweep_name(task, model, k)] = sweep_settings(task, guides, "dev-", top_k=[k], **changes)
+    return sweeps
+
+
+def sweep_name(task: Task, model: str, k: int) -> str:
+    return f"{task.name}-{model}-k{k}"
 
 
 def name_filter(filter_p: float | None) -> str:
@@ -202,8 +209,8 @@ def filter_options(filter_p: float | None) -> dict[str, float]:
 # --- test prompts ---
 
 
-def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The sweep of a method over the test prompts; `choice` is None for a method that has nothing to choose."""
+def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any]) -> dict[str, Any]:
+    """The sweep of a method over the test prompts; `choice` is empty for a method that has nothing to choose."""
     if method.name == BASE:
         return sweep_settings(task, {}, "", top_k=[PLAIN_K], seeds=[0, 1])
     if method.name == ASKED:
@@ -211,7 +218,6 @@ def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any] | None) 
     if method.name == BEST:
         guide = guide_settings(task, method, OURS, best_of=list(BEST_OF))
         return sweep_settings(task, {method.name: guide}, "", top_k=[PLAIN_K])
-    assert choice is not None
     model = method.models[0] if method.like else choice["model"]
     guide = guide_settings(task, method, model, beta=choice["beta"], options=filter_options(choice["filter_p"]))
     return sweep_settings(task, {method.name: guide}, "", top_k=[choice["top_k"]], top_p=[choice["top_p"]])

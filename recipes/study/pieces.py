@@ -1,20 +1,20 @@
-"""The pieces of the contest: train, choose settings on dev prompts, test, keep the numbers, judge once more.
+"""The pieces of the contest: all jobs up to the kept numbers of each method, and second opinions on kept texts.
 
 Each takes a `Request`. Finished work is not repeated, so that a piece that was stopped can be run again.
 """
 
-import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from choices import write_choices
+from choices import choice_file, choose_settings
 from contest import MODELS, own_texts_jobs
-from jobs import RADQ, Finish, Job, Run, keep_json, run_all, run_command
-from methods import CHOOSING, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps
+from jobs import RADQ, Finish, Job, Run, keep_json, run_all, run_command, write_json
+from methods import CHOOSING, METHODS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
 from rehearsal import TOY, prepare_rehearsal, run_here, shrink_own_texts, shrink_sweep, shrink_training
 from second import second_opinions
 from trainings import describe_model, training_job
@@ -44,31 +44,13 @@ class Request:
             sys.exit("error: this folder holds " + ("a study" if self.rehearse else "a rehearsal") + "; use another.")
 
 
-def contest_train(request: Request) -> None:
-    """Train the models of the contest and its judges; the longest chain begins first."""
-    request.run(training_jobs(request), _finish)
-
-
-def choose(request: Request) -> None:
-    """Try all settings of each method on dev prompts, and write choices.json."""
-    try:
-        request.run(choosing_jobs(request), _finish)
-    finally:
-        write_choices()  # also where some methods failed
-
-
 def contest(request: Request) -> None:
-    """Test each method with its chosen settings, and keep the numbers of every sweep as soon as it is done."""
-    request.run(testing_jobs(request), _finish)
+    """Train all models, try settings on dev prompts, test each method with its choice, and keep the numbers.
 
-
-def contest_all(request: Request) -> None:
-    """Train, choose and test. Settings are tried as soon as a model and its judge are trained."""
-    try:
-        request.run([*training_jobs(request), *choosing_jobs(request)], _finish)
-    finally:
-        write_choices()
-        contest(request)
+    Each job begins as soon as the files are there that it needs. Methods whose models are trained go before trainings.
+    """
+    training = training_jobs(request)
+    request.run([*testing_jobs(request), *choosing_jobs(request), *training], _finish)
 
 
 def training_jobs(request: Request) -> list[Job]:
@@ -83,30 +65,15 @@ def training_jobs(request: Request) -> list[Job]:
 
 def choosing_jobs(request: Request) -> list[Job]:
     return [
-        sweep_job("dev", f"{task.name}-{model}", settings, request)
+        choosing_job(task, name, settings, request)
         for method in CHOOSING
         for task in TASKS.values()
-        for model, settings in dev_sweeps(task, method).items()
+        for name, settings in dev_sweeps(task, method).items()
     ]
 
 
 def testing_jobs(request: Request) -> list[Job]:
-    chosen = json.loads(Path("choices.json").read_text())["tasks"]
-    jobs = []
-    for task, method in RUNS:
-        choice = chosen[task.name].get(method.like or method.name, {}).get("chosen")
-        if choice is None and method.has_curve:
-            print(f"{task.name}-{method.name}: left out, since choices.json has no settings for it", flush=True)
-            continue
-        sweep = sweep_job("contest", f"{task.name}-{method.name}", contest_sweep(task, method, choice), request)
-        jobs += [sweep, keep_job(task, method)]
-    return jobs
-
-
-def keep(request: Request) -> None:
-    """Keep the numbers of sweeps that are done and were not kept yet."""
-    jobs = [keep_job(task, method) for task, method in RUNS]
-    request.run([job for job in jobs if Path(job.needs[0]).exists()])
+    return [job for run in RUNS for job in (keep_job(*run), testing_job(*run, request))]
 
 
 def second(request: Request) -> None:
@@ -114,16 +81,48 @@ def second(request: Request) -> None:
     second_opinions(Path(), request.only, request.runner)
 
 
-def sweep_job(folder: str, name: str, settings: dict[str, Any], request: Request) -> Job:
-    """A sweep, which waits for the models and judges that other jobs train."""
-    run = f"{folder}/{name}"
-    Path(folder).mkdir(exist_ok=True)
-    settings = shrink_sweep(settings) if request.rehearse else settings
-    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+def choosing_job(task: Task, name: str, settings: dict[str, Any], request: Request) -> Job:
+    """A sweep over dev prompts."""
+    models = [guide["folder"] for guide in settings["guides"].values()]
+    return sweep_job(f"dev/{name}", task, models, (), lambda: settings, request)
+
+
+def testing_job(task: Task, method: Method, request: Request) -> Job:
+    """The sweep over test prompts, with the settings that are chosen once all of them were tried on dev prompts."""
+    choosing = METHODS[method.like or method.name]
+    tried = dev_sweeps(task, choosing) if choosing.dev_beta else {}
+    models = [model_folder(task, model) for model in method.models]
+
+    def settings() -> dict[str, Any]:
+        if not tried:
+            return contest_sweep(task, method, {})
+        choice = choose_settings(task, choosing)
+        if choosing is method:
+            write_json(choice_file(task, method), choice)
+        return contest_sweep(task, method, choice["chosen"])
+
+    waits_for = tuple(f"dev/{name}.json" for name in tried)
+    return sweep_job(f"contest/{task.name}-{method.name}", task, models, waits_for, settings, request)
+
+
+def sweep_job(
+    run: str,
+    task: Task,
+    models: list[str],
+    waits_for: tuple[str, ...],
+    settings: Callable[[], dict[str, Any]],
+    request: Request,
+) -> Job:
+    """A sweep, which waits for its models and judges; its settings are asked for when it begins."""
+
+    def prepare() -> None:
+        sweep = shrink_sweep(settings()) if request.rehearse else settings()
+        Path(run).parent.mkdir(exist_ok=True)
+        Path(f"{run}.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False, allow_unicode=True))
+
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
-    judges = [use["judge"].removeprefix("reward:") for use in settings["judges"].values()]
-    guides = [guide["folder"] for guide in settings["guides"].values() if "folder" in guide]
-    return Job(f"{folder}-{name}", command, f"{run}.json", tuple(f"{model}.json" for model in (*judges, *guides)))
+    needs = (*waits_for, f"models/judge-{task.name}.json", *(f"{model}.json" for model in models))
+    return Job(run.replace("/", "-"), command, f"{run}.json", needs, prepare=prepare)
 
 
 def keep_job(task: Task, method: Method) -> Job:
@@ -140,10 +139,6 @@ def _finish(job: Job, output: str, seconds: float) -> None:
 
 
 CONTEST_PIECES = {
-    "contest-train": contest_train,
-    "choose": choose,
     "contest": contest,
-    "contest-all": contest_all,
-    "keep": keep,
     "second": second,
 }

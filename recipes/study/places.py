@@ -1,13 +1,12 @@
 """The kept numbers of the contest by place: a task and a class of prompts, with the cells of all methods there."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from choices import TARGET
+from choices import TARGET, read_choice
 from kept import KeptCell, read_kept, read_kept_prompts
 from methods import BASE, METHODS, TASKS, TRAININGS, UNGUIDED, Task
 
@@ -58,7 +57,7 @@ class Place:
 
     def settings(self, method: str) -> Mapping[str, Any]:
         """What was chosen on dev prompts; empty for a method that had nothing to choose."""
-        return self.chosen.get(METHODS[method].like or method, {})
+        return self.chosen[method]
 
     def at_ratio(self, method: str, metric: str, ratio: float) -> float:
         """A metric of a curve where perplexity is a multiple of the unguided one; NaN where it is not reached."""
@@ -86,14 +85,12 @@ def read_places(folder: Path) -> list[Place]:
     """Read all places of a measured contest."""
     if not folder.is_dir():
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a contest.")
-    choices = folder / "choices.json"
-    tasks = json.loads(choices.read_text())["tasks"] if choices.exists() else {}
     mauve = read_mauve(folder)
     places = []
     for task in TASKS.values():
         prompts = read_kept_prompts(folder, task.name)
         cells = {method: _read_cells(folder, task, method) for method in METHODS}
-        chosen = {method: found["chosen"] for method, found in tasks.get(task.name, {}).items()}
+        chosen = {name: read_choice(folder, task, method) for name, method in METHODS.items()}
         for group in task.groups:
             here = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
             places.append(Place(task, group, prompts.rows(group), cells, chosen, here))

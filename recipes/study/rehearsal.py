@@ -40,7 +40,6 @@ SMALLER = {  # where a training has such a setting
     "backbone_dtype": "float32",
 }
 SWEEP = {"base": TOY, "samples": 2, "max_new_tokens": 6, "batch_size": 1000, "dtype": "float32", "resamples": 20}
-TOP_K = [5, 20]
 OWN_TEXTS = ["--base", TOY, "--number", "200", "--tokens", "20", "--batch-size", "100", "--dtype", "float32"]
 
 
@@ -77,8 +76,7 @@ def shrink_training(settings: dict[str, Any]) -> dict[str, Any]:
 
 def shrink_sweep(settings: dict[str, Any]) -> dict[str, Any]:
     judges = {name: use | {"judge": _judge_at_hand(use["judge"])} for name, use in settings["judges"].items()}
-    few = {"top_k": TOP_K} if len(settings.get("top_k", [])) > 1 else {}
-    return settings | SWEEP | {"judges": judges} | few
+    return settings | SWEEP | {"judges": judges}
 
 
 def _judge_at_hand(judge: str) -> str:

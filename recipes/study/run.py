@@ -2,7 +2,7 @@
 
     python recipes/study/run.py prepare RTP.jsonl.gz NEUTRAL.jsonl.gz NEGATIVE.jsonl.gz IMDB.jsonl.xz --folder STUDY
     python recipes/study/run.py train --folder STUDY      (then judges, sweeps, rank, time, expressivity, …)
-    python recipes/study/run.py contest-train --folder STUDY      (then choose, contest, second: the contest)
+    python recipes/study/run.py contest --folder STUDY    (then second: the contest)
 
 Pieces run radq's own commands in the study's folder, several at once. Finished work is not repeated.
 """

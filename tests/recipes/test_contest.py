@@ -130,29 +130,28 @@ def test_the_strengths_of_the_test_worked_by_hand(modules: Modules) -> None:
     assert betas == sorted(betas)
 
 
-def test_choices_are_written_with_all_candidates(
+def test_choices_are_told_with_all_candidates(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GeDi at two rates; the second is better. A filter has no unguided point, since β = 0 still filters."""
     monkeypatch.chdir(tmp_path)
-    for model, gain in (("gedi", 0.0), ("gedi-5e-5", 0.1)):
+    for model, gain in (("gedi", 0.0), ("gedi-2e-5", 0.1)):
         rows = [dev_row("none", None, 1.0, 0.5)]
         rows += [dev_row("filter 0.8", beta, 1 + beta / 20, 0.6 + gain) for beta in (1.0, 4.0, 16.0)]
         rows += [dev_row(f"filter {p:g}", beta, 1 + beta / 20, 0.5) for p in (0, 0.4) for beta in (1.0, 4.0, 16.0)]
-        folder = Path(f"dev/toxicity-{model}")
+        folder = Path(f"dev/toxicity-{model}-k20")
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    modules["choices"].write_choices()
-    document = json.loads(Path("choices.json").read_text())
-    assert "temperature is 1" in document["rule"]
-    assert set(document["tasks"]["toxicity"]) == {"gedi"}
-    found = document["tasks"]["toxicity"]["gedi"]
+    methods = modules["methods"]
+    found = modules["choices"].choose_settings(methods.TASKS["toxicity"], methods.METHODS["gedi"])
+    assert "temperature is 1" in found["rule"]
+    assert found["missing"] == []
     assert len(found["candidates"]) == 6
     assert found["chosen"]["attribute"] == 0.5  # less toxicity is better
     assert found["chosen"]["filter_p"] in (0, 0.4)
     curves = {(one["model"], one["filter_p"]): one["curves"]["nontoxic"] for one in found["candidates"]}
     assert [point[0] for point in curves["gedi", 0]] == [0, 1, 4, 16]
-    assert curves["gedi-5e-5", 0.8] == [[1, 1.05, 0.7], [4, 1.2, 0.7], [16, 1.8, 0.7]]
+    assert curves["gedi-2e-5", 0.8] == [[1, 1.05, 0.7], [4, 1.2, 0.7], [16, 1.8, 0.7]]
 
 
 def dev_row(guide: str, beta: float | None, ratio: float, attribute: float) -> dict[str, Any]:
@@ -246,18 +245,16 @@ def make_contest(modules: Modules, folder: Path, left_out: tuple[str, ...] = ())
     """A contest with numbers from formulas: the attribute moves by a method's skill for each unit of log perplexity."""
     methods, kept = modules["methods"], modules["kept"]
     chosen = {"top_k": 10, "top_p": 0.9, "filter_p": None, "beta": [1, 2, 4]}
-    tasks: dict[str, Any] = {}
     for task in methods.TASKS.values():
         groups = np.repeat(list(task.groups), PROMPTS)
         kept.write_prompts(folder, task.name, kept.KeptPrompts([f"prompt {n}" for n in range(len(groups))], groups))
-        tasks[task.name] = {}
         for method in methods.METHODS.values():
             if method.name in left_out:
                 continue
             if method.dev_beta is not None:
-                tasks[task.name][method.name] = {"chosen": chosen | {"model": method.models[-1]}, "candidates": []}
+                found = {"chosen": chosen | {"model": method.models[-1]}, "candidates": []}
+                modules["jobs"].write_json(folder / modules["choices"].choice_file(task, method), found)
             kept.write_kept(folder, task.name, method.name, make_cells(modules, task, method, len(groups)))
-    (folder / "choices.json").write_text(json.dumps({"rule": "", "tasks": tasks}))
     return folder
 
 
@@ -317,7 +314,7 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     )
     assert "Asked texts have up to 403 times the unguided perplexity" in text
     gedi = [line for line in page.splitlines() if line.startswith("| GeDi |")][1]  # toxicity
-    assert gedi.split(" | ")[1:3] == ["k = 10, p = 0.9, rate 5e-5", "60"]
+    assert gedi.split(" | ")[1:3] == ["k = 10, p = 0.9, rate 2e-5", "60"]
     # 0.5 − 0.2 · log(1.1), …; KL is 0.3 + log(1.2), Dist-2 0.8 − 0.1 · log(1.2)
     numbers = [float(n) for n in gedi.strip("| ").split(" | ")[3:]]
     assert numbers == pytest.approx([0.481, 0.464, 0.448, 0.482, 0.782, 0.782, 0.87], abs=0.004)
@@ -386,13 +383,12 @@ def test_the_rehearsal_goes_through_all_pieces(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trained = "^((judge|own)-)?toxicity(-classifier|-value|-readout|-gedi)?$"
-    only = rf"{trained}|^(dev|contest)-toxicity-(readout|gedi|base|asked|best-of-n)(-keep)?$"
+    only = rf"{trained}|^(dev|contest)-toxicity-(readout|gedi|base|asked|best-of-n)(-k\d+|-keep)?$"
     request = modules["pieces"].Request(only=only, rehearse=True)
-    pieces = modules["pieces"].CONTEST_PIECES
-    pieces["contest-all"](request)
+    contest = modules["pieces"].contest
+    contest(request)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")}
-    for name in ("contest-train", "choose", "contest", "keep"):  # not `second`, which trains a judge over MiniLM
-        pieces[name](request)
+    contest(request)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")} == made  # nothing was done twice
     tested = {file.stem for file in (tmp_path / "kept").glob("*.npz")}
     assert tested == {f"toxicity-{name}" for name in ("readout", "gedi", "base", "asked", "best-of-n")}
