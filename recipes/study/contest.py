@@ -5,7 +5,7 @@
     prefixes of the base model, and its candidates → a readout or a RAD-Q over 12 layers, taught by the values
 
 These are the recipes of the embedded models (recipes/embedded), and variants of them. The baselines see as many
-labelled texts as the classifier, each of DExperts' two experts alone. methods.py says how the models take part.
+labelled texts as the classifier, DExperts' two experts together. methods.py says how the models take part.
 """
 
 import sys
@@ -70,7 +70,7 @@ def experts(attribute: str, method: str, rate: float, **changes: Any) -> dict[st
         "max_length": EXPERT_LENGTHS[attribute],
         "batch_size": BATCH,
         "micro_batch_size": BATCH // 4 if method == "gedi" else BATCH // 2,  # GeDi reads each text in both classes
-        "max_steps": EXPERT_STEPS[attribute],
+        "max_steps": EXPERT_STEPS[attribute] // (2 if method == "dexperts" else 1),  # of each of DExperts' two experts
         "learning_rate": rate,
         "warmup_steps": 50,
     }

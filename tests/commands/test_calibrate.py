@@ -70,6 +70,7 @@ def test_strengths_are_stored_and_used(
     assert write("strong") == write(f"{betas[-1]:+}") != write("0")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the judge")
 def test_a_killed_calibration_goes_on(call: Any, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = call("--seed", "5")

@@ -245,6 +245,7 @@ def test_the_base_is_named_by_the_file_it_comes_from(package: Path) -> None:
     assert embedded.base_name() != name
 
 
+@pytest.mark.slow
 @needs_the_real_one
 def test_the_real_one(capsys: pytest.CaptureFixture[str]) -> None:
     beta = ATTRIBUTES["sentiment"].default_beta

@@ -134,6 +134,7 @@ def test_frozen_embeddings_that_cost_something(
     assert "add" in text
 
 
+@pytest.mark.slow
 def test_rank_is_no_obstacle_if_shuffled_labels_are_not_met(
     tmp_path: Path, narrow: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +374,7 @@ def test_an_excerpt_of_sst2_has_a_rank(excerpts: Path, tmp_path: Path, capsys: p
     assert result["table"][1]["mse"] <= 1e-6 < result["table"][0]["mse"]
 
 
+@pytest.mark.slow
 def test_sst2_is_met_better_than_by_soft_impute(
     shared_file: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

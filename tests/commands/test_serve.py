@@ -47,6 +47,7 @@ def process(models: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             one.kill()
 
 
+@pytest.mark.slow
 def test_sigterm_under_load(models: Path) -> None:
     with process(models) as (one, address):
 

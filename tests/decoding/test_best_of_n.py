@@ -61,6 +61,7 @@ def rounded(generation: Generation) -> Generation:
     return replace(generation, nll=round(generation.nll, 9), drawn_nll=round(generation.drawn_nll, 9))
 
 
+@pytest.mark.slow
 def test_no_more_than_a_batch_is_drawn_or_scored_at_once(lm_folders: dict[str, Path]) -> None:
     lm, model = make_lm("gpt2").double(), make_reward("v", lm_folders["gpt2"])
     rows: list[int] = []

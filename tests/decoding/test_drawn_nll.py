@@ -88,6 +88,7 @@ def test_a_text_without_chance_has_the_likelihood_one(lm_folders: dict[str, Path
         assert generation.nll > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_k", "temperature"), [(None, 1.0), (8, 0.7)])
 def test_the_divergence_of_samples_is_the_exact_one(
     top_k: int | None, temperature: float, lm_folders: dict[str, Path]

@@ -101,6 +101,7 @@ def test_copies_of_a_model_have_no_engines(tmp_path: Path) -> None:
     lm.save_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_compiled_models_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled to plain operations of torch, since a machine may have no compiler."""
     compile_, graphs = torch.compile, []

@@ -203,6 +203,7 @@ def prepare_steps(steerer: Steerer) -> None:
         follower.graphs = Unrecorded(not follower.reads_candidates)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -448,6 +449,7 @@ def test_tokens_on_the_device_are_read_as_those_of_the_host(guides: dict[str, Gu
 # --- drafts ---
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), prepared=st.booleans())
 def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: bool, guides: dict[str, Guide]) -> None:

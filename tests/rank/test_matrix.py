@@ -295,6 +295,7 @@ def test_an_excerpt_of_sst2_under_a_tokenizer_of_bytes(excerpts: Path, tmp_path:
     assert matrix.omega2.shape == (17, 24)
 
 
+@pytest.mark.slow
 def test_sst2_under_the_tokenizer_of_gpt2(shared_file: Callable[[str], Path], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(shared_file("models/gpt2-tokenizer"))
     assert tokenizer("Hello world", add_special_tokens=False).input_ids == [15496, 995]

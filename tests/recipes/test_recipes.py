@@ -210,6 +210,7 @@ def read_reviews(model: RadQ, reviews: list[tuple[str, float]]) -> tuple[Tensor,
     return ids, mask, torch.tensor([[response] for _, response in reviews])
 
 
+@pytest.mark.slow
 def test_the_loop_learns(learnt: Learnt) -> None:
     losses, errors = zip(*learnt[1], strict=True)
     assert len(losses) == 6

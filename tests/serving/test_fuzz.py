@@ -13,6 +13,7 @@ EXAMPLES = int(os.environ.get("RADQ_EXAMPLES", "12"))
 
 
 # Threads of the server draw random numbers meanwhile, for which hypothesis would blame the strategies.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 def test_random_requests_never_fail_the_server(running: Running, mode: str) -> None:

@@ -80,6 +80,7 @@ def test_a_resumed_run_keeps_its_scale(settings: RewardTrainingConfig, monkeypat
         train(replace(settings, label_map="1=1,2=0,3=0,4=0,5=0"), resume=True)
 
 
+@pytest.mark.slow
 def test_runs_and_models_of_earlier_versions_go_on(settings: RewardTrainingConfig) -> None:
     """They used numbers as they were, and stored no scale."""
     kept = replace(settings, keep_labels=True)
@@ -99,6 +100,7 @@ def test_runs_and_models_of_earlier_versions_go_on(settings: RewardTrainingConfi
     assert scales_of_model(model.config, "old") == [None]
 
 
+@pytest.mark.slow
 def test_adapters_and_students_have_the_scale_of_their_teacher(settings: RewardTrainingConfig, tmp_path: Path) -> None:
     teacher = replace(settings, kind="v", out=str(tmp_path / "teacher"), lora_rank=2, max_steps=1)
     train(teacher)

@@ -54,6 +54,7 @@ def test_chance_is_said_in_words() -> None:
         warn_of_chance({"eval_distillation_mse": 0.2, "eval_constant_distillation_mse": 0.2}, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_high", "num_low"), [(30, 30), (20, 80)])
 def test_random_answers_exceed_the_limits_of_chance_in_one_of_twenty_cases(num_high: int, num_low: int) -> None:
     rng = np.random.default_rng(0)

@@ -49,6 +49,7 @@ def test_a_run_goes_on_from_its_checkpoint(settings: RewardTrainingConfig, tmp_p
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_teacher_is_distilled_into_a_readout(settings: RewardTrainingConfig, tmp_path: Path) -> None:
     plain: dict[str, Any] = {"reads": "itself", "readout_layers": None, "readout_width": None}
     train(changed(settings, kind="v", out=str(tmp_path / "v"), **plain))
@@ -56,6 +57,7 @@ def test_a_teacher_is_distilled_into_a_readout(settings: RewardTrainingConfig, t
     assert metrics["eval_distillation_mse"] < 0.5 * metrics["eval_constant_distillation_mse"]
 
 
+@pytest.mark.slow
 def test_a_readout_learns_candidates_of_its_base_model(
     settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
 ) -> None:

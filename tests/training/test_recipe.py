@@ -114,6 +114,7 @@ def test_a_share_is_held_out() -> None:
     assert held_out_share(RewardTrainingConfig(recipe="paper"), 500) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_the_defaults_learn(kind: str, calm_toy: Path, tmp_path: Path) -> None:
     rows = [(text, float(label > 0.5)) for text, label in make_reviews(600) if label != 0.5]
@@ -134,6 +135,7 @@ def test_the_defaults_learn(kind: str, calm_toy: Path, tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "run" / "config.yaml", RewardTrainingConfig) == stored
 
 
+@pytest.mark.slow
 def test_adapters_that_are_trained_further_have_their_rate(calm_toy: Path, tmp_path: Path) -> None:
     first = make_settings(
         tmp_path, 60, calm_toy, labels="praise", out=str(tmp_path / "first"), lora_rank=2, max_steps=2

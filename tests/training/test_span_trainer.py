@@ -53,6 +53,7 @@ def spans(marked: Path, calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_both_kinds_learn_which_words_are_good(kind: Any, spans: RewardTrainingConfig) -> None:
     learning: dict[str, Any] = {"q": {"epochs": 4, "reg_weight": 0.1}, "v": {"epochs": 12}}[kind]
@@ -93,6 +94,7 @@ def test_the_first_loss_is_the_mean_over_texts_of_the_mean_over_their_marked_tok
     assert losses(spans.out)[0] == pytest.approx(np.mean(total), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_log_the_losses_of_one(spans: RewardTrainingConfig, tmp_path: Path) -> None:
     metrics = radq.train(changed(spans, kind="v", max_steps=4))
     other = changed(spans, kind="v", max_steps=4, out=str(tmp_path / "two"))

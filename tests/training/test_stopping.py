@@ -100,6 +100,7 @@ def test_the_last_weights_are_evaluated_once(
     assert "eval_weighted_mse" in metrics
 
 
+@pytest.mark.slow
 def test_the_estimate_of_the_time_does_not_change_the_run(
     settings: RewardTrainingConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
