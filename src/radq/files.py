@@ -53,6 +53,25 @@ def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what:
         raise OptionError(f"{str(folder)!r} is a {kind}, not {what}.", "choose a new or empty folder.")
 
 
+def require_room(folder: Path, needed: float, what: str, hint: str) -> None:
+    """Refuse to begin if the disk of a folder, which need not be there yet, has less room than `what` needs."""
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise WriteError(
+            f"{what} need {format_bytes(needed)} in {str(folder)!r}, and {format_bytes(free)} are free.", hint
+        )
+
+
+def format_bytes(number: float) -> str:
+    """Write a number of bytes in words, such as "1.5 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
 @contextmanager
 def explained_writing(target: str | Path) -> Iterator[None]:
     """Turn errors of failed writes inside the block, also those of torch and safetensors, into one naming `target`."""

@@ -43,13 +43,8 @@ from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_val
 
 CACHE_FORMAT = 3
 NO_LIMIT = 2**31  # more tokens than any text has
-OF_TOKENS = (
-    "input_ids",
-    "attention_mask",
-    "loss_mask",
-    "targets",
-    "token_labels",
-)  # tensors of a batch with a column for each token
+# Tensors of a batch with a column for each token.
+OF_TOKENS = ("input_ids", "attention_mask", "loss_mask", "targets", "token_labels", "states")
 
 
 @dataclass(frozen=True)
@@ -124,9 +119,8 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.row_numbers = cells.rows  # (n,): those of the file that a row comes from
         self.scales = find_scales(cells, label_names, rules or LabelRules(), scales)
         self.labels = scale_labels(cells, label_names, self.scales)  # (n, a)
-        self.targets: np.ndarray | None = (
-            None  # (tokens, a): rewards of a teacher, if they were computed before training
-        )
+        self.targets: np.ndarray | None = None  # (tokens, a): rewards of a teacher, if computed before training
+        self.read_states: Callable[[np.ndarray], np.ndarray] | None = None  # reads stored states of texts, (b, t, n)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -212,6 +206,8 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         }
         if self.targets is not None:
             found["targets"] = np.where(is_token[..., None], self.targets[where], 0)
+        if self.read_states is not None:
+            found["states"] = self.read_states(texts)
         return found
 
 

@@ -133,12 +133,14 @@ class RadQ(RewardModel):
         random_tokens: Int[Tensor, "b t"] | None = None,
         positions: Int[Tensor, "b p"] | None = None,
         candidates: Int[Tensor, "b p k"] | None = None,
+        states: Float[Tensor, "b t nd"] | None = None,
     ) -> RewardOutput:
         """Head outputs for every token of a text and, for the regulariser, marginals of a random token in its place.
 
         If there are `candidates`, also their outputs in place of the tokens at `positions`; those below 0 are unused.
+        A readout computes with `states` in place of a forward of its base model, where they are given (`base_states`).
         """
-        hidden, packed = self._read_texts(input_ids, attention_mask)
+        hidden, packed = self._read_texts(input_ids, attention_mask, states)
         features = self.head.features(hidden[:, :-1], self.embedding)  # (b, t, a, d): each position scores the next
         table = self.head.table(self.embedding)
 

@@ -90,16 +90,31 @@ class Readout(nn.Module):
         normalised = F.rms_norm(parts, parts.shape[-1:], eps=1e-6)
         return self.outer(F.gelu(self.inner(normalised.flatten(-2))))
 
+    @torch.no_grad()
+    def read_base(self, backbone: nn.Module, input_ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t nd"]:
+        """Compute the base model's states at each token of texts that begin in the first column."""
+        output = backbone(input_ids=input_ids, use_cache=False, output_hidden_states=True)
+        return torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1)
+
     def read_texts(
-        self, backbone: nn.Module, tokens: Int[Tensor, "b t"], mask: Int[Tensor, "b t"], with_bos: bool
+        self,
+        backbone: nn.Module,
+        tokens: Int[Tensor, "b t"],
+        mask: Int[Tensor, "b t"],
+        with_bos: bool,
+        states: Float[Tensor, "b m nd"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
-        """Compute the hidden states of whole texts, with a learned one before the first token if there is no BOS."""
+        """Compute the hidden states of whole texts, with a learned one before the first token if there is no BOS.
+
+        `states` are those of the base model where they are known, as `RewardModel.base_states` gives them.
+        """
         empty = int(not with_bos)
         packed = pack_left(F.pad(tokens, (empty, 0)), F.pad(mask, (empty, 0), value=1))
-        with torch.no_grad():
-            output = backbone(input_ids=packed.input_ids[:, empty:], use_cache=False, output_hidden_states=True)
-            states = torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1)
-        hidden = self(states)
+        texts = packed.input_ids[:, empty:]
+        if states is None:
+            hidden = self(self.read_base(backbone, texts))
+        else:
+            hidden = F.pad(self(states), (0, 0, 0, texts.shape[1] - states.shape[1]))
         first = self.empty.to(hidden.dtype).expand(len(hidden), empty, -1)
         return torch.cat([first, hidden], dim=1), packed
 

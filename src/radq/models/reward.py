@@ -264,15 +264,29 @@ class RewardModel(PreTrainedModel):
         return at_least_float32(outputs).sigmoid() if self.config.loss == "ce" else at_least_float32(outputs)
 
     def _read_texts(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None,
+        states: Float[Tensor, "b t nd"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
         """Hidden states of whole texts; n is t, or t + 1 if a BOS was prepended."""
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
         if self.readout is not None:
-            return self.readout.read_texts(self.backbone, tokens, mask, self.config.prepend_bos)
+            return self.readout.read_texts(self.backbone, tokens, mask, self.config.prepend_bos, states)
         packed = kv_cache.pack_left(tokens, mask)
         return self.backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state, packed
+
+    @torch.no_grad()
+    def base_states(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Float[Tensor, "b t nd"]:
+        """Compute the base model's states from which a readout scores the tokens of whole texts.
+
+        They are the first states of each text, packed to the left: as many as it has tokens, of which a BOS that was
+        prepended is one. The state of the last token scores no token of the text.
+        """
+        assert self.readout is not None
+        packed = kv_cache.pack_left(*self._with_bos(input_ids, attention_mask))
+        return self.readout.read_base(self.backbone, packed.input_ids)[:, : input_ids.shape[1]]
 
     def read_hidden(self, state: RewardState) -> Float[Tensor, "b d"]:
         """The hidden state after each prefix, which the head reads."""

@@ -9,7 +9,6 @@ learns to compare. They are computed in pieces, each of which is a file of the r
 goes on with the next piece. Axes: n prefixes, t time, p positions, k candidates, a attributes.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -23,8 +22,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.errors import DataError, OptionError, WriteError
-from radq.files import explained_writing, fingerprint_tensors, fingerprint_values, whole_file
+from radq.errors import DataError, OptionError
+from radq.files import explained_writing, fingerprint_tensors, fingerprint_values, require_room, whole_file
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
@@ -162,14 +161,8 @@ class CandidateMaker:
         number = self.config.rounds * self.config.num_prefixes + min(self.config.num_prefixes, HELD_OUT_PREFIXES)
         stored = sum(file.stat().st_size for file in self.folder.glob(f"{self._key}-*"))
         needed = number * self._bytes_per_prefix - stored
-        place = next(folder for folder in (self.folder, *self.folder.absolute().parents) if folder.is_dir())
-        free = shutil.disk_usage(place).free
-        if needed > free:
-            raise WriteError(
-                f"the candidates need {format_bytes(needed)} in {str(self.folder)!r}, and {format_bytes(free)} are "
-                "free.",
-                "make room on the disk, or lower --num-prefixes, --prefix-positions or --candidates.",
-            )
+        hint = "make room on the disk, or lower --num-prefixes, --prefix-positions or --candidates."
+        require_room(self.folder, needed, "the candidates", hint)
 
     @property
     def _num_positions(self) -> int:
@@ -343,12 +336,3 @@ def _load(file: Path) -> CandidateSet:
             return CandidateSet(**{field.name: stored[field.name] for field in fields(CandidateSet)})
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise DataError(f"{str(file)!r} is damaged: {error}.", "delete this file; radq makes it again.") from error
-
-
-def format_bytes(number: float) -> str:
-    """Write a number of bytes in words, such as "1.5 GiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"

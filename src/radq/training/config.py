@@ -71,8 +71,7 @@ class TrainingConfig:
     max_steps: Annotated[int, Range(1, 2**31 - 1, also=-1)] = -1
     """Number of optimizer steps after which training stops; -1 leaves this to --epochs."""
     batch_size: Annotated[int | None, COUNT] = None
-    """Number of texts, or of pairs, per optimizer step, in all processes together. By default 32 on a GPU, 16 or 8 on a
-    CPU."""
+    """Texts, or pairs, per optimizer step, in all processes together. By default 32 on a GPU, 16 or 8 on a CPU."""
     micro_batch_size: Annotated[int | None, COUNT] = None
     """Number of texts, or of pairs, per forward pass of a process; gradients are accumulated up to --batch-size. By
     default all."""
@@ -229,6 +228,9 @@ class RewardTrainingConfig(TrainingConfig):
     """With --reads base, the number of layers whose states are read, evenly spaced. By default 5."""
     readout_width: Annotated[int | None, COUNT] = None
     """With --reads base, the number of hidden units of the readout. By default as many as a state has numbers."""
+    cache_states: bool = False
+    """With --reads base, compute the hidden states of all texts once and store them in the folder of --cache, instead
+    of in every step."""
     head: HeadName = "linear"
     """Head of a RAD-Q, which computes rewards from hidden states."""
     lora_rank: Annotated[int | None, Range(0, 2**31 - 1)] = None
@@ -401,7 +403,7 @@ class RewardTrainingConfig(TrainingConfig):
     def _check_readout(self) -> None:
         """Refuse settings that contradict a readout, or that only a readout has."""
         if self.reads == "itself":
-            given = [name for name in ("readout_layers", "readout_width") if getattr(self, name) is not None]
+            given = [name for name in ("readout_layers", "readout_width", "cache_states") if getattr(self, name)]
             if given:
                 raise OptionError(f"{given[0]} is for readouts.", "give --reads base, too.")
             return

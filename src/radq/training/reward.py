@@ -20,10 +20,11 @@ from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
-from radq.models.loading import find_tokenizer, load_causal_lm, load_config, max_positions, num_logits
+from radq.models.loading import find_device, find_tokenizer, load_causal_lm, load_config, max_positions, num_logits
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
+from radq.training.arguments import choose_precision
 from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
@@ -43,6 +44,7 @@ from radq.training.run_folder import (
     take_settings_of_run,
 )
 from radq.training.span_trainer import SpanTrainer
+from radq.training.states import StateCache, measure_states, prepare_states
 from radq.training.targets import cache_targets, target_ranges, target_shape
 from radq.training.teacher import Teacher, check_teacher, load_teacher
 from radq.training.text_source import label_data, load_text_teacher, measure_teacher
@@ -70,6 +72,7 @@ def train(
     check_run(config, resume, overwrite)
     out = Path(config.out)
     processes = PartialState()
+    shows = progress and processes.is_main_process
     processes.wait_for_everyone()  # all have looked before one writes
     config = take_settings_of_run(out, config) if resume else config
     teacher = load_teacher(config.teacher) if config.teacher else None
@@ -79,15 +82,16 @@ def train(
     if config.teacher_classifier:
         teacher = load_text_teacher(config, _describe_start(config, model).tokenizer)
     with processes.main_process_first():  # the others find the data tokenised
-        found = _load_data(config, model, teacher, resume, progress and processes.is_main_process)
+        found = _load_data(config, model, teacher, resume, shows)
     config, data, eval_data = found.config, found.train, found.evaluation
     model = _make_model(config, model, teacher)
     _note_labels(model, data, config)
     contents = _fingerprint_contents(data, eval_data, model, config, teacher)
     maker = None
     if teacher is not None and config.base:
-        maker = _prepare_candidates(config, model, teacher, found, progress and processes.is_main_process)
+        maker = _prepare_candidates(config, model, teacher, found, shows)
         contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
+    states = _prepare_states(config, model, found, contents["backbone"], shows) if config.cache_states else []
     if resume:
         check_resumed(out, config, contents)
     checkpoint = find_resumed_checkpoint(out, resume)
@@ -99,10 +103,13 @@ def train(
         _make_candidates(trainer, maker)
     if teacher is not None and config.learns_tokens and (config.cache_targets or teacher.is_slow):
         _store_targets(trainer, teacher, contents["teacher" if config.teacher else "teacher_classifier"], progress)
-    if progress and processes.is_main_process:
+    with trainer.args.main_process_first():
+        for part in states:
+            part.make(shows)
+    if shows:
         print(describe_plan(trainer))
     metrics = trainer.train_and_evaluate(checkpoint) | ({} if maker is None else maker.metrics)
-    metrics |= measure_teacher(teacher)
+    metrics |= measure_teacher(teacher) | measure_states(states)
     _save_model(model, trainer, out)
     if processes.is_main_process:
         with explained_writing(out), whole_file(out / RESULTS) as file:
@@ -298,6 +305,22 @@ def _map_targets(
     with trainer.args.main_process_first():
         file = cache_targets(folder, data, teacher, fingerprint, trainer.args.train_batch_size, progress)
     return np.memmap(file, np.float32, "r", shape=target_shape(data, teacher))
+
+
+def _prepare_states(
+    config: RewardTrainingConfig,
+    model: RewardModel,
+    data: RunData[RewardTrainingConfig],
+    base_fingerprint: str,
+    progress: bool,
+) -> list[StateCache]:
+    """Find the stored states of the data, and say how much room they take."""
+    parts = [part for part in (data.train, data.evaluation) if part is not None]
+    precision = choose_precision(config.precision, "cpu" if config.trainer.get("use_cpu") else find_device("auto"))
+    states = prepare_states(model, parts, config.cache, base_fingerprint, precision)
+    if progress:
+        print(*(part.describe() for part in states), sep="\n")
+    return states
 
 
 # --- candidates ---

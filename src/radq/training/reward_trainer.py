@@ -30,6 +30,8 @@ from radq.training.losses import (
 from radq.training.teacher import Teacher
 from radq.training.trainer import BatchTrainer, count_items
 
+READ = ("input_ids", "attention_mask", "states")  # parts of a batch of texts that the model reads
+
 
 class RewardTrainer(BatchTrainer):
     """transformers' Trainer for reward models, on labels or on the rewards of a teacher."""
@@ -106,9 +108,7 @@ class RewardTrainer(BatchTrainer):
     ) -> Any:
         loss_mask = inputs["loss_mask"]
         texts, positions, *candidates = self.share(inputs, num_items_in_batch)
-        output = model(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **self._random_tokens(inputs)
-        )
+        output = model(**{name: inputs[name] for name in READ if name in inputs}, **self._random_tokens(inputs))
         if self.config.learns_tokens:
             loss = distillation_loss(output.rewards, loss_mask, self._targets(inputs)) * positions
         else:

@@ -35,7 +35,7 @@ FINGERPRINTED = (  # a resumed run may name them otherwise
 )
 CHANGEABLE = (
     *("out", "cache", "log_steps", "save_steps", "save_minutes", "report_to", "micro_batch_size"),
-    *("gradient_checkpointing", "capture_steps"),
+    *("gradient_checkpointing", "capture_steps", "cache_states"),
 )
 
 

@@ -1,0 +1,185 @@
+"""Hidden states of the base model that a readout reads, computed once for all texts of a data set and kept on disk.
+
+    states = StateCache(model, data, folder, base_fingerprint, precision)
+    states.make(progress=True)
+    states.read(np.array([3, 0]))  # (2, t, n)
+
+A training of several epochs then runs the base model over each text once. States are computed in pieces, each of which
+is a file: after an interruption, the next call makes the missing pieces alone. Axes: b texts, t time, n numbers of a
+token, which are the states of all layers that are read, side by side.
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from tqdm import tqdm
+
+from radq.data.dataset import RewardData
+from radq.files import (
+    default_cache_folder,
+    explained_writing,
+    fingerprint_arrays,
+    fingerprint_values,
+    format_bytes,
+    require_room,
+    whole_file,
+)
+from radq.models.kv_cache import known_positions
+from radq.models.reward import RewardModel
+from radq.training.arguments import in_precision
+
+PIECE_BYTES = 2**27  # of a file, about
+TOKENS_PER_FORWARD = 4096  # with padding
+
+
+class StateCache:
+    """The stored states of all texts of a data set, in the order of their tokens.
+
+    Args:
+        folder: folder of all stored states; those of this data set lie in a folder of its own, whose name is made of
+            all that they depend on.
+        base_fingerprint: fingerprint of the weights of the base model.
+        precision: that of the forward passes of the training.
+    """
+
+    def __init__(self, model: RewardModel, data: RewardData, folder: Path, base_fingerprint: str, precision: str):
+        assert model.readout is not None
+        assert model.config.backbone is not None
+        self.model, self.data, self.precision = model, copy.copy(data), precision
+        self.data.read_states = None
+        self.parts = [data]  # data sets with these tokens, whose batches get the states
+        example = self._compute(np.ones((1, 1), np.int64), np.ones((1, 1), np.int64))
+        self.dtype, self.token_bytes = example.dtype, example.element_size() * example.shape[-1]
+        self.num_layers = len(model.readout.layers)
+        tokens = fingerprint_arrays([data.token_ids, data.offsets])
+        base = base_fingerprint, model.config.backbone.to_json_string(), model.config.prepend_bos
+        key = fingerprint_values(*base, model.readout.layers, self.dtype, precision, tokens, PIECE_BYTES)
+        self.folder = folder / key
+        self.seconds, self.num_computed = 0.0, 0  # of tokens whose states were not stored before
+        pieces = np.minimum(data.offsets[:-1], self.num_tokens - 1) * self.token_bytes // PIECE_BYTES
+        self._first_texts = np.flatnonzero(np.diff(pieces, prepend=-1))  # of each piece
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.data.token_ids)
+
+    def describe(self) -> str:
+        """Say how many bytes the states take, and where they are."""
+        itemsize = self.dtype.itemsize
+        width = self.token_bytes // itemsize // self.num_layers
+        size = format_bytes(self.num_tokens * self.token_bytes)
+        there = format_bytes(self.num_tokens * self.token_bytes - self.missing_bytes)
+        return (
+            f"hidden states: {self.num_tokens} tokens × {self.num_layers} layers × {width} numbers × {itemsize} bytes "
+            f"= {size} in {str(self.folder)!r}, of which {there} are there"
+        )
+
+    @property
+    def missing_bytes(self) -> int:
+        """The number of bytes that are still to be written."""
+        return sum(self._size(texts) for _, texts in self._missing)
+
+    def make(self, progress: bool = False) -> None:
+        """Compute and store the states that are not stored yet; batches of the data get them from then on."""
+        missing, began = list(self._missing), time.perf_counter()
+        total = self.missing_bytes // self.token_bytes
+        with tqdm(total=total, desc="hidden states", unit="token", disable=not progress or not missing) as bar:
+            for file, texts in missing:
+                with explained_writing(file), whole_file(file) as temporary:
+                    self._read_base(texts, bar).tofile(temporary)
+        self.num_computed += total
+        self.seconds += time.perf_counter() - began
+        for part in self.parts:
+            part.read_states = self.read
+
+    def read(self, texts: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b t n"]:
+        """Read the states of texts, with zeros after the end of each."""
+        lengths = self._lengths(texts)
+        found = np.zeros((len(texts), max(1, lengths.max(initial=1)), self.token_bytes), np.uint8)
+        pieces = np.searchsorted(self._first_texts, texts, side="right") - 1
+        starts = self.data.offsets[texts] - self.data.offsets[self._first_texts[pieces]]
+        for row, (piece, start, length) in enumerate(zip(pieces, starts, lengths, strict=True)):
+            found[row, :length] = self._maps[piece][start : start + length]
+        return torch.from_numpy(found).view(self.dtype).float().numpy()  # numpy has no bfloat16
+
+    @cached_property
+    def _maps(self) -> list[np.ndarray]:
+        shape = (-1, self.token_bytes)
+        return [np.memmap(file, np.uint8, "r").reshape(shape) for file, _ in self._pieces()]
+
+    def _pieces(self) -> Iterator[tuple[Path, np.ndarray]]:
+        """List the files, with the numbers of their texts."""
+        ends = [*self._first_texts[1:], len(self.data.offsets) - 1]
+        for n, (first, end) in enumerate(zip(self._first_texts, ends, strict=True)):
+            yield self.folder / f"{n:05}.bin", np.arange(first, end)
+
+    @property
+    def _missing(self) -> Iterator[tuple[Path, np.ndarray]]:
+        for file, texts in self._pieces():
+            if not file.exists() or file.stat().st_size != self._size(texts):
+                yield file, texts
+
+    def _lengths(self, texts: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
+        return self.data.offsets[texts + 1] - self.data.offsets[texts]
+
+    def _size(self, texts: Int[np.ndarray, " b"]) -> int:
+        return int(self._lengths(texts).sum()) * self.token_bytes
+
+    def _read_base(self, texts: Int[np.ndarray, " b"], bar: tqdm) -> np.ndarray:
+        """Compute the states of consecutive texts, of which those of similar length are read together."""
+        found = np.empty((int(self._lengths(texts).sum()), self.token_bytes), np.uint8)
+        begin = self.data.offsets[texts[0]]
+        ordered = texts[np.argsort(self._lengths(texts), kind="stable")]
+        per_forward = max(1, TOKENS_PER_FORWARD // max(1, int(self._lengths(texts).max())))
+        for first in range(0, len(ordered), per_forward):
+            chunk = ordered[first : first + per_forward]
+            batch = self.data.cut_out(chunk)
+            states = self._compute(batch["input_ids"], batch["attention_mask"]).to("cpu", self.dtype)
+            rows = states.contiguous().view(torch.uint8).numpy()
+            for start, length, row in zip(self.data.offsets[chunk] - begin, self._lengths(chunk), rows, strict=True):
+                found[start : start + length] = row[:length]
+            bar.update(int(self._lengths(chunk).sum()))
+        return found
+
+    def _compute(self, input_ids: Int[np.ndarray, "b t"], mask: Int[np.ndarray, "b t"]) -> Float[torch.Tensor, "b t n"]:
+        device = self.model.device
+        texts = [torch.from_numpy(values).to(device) for values in (input_ids, mask)]
+        with in_precision(self.precision, device), known_positions():
+            return self.model.base_states(*texts)
+
+
+def prepare_states(
+    model: RewardModel,
+    parts: list[RewardData],
+    cache: str | None,
+    base_fingerprint: str,
+    precision: str,
+) -> list[StateCache]:
+    """Find the states of data sets, which are still to be made; refuse to begin if the disk is too small.
+
+    Parts of one data set share their states.
+    """
+    folder = Path(cache or default_cache_folder()) / "states"
+    found: dict[Path, StateCache] = {}
+    for part in parts:
+        states = StateCache(model, part, folder, base_fingerprint, precision)
+        if states.folder in found:
+            found[states.folder].parts.append(part)
+        else:
+            found[states.folder] = states
+    hint = "make room, name a folder on another disk by --cache, or leave --cache-states out"
+    hint += "; fewer --readout-layers and --backbone-dtype bfloat16 need less."
+    require_room(folder, sum(states.missing_bytes for states in found.values()), "the hidden states", hint)
+    return list(found.values())
+
+
+def measure_states(caches: list[StateCache]) -> dict[str, float]:
+    """The number of tokens per second whose states were computed; no metrics if all were stored before."""
+    number, seconds = sum(cache.num_computed for cache in caches), sum(cache.seconds for cache in caches)
+    return {"state_tokens_per_second": round(number / seconds)} if number else {}
