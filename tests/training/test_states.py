@@ -78,7 +78,7 @@ def test_stored_states_give_the_same_rewards(
     assert states.dtype == torch.float32
     found = model(**read, random_tokens=batch["input_ids"].flip(0), states=states)
     is_token = batch["attention_mask"].bool()
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(found.rewards[is_token], expected.rewards[is_token], **tolerance)
     torch.testing.assert_close(found.marginals[is_token], expected.marginals[is_token], **tolerance)
     assert not torch.allclose(model(**read, states=states.flip(0)).rewards[is_token], expected.rewards[is_token])

@@ -229,8 +229,7 @@ class RewardTrainingConfig(TrainingConfig):
     readout_width: Annotated[int | None, COUNT] = None
     """With --reads base, the number of hidden units of the readout. By default as many as a state has numbers."""
     cache_states: bool = False
-    """With --reads base, compute the hidden states of all texts once and store them in the folder of --cache, instead
-    of in every step."""
+    """With --reads base, compute the hidden states of all texts once, and store them in the folder of --cache."""
     head: HeadName = "linear"
     """Head of a RAD-Q, which computes rewards from hidden states."""
     lora_rank: Annotated[int | None, Range(0, 2**31 - 1)] = None
