@@ -18,7 +18,7 @@ from radq.models.config import simplify_ranges
 from radq.models.loading import evaluating
 from radq.numerics import take_last
 from radq.training.losses import preference_loss
-from radq.training.reward_trainer import RewardTrainer
+from radq.training.reward_trainer import RewardTrainer, read_texts
 
 RANGE_PAIRS = 250  # pairs whose rewards decide about the range, at most
 RANGE_QUANTILES = (0.01, 0.99)
@@ -70,7 +70,7 @@ class PairTrainer(RewardTrainer):
         with evaluating(self.reward_model), self.compute_loss_context_manager():
             for chunk in chunks:
                 inputs: Any = self._prepare_inputs(data.batch(chunk.tolist()))
-                output = wrapped(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+                output = wrapped(**read_texts(inputs))
                 rewards.append(self._read_last(output.rewards, inputs).double().cpu().numpy())
         low, high = np.quantile(np.concatenate(rewards), RANGE_QUANTILES).tolist()
         return low, high

@@ -30,8 +30,6 @@ from radq.training.losses import (
 from radq.training.teacher import Teacher
 from radq.training.trainer import BatchTrainer, count_items
 
-READ = ("input_ids", "attention_mask", "states")  # parts of a batch of texts that the model reads
-
 
 class RewardTrainer(BatchTrainer):
     """transformers' Trainer for reward models, on labels or on the rewards of a teacher."""
@@ -108,7 +106,7 @@ class RewardTrainer(BatchTrainer):
     ) -> Any:
         loss_mask = inputs["loss_mask"]
         texts, positions, *candidates = self.share(inputs, num_items_in_batch)
-        output = model(**{name: inputs[name] for name in READ if name in inputs}, **self._random_tokens(inputs))
+        output = model(**read_texts(inputs), **self._random_tokens(inputs))
         if self.config.learns_tokens:
             loss = distillation_loss(output.rewards, loss_mask, self._targets(inputs)) * positions
         else:
@@ -243,6 +241,11 @@ class RewardTrainer(BatchTrainer):
         unchanging = ("constant_", "chance_")  # training does not change these
         agreement = ["candidate_correlation", "candidate_error"] if self.config.base else []
         return [name for name in [*names, *agreement] if not name.startswith(unchanging)]
+
+
+def read_texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take from a batch the arguments with which a model reads its texts, with stored states where there are some."""
+    return {name: inputs[name] for name in ("input_ids", "attention_mask", "states") if name in inputs}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
