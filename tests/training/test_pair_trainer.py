@@ -91,8 +91,8 @@ def test_preferences_are_learnt_and_steer(kind: str, settings: RewardTrainingCon
     low, high = model.config.attribute_ranges[0]
     assert low < high
     beta = 60 / (high - low)
-    assert share_of_good_words(model, Path(settings.backbone), beta) > 0.8
-    assert share_of_good_words(model, Path(settings.backbone), -beta) < 0.2
+    assert share_of_good_words(model, Path(settings.backbone), beta) > 0.7
+    assert share_of_good_words(model, Path(settings.backbone), -beta) < 0.3
 
 
 @pytest.mark.slow
