@@ -70,6 +70,26 @@ def test_the_command(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "there is no file" in fails(capsys, "choices", "--data", "nowhere.jsonl")
 
 
+def test_a_stopped_command_goes_on(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steering_model(toy, ["praise"]).save_pretrained(tmp_path / "q")
+    rows = [{"question": one.text, "choices": list(one.choices), "answer": one.answer} for one in QUESTIONS]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["choices", "--data", str(tmp_path / "questions.jsonl"), "--base", str(toy), "--json"]
+    words += ["--out", str(tmp_path / "answers"), "--guide", f"{tmp_path / 'q'}:praise=5"]
+    assert main(words) == 0
+    whole = json.loads(capsys.readouterr().out)
+    file = tmp_path / "answers" / "guided.jsonl"
+    first, one, *rest = file.read_text().splitlines(keepends=True)
+    wrong = (json.loads(one)["answer"] + 1) % 3
+    file.write_text(first + json.dumps({"answer": wrong}) + "\n" + rest[0][:4])  # killed while it wrote the second
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["answers"]["guided"] == [wrong, *whole["answers"]["guided"][1:]]  # the first was not asked again
+    assert found["answers"]["unguided"] == whole["answers"]["unguided"]
+    assert "answers to other questions" in fails(capsys, *words[:-1], f"{tmp_path / 'q'}:praise=6")
+    assert "answers to other questions" in fails(capsys, *words, "--limit", "2")
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -1,10 +1,14 @@
 """radq choices --data questions.jsonl --guide DIR:toxicity=-50: does the guided model still know what it knew?"""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from radq.evaluation.choices import Question
 
 
 @dataclass
@@ -22,6 +26,8 @@ class Arguments:
     """Guide as in `radq generate`; repeat the option to add guides."""
     kl_budget: float | Literal["auto", "none"] = "auto"
     """Largest KL divergence per token, as in `radq generate`."""
+    out: Path | None = None
+    """Folder for the answers; the same command with the same folder goes on where it was stopped."""
     limit: int | None = None
     """Number of questions, from the beginning of the file; by default all."""
     device: str = "auto"
@@ -45,7 +51,7 @@ def run(arguments: Arguments) -> None:
     check_language_model(arguments.base)
     budget = find_budget(arguments.guide, 0.5, arguments.base) if arguments.kl_budget == "auto" else arguments.kl_budget
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
-    from radq.evaluation.choices import count_right, find_answers, read_questions
+    from radq.evaluation.choices import KeptAnswers, count_right, find_answers, read_questions
     from radq.evaluation.metrics import estimate, estimate_change
     from radq.guides.spec import load_guides
     from radq.models.loading import find_device, load
@@ -55,9 +61,14 @@ def run(arguments: Arguments) -> None:
     lm, tokenizer = load(arguments.base, device)
     guide = load_guides(arguments.guide, device, lm=lm, base=arguments.base)
     limit = None if budget == "none" else budget
-    answers = {"unguided": find_answers(lm, tokenizer, questions, progress=not arguments.json)}
-    if guide is not None:
-        answers["guided"] = find_answers(lm, tokenizer, questions, guide, limit, progress=not arguments.json)
+    runs = {"unguided": (None, None)} | ({} if guide is None else {"guided": (guide, limit)})
+    answers = {}
+    for name, (one, most) in runs.items():
+        kept = None
+        if arguments.out is not None:
+            asked = describe_answers(questions, arguments.base, arguments.guide if one else [], most)
+            kept = KeptAnswers(arguments.out / f"{name}.jsonl", asked)
+        answers[name] = find_answers(lm, tokenizer, questions, one, most, not arguments.json, kept)
     sums = {name: count_right(questions, found) for name, found in answers.items()}
     result = {name: asdict(estimate(one)) for name, one in sums.items()}
     if guide is not None:
@@ -68,3 +79,25 @@ def run(arguments: Arguments) -> None:
     print(f"accuracy on {len(questions)} questions:")
     for name, one in result.items():
         print(f"  {name:<9} {one['value']:.3f} ({one['low']:.3f} to {one['high']:.3f})")
+
+
+def describe_answers(
+    questions: "Sequence[Question]", base: str, guides: list[str], kl_budget: float | None
+) -> dict[str, object]:
+    """All that answers depend on: fingerprints of the questions and of the files of the models, and the numbers."""
+    from radq import __version__
+    from radq.files import fingerprint_values
+    from radq.guides.spec import parse_guide
+    from radq.judges.readers import identify
+
+    models = [base]
+    for folder in (Path(parse_guide(one, base)[0]) for one in guides):
+        models += [str(folder), *sorted(str(part) for part in folder.glob("*/"))]  # experts lie in folders of their own
+    shipped = [name for name in models if name.startswith("embedded:")]
+    return {
+        "radq": __version__,
+        "questions": fingerprint_values([asdict(question) for question in questions]),
+        "models": [*shipped, *(identify(name) for name in models if name not in shipped)],
+        "guides": [parse_guide(one, base)[1] for one in guides],
+        "kl_budget": kl_budget,
+    }

@@ -23,9 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.tables import read_table
 from radq.decoding.config import Steering
 from radq.decoding.steering import Strengths, propose
-from radq.errors import DataError
+from radq.errors import DataError, OptionError
 from radq.evaluation.metrics import Sums
 from radq.evaluation.perplexity import encode_pairs
+from radq.files import append_lines, drop_partial_last_line, explained_writing, read_lines
 from radq.guides import Guide
 from radq.models.loading import Wrappable
 from radq.numerics import pad_left, same_kernels
@@ -78,11 +79,49 @@ def find_answers(
     guide: Guide | None = None,
     kl_budget: float | None = None,
     progress: bool = False,
+    kept: "KeptAnswers | None" = None,
 ) -> list[int]:
-    """Find the answer of the model to each question, as the number of a choice."""
+    """Find the answer of the model to each question, as the number of a choice; those in `kept` are not found again."""
     steering = Steering(top_k=None, kl_budget=kl_budget)
-    bar = tqdm(questions, unit="question", desc="answering", disable=not progress)
-    return [int(_score_choices(lm, tokenizer, question, guide, steering).argmax()) for question in bar]
+    answers = [] if kept is None else list(kept.answers)
+    bar = tqdm(questions[len(answers) :], unit="question", desc="answering", disable=not progress)
+    for question in bar:
+        answers.append(int(_score_choices(lm, tokenizer, question, guide, steering).argmax()))
+        if kept is not None:
+            kept.append(answers[-1])
+    return answers
+
+
+class KeptAnswers:
+    """The answers to the first questions of a file, on disk, where a run that was stopped goes on.
+
+    Args:
+        file: a jsonl file, which need not be there.
+        asked: all that answers depend on; answers to anything else are refused.
+    """
+
+    def __init__(self, file: Path, asked: dict[str, Any]):
+        self.file = file
+        drop_partial_last_line(file)
+        rows = list(read_lines(file)) if file.exists() else []
+        if rows and rows[0] != {"asked": asked}:
+            raise OptionError(
+                f"{str(file)!r} holds answers to other questions, or of another model or guide.",
+                "choose another file, or delete this one.",
+            )
+        self.answers = [row["answer"] for row in rows[1:]]
+        if not rows:
+            self._write({"asked": asked})
+
+    def append(self, answer: int) -> None:
+        self.answers.append(answer)
+        self._write({"answer": answer})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with explained_writing(self.file):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("ab") as stream:
+                append_lines(stream, [row])
 
 
 def count_right(questions: Sequence[Question], answers: Sequence[int]) -> Sums:
