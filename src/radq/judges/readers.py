@@ -23,7 +23,8 @@ from radq.errors import ModelError, first_line, require_package
 from radq.judges.labels import read_labels
 from radq.models.embedded import EMBEDDED, base_name
 from radq.models.hub import find_snapshot
-from radq.models.loading import load_config, load_tokenizer, load_weights, truncate
+from radq.models.loading import load_config, load_tokenizer, load_weights, resolve, truncate
+from radq.models.peft_adapter import find_adapter
 from radq.numerics import pad_right, same_kernels
 
 BATCH_SIZE = 64  # texts in one forward
@@ -234,6 +235,7 @@ def identify(source: str | Path) -> str:
     """Name a model by its content: with the commit on the hub, or a digest of the folder's files."""
     if source == EMBEDDED:
         return base_name()
+    source = resolve(source)
     if not Path(source).is_dir():
         return f"{source}@{find_snapshot(str(source)).name}"
     digest = hashlib.sha256()
@@ -241,7 +243,9 @@ def identify(source: str | Path) -> str:
         if file.suffix in (".json", ".txt", ".safetensors", ".onnx"):
             with file.open("rb") as stream:
                 digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
-    return f"{Path(source).resolve().name}@{digest.hexdigest()[:16]}"
+    own = f"{Path(source).resolve().name}@{digest.hexdigest()[:16]}"
+    adapter = find_adapter(source)
+    return own if adapter is None else f"{own}+{identify(adapter.base)}"
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from radq.errors import ModelError, OptionError, UnknownAttributeError
 from radq.files import explained_writing, fingerprint_values, whole_file
 from radq.models.embedded import EMBEDDED, base_name, reward_folder
 from radq.models.hub import find_file
+from radq.models.peft_adapter import CONFIG_FILE, find_adapter
 from radq.settings import build
 
 CALIBRATION = "calibration.json"
@@ -206,9 +207,11 @@ def fingerprint_base(name: str) -> str:
     """Tell base models apart by config.json and both ends of their weight files, so that large ones take no time."""
     if name == EMBEDDED:
         return base_name()
-    folder = find_file(name, "config.json").parent
     parts: list[object] = []
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    if (adapter := find_adapter(name)) is not None:
+        parts.append(fingerprint_base(adapter.base))
+    config = find_file(name, "config.json" if adapter is None else CONFIG_FILE)
+    for file in sorted([config, *config.parent.glob("*.safetensors")]):
         with file.open("rb") as stream:
             ends = stream.read(SAMPLED_BYTES)
             stream.seek(max(0, file.stat().st_size - SAMPLED_BYTES))

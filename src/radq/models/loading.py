@@ -29,6 +29,7 @@ from transformers import (
 from radq.errors import ModelError, OptionError
 from radq.models.embedded import EMBEDDED, base_folder, reward_folder
 from radq.models.hub import HUB_OPTIONS, explained
+from radq.models.peft_adapter import find_adapter, merge_adapter, refuse_soft_prompts
 from radq.models.stored import require_language_model, require_weights
 
 ACCELERATORS = ("cuda", "mps", "xpu")
@@ -50,6 +51,11 @@ def resolve(name: str | Path) -> str | Path:
 def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
     """Read the configuration of a language model; other arguments are among `HUB_OPTIONS`."""
     name = resolve(name)
+    if (adapter := find_adapter(name)) is not None:
+        config = load_config(adapter.base, **hub)
+        if adapter.num_labels not in (None, config.num_labels):
+            config.num_labels = adapter.num_labels
+        return config
     with explained(name, "a model configuration", hub):
         config = AutoConfig.from_pretrained(name, **hub)
     require_language_model(name, config.model_type)
@@ -63,6 +69,8 @@ def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:
     """
     name = resolve(name)
     path = Path(name)
+    if (adapter := find_adapter(name)) is not None and not adapter.has_tokenizer:
+        return load_tokenizer(adapter.base, **hub)
     try:
         if path.suffix == ".json" and path.is_file():
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
@@ -86,6 +94,8 @@ def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def find_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where the folder has none."""
     name = resolve(name)
+    if (adapter := find_adapter(name)) is not None and not adapter.has_tokenizer:
+        return find_tokenizer(adapter.base, **hub)
     if Path(name).is_dir() and not list(Path(name).glob("*tokenizer*")) + list(Path(name).glob("vocab.*")):
         return None
     return load_tokenizer(name, **hub)
@@ -143,9 +153,15 @@ def load_weights(
 ) -> Any:
     """Call `from_pretrained`, but raise an error where it would draw random weights because the folder lacks them.
 
-    Tensors whose names begin with one of `unused` are not needed and may be missing.
+    Tensors whose names begin with one of `unused` are not needed and may be missing. The folder of an adapter of PEFT
+    becomes its base model with the adapter merged into the weights.
     """
     name = resolve(name)
+    if (adapter := find_adapter(name)) is not None:
+        replaced = tuple(f"{module}." for module in adapter.replaced)
+        model = load_weights(from_pretrained, adapter.base, (*unused, *replaced), **kwargs)
+        depths = (one.get_text_config().num_hidden_layers for one in (model.config, load_config(adapter.base)))
+        return merge_adapter(model, adapter, whole=len({*depths}) == 1)
     for option, needed in {"use_safetensors": True, "output_loading_info": False}.items():
         if kwargs.pop(option, needed) != needed:
             raise OptionError(
@@ -205,6 +221,7 @@ def hidden_size(config: PreTrainedConfig) -> int:
 
 def find_backbone(lm: Wrappable, name: str | Path) -> PreTrainedModel:
     """The transformer below a language model's head: the class that `AutoModel` would make."""
+    refuse_soft_prompts(lm)
     wanted = MODEL_MAPPING.get(type(lm.config), None)
     found: Any = next((module for module in lm.modules() if type(module) is wanted), None)
     embedding: Any = lm.get_output_embeddings()

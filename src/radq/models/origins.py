@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from radq.errors import ModelError
-from radq.files import fingerprint_tensors
+from radq.files import fingerprint_tensors, fingerprint_values
 from radq.models.embedded import EMBEDDED, base_name
 from radq.models.hub import explained, find_snapshot
+from radq.models.peft_adapter import find_adapter
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,19 @@ def _refuse_other_weights(origin: Origin, found: str, fingerprint: str) -> None:
 
 
 def fingerprint_weights(folder: Path) -> str:
-    """The fingerprint of all tensors in a model folder, which does not depend on how they are split into files."""
-    places = {name: file for file in _weight_files(folder) for name in _tensor_names(file)}
+    """The fingerprint of all tensors in a model folder, which does not depend on how they are split into files.
+
+    That of an adapter of PEFT is also about its settings, such as its scale, and about its base model.
+    """
+    if (adapter := find_adapter(folder)) is not None:
+        settings = {key: value for key, value in adapter.settings.items() if key != "base_model_name_or_path"}
+        base = identify_backbone(adapter.base).fingerprint
+        return fingerprint_values(settings, _fingerprint_files([adapter.weights]), base)
+    return _fingerprint_files(_weight_files(folder))
+
+
+def _fingerprint_files(files: list[Path]) -> str:
+    places = {name: file for file in files for name in _tensor_names(file)}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in sorted(places):

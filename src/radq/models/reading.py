@@ -18,6 +18,7 @@ from radq.errors import ContextLengthError
 from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
+from radq.models.peft_adapter import refuse_soft_prompts
 from radq.models.prompt_graphs import prompt_graphs
 from radq.models.prompt_parts import PartlyRead, prompt_parts, read_texts
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
@@ -51,6 +52,9 @@ class Reader:
     overhead: int = 0
     reads_candidates: bool = False
     layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        refuse_soft_prompts(self.model)
 
     @property
     def num_known(self) -> int:

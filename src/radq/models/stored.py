@@ -12,6 +12,7 @@ from radq.errors import ModelError, UnknownAttributeError
 from radq.models import MODEL_TYPE
 from radq.models.embedded import EMBEDDED, find_embedded, reward_folder
 from radq.models.hub import HINT, find_file
+from radq.models.peft_adapter import find_adapter
 from radq.settings import names_in_table
 
 REWARD_KINDS = names_in_table("radq.models.reward:KINDS")
@@ -35,7 +36,17 @@ def check_reward_model(name: str | Path, attributes: Iterable[str] = ()) -> None
 
 
 def read_config(name: str | Path) -> dict[str, Any]:
-    """Read the config.json of a model by folder, hub name or `embedded:ATTRIBUTE`."""
+    """Read the config.json of a model by folder, hub name or `embedded:ATTRIBUTE`.
+
+    An adapter of PEFT has that of its base model, with its own number of labels.
+    """
+    if (adapter := find_adapter(name)) is not None:
+        check_language_model(adapter.base)
+        stored = {} if adapter.base == EMBEDDED else read_config(adapter.base)
+        count = adapter.num_labels
+        if count in (None, len(stored.get("id2label") or {})):
+            return stored
+        return {key: value for key, value in stored.items() if key != "id2label"} | {"num_labels": count}
     kind, _, attribute = str(name).partition(":")
     file = find_file(reward_folder(attribute) if kind == EMBEDDED else name, "config.json")
     try:

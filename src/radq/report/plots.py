@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from math import isfinite
 from typing import Any
@@ -89,8 +89,8 @@ class Plot:
 
     name: str
     title: str
-    svg: str
-    png: bytes
+    svg: str = field(repr=False)
+    png: bytes = field(repr=False)
 
     @property
     def inline(self) -> str:
