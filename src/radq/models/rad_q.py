@@ -121,9 +121,10 @@ class RadQ(RewardModel):
 
     @property
     def embedding(self) -> Float[Tensor, "v d"]:
-        """The frozen output embedding E."""
+        """The frozen output embedding E, gathered where FSDP has split the input embedding among processes."""
         if self.output_embedding is None:
-            return self.backbone.get_input_embeddings().weight
+            weight = self.backbone.get_input_embeddings().weight
+            return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         return self.output_embedding.weight
 
     def forward(

@@ -1,5 +1,6 @@
 """Arguments of transformers' Trainer, made from the settings of a run: device, precision, batches and steps."""
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
@@ -79,7 +80,8 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
         "ddp_find_unused_parameters": False,
         "use_cpu": device == "cpu",
     }
-    arguments |= {name: value for name, value in config.trainer.items() if name not in BEST}
+    given = copy.deepcopy(config.trainer)  # transformers adds its defaults to dictionaries
+    arguments |= {name: value for name, value in given.items() if name not in BEST}
     try:
         made = TrainingArguments(**arguments)
     except Exception as error:  # its checks raise errors of many types

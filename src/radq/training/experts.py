@@ -147,6 +147,8 @@ def _train_part(
     model = load_causal_lm(config.backbone, config.num_layers, torch.float32)
     use_cache = model.config.use_cache
     trainer = ExpertTrainer(model, replace(config, out=str(folder)), text_format, part.data, part.eval_data, progress)
+    if trainer.is_fsdp_enabled:
+        raise OptionError("experts cannot be trained with FSDP.", "use accelerate launch --multi_gpu without FSDP.")
     if progress and trainer.is_world_process_zero():
         print(describe_plan(trainer))
     metrics = trainer.train_and_evaluate(checkpoint)

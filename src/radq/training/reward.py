@@ -210,10 +210,9 @@ def _check_rank(rank: int, model: RewardModel) -> None:
 
 def _save_model(model: RewardModel, trainer: RewardTrainer, out: Path) -> None:
     with explained_writing(out):
-        if trainer.is_fsdp_enabled:
-            trainer.save_model(str(out))  # gathers the shards
-        elif trainer.is_world_process_zero():
-            model.save_pretrained(out)
+        weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # from all
+        if trainer.is_world_process_zero():
+            model.save_pretrained(out, state_dict=weights)
 
 
 # --- the data ---

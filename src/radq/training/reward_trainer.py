@@ -59,16 +59,22 @@ class RewardTrainer(BatchTrainer):
         return optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.model.config.beside_backbone:  # pyright: ignore
+        if self._saves_adapters:
             self._load_adapters(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self.model.config.beside_backbone and self.state.best_model_checkpoint is not None:  # pyright: ignore
+        if self._saves_adapters and self.state.best_model_checkpoint is not None:
             self._load_adapters(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
+
+    @property
+    def _saves_adapters(self) -> bool:
+        """Whether checkpoints hold only adapters, or a readout, and the head; those of FSDP also hold whole models."""
+        model: Any = self.model
+        return model.config.beside_backbone and not self.is_fsdp_enabled
 
     def _load_adapters(self, checkpoint: str) -> None:
         """Load adapters from a checkpoint, which transformers' Trainer cannot do: it expects whole models."""
