@@ -311,14 +311,13 @@ class BatchTrainer(Trainer):
 
     def _check_weights(self) -> None:
         """Refuse to save weights that are NaN or infinite; a step that is too large makes them from a finite loss."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]  # pyright: ignore
-        own: list[Any] = [
-            part.to_local() if hasattr(part, "to_local") else part for part in trained
-        ]  # FSDP splits them
-        broken = torch.stack([~part.isfinite().all() for part in own]).any().float() if own else torch.zeros(())
-        if self.args.world_size > 1:  # all processes stop, or none
+        model: Any = self.model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        own = [part.to_local() if hasattr(part, "to_local") else part for part in trained]  # FSDP's share here
+        broken = torch.stack([~part.isfinite().all() for part in own]).sum() if own else torch.zeros(())
+        if self.args.world_size > 1:  # all processes stop, or none does
             broken = self.accelerator.reduce(broken.to(self.args.device), "sum")
-        if broken > 0:
+        if broken > 0:  # pyright: ignore[reportOperatorIssue]
             raise TrainingError(
                 f"the weights are not finite after step {self.state.global_step}.",
                 f"lower --learning-rate; {self._last_checkpoint()}.",
