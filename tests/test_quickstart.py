@@ -43,7 +43,7 @@ def test_the_notebook_runs_and_its_guide_steers(tmp_path: Path, monkeypatch: pyt
     shown = [run_cell("".join(cell["source"]), names) for cell in CELLS if cell["cell_type"] == "code"]
     assert sum(hasattr(value, "_repr_html_") for value in shown) == 3  # two plots and a table
     rewards = dict(names["rewards"])
-    assert rewards[" lovely"] < rewards[" dirty"]
+    assert rewards[" lovely"] > rewards[" dirty"]
     unguided, _, strong = names["found"].guides
-    assert strong.metrics["mean_score[negative]"]["value"] > unguided.metrics["mean_score[negative]"]["value"] + 0.05
-    assert strong.metrics["corpus_perplexity"]["value"] < 2.5 * unguided.metrics["corpus_perplexity"]["value"]
+    assert strong.metrics["mean_score[sentiment]"]["value"] > unguided.metrics["mean_score[sentiment]"]["value"] + 0.03
+    assert strong.metrics["corpus_perplexity"]["value"] < 1.5 * unguided.metrics["corpus_perplexity"]["value"]
