@@ -17,7 +17,8 @@ from radq.judges.encoders import load_encoder
 from radq.judges.labels import choose_label, read_labels
 from radq.judges.linear import Card, LinearModel, split_rows
 from radq.judges.models import JUDGES, InvertedJudge, RewardJudge, UnitJudge, load_judge
-from radq.judges.readers import TransformersReader
+from radq.judges.readers import TransformersReader, identify
+from radq.models.embedded import reward_folder
 from radq.models.rad_v import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
@@ -366,3 +367,7 @@ def test_scores_do_not_depend_on_kernels_that_an_earlier_product_has_turned_off(
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert load_judge(f"classifier:{tmp_path}").score(texts).tobytes() == fresh.tobytes()
     assert not torch.backends.mkldnn.enabled  # left as it was found
+
+
+def test_a_reward_model_that_radq_ships_is_named_by_its_contents() -> None:
+    assert identify("embedded:sentiment") == identify(reward_folder("sentiment")) != identify("embedded:toxicity")
