@@ -85,19 +85,17 @@ def describe_answers(
     questions: "Sequence[Question]", base: str, guides: list[str], kl_budget: float | None
 ) -> dict[str, object]:
     """All that answers depend on: fingerprints of the questions and of the files of the models, and the numbers."""
-    from radq import __version__
     from radq.files import fingerprint_values
     from radq.guides.spec import parse_guide
     from radq.judges.readers import identify
+    from radq.models.calibration import calibrated_folder
 
-    models = [base]
-    for folder in (Path(parse_guide(one, base)[0]) for one in guides):
-        models += [str(folder), *sorted(str(part) for part in folder.glob("*/"))]  # experts lie in folders of their own
-    shipped = [name for name in models if name.startswith("embedded:")]
+    parsed = [parse_guide(guide, base) for guide in guides]
+    folders = {str(calibrated_folder(folder, name)) for folder, numbers in parsed for name in numbers}
+    parts = {str(part) for folder in folders for part in Path(folder).glob("*/")}  # experts lie in folders of their own
     return {
-        "radq": __version__,
         "questions": fingerprint_values([asdict(question) for question in questions]),
-        "models": [*shipped, *(identify(name) for name in models if name not in shipped)],
-        "guides": [parse_guide(one, base)[1] for one in guides],
+        "models": [identify(base), *(identify(folder) for folder in sorted(folders | parts))],
+        "guides": [numbers for _, numbers in parsed],
         "kl_budget": kl_budget,
     }
