@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from families import BOS, EOS, VOCAB, make_lm, make_number_tokenizer, make_reward
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from proposals import ConstantGuide, NoState, propose_all
 from tokenizers.processors import TemplateProcessing
@@ -107,6 +107,7 @@ STEERINGS = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(STEERINGS, min_size=2, max_size=4), st.integers(0, 99))
+@example([Steering(top_k=1), Steering(top_k=VOCAB)], 17)  # all tokens, by their number
 def test_rows_with_numbers_of_their_own_are_steered_as_alone(steerings: list[Steering], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(steerings), VOCAB, generator=generator)

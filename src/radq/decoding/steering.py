@@ -147,7 +147,7 @@ def choose_candidates(
     if not plan.limited and plan.same_width and plan.widest in (None, v):
         return whole, at_least_float32(logits)  # no need to sort
     values, candidates = logits.topk(plan.widest or v)  # before upcasting, since half precision takes half the time
-    if plan.widest is None:  # a row of the whole vocabulary draws the same token whatever the other rows are
+    if plan.widest in (None, v):  # a row of the whole vocabulary draws the same token whatever the other rows are
         unlimited = ((strengths.top_k == v) & strengths.top_p.isinf())[:, None]
         candidates, values = torch.where(unlimited, whole, candidates), torch.where(unlimited, logits, values)
     values = at_least_float32(values)
