@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from radq.data.prompts import read_prompts
-from radq.evaluation.metrics import TRUSTED_PROMPTS
+from radq.evaluation.estimates import TRUSTED_PROMPTS
 from radq.evaluation.sweep.config import load_sweep
 
 REPOSITORY = Path(__file__).parent.parent

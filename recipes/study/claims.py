@@ -12,7 +12,7 @@ from typing import Any
 
 from measurements import MeasuredSweep, Study
 
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.rank.numerical import count_above
 from radq.report.results import NAN
 from radq.report.tables import interval, number

@@ -37,7 +37,7 @@ from places import NOT_RUN, SECOND_JUDGE, Gain, Place, find_gain, others, read_p
 
 from radq.errors import RadqError
 from radq.evaluation.comparison import AXES
-from radq.evaluation.metrics import Bootstrap
+from radq.evaluation.estimates import Bootstrap
 from radq.files import whole_file
 from radq.report.plots import Plot, plot_tradeoff
 from radq.report.results import Result

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from radq.evaluation.metrics import METRICS, Sums
+from radq.evaluation.estimates import Sums
+from radq.evaluation.metrics import METRICS
 from radq.evaluation.sweep.config import Sweep, load_sweep
 from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
 from radq.files import whole_file

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from radq.errors import DataError, OptionError
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.files import read_lines
 from radq.report.results import NAN, Result, read_runs
 

@@ -40,7 +40,7 @@ from markup import item, markdown_table, plain, wrapped, write_figures
 from measurements import UNKNOWN, MeasuredSweep, Study, read_study
 
 from radq.errors import RadqError
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.files import whole_file
 from radq.report.plots import Plot, plot_by_candidates
 from radq.report.results import NAN

@@ -12,7 +12,8 @@ from methods import BASE, METHODS, TASKS, TRAININGS, UNGUIDED, Task
 
 from radq.errors import OptionError
 from radq.evaluation.comparison import AXES, Point, compare_curves
-from radq.evaluation.metrics import Bootstrap, Estimate, estimate, positive_rate
+from radq.evaluation.estimates import Bootstrap, Estimate, estimate
+from radq.evaluation.metrics import positive_rate
 from radq.files import read_lines
 
 NAN, NOT_RUN = float("nan"), "not run"

@@ -19,7 +19,7 @@ from kept import KeptCell, read_kept, read_kept_prompts
 from methods import BASE, METHODS
 from places import Place, read_mauve, read_places, second_file
 
-from radq.evaluation.metrics import MAUVE_MIN_SAMPLES, mauve
+from radq.evaluation.mauve import MAUVE_MIN_SAMPLES, mauve
 from radq.files import read_lines, whole_file
 from radq.judges.base import Judge
 from radq.judges.encoders import Encoder, load_encoder

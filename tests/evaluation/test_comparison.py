@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from radq.errors import OptionError
 from radq.evaluation.comparison import compare_at_equal, mean_difference
-from radq.evaluation.metrics import Bootstrap, ScoredTexts
+from radq.evaluation.estimates import Bootstrap
+from radq.evaluation.metrics import ScoredTexts
 
 QUICK = Bootstrap(resamples=200)
 

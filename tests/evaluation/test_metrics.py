@@ -10,21 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from radq.errors import ModelError, OptionError
+from radq.evaluation.estimates import TRUSTED_PROMPTS, Bootstrap, Sums, estimate, estimate_change
+from radq.evaluation.mauve import estimate_mauve, mauve
 from radq.evaluation.metrics import (
     METRICS,
-    TRUSTED_PROMPTS,
-    Bootstrap,
     ScoredTexts,
-    Sums,
     average_maximum,
     check_metric,
     corpus_perplexity,
     distinct,
     divergence,
-    estimate,
-    estimate_change,
-    estimate_mauve,
-    mauve,
     mean_perplexity,
     mean_score,
     measure,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radq.errors import DataError
-from radq.evaluation.metrics import Bootstrap, Sums
+from radq.evaluation.estimates import Bootstrap, Sums
 from radq.evaluation.strengths import STRENGTHS, Level, Strengths, find_strengths
 
 PROMPTS, TOKENS = 80, 20

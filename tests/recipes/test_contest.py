@@ -16,7 +16,7 @@ from classifiers import make_classifier
 from radq.cli import main
 from radq.errors import OptionError
 from radq.evaluation.comparison import compare_at_equal, compare_curves
-from radq.evaluation.metrics import Bootstrap, Sums
+from radq.evaluation.estimates import Bootstrap, Sums
 from radq.evaluation.sweep.config import Sweep, load_sweep
 from radq.evaluation.sweep.measure import read_measured_cells
 from radq.models.rad_q import RadQ

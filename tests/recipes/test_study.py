@@ -24,7 +24,7 @@ from sweep_folders import make_cell, make_result, measure_cell, write_lines
 
 from radq.cli import main
 from radq.errors import DataError, OptionError
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.evaluation.sweep.config import load_sweep
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sweep_folders import lines_of, make_result, make_run, svg_texts, write_lines
 
 from radq.errors import DataError
-from radq.evaluation.metrics import TRUSTED_PROMPTS, Estimate
+from radq.evaluation.estimates import TRUSTED_PROMPTS, Estimate
 from radq.report.comparisons import (
     Comparison,
     compare_with_others,

@@ -4,7 +4,7 @@ from math import isnan
 
 from sweep_folders import make_result
 
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.report.curves import find_curves
 from radq.report.results import NAN
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep_folders import NAMES, Page, make_result, svg_texts
 
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.report.plots import COLOURS, INK, choose_colour, plot_by_candidates, plot_tradeoff
 from radq.report.published import PublishedCurve
 from radq.report.results import NAN, Result

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep_folders import lines_of, make_result, make_run, write_lines
 
-from radq.evaluation.metrics import TRUSTED_PROMPTS, Estimate
+from radq.evaluation.estimates import TRUSTED_PROMPTS, Estimate
 from radq.report.results import NAN, Result, Run, read_runs
 from radq.report.summary import (
     Change,

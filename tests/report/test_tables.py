@@ -12,7 +12,7 @@ from sweep_folders import (
     make_result,
 )
 
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.report.results import NAN, Result
 from radq.report.tables import (
     left_out_table,

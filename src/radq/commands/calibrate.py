@@ -212,7 +212,7 @@ def _write_command(arguments: Arguments) -> str:
 def _warn(found: "Calibration") -> None:
     import warnings
 
-    from radq.evaluation.metrics import TRUSTED_PROMPTS
+    from radq.evaluation.estimates import TRUSTED_PROMPTS
 
     if found.limited_by == "range":
         warnings.warn(

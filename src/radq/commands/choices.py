@@ -52,7 +52,7 @@ def run(arguments: Arguments) -> None:
     budget = find_budget(arguments.guide, 0.5, arguments.base) if arguments.kl_budget == "auto" else arguments.kl_budget
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.evaluation.choices import KeptAnswers, count_right, find_answers, read_questions
-    from radq.evaluation.metrics import estimate, estimate_change
+    from radq.evaluation.estimates import estimate, estimate_change
     from radq.guides.spec import load_guides
     from radq.models.loading import find_device, load
 

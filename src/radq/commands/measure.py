@@ -44,7 +44,7 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     from radq.commands.console import announce, print_facts, print_json, print_metrics
     from radq.data.generations import read_generations
-    from radq.evaluation.metrics import Bootstrap
+    from radq.evaluation.estimates import Bootstrap
     from radq.evaluation.sweep.config import SweepCell
     from radq.models.stored import check_language_model
 

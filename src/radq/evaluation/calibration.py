@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from radq.data.prompts import Prompt
 from radq.errors import OptionError
-from radq.evaluation.metrics import METRICS, TRUSTED_PROMPTS, Bootstrap, Estimate, corpus_perplexity
+from radq.evaluation.estimates import TRUSTED_PROMPTS, Bootstrap, Estimate
+from radq.evaluation.metrics import METRICS, corpus_perplexity
 from radq.evaluation.strengths import STRENGTHS, Level, Strengths, find_strengths
 from radq.evaluation.sweep.config import (
     UNGUIDED,

@@ -24,7 +24,7 @@ from radq.data.tables import read_table
 from radq.decoding.config import Steering
 from radq.decoding.steering import Strengths, propose
 from radq.errors import DataError, OptionError
-from radq.evaluation.metrics import Sums
+from radq.evaluation.estimates import Sums
 from radq.evaluation.perplexity import encode_pairs
 from radq.files import append_lines, drop_partial_last_line, explained_writing, read_lines
 from radq.guides import Guide

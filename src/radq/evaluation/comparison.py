@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Float
 
 from radq.errors import OptionError
-from radq.evaluation.metrics import DEFAULT_BOOTSTRAP, METRICS, Bootstrap, ScoredTexts, Sums, check_metric, check_needs
+from radq.evaluation.estimates import DEFAULT_BOOTSTRAP, Bootstrap, Sums
+from radq.evaluation.metrics import METRICS, ScoredTexts, check_metric, check_needs
 
 Point = tuple[Sums, Sums]  # of a curve: the axis and the metric of the same texts
 

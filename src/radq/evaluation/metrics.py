@@ -12,28 +12,19 @@ A blank sample has neither score, perplexity, n-grams nor features: it is left o
 are all blank is left out as well.
 """
 
-import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from radq.errors import OptionError, require_package
+from radq.errors import OptionError
+from radq.evaluation.estimates import DEFAULT_BOOTSTRAP, Bootstrap, Estimate, Sums, estimate
+from radq.evaluation.mauve import estimate_mauve
 
 THRESHOLD = 0.5  # a score above it counts as toxic, or positive
-MAUVE_SCALING = 5  # c of the MAUVE paper
-MAUVE_ITERATIONS = 500  # the iterations of k-means
-MAUVE_MIN_SAMPLES = 20  # there are n/10 clusters, and at least two
-MAUVE_RESAMPLES = 20  # each clusters anew, which takes long; only their standard deviation is used
-MAX_RESAMPLES = 1_000_000  # more change no digit that is shown
-RESAMPLES_AT_ONCE = 100
-TRUSTED_PROMPTS = 30  # from fewer, intervals are too narrow: of 95% intervals from 5 prompts, 82% hold the true value
 
 
 @dataclass(frozen=True)
@@ -84,82 +75,6 @@ class ScoredTexts:
         return replace(self, texts=[self.texts[row] for row in rows], **values)
 
 
-@dataclass(frozen=True)
-class Sums:
-    """The two sums that a metric is the ratio of: Σ totals / Σ weights over the prompts, or exp of that."""
-
-    totals: Float[np.ndarray, " p"]
-    weights: Float[np.ndarray, " p"]
-    skipped: int = 0  # samples that are left out because they are blank
-    infinite: int = 0  # samples that are left out because their value is infinite
-    exponential: bool = False
-
-    def divide(self, totals: Float[np.ndarray, "*r"], weights: Float[np.ndarray, "*r"]) -> Float[np.ndarray, "*r"]:
-        """Compute the metric from sums over some of the prompts; NaN where the weights sum to 0."""
-        ratio = np.divide(totals, weights, out=np.full(np.shape(totals), np.nan), where=np.asarray(weights) > 0)
-        with np.errstate(over="ignore"):
-            return np.exp(ratio) if self.exponential else ratio
-
-    @property
-    def value(self) -> float:
-        return float(self.divide(self.totals.sum(keepdims=True), self.weights.sum(keepdims=True))[0])
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """Makes confidence intervals: percentiles of a metric over resamples of the prompts."""
-
-    resamples: int = 1000
-    seed: int = 0
-    confidence: float = 0.95
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.resamples <= MAX_RESAMPLES or not 0 < self.confidence < 1:
-            raise OptionError(
-                f"resamples must be from 1 to {MAX_RESAMPLES}, got {self.resamples}, "
-                f"and confidence between 0 and 1, got {self.confidence}.",
-                "1000 resamples are enough for most uses.",
-            )
-
-    def choices(self, p: int) -> Iterator[Int[np.ndarray, "r p"]]:
-        """Yield how often each prompt occurs in each resample, some resamples at a time."""
-        rng = np.random.default_rng(self.seed)
-        for first in range(0, self.resamples, RESAMPLES_AT_ONCE):
-            r = min(RESAMPLES_AT_ONCE, self.resamples - first)
-            drawn = rng.integers(p, size=(r, p)) + p * np.arange(r)[:, None]
-            yield np.bincount(drawn.ravel(), minlength=r * p).reshape(r, p)
-
-    def sums(self, columns: Float[np.ndarray, "p m"]) -> Float[np.ndarray, "r m"]:
-        """Sum columns over resampled prompts. Every metric of the same prompts gets the same resamples."""
-        return np.concatenate([counts @ columns for counts in self.choices(len(columns))])
-
-    def interval(self, values: Float[np.ndarray, " r"]) -> tuple[float, float]:
-        """The percentiles of the resampled values; NaN where all of these are NaN."""
-        if np.isnan(values).all():
-            return float("nan"), float("nan")
-        tail = (1 - self.confidence) / 2
-        low, high = np.nanquantile(values, [tail, 1 - tail])
-        return float(low), float(high)
-
-
-DEFAULT_BOOTSTRAP = Bootstrap()
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The value of a metric, its interval, and the numbers of samples left out. NaN stands for an unknown number."""
-
-    value: float
-    low: float
-    high: float
-    skipped: int = 0
-    infinite: int = 0
-
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-
 def measure(names: Sequence[str], texts: ScoredTexts, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> dict[str, Estimate]:
     """Compute metrics by name; all names are checked before the first metric is computed."""
     for name in names:
@@ -179,37 +94,6 @@ def check_needs(name: str, texts: ScoredTexts) -> None:
     missing = [needed for needed in METRICS[name].needs if getattr(texts, needed) is None]
     if missing:
         raise OptionError(f"{name} needs {missing[0]}, and there are none.", f"it is {METRICS[name].description}.")
-
-
-def estimate(sums: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
-    """Compute a metric with its bootstrap interval over prompts; the interval of a single prompt is NaN."""
-    low = high = float("nan")
-    if len(sums.totals) > 1:
-        totals, weights = bootstrap.sums(np.stack([sums.totals, sums.weights], axis=1)).T
-        low, high = bootstrap.interval(sums.divide(totals, weights))
-    return Estimate(sums.value, low, high, sums.skipped, sums.infinite)
-
-
-def estimate_change(guided: Sums, unguided: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
-    """Compute a metric of guided texts minus that of unguided ones."""
-    return _estimate_pair(guided, unguided, bootstrap, np.subtract)
-
-
-def estimate_ratio(guided: Sums, unguided: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
-    """Compute a metric of guided texts as a multiple of that of unguided ones."""
-    return _estimate_pair(guided, unguided, bootstrap, np.divide)
-
-
-def _estimate_pair(guided: Sums, unguided: Sums, bootstrap: Bootstrap, compare: Callable[..., Any]) -> Estimate:
-    """Compare a metric of two sets of texts; each resample takes the same prompts of both."""
-    both = (guided, unguided)
-    low = high = float("nan")
-    if len(guided.totals) > 1:
-        columns = np.stack([column for sums in both for column in (sums.totals, sums.weights)], axis=1)
-        drawn = bootstrap.sums(columns)  # (r, 4)
-        low, high = bootstrap.interval(compare(guided.divide(*drawn[:, :2].T), unguided.divide(*drawn[:, 2:].T)))
-    skipped, infinite = (sum(getattr(sums, name) for sums in both) for name in ("skipped", "infinite"))
-    return Estimate(float(compare(guided.value, unguided.value)), low, high, skipped, infinite)
 
 
 # --- attributes ---
@@ -315,72 +199,6 @@ def repetition(texts: Sequence[Sequence[str]]) -> Sums:
         weights.append(float(len(rows)))
     skipped = sum(not text.strip() for samples in texts for text in samples)
     return Sums(np.array(totals), np.array(weights), skipped)
-
-
-# --- closeness to the unguided samples ---
-
-
-def mauve(features: Float[np.ndarray, "n d"], reference: Float[np.ndarray, "m d"], seed: int = 0) -> float:
-    """MAUVE of two sets of vectors: 1 for the same distribution. c = 5, n/10 clusters, 500 iterations of k-means."""
-    fewest = min(len(features), len(reference))
-    if fewest < MAUVE_MIN_SAMPLES:
-        raise OptionError(
-            f"MAUVE needs at least {MAUVE_MIN_SAMPLES} samples, got {fewest}.",
-            "give more prompts or samples; MAUVE is steady from about 1000 on.",
-        )
-    package = require_package("mauve", "eval")
-    with warnings.catch_warnings(), _silent_stderr():
-        warnings.simplefilter("ignore")  # scikit-learn warns where all vectors are the same
-        result = package.compute_mauve(
-            p_features=features,
-            q_features=reference,
-            num_buckets=max(2, round(fewest / 10)),
-            kmeans_max_iter=MAUVE_ITERATIONS,
-            mauve_scaling_factor=MAUVE_SCALING,
-            seed=seed,
-        )
-    same = np.array_equal(result.p_hist, result.q_hist)
-    return 1.0 if same else float(result.mauve)  # for equal histograms the package returns 0.5 to 1, at random
-
-
-def estimate_mauve(
-    features: Float[np.ndarray, "p n d"],
-    reference: Float[np.ndarray, "p m d"],
-    bootstrap: Bootstrap = DEFAULT_BOOTSTRAP,
-) -> Estimate:
-    """Compute MAUVE with a normal interval: the value ± a multiple of the standard deviation over resampled prompts.
-
-    Percentiles would miss the value: resamples repeat prompts, and two such sets lie further apart than the originals.
-    For the same reason the interval is too wide rather than too narrow.
-    """
-    (ours, skipped), (theirs, skipped_theirs) = _without_blank(features), _without_blank(reference)
-    value = mauve(ours, theirs)
-    some = replace(bootstrap, resamples=min(bootstrap.resamples, MAUVE_RESAMPLES))
-    values = []
-    for counts in (row for part in some.choices(len(features)) for row in part):
-        rows = np.repeat(np.arange(len(features)), counts)
-        values.append(mauve(_without_blank(features[rows])[0], _without_blank(reference[rows])[0]))
-    margin = NormalDist().inv_cdf((1 + bootstrap.confidence) / 2) * float(np.std(values, ddof=1))
-    return Estimate(value, max(0.0, value - margin), min(1.0, value + margin), skipped + skipped_theirs)
-
-
-def _without_blank(features: Float[np.ndarray, "p n d"]) -> tuple[Float[np.ndarray, "m d"], int]:
-    rows = features.reshape(-1, features.shape[-1])
-    blank = np.isnan(rows).any(1)
-    return rows[~blank], _count(blank)
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Hide the warning that faiss prints from C about many clusters: MAUVE is defined with n/10 of them."""
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def _count(which: Any) -> int:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from scipy.optimize import isotonic_regression
 
 from radq.errors import DataError
-from radq.evaluation.metrics import (
+from radq.evaluation.estimates import (
     DEFAULT_BOOTSTRAP,
     Bootstrap,
     Estimate,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from radq.evaluation.comparison import AXES
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.report.curves import find_curves, find_unguided
 from radq.report.results import GuideDifference, Result, Run, unique
 from radq.report.summary import choose_step, find_doubt, is_trusted, name_group, order_groups

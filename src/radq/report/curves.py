@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
 
-from radq.evaluation.metrics import Estimate
+from radq.evaluation.estimates import Estimate
 from radq.report.results import NAN, Result
 
 BUDGET = "KL budget"  # the setting of a curve that runs over it

@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.decoding.generate import generate
 from radq.errors import OptionError, require_package
-from radq.evaluation.metrics import METRICS, Bootstrap, check_metric
+from radq.evaluation.estimates import Bootstrap
+from radq.evaluation.metrics import METRICS, check_metric
 from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
 from radq.evaluation.sweep.measure import Instruments, MeasuredCell
 from radq.guides import Guide

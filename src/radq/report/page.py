@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from radq.errors import require_package
-from radq.evaluation.metrics import METRICS, TRUSTED_PROMPTS
+from radq.evaluation.estimates import TRUSTED_PROMPTS
+from radq.evaluation.metrics import METRICS
 from radq.report.comparisons import (
     Comparison,
     comparison_table,

@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Float
 
 from radq.errors import require_package
-from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, Estimate
+from radq.evaluation.estimates import Estimate
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS
 from radq.report.comparisons import Comparison
 from radq.report.curves import Curve, find_curves, find_unguided
 from radq.report.published import PublishedCurve

@@ -22,7 +22,8 @@ import yaml
 
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES
-from radq.evaluation.metrics import METRICS, Estimate
+from radq.evaluation.estimates import Estimate
+from radq.evaluation.metrics import METRICS
 from radq.evaluation.sweep.arrays import read_arrays
 from radq.evaluation.sweep.config import UNGUIDED
 from radq.evaluation.sweep.costs import read_costs

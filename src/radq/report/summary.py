@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from radq.evaluation.metrics import ATTRIBUTE_METRICS, TRUSTED_PROMPTS, Estimate
+from radq.evaluation.estimates import TRUSTED_PROMPTS, Estimate
+from radq.evaluation.metrics import ATTRIBUTE_METRICS
 from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.report.curves import Curve, Step, find_curves, find_unguided
 from radq.report.results import NAN, Result, Run, metric_and_judge, printable, unique

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isinf, isnan
 
-from radq.evaluation.metrics import METRICS, Estimate
+from radq.evaluation.estimates import Estimate
+from radq.evaluation.metrics import METRICS
 from radq.report.results import Result, metric_and_judge, unique
 
 SETTINGS = ("beta", "best_of", "ask", "top_k", "top_p", "kl_budget")

@@ -28,7 +28,8 @@ import yaml
 
 from radq.data.prompts import Prompt, read_prompts
 from radq.errors import OptionError
-from radq.evaluation.metrics import MAX_RESAMPLES, METRICS, check_metric
+from radq.evaluation.estimates import MAX_RESAMPLES
+from radq.evaluation.metrics import METRICS, check_metric
 from radq.guides.spec import check_guide
 from radq.models.stored import check_language_model, check_reward_model
 from radq.settings import COUNT, Range, check_values, read_yaml

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES, compare_at_equal
-from radq.evaluation.metrics import METRICS, Bootstrap, Estimate, ScoredTexts, estimate_change, measure
+from radq.evaluation.estimates import Bootstrap, Estimate, estimate_change
+from radq.evaluation.metrics import METRICS, ScoredTexts, measure
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.arrays import array_file, read_arrays, write_arrays
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
