@@ -13,8 +13,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from radq.decoding.best_of_n import best_of_n
     from radq.decoding.config import Steering
-    from radq.decoding.engine import Engine, Request
+    from radq.decoding.engine import Engine
     from radq.decoding.generate import Generation, astream_text, generate, stream, stream_text
+    from radq.decoding.request import Request
     from radq.errors import RadqError
     from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
     from radq.guides.meter import Meter
@@ -40,7 +41,7 @@ _HOME = {
     "stream_text": "radq.decoding.generate",
     "astream_text": "radq.decoding.generate",
     "Engine": "radq.decoding.engine",
-    "Request": "radq.decoding.engine",
+    "Request": "radq.decoding.request",
     "Steering": "radq.decoding.config",
     "RadqError": "radq.errors",
     "train_experts": "radq.training.experts",

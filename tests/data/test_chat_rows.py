@@ -9,7 +9,8 @@ import pandas
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.dataset import DataColumns, RewardData, load_data, read_examples
+from radq.data.dataset import RewardData, load_data
+from radq.data.examples import DataColumns, read_examples
 from radq.errors import DataError
 
 TEMPLATE = (

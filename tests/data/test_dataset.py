@@ -21,7 +21,8 @@ from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from radq.data.batches import GlobalBatches
-from radq.data.dataset import DataColumns, RewardData, load_data
+from radq.data.dataset import RewardData, load_data
+from radq.data.examples import DataColumns
 from radq.data.label_scale import LabelRules
 from radq.data.tables import read_table
 from radq.errors import DataError, OptionError
@@ -97,7 +98,7 @@ def test_tokens_are_cached_until_something_changes(
     file = tmp_path / "reviews.csv"
     table().to_csv(file, index=False)
     calls = []
-    monkeypatch.setattr("radq.data.dataset.read_table", lambda source: calls.append(source) or read_table(source))
+    monkeypatch.setattr("radq.data.examples.read_table", lambda source: calls.append(source) or read_table(source))
 
     def load(**options: int) -> RewardData:
         return load_data([file], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache", **options)
@@ -370,7 +371,7 @@ def test_a_folder_is_known_by_its_place_and_content(
     def read(source: str) -> Iterator[pandas.DataFrame]:  # in place of the package `datasets`
         yield from read_table(Path(source.split(":")[0]) / "train.csv")
 
-    monkeypatch.setattr("radq.data.dataset.read_table", read)
+    monkeypatch.setattr("radq.data.examples.read_table", read)
 
     def label(place: str, source: str) -> float:
         monkeypatch.chdir(tmp_path / place)

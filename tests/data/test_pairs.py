@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.dataset import pad_batch, share_beginnings
+from radq.data.dataset import pad_batch
 from radq.data.pairs import PairData, ResponseColumns, find_pairs, load_pairs
+from radq.data.tokens import share_beginnings
 from radq.errors import DataError
 
 PAIR = ResponseColumns(["chosen", "rejected"])

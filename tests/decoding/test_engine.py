@@ -16,7 +16,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from radq import generate
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
-from radq.decoding.engine import Engine, Request, Ticket
+from radq.decoding.engine import Engine
+from radq.decoding.request import Request, Ticket
 from radq.errors import MemoryLimitError, RewardValueError
 from radq.guides import Guide, RewardGuide
 from radq.models.slots import takes_slots

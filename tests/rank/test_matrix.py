@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from reward_data import make_data
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.dataset import NO_LIMIT, DataColumns, load_data
+from radq.data.dataset import NO_LIMIT, load_data
+from radq.data.examples import DataColumns
 from radq.errors import DataError
 from radq.models.loading import load_tokenizer
 from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels

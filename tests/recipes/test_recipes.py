@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from radq import RadQ
-from radq.data.dataset import DataColumns, read_examples
+from radq.data.examples import DataColumns, read_examples
 from radq.models.hub import quiet
 from radq.settings import read_yaml
 from radq.toy import make_reviews

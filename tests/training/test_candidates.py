@@ -21,7 +21,8 @@ from training_runs import changed, lines, losses, make_settings, run_in_two_proc
 
 from radq.cli import main
 from radq.data.batches import GlobalBatches
-from radq.data.dataset import DataColumns, load_data
+from radq.data.dataset import load_data
+from radq.data.examples import DataColumns
 from radq.errors import OptionError, StoppedError
 from radq.guides import RewardGuide
 from radq.models.hub import quiet

@@ -226,7 +226,8 @@ def test_accumulation_does_not_change_the_losses(
 
 def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig) -> None:
     from radq.data.batches import GlobalBatches
-    from radq.data.dataset import DataColumns, load_data
+    from radq.data.dataset import load_data
+    from radq.data.examples import DataColumns
 
     train(changed(settings, learning_rate=1e-12))
     torch.manual_seed(settings.seed)
@@ -249,7 +250,8 @@ def test_loss_and_regulariser_agree_over_the_attributes(
     distils: bool, settings: RewardTrainingConfig, tmp_path: Path
 ) -> None:
     """Both are sums over attributes on labels, and both are means in distillation: written out by hand."""
-    from radq.data.dataset import DataColumns, load_data
+    from radq.data.dataset import load_data
+    from radq.data.examples import DataColumns
 
     pandas.DataFrame({"text": ["film", "plot"], "a": [0, 1], "b": [1, 0.5], "c": [0.5, 0]}).to_csv(
         tmp_path / "rows.csv", index=False

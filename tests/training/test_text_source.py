@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from radq.cli import main
-from radq.data.dataset import DataColumns, load_data
+from radq.data.dataset import load_data
+from radq.data.examples import DataColumns
 from radq.errors import OptionError
 from radq.judges.base import CachedJudge
 from radq.judges.classifiers import load_classifier

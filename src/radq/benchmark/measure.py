@@ -20,9 +20,10 @@ from radq.benchmark.guides import GUIDES
 from radq.benchmark.models import BenchModels, load_models
 from radq.benchmark.result import BenchResult, LeftOut, Variant, summarise
 from radq.decoding.config import Steering
-from radq.decoding.engine import Engine, Request
+from radq.decoding.engine import Engine
 from radq.decoding.generate import check_guide
 from radq.decoding.prompts import encode_prompts
+from radq.decoding.request import Request
 from radq.errors import MemoryLimitError
 from radq.guides import Guide
 from radq.models.loading import num_logits

@@ -100,7 +100,7 @@ def _read_labelled_texts(arguments: Train) -> "tuple[list[str], np.ndarray, int]
     """Read texts and their labels, and count the rows that are left out because their text is blank."""
     import numpy as np
 
-    from radq.data.dataset import DataColumns, read_examples
+    from radq.data.examples import DataColumns, read_examples
     from radq.data.label_cells import join_cells
     from radq.data.label_scale import LabelRules, find_scales, scale_labels
     from radq.errors import DataError, OptionError

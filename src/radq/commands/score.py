@@ -194,7 +194,7 @@ def _find_labels(given: str | None, attributes: list[str], source: Path) -> dict
 def _score_table(
     arguments: Arguments, model: "RewardModel", source: Path, label_columns: dict[str, str]
 ) -> "TableScores":
-    from radq.data.dataset import DataColumns
+    from radq.data.examples import DataColumns
     from radq.data.label_scale import LabelRules
     from radq.errors import DataError
     from radq.evaluation.table_scores import score_table

@@ -18,10 +18,12 @@ from torch import Tensor, zeros_like
 from transformers import PreTrainedTokenizerBase
 
 from radq.data.chats import is_chat, read_chat, render_chats
-from radq.data.dataset import Piece, RewardData, column_weights, hold_out, to_tensors, tokenise_once
+from radq.data.dataset import RewardData, hold_out, to_tensors
+from radq.data.examples import Piece, column_weights
 from radq.data.label_cells import NUMBER, LabelCells
 from radq.data.label_scale import KEPT
 from radq.data.tables import Table, cell_text, check_columns, read_table
+from radq.data.tokens import tokenise_once
 from radq.errors import DataError
 
 MAX_PAIRS = 10  # of a row: all pairs of five responses

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.dataset import DataColumns, RewardData, tokenise_columns
+from radq.data.dataset import RewardData
+from radq.data.examples import DataColumns
 from radq.data.label_cells import LabelCells, join_cells
 from radq.data.label_scale import LabelRules, LabelScale, find_scales, scale_labels
 from radq.data.span_cells import NO_SPAN, SPAN_FOLDER, SPAN_NUMBERS
+from radq.data.tokens import tokenise_columns
 from radq.errors import DataError
 
 

@@ -16,26 +16,24 @@ import gc
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder, Drawn
-from radq.decoding.steering import not_finite
+from radq.decoding.request import FinishReason, Request, Ticket
 from radq.errors import MemoryLimitError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, evaluating
 from radq.models.prompt_parts import PromptParts
 from radq.numerics import at_least_float32, available_memory, empty_cache
 
-FinishReason = Literal["stop", "length", "error", "cancelled"]
 LAG = 2  # steps between the work of a GPU and the reading of its results
 PROMPT_TOKENS = {"cpu": 4096, "cuda": 16384}  # of prompts that are read together
 MOST_ROWS = {"cpu": 64, "cuda": 8192}
@@ -44,84 +42,7 @@ FEWER = 0.75  # rows are moved together when so few of them are still running
 KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.kept`
 
 
-Processor = Callable[[Any, Any], Any]  # (token ids of texts, logits) → logits
-
 _HALVED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """A text to be continued.
-
-    Attributes:
-        prompt: its tokens.
-        steering: candidates, temperature and KL budget.
-        max_new_tokens: the most tokens of the continuation.
-        uniforms: a random number in [0, 1) for each of them.
-        beta: the strengths of the guide; None takes the guide's own.
-        stops: tokens that end the text.
-        watch: a function that is told every token, and says whether the text ends with it.
-        processors: logits processors of transformers, which change the base model's logits before the steering.
-    """
-
-    prompt: Sequence[int]
-    steering: Steering
-    max_new_tokens: int
-    uniforms: np.ndarray
-    beta: tuple[float, ...] | None = None
-    stops: frozenset[int] = frozenset()
-    watch: Callable[[int], bool] | None = None
-    processors: tuple[Processor, ...] = ()
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token that was drawn, and numbers about it.
-
-    Attributes:
-        id: its number in the vocabulary.
-        shift: what the guide added to its logit.
-        kl: KL(guided ‖ base) over the candidates, in nats.
-        clipped: the share of candidates whose reward was clamped.
-        log_probability: under the base model, over the whole vocabulary, at temperature 1.
-        guided_log_probability: under the distribution it was drawn from, over the candidates.
-    """
-
-    id: int
-    shift: float
-    kl: float
-    clipped: float
-    log_probability: float
-    guided_log_probability: float
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request in an engine, and what has come of it so far. Iterating over it yields its tokens."""
-
-    engine: "Engine"
-    request: Request
-    rows: list[np.ndarray] = field(default_factory=list)  # of numbers, (7,) each
-    finish_reason: FinishReason | None = None
-    place: int | None = None  # its row, while it runs
-    watched: int = 0  # tokens that the request's own function has seen; a text may have begun again
-
-    def __iter__(self) -> Iterator[Token]:
-        place = 0
-        while True:
-            while place < len(self.rows):
-                row = self.rows[place]
-                yield Token(int(row[0]), *row[1:6].tolist())
-                place += 1
-            if self.finish_reason is not None:
-                if self.finish_reason == "error":
-                    raise not_finite()
-                return
-            self.engine.step()
-
-    def cancel(self) -> None:
-        """Stop this text; its row is free for others from the next step on."""
-        self.engine.finish(self, "cancelled")
 
 
 @dataclass(frozen=True)

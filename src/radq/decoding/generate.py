@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.decoding.config import DEFAULT_STEERING, Steering, check_counts, check_stop
 from radq.decoding.decoder import NUMBERS
-from radq.decoding.engine import Engine, Processor, Request, Ticket
+from radq.decoding.engine import Engine
 from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
+from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
 from radq.decoding.text import GrowingText
 from radq.guides import Guide

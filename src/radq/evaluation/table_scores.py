@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from tqdm import tqdm
 
-from radq.data.dataset import DataColumns, RewardData, load_data
+from radq.data.dataset import RewardData, load_data
+from radq.data.examples import DataColumns
 from radq.data.label_scale import LabelScale
 from radq.errors import DataError, ModelError, RewardValueError
 from radq.models.reward import RewardModel

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from radq.data.dataset import NO_LIMIT, DataColumns, load_data
+from radq.data.dataset import NO_LIMIT, load_data
+from radq.data.examples import DataColumns
 from radq.errors import DataError
 from radq.models.loading import load_tokenizer
 from radq.models.vocabulary import read_vocabulary

@@ -20,7 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from radq.data.dataset import NO_LIMIT, DataColumns, RewardData, load_data
+from radq.data.dataset import NO_LIMIT, RewardData, load_data
+from radq.data.examples import DataColumns
 from radq.errors import DataError, ModelError, OptionError, UnknownAttributeError, require_package
 from radq.files import whole_folder
 from radq.models.loading import find_device

@@ -16,8 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from radq.decoding.engine import Engine, StepResult, Ticket
+from radq.decoding.engine import Engine, StepResult
 from radq.decoding.kept import keep_engine, take_engine
+from radq.decoding.request import Ticket
 from radq.decoding.steering import not_finite
 from radq.errors import RadqError, explain
 from radq.serving.clock import ClockedGuide

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from radq.decoding.config import Steering
-from radq.decoding.engine import Processor, Request, Ticket
+from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.text import GrowingText
 from radq.serving.details import Candidate, Drawn, StepNumbers, summarise
 from radq.serving.panel import Selection

@@ -10,7 +10,8 @@ from typing import Generic
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from radq.data.dataset import DataColumns, RewardData, load_data
+from radq.data.dataset import RewardData, load_data
+from radq.data.examples import DataColumns
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.data.pairs import PairData, ResponseColumns, load_pairs
 from radq.data.rows import Rows, store_rows

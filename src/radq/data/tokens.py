@@ -1,0 +1,176 @@
+"""Tokenised rows on disk: those of the same files, columns and tokenizer are tokenised once, by all cores.
+
+folder = tokenise_columns(["reviews.csv.gz"], tokenizer, columns, max_length=512, cache_folder=None, progress=True)
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, groupby, takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from radq.data.examples import DataColumns, Piece, read_examples
+from radq.data.label_cells import join_cells
+from radq.data.span_cells import SpanWriter
+from radq.data.tables import split_hub_name
+from radq.errors import DataError, OptionError
+from radq.files import default_cache_folder, fingerprint_values, whole_folder
+
+CACHE_FORMAT = 3
+
+
+@dataclass
+class Counts:
+    """Numbers about the rows that were read, which are stored with them."""
+
+    rows: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    empty: int = 0  # rows that were left out
+
+
+def tokenise_columns(
+    sources: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: DataColumns,
+    max_length: int,
+    cache_folder: str | Path | None,
+    progress: bool,
+) -> Path:
+    """Find the folder with the tokenised rows of these columns, or write it."""
+    stored = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
+    stored["chat_template"] = tokenizer.chat_template
+
+    def read(source: str | Path) -> Iterator[Piece]:
+        return read_examples(source, columns, tokenizer)
+
+    return tokenise_once(sources, tokenizer, read, stored, max_length, cache_folder, progress)
+
+
+def tokenise_once(
+    sources: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    read: Callable[[str | Path], Iterator[Piece]],
+    settings: dict[str, Any],
+    max_length: int,
+    cache_folder: str | Path | None,
+    progress: bool,
+) -> Path:
+    """Find the folder with the tokenised rows of these sources, or write it.
+
+    `read` yields the rows of a source, and `settings` are all that it depends on.
+    """
+    if not sources:
+        raise OptionError("there is no data.", "give one or more files.")
+    tokenizer("", add_special_tokens=False)  # this call turns off padding and truncation that its file may ask for
+    known = [_identify(source) for source in sources]
+    key = fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), settings, max_length)
+    folder = Path(cache_folder or default_cache_folder()) / key
+    if not (folder / "counts.json").is_file():
+        pieces = (piece for source in sources for piece in read(source))
+        with whole_folder(folder) as temporary:
+            _tokenise(pieces, ", ".join(map(str, sources)), tokenizer, max_length, temporary, progress)
+    return folder
+
+
+def _identify(source: str | Path) -> list[object]:
+    """Place, sizes and times of the files of a source; for a hub data set, its name."""
+    path, split = Path(source), ""
+    if not path.is_file():
+        name, split = split_hub_name(str(source))
+        path = Path(name)
+        if not path.is_dir():
+            return [str(source)]
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    stats = [(file.as_posix(), file.stat()) for file in files]
+    return [path.resolve().as_posix(), split, *((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)]
+
+
+def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Fingerprint of all that decides how a tokenizer cuts texts: normaliser, pre-tokenizer, vocabulary and merges."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return fingerprint_values(backend.to_str(), backend.encode_special_tokens)
+    with tempfile.TemporaryDirectory() as folder:  # a tokenizer written in Python is described by its files alone
+        tokenizer.save_pretrained(folder)
+        files = sorted(Path(folder).iterdir())
+        return fingerprint_values(type(tokenizer).__name__, [(file.name, file.read_bytes().hex()) for file in files])
+
+
+def _tokenise(
+    pieces: Iterable[Piece],
+    names: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    folder: Path,
+    progress: bool,
+) -> None:
+    """Write the tokenised rows of all sources, whose `names` stand in errors, into a folder."""
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    counts = Counts()
+    lengths, prompt_lengths, labels, weights = [], [], [], []
+    spans = SpanWriter(folder, tokenizer)
+    with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
+        for piece in pieces:
+            whole, prompts = _encode(tokenizer, piece.texts), _encode(tokenizer, piece.prompts)
+            if piece.compares:
+                whole, prompts = share_beginnings(whole, prompts, piece.labels.rows)
+            texts = [ids[:max_length] for ids in whole]
+            # a prompt that is too long loses its beginning
+            kept = [p[max(0, len(p) + len(t) - max_length) :] for p, t in zip(prompts, texts, strict=True)]
+            rows = [prompt + text for prompt, text in zip(kept, texts, strict=True)]
+            np.fromiter(chain.from_iterable(rows), dtype=dtype).tofile(tokens)
+            lengths.append(np.array([len(row) for row in rows]))
+            prompt_lengths.append(np.array([len(prompt) for prompt in kept]))
+            if piece.spans is not None:
+                spans.write(piece.spans, piece.texts, [(len(p), len(t)) for p, t in zip(kept, texts, strict=True)])
+            counts.empty += piece.empty
+            counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
+            labels.append(piece.labels)
+            weights.append(piece.weights)
+            bar.update(len(rows))
+    sizes = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
+    counts.rows, counts.tokens = len(sizes), int(sizes.sum())
+    if not counts.rows:
+        raise DataError(f"{names}: there are no rows.", "give a file with one row or more.")
+    if not counts.tokens:
+        raise DataError(
+            f"{names}: the tokenizer finds no tokens in these texts.",
+            "choose a model whose tokenizer knows the language of the texts.",
+        )
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+    np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
+    join_cells(labels).save(folder)
+    spans.close()
+    np.save(folder / "weights.npy", np.concatenate(weights))
+    (folder / "counts.json").write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Encode texts without special tokens; the model adds a BOS itself."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer(texts, add_special_tokens=False).input_ids
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]  # on all cores
+
+
+def share_beginnings(
+    texts: list[list[int]], prompts: list[list[int]], rows: np.ndarray
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Move the tokens with which all texts of a row begin to the ends of their prompts; one token at least stays.
+
+    Texts of a row stand side by side and have the same number in `rows`, (n,).
+    """
+    cuts = []
+    for _, group in groupby(range(len(texts)), key=lambda n: rows[n]):
+        members = [texts[n] for n in group]
+        shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*members, strict=False)))
+        cuts += [max(0, min(shared, min(map(len, members)) - 1))] * len(members)
+    parts = list(zip(texts, prompts, cuts, strict=True))
+    return [text[cut:] for text, _, cut in parts], [prompt + text[:cut] for text, prompt, cut in parts]

@@ -1,0 +1,97 @@
+"""Requests of an engine: a text to be continued, the ticket that stands for it, and its tokens."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from radq.decoding.config import Steering
+from radq.decoding.steering import not_finite
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+Processor = Callable[[Any, Any], Any]  # (token ids of texts, logits) → logits
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A text to be continued.
+
+    Attributes:
+        prompt: its tokens.
+        steering: candidates, temperature and KL budget.
+        max_new_tokens: the most tokens of the continuation.
+        uniforms: a random number in [0, 1) for each of them.
+        beta: the strengths of the guide; None takes the guide's own.
+        stops: tokens that end the text.
+        watch: a function that is told every token, and says whether the text ends with it.
+        processors: logits processors of transformers, which change the base model's logits before the steering.
+    """
+
+    prompt: Sequence[int]
+    steering: Steering
+    max_new_tokens: int
+    uniforms: np.ndarray
+    beta: tuple[float, ...] | None = None
+    stops: frozenset[int] = frozenset()
+    watch: Callable[[int], bool] | None = None
+    processors: tuple[Processor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that was drawn, and numbers about it.
+
+    Attributes:
+        id: its number in the vocabulary.
+        shift: what the guide added to its logit.
+        kl: KL(guided ‖ base) over the candidates, in nats.
+        clipped: the share of candidates whose reward was clamped.
+        log_probability: under the base model, over the whole vocabulary, at temperature 1.
+        guided_log_probability: under the distribution it was drawn from, over the candidates.
+    """
+
+    id: int
+    shift: float
+    kl: float
+    clipped: float
+    log_probability: float
+    guided_log_probability: float
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """An engine, as its tickets see it."""
+
+    def step(self) -> Any: ...
+
+    def finish(self, ticket: "Ticket", reason: FinishReason) -> None: ...
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in an engine, and what has come of it so far. Iterating over it yields its tokens."""
+
+    engine: Continues
+    request: Request
+    rows: list[np.ndarray] = field(default_factory=list)  # of numbers, (7,) each
+    finish_reason: FinishReason | None = None
+    place: int | None = None  # its row, while it runs
+    watched: int = 0  # tokens that the request's own function has seen; a text may have begun again
+
+    def __iter__(self) -> Iterator[Token]:
+        place = 0
+        while True:
+            while place < len(self.rows):
+                row = self.rows[place]
+                yield Token(int(row[0]), *row[1:6].tolist())
+                place += 1
+            if self.finish_reason is not None:
+                if self.finish_reason == "error":
+                    raise not_finite()
+                return
+            self.engine.step()
+
+    def cancel(self) -> None:
+        """Stop this text; its row is free for others from the next step on."""
+        self.engine.finish(self, "cancelled")
