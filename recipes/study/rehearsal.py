@@ -40,6 +40,7 @@ SMALLER = {  # where a training has such a setting
     "backbone_dtype": "float32",
 }
 SWEEP = {"base": TOY, "samples": 2, "max_new_tokens": 6, "batch_size": 1000, "dtype": "float32", "resamples": 20}
+LARGEST_K = 20  # the toy has few tokens
 OWN_TEXTS = ["--base", TOY, "--number", "200", "--tokens", "20", "--batch-size", "100", "--dtype", "float32"]
 
 
@@ -76,7 +77,8 @@ def shrink_training(settings: dict[str, Any]) -> dict[str, Any]:
 
 def shrink_sweep(settings: dict[str, Any]) -> dict[str, Any]:
     judges = {name: use | {"judge": _judge_at_hand(use["judge"])} for name, use in settings["judges"].items()}
-    return settings | SWEEP | {"judges": judges}
+    few = {"top_k": [min(k, LARGEST_K) for k in settings["top_k"]]}
+    return settings | SWEEP | {"judges": judges} | few
 
 
 def _judge_at_hand(judge: str) -> str:
