@@ -49,8 +49,7 @@ def contest(request: Request) -> None:
 
     Each job begins as soon as the files are there that it needs. Methods whose models are trained go before trainings.
     """
-    training = training_jobs(request)
-    request.run([*testing_jobs(request), *choosing_jobs(request), *training], _finish)
+    request.run([*testing_jobs(request), *choosing_jobs(request), *training_jobs(request)], _finish)
 
 
 def training_jobs(request: Request) -> list[Job]:
