@@ -188,6 +188,18 @@ def test_beta_zero_is_the_base(kind: str, lm_folders: dict[str, Path]) -> None:
     assert all(g.kl == 0 for g in guided)
 
 
+def test_the_strengths_of_a_call_take_the_place_of_the_guides_own(lm_folders: dict[str, Path]) -> None:
+    lm, model = make("llama", "q", lm_folders)
+    weak = RewardGuide(model, {"nice": 1.0, "rude": 1.0})
+    options: dict[str, Any] = {"num_samples": 3, "max_new_tokens": 6}
+    wanted = generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, WEIGHTS), **options)
+    assert generate(lm, TOKENIZER, PROMPTS, weak, beta=list(WEIGHTS.values()), **options) == wanted
+    assert generate(lm, TOKENIZER, PROMPTS, weak, **options) != wanted
+    for beta in ([1.0], [1.0, float("nan")]):
+        with pytest.raises(OptionError, match="but the guide takes 2"):
+            generate(lm, TOKENIZER, PROMPTS, weak, beta=beta)
+
+
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_texts_do_not_depend_on_the_batch(kind: str, lm_folders: dict[str, Path]) -> None:
     lm, model = make("gpt2", kind, lm_folders)
@@ -394,6 +406,7 @@ def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
         ({"top_p": float("nan")}, "top_p must be.*got nan"),
         ({"temperature": -1.0}, "temperature must be.*got -1.0"),
         ({"temperature": float("inf")}, "temperature must be.*got inf"),
+        ({"beta": [1.0]}, "but there is no guide"),
         ({"kl_budget": -0.1}, "kl_budget must be.*got -0.1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be.*got 0"),
         ({"num_samples": 0}, "num_samples must be.*got 0"),

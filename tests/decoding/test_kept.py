@@ -14,6 +14,7 @@ from radq import generate
 from radq.decoding import kept
 from radq.decoding.engine import KEPT, Engine
 from radq.guides import RewardGuide
+from radq.guides.meter import Meter
 
 
 def change_weights(lm: Any) -> None:
@@ -118,3 +119,13 @@ def test_compiled_models_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) ->
         found = generate(lm, tokenizer, ["5 9", "11"], compile=True, **options)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
         assert graphs  # something was compiled
+
+
+def test_what_a_meter_counts_does_not_make_another_engine(lm_folders: dict[str, Path]) -> None:
+    """A sweep calls with one metered guide and many strengths."""
+    lm, guide = make_lm("llama"), RewardGuide(make_reward("q", lm_folders["llama"]), {"nice": 1.0})
+    with Meter(guide) as meter:
+        engine = kept.take_engine(lm, meter, None, compile=True)
+        kept.keep_engine(engine)
+        meter.steps += 3
+        assert kept.take_engine(lm, meter, None, compile=True) is engine

@@ -25,6 +25,7 @@ from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_sto
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
 from radq.decoding.text import GrowingText
+from radq.errors import OptionError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.numerics import collecting_later
@@ -101,6 +102,7 @@ def generate(
     num_samples: int = 1,
     seed: int = 0,
     *,
+    beta: Sequence[float] | None = None,
     kl_budget: float | None = None,
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
@@ -132,6 +134,8 @@ def generate(
         num_samples: the number of continuations of each prompt.
         seed: the random numbers of sample s of prompt p depend on (seed, p, s) alone: neither on `max_new_tokens` nor
             on the other prompts. The text may still depend on the batch in the rounding of half precision.
+        beta: the strengths of the guide, in place of its own and in their order. On a GPU, calls that differ in their
+            strengths alone use the same captured steps.
         kl_budget: the most nats per token between the guided distribution and that of the base model; the shift of each
             token is scaled down to it. None leaves it as it is.
         stop_token_ids: tokens that end a text; by default the model's end-of-text tokens.
@@ -151,6 +155,7 @@ def generate(
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     engine, tickets = _submit(
         *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
+        beta=beta,
         stop=check_stop(stop),
         processors=tuple(logits_processors),
         compile=compile,
@@ -266,6 +271,7 @@ def _submit(
     stops: Sequence[int],
     batch_size: int | None,
     first_prompt: int,
+    beta: Sequence[float] | None = None,
     stop: Sequence[str] = (),
     details: bool = False,
     processors: tuple[Processor, ...] = (),
@@ -277,6 +283,7 @@ def _submit(
     )
     if guide is not None:
         check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
+    strengths = None if beta is None else check_strengths(beta, guide)
     check_width(steering.top_k, num_logits(lm))
     uniforms = draw_uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size, details=True) if details else take_engine(lm, guide, batch_size, compile)
@@ -286,7 +293,8 @@ def _submit(
         for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
             for s in range(num_samples):
                 watch = _watch(GrowingText(tokenizer, encoded[p], stop)) if stop else None
-                request = Request(encoded[p], steering, max_new_tokens, uniforms[p, s], None, ends, watch, processors)
+                numbers = uniforms[p, s], strengths
+                request = Request(encoded[p], steering, max_new_tokens, *numbers, ends, watch, processors)
                 tickets[p * num_samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
 
@@ -371,6 +379,17 @@ def check_guide(
     guide.check_base(lm)
     guide.check_vocabulary(num_logits(lm), tokenizer, lm.config.name_or_path or type(lm).__name__)
     guide.check_length(max(map(len, prompts)) + max_new_tokens)
+
+
+def check_strengths(beta: Sequence[float], guide: Guide | None) -> tuple[float, ...]:
+    """Return the strengths, or raise if there is no guide, or one that takes another number of them."""
+    number = 0 if guide is None else len(guide.beta)
+    if guide is None or len(beta) != number or not np.isfinite(beta).all():
+        raise OptionError(
+            f"beta is {list(beta)}, but " + ("there is no guide." if guide is None else f"the guide takes {number}."),
+            "give one finite number for each strength of the guide, or none.",
+        )
+    return tuple(map(float, beta))
 
 
 @lru_cache(maxsize=4)  # a sweep continues the same prompts with many guides

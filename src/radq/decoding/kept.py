@@ -7,14 +7,17 @@ changed since then in the base model and in the guide: neither tensors, nor sett
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from radq.decoding.engine import KEPT, Engine
 from radq.guides import Guide
+from radq.guides.meter import Meter
 from radq.models.loading import Wrappable
 
 MOST_KEPT = 4  # engines
-MOST_BYTES = 2**31  # of all of them
+MOST_BYTES = 2**31  # of all of them, or
+MOST_SHARE = 8  # an eighth of the memory of a GPU, where that is more
 
 
 class _Kept:
@@ -47,8 +50,14 @@ def keep_engine(engine: Engine) -> None:
     if engine.decoder.captures.on or engine.compile:
         kept = vars(engine.lm).setdefault(KEPT, _Kept())
         kept.engines.append(engine.rest())
-        while len(kept.engines) > MOST_KEPT or sum(one.nbytes for one in kept.engines) > MOST_BYTES:
+        while len(kept.engines) > MOST_KEPT or sum(one.nbytes for one in kept.engines) > most_bytes(engine):
             del kept.engines[0]
+
+
+def most_bytes(engine: Engine) -> int:
+    device = engine.lm.device
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return max(MOST_BYTES, total // MOST_SHARE)
 
 
 def describe(thing: Any) -> Hashable:
@@ -57,6 +66,8 @@ def describe(thing: Any) -> Hashable:
         config = getattr(thing, "config", None)
         parts = tuple(map(_describe_part, thing.modules()))
         return type(thing), parts, () if config is None else _settings(vars(config))
+    if isinstance(thing, Meter):
+        return Meter, describe(thing.guide)  # without what it has counted
     if isinstance(thing, Guide) or (hasattr(thing, "__dict__") and type(thing).__module__.startswith("radq.")):
         return type(thing), tuple((name, describe(value)) for name, value in vars(thing).items())
     return _settings({"": thing})

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ class Usage:
     @classmethod
     def of(cls, meter: "Meter") -> "Usage":
         return cls(meter.steps, meter.continuations.calls, int(meter.continuations.tokens))
+
+    def since(self, before: "Usage") -> "Usage":
+        return Usage(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
 def describe_cost(

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from radq.decoding.best_of_n import best_of_n
 from radq.decoding.generate import Generation, generate
 from radq.errors import OptionError, require_package
 from radq.evaluation.perplexity import measure_likelihoods
-from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, Sweep, SweepCell
+from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, GuideSweep, Sweep, SweepCell
 from radq.evaluation.sweep.costs import Usage
 from radq.evaluation.sweep.requests import add_request
 from radq.guides import RewardGuide
@@ -104,18 +105,24 @@ class TransformersEngine(Engine):
 
     def _guided(self, cell: SweepCell) -> Produce:
         guide = self.sweep.guides[cell.guide]
-        make = self._load(
-            cell.guide, lambda: guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp, self.lm)
-        )
-        steer = make(guide.numbers_at(cell.beta or 0.0))
+        meter = self._load(cell.guide, lambda: self._load_guide(guide))
+        options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget}
+        options["beta"] = [weight * (cell.beta or 0.0) for weight in meter.beta]
 
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
-            options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget}
-            with Meter(steer) as meter:
-                texts = generate(self.lm, self.tokenizer, prompts, meter, first_prompt=first, **options)
-            return texts, Usage.of(meter)
+            before = Usage.of(meter)
+            texts = generate(self.lm, self.tokenizer, prompts, meter, first_prompt=first, **options)
+            return texts, Usage.of(meter).since(before)
 
         return produce
+
+    def _load_guide(self, guide: GuideSweep) -> Meter:
+        """Load a guide with β = 1. All its cells share it, and on a GPU the steps that were captured with it."""
+        make = guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp, self.lm)
+        with ExitStack() as stack:
+            meter = stack.enter_context(Meter(make(guide.numbers_at(1.0))))
+            stack.pop_all()  # it goes on counting: its hooks end with the models of the guide
+            return meter
 
     def _best_of(self, cell: SweepCell, n: int) -> Produce:
         guide = self.sweep.guides[cell.guide]
