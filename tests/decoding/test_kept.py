@@ -84,8 +84,11 @@ def test_engines_that_need_much_memory_are_not_kept(monkeypatch: pytest.MonkeyPa
     lm = make_lm("llama")
     sizes = {3: 2**30, 4: 2**30, 5: 2**30, 6: 2**32}  # by batch size
     monkeypatch.setattr(Engine, "nbytes", property(lambda engine: sizes[engine.max_rows]))
-    for size in (3, 4, 5):
-        kept.keep_engine(Engine(lm, max_rows=size, compile=True))
+    engines = [Engine(lm, max_rows=size, compile=True) for size in (3, 4, 5)]
+    engines[0].decoder._done = torch.zeros(7)
+    for engine in engines:
+        kept.keep_engine(engine)
+    assert not engines[0].decoder.capacity  # its memory is free, though somebody still holds the engine
     assert [engine.max_rows for engine in vars(lm)[KEPT].engines] == [4, 5]
     kept.keep_engine(Engine(lm, max_rows=6, compile=True))
     assert not vars(lm)[KEPT].engines

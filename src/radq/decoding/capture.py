@@ -17,6 +17,7 @@ from radq.errors import first_line
 from radq.guides.base import Guide
 from radq.guides.meter import Meter
 from radq.models.cuda_graph import record
+from radq.numerics import empty_cache
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,10 @@ class Captures:
 
     def clear(self) -> None:
         """Forget all captured steps, since their tensors have moved."""
-        self._kept.clear()
-        self._pool = None  # a pool ends with its last graph
+        if self._kept:
+            self._kept.clear()
+            self._pool = None  # a pool ends with its last graph
+            empty_cache()  # its memory serves nothing else until then
 
 
 def stand_together(models: Sequence[nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from radq.decoding.engine import KEPT, Engine
 from radq.guides import Guide
 from radq.guides.meter import Meter
 from radq.models.loading import Wrappable
+from radq.numerics import empty_cache
 
 MOST_KEPT = 4  # engines
 MOST_BYTES = 2**31  # of all of them, or
@@ -51,7 +52,8 @@ def keep_engine(engine: Engine) -> None:
         kept = vars(engine.lm).setdefault(KEPT, _Kept())
         kept.engines.append(engine.rest())
         while len(kept.engines) > MOST_KEPT or sum(one.nbytes for one in kept.engines) > most_bytes(engine):
-            del kept.engines[0]
+            kept.engines.pop(0).decoder.clear()  # the caller may still hold the engine
+            empty_cache()  # torch keeps the memory of graphs that are gone, and uses it for nothing else
 
 
 def most_bytes(engine: Engine) -> int:
