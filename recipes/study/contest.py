@@ -21,6 +21,7 @@ READS = {"sentiment": "text", "toxicity": "continuation"}  # what judges read, a
 STRENGTH = 35.0  # of the classifier, where it guides the first tokens of texts
 OMEGA = 30.0  # of GeDi where it teaches; students learn what it multiplies, whatever it is
 BATCH = 128
+OWN_TEXTS_MEMORY = 30.0  # GB
 EXPERT_STEPS = {"sentiment": 1080, "toxicity": 900}  # as many texts of BATCH as the classifier sees
 EXPERT_LENGTHS = {"sentiment": 128, "toxicity": 96}  # tokens, as the classifier's
 EXPERT_EVALUATION = {"sentiment": {"eval_data": ["data/sst2-dev.jsonl"]}, "toxicity": {"eval_share": 0.02}}
@@ -127,4 +128,4 @@ def own_texts_job(attribute: str, again: str = "") -> Job:
     command += ["--attribute", attribute, "--reads", READS[attribute], "--scorers", f"reward:{classifier}"]
     command += ["--guide", f"{classifier}:{attribute}={STRENGTH:g}", "--dtype", "float16", "--out", makes]
     command += ["--seed", "1"] if again else []
-    return Job(f"own-{attribute}{again}", command, makes, (f"{classifier}.json",))
+    return Job(f"own-{attribute}{again}", command, makes, (f"{classifier}.json",), memory=OWN_TEXTS_MEMORY)

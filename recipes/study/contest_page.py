@@ -46,7 +46,8 @@ from radq.report.tables import number
 RATIOS = (1.1, TARGET, 1.3)
 DRAWN = (OURS, "12", "value", "gedi", "gedi-12", "dexperts", BEST)  # asked texts are too far to the right
 REST = ("kl", "dist_2", "repetition")
-PHRASES = {"cannot be told": "not told apart", NOT_RUN: "not compared"}
+PHRASES = {"cannot be told": "not told apart"}
+EXPERTS = ("dexperts", "gedi", "gedi-12")  # the beginnings of their models' names
 UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
 
 
@@ -72,12 +73,13 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
     parts = [
         "<!-- Written by recipes/study/contest_page.py from the kept numbers: change those, not this file. -->\n",
         "# The contest\n",
-        wrapped(INTRODUCTION),
-        "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others()),
+        wrapped(f"{INTRODUCTION} {_brackets(places)}"),
+        "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others() if _was_run(places, name)),
+        wrapped(_left_out(places)),
         *(f"![{plot.title}](contest/{plot.name}.svg)\n" for plot in plots),
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
         f"## Second judges\n\n{_second_judges(folder, places, bootstrap)}",
-        f"## Settings\n\n{wrapped(SETTINGS)}",
+        f"## Settings\n\n{wrapped(_settings_tried(folder))}",
         f"## Limits\n\n{_limits(places)}",
     ]
     return "\n".join(parts)
@@ -87,16 +89,64 @@ INTRODUCTION = (
     "How well do [readouts of values](distillation.md#values) steer SmolLM2-135M-Instruct, beside other methods that "
     "each have their best settings? 1,000 prompts of each task, 25 samples of 20 tokens. Sentiment is the share of "
     "positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout are in points "
-    "of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. Brackets span the 95% "
-    "intervals over prompts of all trainings of the readout, so that they hold what another training changes, too. "
+    "of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
     "[recipes/study](../recipes/study/README.md) has code and numbers."
 )
-SETTINGS = (
-    f"On 200 other prompts of each kind, every method tried k = {', '.join(map(str, TOP_K))}, each without p and with "
-    f"{TOP_P[-1]}; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}; experts two learning rates. The best "
-    f"attribute at {TARGET} times the unguided perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} values of β from "
-    f"about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. `choices/` has the rule and all numbers."
-)
+
+
+def _brackets(places: Sequence[Place]) -> str:
+    """What the brackets behind gains are."""
+    if len(_trained(places)) > 1:
+        return (
+            "Brackets span the 95% intervals over prompts of all trainings of the readout, so that they hold what "
+            "another training changes, too."
+        )
+    return "Brackets are 95% intervals over prompts; every model was trained once."
+
+
+def _trained(places: Sequence[Place]) -> list[str]:
+    """The trainings of our method that were tested."""
+    return [METHODS[name].title for name in TRAININGS if _was_run(places, name)]
+
+
+def _was_run(places: Sequence[Place], method: str) -> bool:
+    return any(place.cells[method] for place in places)
+
+
+def _left_out(places: Sequence[Place]) -> str:
+    """A sentence about methods that were not run, in a task or at all; empty if there are none."""
+    nowhere = [METHODS[name].title for name in METHODS if not _was_run(places, name)]
+    partly = {
+        task.name: [
+            METHODS[name].title
+            for name in METHODS
+            if _was_run(places, name) and not any(place.cells[name] for place in _of_task(places, task))
+        ]
+        for task in TASKS.values()
+    }
+    parts = ["; ".join(nowhere)] if nowhere else []
+    parts += [f"in {task}, {'; '.join(titles)}" for task, titles in partly.items() if titles]
+    return f"Not run: {'. Also not run '.join(parts)}." if parts else ""
+
+
+def _settings_tried(folder: Path) -> str:
+    """What dev prompts chose from."""
+    choices = [json.loads(file.read_text()) for file in sorted((folder / "choices").glob("*.json"))]
+    tried = {one["model"] for choice in choices for one in choice["candidates"] if one["model"].startswith(EXPERTS)}
+    rates = [rate for end, rate in RATES.items() if any(model in tried for model in _with_end(end))]
+    named = " and ".join(f"{rate:.0e}".replace("e-0", "e-") for rate in rates)
+    return (
+        f"On 200 other prompts of each kind, every method tried k = {', '.join(map(str, TOP_K))}, each without p and "
+        f"with {TOP_P[-1]}; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}. "
+        + (f"Experts were trained with a learning rate of {named}. " if rates else "")
+        + f"The best attribute at {TARGET} times the unguided perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} "
+        f"values of β from about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. `choices/` has the "
+        "rule and all numbers."
+    )
+
+
+def _with_end(end: str) -> list[str]:
+    return [name + end for name in EXPERTS]
 
 
 def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
@@ -112,17 +162,19 @@ def _headline(places: Sequence[Place], method: Method, bootstrap: Bootstrap) -> 
         AXES[axis].noun: [(p, find_gain(p, method.name, axis, p.task.metric, bootstrap)) for p in places]
         for axis in AXES
     }
-    if all(gain.reason == NOT_RUN for gains in found.values() for _, gain in gains):
-        return f"Against **{method.title}** the readout was not run."
-    parts = [f"{_standings(gains)} at equal {noun}" for noun, gains in found.items()]
-    return f"Against **{method.title}** the readout is {', and '.join(parts)}."
+    known = {noun: [(p, gain) for p, gain in gains if not gain.reason] for noun, gains in found.items()}
+    parts = [f"{_standings(gains)} at equal {noun}" for noun, gains in known.items() if gains]
+    apart = {noun: [p.group for p, gain in gains if gain.reason not in ("", NOT_RUN)] for noun, gains in found.items()}
+    remarks = [f" They never have the same {noun} ({', '.join(where)})." for noun, where in apart.items() if where]
+    verdict = f"is {', and '.join(parts)}" if parts else "cannot be compared"
+    return f"Against **{method.title}** the readout {verdict}.{''.join(remarks)}"
 
 
 def _standings(found: Sequence[tuple[Place, Gain]]) -> str:
     """The places with their gains, those with the same word together."""
     words: dict[str, list[str]] = {}
     for place, gain in found:
-        words.setdefault(gain.word, []).append(place.group if gain.reason else f"{place.group} {_gain(gain)}")
+        words.setdefault(gain.word, []).append(f"{place.group} {_gain(gain)}")
     return ", ".join(f"{PHRASES.get(word, word)} ({', '.join(where)})" for word, where in words.items())
 
 
@@ -143,9 +195,7 @@ def _table(places: Sequence[Place]) -> str:
     rows = [_row(places, method) for method in METHODS.values() if first.cells[method.name]]
     groups = " / ".join(place.group for place in places)
     text = f"On {groups} prompts; {first.task.name} at multiples of the unguided perplexity, the rest at ×{TARGET}."
-    left_out = "; ".join(method.title for method in METHODS.values() if not first.cells[method.name])
-    parts = [wrapped(text), markdown_table(header, rows)] if rows else []
-    return "\n".join([*parts, *([wrapped(f"Not run: {left_out}.")] if left_out else [])])
+    return "\n".join([wrapped(text), markdown_table(header, rows)]) if rows else "Not run.\n"
 
 
 def _row(places: Sequence[Place], method: Method) -> list[str]:
@@ -212,6 +262,10 @@ def _result(place: Place, name: str, cell: KeptCell, bootstrap: Bootstrap) -> Re
 # --- second judges and limits ---
 
 
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+
+
 def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) -> str:
     """The readout against each other method by judges of other families."""
     header = ["gain over", *(place.group for place in places)]
@@ -236,13 +290,12 @@ def _quality(folder: Path) -> str:
 
 
 def _limits(places: Sequence[Place]) -> str:
-    trained = [METHODS[name].title for name in TRAININGS if any(place.cells[name] for place in places)]
     asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
     points = [
-        f"Our readout was trained {len(trained)} times; baselines once at each learning rate. All trainings use the "
-        "settings that were chosen for the first one."
-        if trained
+        f"Our readout was trained {_times(len(_trained(places)))}, baselines once at each learning rate. All trainings "
+        "of the readout use the settings that were chosen for the first one."
+        if _trained(places)
         else "Our readout was not run.",
         f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
         "best n and the better request, at that point alone; the KL of the best of n is an upper bound.",

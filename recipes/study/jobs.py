@@ -1,6 +1,7 @@
 """Jobs: commands that each make one file, several at once; finished ones do not run again."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ class Job:
     needs: tuple[str, ...] = ()  # files that earlier jobs make
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of the study
     prepare: Callable[[], None] | None = None  # is called before the command, when all that it needs is there
+    memory: float = 0.0  # of a GPU, in GB, about
 
 
 Finish = Callable[[Job, str, float], None]  # takes the job, its standard output and its seconds
@@ -39,10 +41,13 @@ def run_command(job: Job, log: TextIO) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None, run: Run = run_command) -> None:
+def run_all(
+    jobs: list[Job], at_once: int, finish: Finish | None = None, run: Run = run_command, memory: float = math.inf
+) -> None:
     """Run the jobs that are not done yet, earlier ones first, each as soon as the files are there that it needs.
 
-    A failure skips the jobs that need its file, and ends the study after all others.
+    At most `at_once` run beside each other, and no more than `memory` holds, unless one alone needs more. A failure
+    skips the jobs that need its file, and ends the study after all others.
     """
     waiting = [job for job in jobs if not Path(job.makes).exists()]
     Path("logs").mkdir(exist_ok=True)
@@ -55,7 +60,7 @@ def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None, run: Ru
             skipped = [job for job in waiting if lost.intersection(job.needs)]
             failed += skipped
             ready = [job for job in waiting if job not in skipped and not missing.intersection(job.needs)]
-            ready = ready[: at_once - len(running)]
+            ready = choose_fitting(ready, list(running.values()), at_once, memory)
             running |= {pool.submit(run_one, job, finish, run): job for job in ready}
             waiting = [job for job in waiting if job not in skipped and job not in ready]
             for done in wait(running, return_when=FIRST_COMPLETED).done if running and not skipped else ():
@@ -66,6 +71,17 @@ def run_all(jobs: list[Job], at_once: int, finish: Finish | None = None, run: Ru
                     failed.append(job)
     if failed:
         sys.exit(f"failed: {', '.join(job.name for job in jobs if job in failed)}; see logs/.")
+
+
+def choose_fitting(ready: list[Job], running: list[Job], at_once: int, memory: float) -> list[Job]:
+    """Choose jobs that may begin beside those that run, earlier ones first."""
+    chosen: list[Job] = []
+    for job in ready:
+        beside = [*running, *chosen]
+        fits = not beside or sum(one.memory for one in beside) + job.memory <= memory
+        if fits and len(beside) < at_once:
+            chosen.append(job)
+    return chosen
 
 
 def run_one(job: Job, finish: Finish | None, run: Run) -> bool:

@@ -119,10 +119,10 @@ METHODS = {
     method.name: method
     for method in (
         Method(OURS, "readout (ours)", (OURS,), dev_beta=REWARDS),
-        Method(f"{OURS}{AGAIN}", "trained again", (f"{OURS}{AGAIN}",), like=OURS),
+        Method(f"{OURS}{AGAIN}", "readout, trained again", (f"{OURS}{AGAIN}",), like=OURS),
         Method(
             f"{OURS}-student{AGAIN}",
-            "its student again",
+            "readout, its student trained again",
             (f"{OURS}-student{AGAIN}",),
             like=OURS,
         ),

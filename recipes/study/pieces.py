@@ -3,6 +3,7 @@
 Each takes a `Request`. Finished work is not repeated, so that a piece that was stopped can be run again.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from second import second_opinions
 from trainings import describe_model, training_job
 
 HERE = Path(__file__).resolve().parent
+SWEEP_MEMORY = 30.0  # GB
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Request:
     jobs: int = 4  # commands at the same time
     only: str = ""  # a regular expression for the names of jobs; by default all
     rehearse: bool = False
+    memory: float = math.inf  # GB of the GPU that commands may take together
 
     @property
     def runner(self) -> Run:
@@ -36,7 +39,7 @@ class Request:
 
     def run(self, jobs: list[Job], finish: Finish | None = None) -> None:
         selected = [job for job in jobs if re.search(self.only, job.name)]
-        run_all(selected, 1 if self.rehearse else self.jobs, finish, self.runner)
+        run_all(selected, 1 if self.rehearse else self.jobs, finish, self.runner, self.memory)
 
     def check(self) -> None:
         """Refuse to mix a rehearsal with a study."""
@@ -121,7 +124,7 @@ def sweep_job(
 
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
     needs = (*waits_for, f"models/judge-{task.name}.json", *(f"{model}.json" for model in models))
-    return Job(run.replace("/", "-"), command, f"{run}.json", needs, prepare=prepare)
+    return Job(run.replace("/", "-"), command, f"{run}.json", needs, prepare=prepare, memory=SWEEP_MEMORY)
 
 
 def keep_job(task: Task, method: Method) -> Job:

@@ -10,6 +10,7 @@ import json
 import runpy
 import sys
 import traceback
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, TextIO
@@ -89,7 +90,7 @@ def _judge_at_hand(judge: str) -> str:
 
 def shrink_own_texts(job: Job) -> Job:
     command = [part for part in job.command if part not in ("--dtype", "float16")]
-    return Job(job.name, [*command, *OWN_TEXTS], job.makes, job.needs)
+    return replace(job, command=[*command, *OWN_TEXTS])
 
 
 def run_here(job: Job, log: TextIO) -> tuple[int, str]:

@@ -10,6 +10,7 @@ Pieces run radq's own commands in the study's folder, several at once. Finished 
 import argparse
 import json
 import lzma
+import math
 import os
 import platform
 import subprocess
@@ -318,6 +319,11 @@ def find_commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def gpu_memory() -> float:
+    """GB of the GPU, less what its driver takes; no limit without one."""
+    return 0.92 * torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else math.inf
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="piece", required=True)
@@ -333,6 +339,9 @@ def parse_arguments() -> argparse.Namespace:
             command.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
         if piece in CONTEST_PIECES:
             command.add_argument("--only", default="", help="regular expression for the names of jobs; by default all")
+            command.add_argument(
+                "--memory", type=float, default=gpu_memory(), help="GB that commands may take together"
+            )
             command.add_argument("--rehearse", action="store_true", help="tiny models and numbers, in minutes on a CPU")
     return parser.parse_args()
 
@@ -346,7 +355,7 @@ def main() -> None:
         return
     began = time.time()
     if arguments.piece in CONTEST_PIECES:
-        request = Request(arguments.jobs, arguments.only, arguments.rehearse)
+        request = Request(arguments.jobs, arguments.only, arguments.rehearse, arguments.memory)
         request.check()
         CONTEST_PIECES[arguments.piece](request)
     else:

@@ -7,6 +7,8 @@ from typing import Any
 import yaml
 from jobs import RADQ, Job, write_json
 
+MEMORY, EXPERTS_MEMORY = 12.0, 20.0  # GB of a training; experts have logits of the whole vocabulary
+
 
 def judge(attribute: str, **settings: Any) -> dict[str, Any]:
     """RAD-V with the full backbone."""
@@ -28,7 +30,8 @@ def training_job(name: str, settings: dict[str, Any]) -> Job:
     config.write_text(text)
     command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
     options = ["--config", str(config), "--resume" if began else "--overwrite", "--json"]
-    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needed_files(settings))
+    memory = EXPERTS_MEMORY if "method" in settings else MEMORY
+    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needed_files(settings), memory=memory)
 
 
 def needed_files(settings: dict[str, Any]) -> tuple[str, ...]:

@@ -362,7 +362,7 @@ def _measure(
         proposal.kl if guided else shift,  # without a guide, both are 0
         proposal.clipped,
         log_probabilities(logits, tokens),
-        log_probabilities(proposal.logits, choice),
+        proposal.log_probabilities.gather(1, choice[:, None]).squeeze(1),
         proposal.finite,
     )
     return torch.stack([column.to(proposal.base.dtype) for column in columns], dim=1)

@@ -21,7 +21,7 @@ from radq.decoding.config import Steering
 from radq.errors import OptionError, RewardValueError
 from radq.guides import Guide
 from radq.guides.base import Adviser
-from radq.numerics import at_least_float32
+from radq.numerics import at_least_float32, constant
 
 KL_PRECISION = 1e9  # finds the scale of the shift to 1 part in 10⁹
 MOST_SECTIONS, SECTION_NUMBERS = 32, 4096  # sections computed at once: fewer where there are many candidates
@@ -117,9 +117,19 @@ class Proposal:
     def logits(self) -> Float[Tensor, "b k"]:
         return self.base + self.shift
 
+    @cached_property
+    def log_probabilities(self) -> Float[Tensor, "b k"]:
+        """Of all candidates, in float64."""
+        return self.logits.double().log_softmax(-1)
+
+    @cached_property
+    def probabilities(self) -> Float[Tensor, "b k"]:
+        return self.log_probabilities.exp()
+
     @property
     def kl(self) -> Float[Tensor, " b"]:
-        return kl_divergence(self.logits, self.base)
+        log_base = self.base.double().log_softmax(-1)
+        return _divergence(self.probabilities, self.log_probabilities, log_base).to(self.base.dtype)
 
     def select(self, rows: Int[Tensor, " r"]) -> "Proposal":
         """Return the given rows, without a state."""
@@ -143,13 +153,13 @@ def choose_candidates(
     """
     v, plan = logits.shape[-1], strengths.plan
     check_width(plan.widest, v)
-    whole = torch.arange(v, device=logits.device).expand_as(logits)
     if not plan.limited and plan.same_width and plan.widest in (None, v):
-        return whole, at_least_float32(logits)  # no need to sort
+        return _all_tokens(logits), at_least_float32(logits)  # no need to sort
     values, candidates = logits.topk(plan.widest or v)  # before upcasting, since half precision takes half the time
     if plan.widest in (None, v):  # a row of the whole vocabulary draws the same token whatever the other rows are
         unlimited = ((strengths.top_k == v) & strengths.top_p.isinf())[:, None]
-        candidates, values = torch.where(unlimited, whole, candidates), torch.where(unlimited, logits, values)
+        candidates = torch.where(unlimited, _all_tokens(logits), candidates)
+        values = torch.where(unlimited, logits, values)
     values = at_least_float32(values)
     if not plan.limited and plan.same_width:
         return candidates, values
@@ -160,6 +170,10 @@ def choose_candidates(
         outside = outside | (before >= strengths.top_p[:, None])
         outside[:, 0] = False
     return candidates, values.masked_fill(outside, -torch.inf)
+
+
+def _all_tokens(logits: Float[Tensor, "b v"]) -> Int[Tensor, "b v"]:
+    return torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
 
 
 def check_width(top_k: int | None, vocab_size: int) -> None:
@@ -181,8 +195,8 @@ def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: Any, str
     if guide is None:
         return Proposal(candidates, base, torch.zeros_like(base), none, fine)
     advice = guide.advise(state, candidates, strengths.beta)
-    finite = advice.shift.isfinite().all(-1)
-    shift = torch.where(finite[:, None], advice.shift.to(base.dtype), 0.0)
+    finite = (advice.shift - advice.shift == 0).all(-1)  # with fewer kernels than isfinite has
+    shift = torch.where(finite[:, None], advice.shift.to(base.dtype), constant((0.0,), base.dtype, base.device))
     barrier = None if advice.allowed is None else _barrier(base, advice.allowed(base + shift))
     if strengths.plan.budgeted:
         barrier, scale = fit_budget(base, shift, barrier, strengths.kl_budget)
@@ -262,27 +276,33 @@ def kl_scale(
 
 def kl_divergence(guided: Float[Tensor, "*#b k"], base: Float[Tensor, "*#b k"]) -> Float[Tensor, "*b"]:
     """KL(softmax(guided) ‖ softmax(base)) of each row, in nats."""
-    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)  # the terms nearly cancel
-    terms = log_guided.exp() * (log_guided - log_base)
-    return torch.where(base.isneginf() | guided.isneginf(), 0.0, terms).sum(-1).clamp(min=0).to(base.dtype)
+    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)
+    return _divergence(log_guided.exp(), log_guided, log_base).to(base.dtype)
+
+
+def _divergence(
+    guided: Float[Tensor, "*b k"], log_guided: Float[Tensor, "*b k"], log_base: Float[Tensor, "*#b k"]
+) -> Float[Tensor, "*b"]:
+    """Sum up p (log p − log q), in float64, since the terms nearly cancel; where p is 0, a term is no number."""
+    return (guided * (log_guided - log_base)).nansum(-1).clamp(min=0)
 
 
 def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
     """Choose a candidate for each row: the best one in greedy rows, else a sample that a number in [0, 1) decides."""
     plan = strengths.plan
     if not plan.greedy:
-        return sample(proposal.logits, uniforms)
+        return sample(proposal.probabilities, uniforms)
     best = proposal.logits.argmax(-1)
     if not plan.sampled:
         return best
-    return torch.where(strengths.temperature == 0, best, sample(proposal.logits, uniforms))
+    return torch.where(strengths.temperature == 0, best, sample(proposal.probabilities, uniforms))
 
 
-def sample(logits: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+def sample(probabilities: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
     """Draw a candidate for each row: the first at which the cumulated probability exceeds a number in [0, 1)."""
-    cumulated = logits.double().softmax(-1).cumsum(-1)
+    cumulated = probabilities.cumsum(-1)
     thresholds = uniforms.double()[:, None] * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, thresholds, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    return torch.searchsorted(cumulated, thresholds, right=True).squeeze(1).clamp(max=cumulated.shape[1] - 1)
 
 
 def not_finite() -> RewardValueError:

@@ -87,7 +87,8 @@ class RewardGuide(Guide):
             free = rewards
             low, high = (constant(ends, rewards.dtype, rewards.device) for ends in (self._low, self._high))
             rewards = free.clamp(low, high)
-            clipped = (free != rewards).any(-1).to(candidates.device)
+            changed = free != rewards
+            clipped = (changed[..., 0] if changed.shape[2] == 1 else changed.any(-1)).to(candidates.device)
         shift = torch.einsum("bks,bs->bk", rewards, self.beta_rows(beta, rewards))
         return Advice(shift.to(candidates.device), state, clipped, (rewards,))
 

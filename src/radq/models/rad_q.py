@@ -170,4 +170,4 @@ class RadQ(RewardModel):
         hidden = self.read_hidden(state)
         features = self.head.features(hidden, self.embedding)  # (b, a, d)
         marginals = score_candidates(features, self.head.table(self.embedding), candidates)
-        return torch.where(known[..., None], marginals, 0.0) + self.head.baseline(hidden)[:, None], state
+        return marginals * known[..., None] + self.head.baseline(hidden)[:, None], state
