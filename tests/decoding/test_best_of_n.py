@@ -7,21 +7,28 @@ from typing import Any
 
 import oracle
 import pytest
-from families import BOS, EOS, make_lm, make_number_tokenizer, make_reward
+import torch
+from families import BOS, EOS, make_lm, make_number_tokenizer, make_readout, make_reward
 
 from radq.decoding.best_of_n import best_of_n, score_texts
 from radq.decoding.generate import Generation, generate
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError, VocabularyError
 from radq.models.rad_q import RadQ
+from radq.models.reward import RewardModel
 
 TOKENIZER = make_number_tokenizer()
 PROMPTS = ["5 9 3 12 30", "11", ""]
 WEIGHTS = {"nice": 4.0, "rude": -6.0}
 
 
-@pytest.mark.parametrize("kind", ["q", "v"])
-def test_the_best_of_n_by_hand(kind: str, lm_folders: dict[str, Path]) -> None:
-    lm, model = make_lm("gpt2").double(), make_reward(kind, lm_folders["gpt2"])
+@pytest.mark.parametrize("kind", ["q", "v", "v-readout"])
+def test_the_best_of_n_by_hand(kind: str, lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    lm = make_lm("gpt2").double()
+    if kind == "v-readout":
+        make_readout("v", lm_folders["gpt2"], dtype=torch.float64).save_pretrained(tmp_path / "value")
+        model = RewardModel.from_pretrained(tmp_path / "value", lm=lm)
+    else:
+        model = make_reward(kind, lm_folders["gpt2"])
     stops = [EOS, 5, 9]
     options = {"max_new_tokens": 5, "seed": 3, "top_k": 8, "stop_token_ids": stops}
     drawn = generate(lm, TOKENIZER, PROMPTS, num_samples=6, **options)

@@ -100,3 +100,16 @@ def make_reward(kind: str, folder: Path, attributes: tuple[str, ...] = ("nice", 
         rewards = model.next_rewards(torch.tensor([[5, 6, 7], [8, 9, 10]]))
         model.config.response_range = rewards.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
     return model
+
+
+def make_readout(kind: str, folder: Path, **options: Any) -> RewardModel:
+    """Make a readout with random weights, whose rewards differ clearly."""
+    torch.manual_seed(1)
+    model = (RadQ if kind == "q" else RadV).from_base(folder, ["nice", "rude"], **options)
+    assert model.readout is not None
+    with torch.no_grad():
+        model.readout.empty.normal_()
+        for parameter in model.head.parameters():
+            parameter.normal_(std=0.3)
+    model.config.response_range = [-100.0, 100.0]
+    return model

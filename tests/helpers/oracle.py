@@ -5,13 +5,16 @@ No cache of keys and values, no padding, no code of radq beyond a model's weight
 
 import math
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from radq.models.rad_q import RadQ
+from radq.models.readout import Readout
 from radq.models.reward import RewardModel
 
 _HIDDEN: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
@@ -19,13 +22,20 @@ _HIDDEN: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, ...], Tensor]] = Wea
 
 def _read(model: RewardModel, texts: list[tuple[int, ...]]) -> Tensor:
     """Hidden states at the ends of texts of one length, (texts, d); remembered, since no test changes a backbone."""
-    known = _HIDDEN.setdefault(model.backbone, {})
+    known = _HIDDEN.setdefault(model, {})
     missing = [text for text in texts if text not in known]
     if missing:
         with torch.no_grad():
-            ends = model.backbone(input_ids=torch.tensor(missing), use_cache=False).last_hidden_state[:, -1]
+            output = model.backbone(input_ids=torch.tensor(missing), use_cache=False, output_hidden_states=True)
+            ends = output.last_hidden_state[:, -1] if model.readout is None else _read_out(model.readout, output)
         known.update(zip(missing, ends, strict=True))
     return torch.stack([known[text] for text in texts])
+
+
+def _read_out(readout: Readout, output: Any) -> Tensor:
+    parts = [output.hidden_states[layer][:, -1] for layer in readout.layers]
+    joined = torch.cat([part / (part.square().mean(-1, keepdim=True) + 1e-6).sqrt() for part in parts], dim=-1)
+    return F.gelu(joined @ readout.inner.weight.T + readout.inner.bias) @ readout.outer.weight.T + readout.outer.bias
 
 
 def _with_bos(model: RewardModel, prefix: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from baselines import make_guide
-from families import FAMILIES, VOCAB, make_lm, make_number_tokenizer
+from families import FAMILIES, VOCAB, make_lm, make_number_tokenizer, make_readout
 from safetensors.torch import load_file
 
 from radq import generate
@@ -17,26 +17,13 @@ from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.loading import find_backbone
-from radq.models.rad_q import RadQ
 from radq.models.readout import ReadoutConfig
 from radq.models.reward import RewardModel
 
 
-def make_readout(folder: Path, **options: Any) -> RadQ:
-    """A readout with random weights, whose rewards differ clearly."""
-    torch.manual_seed(1)
-    model = RadQ.from_base(folder, ["nice", "rude"], **options)
-    with torch.no_grad():
-        model.readout.empty.normal_()  # pyright: ignore
-        for parameter in model.head.parameters():
-            parameter.normal_(std=0.3)
-    model.config.response_range = [-100.0, 100.0]
-    return model
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rewards_are_those_of_the_formula(family: str, lm_folders: dict[str, Path]) -> None:
-    model = make_readout(lm_folders[family]).double()
+    model: Any = make_readout("q", lm_folders[family]).double()
     lm = make_lm(family).double()
     tokens = torch.randint(3, VOCAB, (2, 7))
     found = model.token_rewards(tokens)
@@ -56,7 +43,7 @@ def test_rewards_are_those_of_the_formula(family: str, lm_folders: dict[str, Pat
 
 
 def test_padding_changes_nothing(lm_folders: dict[str, Path]) -> None:
-    model = make_readout(lm_folders["llama"]).double()
+    model = make_readout("q", lm_folders["llama"]).double()
     text = torch.randint(3, VOCAB, (1, 5))
     alone = model.token_rewards(text)
     left = torch.cat([torch.zeros(1, 3, dtype=torch.long), text], dim=1)
@@ -71,7 +58,7 @@ def test_padding_changes_nothing(lm_folders: dict[str, Path]) -> None:
 def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: dict[str, Path]) -> None:
     """The same texts as with a forward of its own, and no forward beside that of the base model."""
     lm: Any = make_lm(family).double()
-    own = make_readout(lm_folders[family]).double()
+    own = make_readout("q", lm_folders[family]).double()
     guide = RewardGuide(own, {"nice": 5.0, "rude": -3.0})
     prompts = ["5 9 11", "7 8 9 10 12 13", "20"]
     calls = []
@@ -89,8 +76,8 @@ def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: 
 def test_several_readouts_and_another_guide_together(lm_folders: dict[str, Path]) -> None:
     """Readouts of different layers share one forward of the base model."""
     lm: Any = make_lm("llama").double()
-    one = RewardGuide(make_readout(lm_folders["llama"], num_layers=1).double(), {"nice": 4.0})
-    two = RewardGuide(make_readout(lm_folders["llama"], num_layers=2, width=5).double(), {"rude": -4.0})
+    one = RewardGuide(make_readout("q", lm_folders["llama"], num_layers=1).double(), {"nice": 4.0})
+    two = RewardGuide(make_readout("q", lm_folders["llama"], num_layers=2, width=5).double(), {"rude": -4.0})
     guide = two + make_guide("dexperts", "llama") + one
     found = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, num_samples=2, max_new_tokens=8)
     for part in (one, two):
@@ -100,7 +87,7 @@ def test_several_readouts_and_another_guide_together(lm_folders: dict[str, Path]
 
 
 def test_a_folder_holds_the_readout_alone(lm_folders: dict[str, Path], tmp_path: Path) -> None:
-    model = make_readout(lm_folders["gpt2"])
+    model = make_readout("q", lm_folders["gpt2"])
     model.save_pretrained(tmp_path / "readout")
     tensors = load_file(tmp_path / "readout" / "model.safetensors")
     assert not any(name.startswith("backbone.") for name in tensors)
@@ -123,7 +110,7 @@ def test_a_folder_holds_the_readout_alone(lm_folders: dict[str, Path], tmp_path:
 @pytest.mark.parametrize("stored", [True, False])
 def test_whether_a_bos_is_read_is_stored(stored: bool, lm_folders: dict[str, Path], tmp_path: Path) -> None:
     """A folder that has lost its tokenizer reads as before."""
-    model = make_readout(lm_folders["gpt2"])
+    model = make_readout("q", lm_folders["gpt2"])
     model.config.prepend_bos = stored
     model.save_pretrained(tmp_path / "readout")
     text = torch.randint(3, VOCAB, (1, 6))
@@ -135,7 +122,7 @@ def test_whether_a_bos_is_read_is_stored(stored: bool, lm_folders: dict[str, Pat
 
 @pytest.mark.parametrize("change", ["other weights", "float16", "bfloat16", "adapters", "another shape"])
 def test_only_its_own_base_model_is_steered(change: str, lm_folders: dict[str, Path]) -> None:
-    model = make_readout(lm_folders["llama"])
+    model = make_readout("q", lm_folders["llama"])
     lm: Any = make_lm("qwen3" if change == "another shape" else "llama")
     if change == "other weights":
         lm.model.layers[1].mlp.up_proj.weight.data.mul_(1.05)
@@ -167,7 +154,7 @@ def test_the_processor_of_transformers_takes_the_states_of_the_base_model(
     options: dict[str, Any], lm_folders: dict[str, Path]
 ) -> None:
     lm: Any = make_lm("llama").double()
-    own = make_readout(lm_folders["llama"]).double()
+    own = make_readout("q", lm_folders["llama"]).double()
     guide = RewardGuide(own, {"nice": 5.0}) + make_guide("dexperts", "llama")
     prompts = torch.tensor([[0, 5, 9, 11], [7, 8, 10, 12]])
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])

@@ -16,7 +16,9 @@ from radq.data.dataset import RewardData
 from radq.errors import OptionError, WriteError
 from radq.files import fingerprint_tensors
 from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 from radq.models.readout import Readout
+from radq.models.reward import RewardModel
 from radq.training import states as states_module
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward import train
@@ -44,14 +46,16 @@ def base_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def make_model(toy: Path, dtype: torch.dtype = torch.float32, prepend_bos: bool = False, **options: Any) -> RadQ:
-    model = RadQ.from_base(toy, ["praise"], dtype=dtype, **options)
+def make_model(
+    toy: Path, dtype: torch.dtype = torch.float32, prepend_bos: bool = False, kind: Any = RadQ, **options: Any
+) -> RewardModel:
+    model = kind.from_base(toy, ["praise"], dtype=dtype, **options)
     model.readout.float()  # pyright: ignore[reportOptionalMemberAccess]
     model.config.prepend_bos, model.config.bos_token_id = prepend_bos, 0
     return model
 
 
-def make_cache(model: RadQ, data: RewardData, folder: Path) -> StateCache:
+def make_cache(model: RewardModel, data: RewardData, folder: Path) -> StateCache:
     return StateCache(model, data, folder, fingerprint_tensors(sorted(model.backbone.named_parameters())), "float32")
 
 
@@ -84,8 +88,26 @@ def test_stored_states_give_the_same_rewards(
     assert not torch.allclose(model(**read, states=states.flip(0)).rewards[is_token], expected.rewards[is_token])
 
 
+@pytest.mark.parametrize("prepend_bos", [False, True])
+def test_stored_states_give_the_same_values(
+    prepend_bos: bool, data: RewardData, calm_toy: Path, tmp_path: Path
+) -> None:
+    """RAD-V scores a token from its own state. Without a BOS, these are the states that RAD-Q stores."""
+    model = make_model(calm_toy, prepend_bos=prepend_bos, kind=RadV)
+    batch = data.batch([4, 2, 0])
+    read = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    cache = make_cache(model, data, tmp_path / "states")
+    cache.make()
+    states, is_token = data.batch([4, 2, 0])["states"], batch["attention_mask"].bool()
+    found, expected = model(**read, states=states).rewards, model(**read).rewards
+    torch.testing.assert_close(found[is_token], expected[is_token], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(model(**read, states=states.flip(0)).rewards[is_token], expected[is_token])
+    other = make_cache(make_model(calm_toy, prepend_bos=prepend_bos), data, tmp_path / "states")
+    assert (other.folder == cache.folder) is not prepend_bos
+
+
 @pytest.mark.parametrize(
-    "kind", ["labels", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("teacher", "pairs"))]
+    "kind", ["labels", "values", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("teacher", "pairs"))]
 )
 def test_training_from_stored_states_is_training_without_them(
     kind: str, settings: RewardTrainingConfig, base_reads: list[int], tmp_path: Path
@@ -117,7 +139,7 @@ def prepare(kind: str, settings: RewardTrainingConfig, folder: Path) -> dict[str
         plain: dict[str, Any] = {"reads": "itself", "readout_layers": None, "readout_width": None}
         train(changed(settings, kind="v", out=str(folder / "v"), max_steps=3, **plain))
         return {"teacher": str(folder / "v"), "cache_targets": True}
-    return {}
+    return {"kind": "v"} if kind == "values" else {}
 
 
 # --- interruptions ---

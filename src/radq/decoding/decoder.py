@@ -67,10 +67,9 @@ class Decoder:
         self.lm, self.guide = lm, guide
         self.device = lm.device
         asked = () if guide is None else guide.readers
-        self.reader = Reader(
-            lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=join_layers([one.layers for one in asked])
-        )
-        readers = [self.reader, *(reader for reader in asked if not reader.layers)]
+        layers = join_layers([one.base_layers for one in asked])
+        self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
+        readers = [self.reader, *(reader for reader in asked if not reader.base_layers)]
         self._num_readers = len(readers)
         models = [reader.model for reader in readers]
         self.captures = Captures(models, guide, captures and self.device.type == "cuda")

@@ -45,12 +45,12 @@ class Meter(Guide):
         self.steps = 0  # how often candidates were scored, for a batch of texts
         self.tokens = 0  # for how many texts in all: the number of tokens that were generated
         self.prompts, self.continuations = TokenCount(), TokenCount()
-        self._count = self.continuations
+        self._count: TokenCount | None = None  # of the method of the guide that runs at the moment
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "Meter":
         # One that serves two guides counts once; a base model whose states a guide reads is not the guide's.
-        models = {id(reader.model): reader.model for reader in self.readers if not reader.layers}
+        models = {id(reader.model): reader.model for reader in self.readers if not reader.base_layers}
         self._hooks = [model.register_forward_pre_hook(self._on_call, with_kwargs=True) for model in models.values()]
         return self
 
@@ -69,7 +69,8 @@ class Meter(Guide):
         return int(self.continuations.tokens) / max(1, self.tokens)
 
     def _on_call(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._count.add(kwargs["input_ids"], kwargs.get("attention_mask"))
+        if self._count is not None:  # else the base model runs for itself, whose weights a guide may share
+            self._count.add(kwargs["input_ids"], kwargs.get("attention_mask"))
 
     @property
     def readers(self) -> Sequence[Reader]:
@@ -79,28 +80,30 @@ class Meter(Guide):
         self.guide.check_base(lm)
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
-        with self._reading_prompts():
+        with self._counting(self.prompts):
             return self.guide.start(input_ids, attention_mask)
 
     def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
-        with self._reading_prompts():
+        with self._counting(self.prompts):
             return self.guide.start_beside(base, input_ids, attention_mask)
 
     @contextmanager
-    def _reading_prompts(self) -> Iterator[None]:
-        self._count = self.prompts
+    def _counting(self, count: TokenCount) -> Iterator[None]:
+        self._count = count
         try:
             yield
         finally:
-            self._count = self.continuations
+            self._count = None
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         self.steps += 1
         self.tokens += len(candidates)
-        return self.guide.advise(state, candidates, beta)
+        with self._counting(self.continuations):
+            return self.guide.advise(state, candidates, beta)
 
     def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
-        return self.guide.advance(state, tokens)
+        with self._counting(self.continuations):
+            return self.guide.advance(state, tokens)
 
     # --- steps that are repeated without Python, so that no hook is called ---
 

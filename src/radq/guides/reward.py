@@ -67,9 +67,10 @@ class RewardGuide(Guide):
     def start_beside(
         self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> RewardState:
-        if self.model.readout is None:
+        layers = self.model.reader.base_layers
+        if not layers:
             return self.start(input_ids, attention_mask)
-        return RewardState(BaseReading(partial(base, self.model.readout.layers)))
+        return RewardState(BaseReading(partial(base, layers)))
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
         device = self.model.device

@@ -23,9 +23,9 @@ _KEPT: dict[str, Tensor] = {}  # the states of the latest logits of this process
 
 def reads_last_layer(guide: Guide) -> bool:
     """Whether a guide reads nothing but the states from which the base model computes its logits."""
-    if not isinstance(guide, RewardGuide) or guide.model.readout is None:
+    if not isinstance(guide, RewardGuide):
         return False
-    return guide.model.readout.layers == (guide.model.backbone.config.num_hidden_layers,)
+    return guide.model.reader.base_layers == (guide.model.backbone.config.num_hidden_layers,)
 
 
 def keep_last_states() -> None:

@@ -63,7 +63,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
         self._texts: Tensor | None = None  # (b, t): the texts that the state has read, with PADDING
         self._state: Any = None
         self._watch: _BaseWatch | None = None
-        layers = join_layers([reader.layers for reader in guide.readers])
+        layers = join_layers([reader.base_layers for reader in guide.readers])
         if lm is not None:
             guide.check_base(lm)
             self._watch = _BaseWatch(lm, layers) if layers else None

@@ -202,6 +202,11 @@ def read_with_masks(
     return output, Prefix(input_ids, attention_mask, layers)
 
 
+def take_states(output: Any, layers: tuple[int, ...]) -> Float[Tensor, "b t n"]:
+    """Take the outputs of layers at each token, side by side, or without layers that of the whole backbone."""
+    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1) if layers else output.last_hidden_state
+
+
 @dataclass(frozen=True)
 class Siblings(ABC):
     """k candidates read after one prefix, none of them seeing another."""
@@ -216,11 +221,15 @@ class Siblings(ABC):
     def select(self, rows: Int[Tensor, " r"]) -> "Siblings": ...
 
 
-def read_siblings(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> Siblings:
-    """Read all candidates in one forward if the backbone takes a 4D mask, else as rows of a k times larger batch."""
-    if takes_siblings(backbone):
-        return _read_masked(backbone, prefix, candidates)
-    return _read_rows(backbone, prefix, candidates)
+def read_siblings(
+    backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"], layers: tuple[int, ...] = ()
+) -> Siblings:
+    """Read all candidates in one forward if the backbone takes a 4D mask, else as rows of a k times larger batch.
+
+    Where `layers` are given, their outputs are the hidden states of the candidates, side by side.
+    """
+    read = _read_masked if takes_siblings(backbone) else _read_rows
+    return read(backbone, prefix, candidates, layers)
 
 
 @dataclass(frozen=True)
@@ -249,13 +258,17 @@ class _MaskedSiblings(Siblings):
         return _MaskedSiblings(self.hidden[rows], self.candidates[rows], self.prefix.select(rows), layers)
 
 
-def _read_masked(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> _MaskedSiblings:
+def _read_masked(
+    backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"], layers: tuple[int, ...] = ()
+) -> _MaskedSiblings:
     t = prefix.input_ids.shape[1]
     positions = prefix.attention_mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
     attention_mask = _sibling_masks(backbone, prefix.attention_mask, candidates.shape[1])
-    output, layers = _forward(backbone, prefix.layers, candidates, attention_mask, positions)
-    tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in layers)
-    return _MaskedSiblings(output.last_hidden_state, candidates, prefix, tails)
+    output, stored = _forward(
+        backbone, prefix.layers, candidates, attention_mask, positions, output_hidden_states=bool(layers)
+    )
+    tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in stored)
+    return _MaskedSiblings(take_states(output, layers), candidates, prefix, tails)
 
 
 @dataclass(frozen=True)
@@ -272,10 +285,12 @@ class _RowSiblings(Siblings):
         return _RowSiblings(self.hidden[rows], self.rows.select(expanded.flatten()))
 
 
-def _read_rows(backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"]) -> _RowSiblings:
+def _read_rows(
+    backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"], layers: tuple[int, ...] = ()
+) -> _RowSiblings:
     b, k = candidates.shape
-    output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1))
-    return _RowSiblings(output.last_hidden_state.view(b, k, -1), rows)
+    output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1), output_hidden_states=bool(layers))
+    return _RowSiblings(take_states(output, layers).view(b, k, -1), rows)
 
 
 def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k: int) -> Tensor | dict[str, Tensor]:

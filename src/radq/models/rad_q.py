@@ -19,10 +19,8 @@ from transformers.initialization import no_init_weights
 from radq.errors import OptionError
 from radq.models.config import RewardModelConfig
 from radq.models.heads import build_head, score_candidates, score_tokens
-from radq.models.loading import hidden_size, load_config, load_output_embedding
-from radq.models.origins import identify_backbone
+from radq.models.loading import hidden_size, load_output_embedding
 from radq.models.rad_v import RadV
-from radq.models.readout import ReadoutConfig, sketch_weights
 from radq.models.reward import RewardModel, RewardOutput
 from radq.models.reward_state import RewardState
 
@@ -75,15 +73,7 @@ class RadQ(RewardModel):
             num_layers: number of layers whose outputs are read, evenly spaced; by default 5.
             width: number of hidden units of the readout; by default as many as a state has numbers.
         """
-        shape = load_config(name_or_folder)
-        readout = ReadoutConfig.choose(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
-        model = cls._over_backbone(
-            name_or_folder, attributes, None, dtype, kind="q", head=head, readout=readout.to_dict()
-        )
-        model.backbone.requires_grad_(False)
-        model.readout.sketch.copy_(sketch_weights(model.backbone))
-        model.config.set_origin(identify_backbone(name_or_folder))
-        return model
+        return cls._over_base(name_or_folder, attributes, num_layers, width, dtype, kind="q", head=head)
 
     @classmethod
     def from_teacher(cls, teacher: RadV, head: str = "linear") -> "RadQ":
@@ -92,6 +82,11 @@ class RadQ(RewardModel):
         Where the teacher has adapters, the student has a copy of them, and only they and the head are trained.
         """
         backbone, origin = teacher.config.backbone, teacher.config.origin
+        if teacher.readout is not None:
+            raise OptionError(
+                "the teacher is a readout, and has no transformer that a student could begin with.",
+                f"name the --backbone of the student: --backbone {origin.name} --reads base makes it a readout, too.",
+            )
         if backbone is None or not (backbone.tie_word_embeddings or origin.name):
             raise OptionError("the teacher keeps no output embedding.", "name the backbone it was made from.")
         kept = ("attributes", "backbone", "response_range", "label_scales", "bos_token_id", "vocabulary", "lora_rank")
@@ -167,7 +162,7 @@ class RadQ(RewardModel):
     def _score(
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        hidden = self.read_hidden(state)
+        hidden = self.read_hidden(state.reading.last)
         features = self.head.features(hidden, self.embedding)  # (b, a, d)
         marginals = score_candidates(features, self.head.table(self.embedding), candidates)
         return marginals * known[..., None] + self.head.baseline(hidden)[:, None], state

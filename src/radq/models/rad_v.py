@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from radq.models.config import RewardModelConfig
 from radq.models.heads import ValueHead
+from radq.models.kv_cache import pack_left
 from radq.models.loading import hidden_size
 from radq.models.reward import RewardModel, RewardOutput
 from radq.models.reward_state import RewardState
@@ -47,12 +49,47 @@ class RadV(RewardModel):
         """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
         return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="v", **options)
 
+    @classmethod
+    def from_base(
+        cls,
+        name_or_folder: str | Path,
+        attributes: Sequence[str],
+        num_layers: int | None = None,
+        width: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> "RadV":
+        """Make an untrained model that reads hidden states of a language model, which stays as it is.
+
+        It gives values of texts without a transformer of its own, for best of n, for scoring and as a teacher. As a
+        guide it runs the language model over every candidate, where `RadQ.from_base` needs no forward.
+
+        Args:
+            num_layers: number of layers whose outputs are read, evenly spaced; by default 5.
+            width: number of hidden units of the readout; by default as many as a state has numbers.
+        """
+        return cls._over_base(name_or_folder, attributes, num_layers, width, dtype, kind="v")
+
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
         nn.init.normal_(self.head.weight, std=1 / self.head.in_features)
         nn.init.zeros_(self.head.bias)
+        if self.readout is not None:
+            self.readout.reset_parameters()
 
-    def forward(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardOutput:
-        hidden, packed = self._read_texts(input_ids, attention_mask)
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        states: Float[Tensor, "b m nd"] | None = None,
+    ) -> RewardOutput:
+        """Head outputs for every token of a text.
+
+        A readout computes with `states` in place of a forward of its base model, where they are given (`base_states`).
+        """
+        if states is None:
+            hidden, packed = self._read_texts(input_ids, attention_mask)
+        else:
+            packed = pack_left(input_ids, torch.ones_like(input_ids) if attention_mask is None else attention_mask)
+            hidden = F.pad(self.read_hidden(states), (0, 0, 0, input_ids.shape[1] - states.shape[1]))
         return RewardOutput(packed.unpack(self.head(hidden))[:, hidden.shape[1] - input_ids.shape[1] :])
 
     def _score(
@@ -62,14 +99,15 @@ class RadV(RewardModel):
         if candidates is None:
             b = len(reading.last)
             candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
-        prefix = self.head(reading.last)[:, None]  # (b, 1, a)
+        prefix = self.head(self.read_hidden(reading.last))[:, None]  # (b, 1, a)
         if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
             siblings = reading.read_siblings(candidates)
-            outputs, state = self.head(siblings.hidden), RewardState(reading, candidates, siblings)
+            outputs = self.head(self.read_hidden(siblings.hidden))
+            state = RewardState(reading, candidates, siblings)
         else:
             # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
             # token chosen in the end is read once more.
             chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
-            hidden = (reading.read_siblings(chunk).hidden for chunk in chunks)
+            hidden = (self.read_hidden(reading.read_siblings(chunk).hidden) for chunk in chunks)
             outputs, state = torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
         return torch.where(known[..., None], outputs, prefix), state

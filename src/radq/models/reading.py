@@ -57,6 +57,14 @@ class Reader:
         refuse_soft_prompts(self.model)
 
     @property
+    def base_layers(self) -> tuple[int, ...]:
+        """The layers whose outputs a host that runs the same model may give, so that this reader need not run it.
+
+        The states after a text are not enough for a reader that reads candidates, too.
+        """
+        return self.layers if self.output == "states" and not self.reads_candidates else ()
+
+    @property
     def num_known(self) -> int:
         return self.vocabulary.num_known
 
@@ -123,9 +131,9 @@ class Reader:
             return torch.cat(states, dim=-1), None
         return output[self.output][:, -1], torch.cat(states, dim=-1) if states else None
 
-    def take_states(self, output: Any) -> Float[Tensor, "b t n"]:
-        """The outputs of `layers` at each token, side by side."""
-        return torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1)
+    def take_each(self, output: Any) -> Float[Tensor, "b t n"]:
+        """Take from the output of a forward what is kept of a token, for every token."""
+        return kv_cache.take_states(output, self.layers) if self.output == "states" else output[self.output]
 
     @torch.no_grad()
     def read_everywhere(
@@ -135,8 +143,7 @@ class Reader:
         self.check_columns(input_ids.shape[1])
         texts = read_texts(PartlyRead(self, input_ids, attention_mask, everywhere=True))
         assert texts.prefix is not None
-        take = self.take_states if self.output == "states" else lambda output: output[self.output]
-        outputs = torch.cat([take(output) for output in texts.outputs], dim=1)
+        outputs = torch.cat([self.take_each(output) for output in texts.outputs], dim=1)
         return Reading(self, texts.prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
 
     @cached_property
@@ -200,7 +207,8 @@ class Reading:
     def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "ReadSiblings":
         """Read candidates for the next token, none of which sees another."""
         self.reader.check_columns(self.length + 1)
-        return ReadSiblings(self, kv_cache.read_siblings(self.reader.model, self.prefix, candidates))
+        found = kv_cache.read_siblings(self.reader.model, self.prefix, candidates, self.reader.layers)
+        return ReadSiblings(self, found)
 
     @torch.no_grad()
     def read(self, tokens: Int[Tensor, " b"]) -> "Reading":

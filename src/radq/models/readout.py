@@ -2,9 +2,9 @@
 
     states of a few layers → each normalised → side by side → a small MLP → the hidden state of the reward model's head
 
-Where the base model is the one that is steered, its own forward gives these states, so that rewards cost next to
-nothing. A folder holds the readout and the head alone, and a sketch of the base model's weights: beside other weights,
-the states would mean something else.
+Where the base model is the one that is steered, its own forward gives these states, so that rewards of a RAD-Q cost
+next to nothing; a RAD-V runs the base model over its candidates. A folder holds the readout and the head alone, and a
+sketch of the base model's weights: beside other weights, the states would mean something else.
 
 Axes: n layers, d hidden size of the base model.
 """
@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from radq.errors import ModelError, OptionError
-from radq.models.kv_cache import LeftPacked, pack_left
+from radq.models.kv_cache import LeftPacked, pack_left, take_states
 from radq.models.loading import hidden_size
 
 NUM_LAYERS = 5  # that are read by default
@@ -68,7 +68,8 @@ class Readout(nn.Module):
         self.layers = config.layers
         self.inner = nn.Linear(len(config.layers) * hidden_size, config.width)
         self.outer = nn.Linear(config.width, hidden_size)
-        self.empty = nn.Parameter(torch.zeros(hidden_size))  # the hidden state before the first token of a text
+        # the hidden state before the first token of a text, from which RAD-Q scores this token
+        self.empty = nn.Parameter(torch.zeros(hidden_size))
         self.register_buffer("sketch", torch.zeros(num_weights, SAMPLES))
 
     @classmethod
@@ -94,7 +95,7 @@ class Readout(nn.Module):
     def read_base(self, backbone: nn.Module, input_ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t nd"]:
         """Compute the base model's states at each token of texts that begin in the first column."""
         output = backbone(input_ids=input_ids, use_cache=False, output_hidden_states=True)
-        return torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1)
+        return take_states(output, self.layers)
 
     def read_texts(
         self,

@@ -37,6 +37,7 @@ from radq.models.loading import (
     find_backbone,
     find_tokenizer,
     load_causal_lm,
+    load_config,
     load_weights,
     resolve,
 )
@@ -52,7 +53,7 @@ from radq.models.lora import (
 )
 from radq.models.origins import identify_backbone
 from radq.models.reading import Reader
-from radq.models.readout import Readout
+from radq.models.readout import Readout, ReadoutConfig, sketch_weights
 from radq.models.reward_state import RewardState
 from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary, writes_bos
@@ -109,6 +110,25 @@ class RewardModel(PreTrainedModel):
         tokenizer = find_tokenizer(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
         model = cls._over_lm(lm, tokenizer, name, attributes, **options)
         model.freeze_embeddings()
+        return model
+
+    @classmethod
+    def _over_base(
+        cls,
+        name: str | Path,
+        attributes: Sequence[str],
+        num_layers: int | None,
+        width: int | None,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> Any:
+        """Make an untrained model that reads hidden states of a language model, which stays as it is."""
+        shape = load_config(name)
+        readout = ReadoutConfig.choose(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
+        model = cls._over_backbone(name, attributes, None, dtype, readout=readout.to_dict(), **options)
+        model.backbone.requires_grad_(False)
+        model.readout.sketch.copy_(sketch_weights(model.backbone))
+        model.config.set_origin(identify_backbone(name))
         return model
 
     @classmethod
@@ -281,17 +301,19 @@ class RewardModel(PreTrainedModel):
     def base_states(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Float[Tensor, "b t nd"]:
         """Compute the base model's states from which a readout scores the tokens of whole texts.
 
-        They are the first states of each text, packed to the left: as many as it has tokens, of which a BOS that was
-        prepended is one. The state of the last token scores no token of the text.
+        They are packed to the left, as many as a text has tokens. RAD-V scores a token from its own state. RAD-Q scores
+        it from the state before it: that of a BOS which was prepended counts, and the last one scores no token.
         """
         assert self.readout is not None
-        packed = kv_cache.pack_left(*self._with_bos(input_ids, attention_mask))
-        return self.readout.read_base(self.backbone, packed.input_ids)[:, : input_ids.shape[1]]
+        tokens, mask = self._with_bos(input_ids, attention_mask)
+        states = self.readout.read_base(self.backbone, kv_cache.pack_left(tokens, mask).input_ids)
+        before = mask.sum(1) - attention_mask.sum(1) if self.config.kind == "v" else torch.zeros_like(mask[:, 0])
+        columns = before[:, None] + torch.arange(input_ids.shape[1], device=before.device)  # (b, t)
+        return states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
 
-    def read_hidden(self, state: RewardState) -> Float[Tensor, "b d"]:
-        """The hidden state after each prefix, which the head reads."""
-        last = state.reading.last
-        return last if self.readout is None else self.readout(last.to(self.readout.empty.device))
+    def read_hidden(self, outputs: Float[Tensor, "*p n"]) -> Float[Tensor, "*p d"]:
+        """The hidden states that the head reads, from what the reader keeps of tokens."""
+        return outputs if self.readout is None else self.readout(outputs.to(self.readout.empty.device))
 
     def _with_bos(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None

@@ -242,7 +242,7 @@ class SlotReading:
         itself = torch.eye(k, _align(k), dtype=torch.bool, device=self.device).expand(b, k, -1)
         seen = torch.cat([before[:, None].expand(b, k, -1), itself], dim=2)
         output = self._forward(candidates, columns, positions, seen)
-        return SlotSiblings(self, candidates, output.last_hidden_state)
+        return SlotSiblings(self, candidates, self.reader.take_each(output))
 
     @torch.no_grad()
     def read_over(self, tokens: Int[Tensor, "b n"], starts: Int[Tensor, " b"]) -> Float[Tensor, "b n d"]:
@@ -254,8 +254,7 @@ class SlotReading:
         columns = (starts[:, None] + torch.arange(tokens.shape[1], device=self.device)).clamp(max=self.window - 1)
         self._input_ids[: self.count].scatter_(1, columns, tokens)
         seen = torch.arange(self.window, device=self.device) <= columns[..., None]
-        output = self._forward(tokens, columns, columns, seen)
-        return self.reader.take_states(output) if self.reader.output == "states" else output[self.reader.output]
+        return self.reader.take_each(self._forward(tokens, columns, columns, seen))
 
     def rewind(self, n: int) -> "SlotReading":
         """Go back to the state before the last n tokens of every row, all of which the model knows."""

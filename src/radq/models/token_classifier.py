@@ -36,6 +36,8 @@ def save_token_classifier(model: RewardModel, folder: str | Path) -> None:
         raise ModelError(
             f"a {type(model).__name__} gives no rewards from hidden states of single tokens.", "export a RAD-V."
         )
+    if model.readout is not None:
+        raise ModelError("transformers has no token classifier with a readout.", "export a RAD-V without --reads base.")
     with whole_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
         make_token_classifier(model).save_pretrained(temporary)
         if model.tokenizer is not None:

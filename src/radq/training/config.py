@@ -221,9 +221,9 @@ class RewardTrainingConfig(TrainingConfig):
     kind: Literal["q", "v"] = "q"
     """Kind of reward model: q (RAD-Q) scores all next tokens in one forward pass, v (RAD-V) reads each of them."""
     reads: Literal["itself", "base"] = "itself"
-    """Where a RAD-Q has its hidden states from: itself trains the transformer of the --backbone, or adapters; base
-    trains a small readout of hidden states of the --backbone, which must then be the base model that is steered:
-    rewards cost next to nothing there."""
+    """Where a reward model has its hidden states from: itself trains the transformer of the --backbone, or adapters;
+    base trains a small readout of hidden states of the --backbone, which must then be the base model that is steered.
+    A RAD-Q steers there at next to no cost; a RAD-V gives values of texts for scoring, best of n and distillation."""
     readout_layers: Annotated[int | None, COUNT] = None
     """With --reads base, the number of layers whose states are read, evenly spaced. By default 5."""
     readout_width: Annotated[int | None, COUNT] = None
@@ -408,14 +408,8 @@ class RewardTrainingConfig(TrainingConfig):
             return
         if not self.backbone:
             raise OptionError("reads is base, and there is no base model.", "name it by --backbone.")
-        contradicting = {
-            "kind": self.kind != "q",
-            "lora_rank": self.lora_rank,
-            "num_layers": self.num_layers,
-            "init": self.init,
-        }
-        for name, given in contradicting.items():
-            if given:
+        for name in ("lora_rank", "num_layers", "init"):
+            if getattr(self, name):
                 raise OptionError(
                     f"{name} and reads=base exclude each other.", f"leave --{name.replace('_', '-')} out."
                 )

@@ -96,6 +96,7 @@ def _find_wrong_pairs(metrics: dict[str, float]) -> Iterator[str]:
 
 def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: float = BETA) -> list[str]:
     """List commands that use the model: to score, to generate, and to distil a RAD-V into a faster RAD-Q."""
+    first = _find_first_run(config)
     base = config.base or find_language_model(config)
     out, data = shlex.quote(config.out), shlex.quote(config.data[0])
     text = config.response_columns[0] if config.compares else config.text
@@ -108,20 +109,29 @@ def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: flo
     ]
     if config.kind == "v" and not config.responses:
         column = "" if text == "text" else f" --text {shlex.quote(text)}"
-        commands.append(f"radq distill --teacher {out} --data {data}{column} --out {shlex.quote(config.out + '-q')}")
+        # a readout has no transformer that the student could begin as a copy of
+        reads = f" --backbone {shlex.quote(base)} --reads base" if first and first.reads == "base" else ""
+        student = f"{reads} --out {shlex.quote(config.out + '-q')}"
+        commands.append(f"radq distill --teacher {out} --data {data}{column}{student}")
     return commands
 
 
 def find_language_model(config: RewardTrainingConfig) -> str:
     """Find the language model that the reward model began as, perhaps several runs ago; BASE if no run folder says."""
+    first = _find_first_run(config)
+    return "BASE" if first is None else first.backbone
+
+
+def _find_first_run(config: RewardTrainingConfig) -> RewardTrainingConfig | None:
+    """Find the settings of the run that began with a language model; None if no run folder has them."""
     seen = {config.out}
     while not config.backbone:
         before = config.init or config.teacher
         if before in seen:
-            return "BASE"
+            return None
         seen.add(before)
         try:
             config = read_yaml(Path(before) / SETTINGS, RewardTrainingConfig)
         except OptionError:
-            return "BASE"
-    return config.backbone
+            return None
+    return config

@@ -188,14 +188,14 @@ def _start_from_backbone(config: RewardTrainingConfig, teacher: Teacher | None) 
     torch.manual_seed(config.seed)
     attributes = config.attributes or (teacher.attributes if teacher is not None else [])
     dtype = getattr(torch, config.backbone_dtype)
+    kind = RadQ if config.kind == "q" else RadV
+    options: dict[str, Any] = {"dtype": dtype} | ({"head": config.head} if config.kind == "q" else {})
     if config.reads == "base":
-        sizes = config.readout_layers, config.readout_width
-        model = RadQ.from_base(config.backbone, attributes, config.head, *sizes, dtype)
+        options |= {"num_layers": config.readout_layers, "width": config.readout_width}
+        model = kind.from_base(config.backbone, attributes, **options)
         model.readout.float()  # pyright: ignore[reportOptionalMemberAccess]
-    elif config.kind == "q":
-        model = RadQ.from_backbone(config.backbone, attributes, config.head, config.num_layers, dtype)
     else:
-        model = RadV.from_backbone(config.backbone, attributes, config.num_layers, dtype)
+        model = kind.from_backbone(config.backbone, attributes, num_layers=config.num_layers, **options)
     model.head.float()
     return model
 

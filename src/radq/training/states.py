@@ -58,7 +58,8 @@ class StateCache:
         self.dtype, self.token_bytes = example.dtype, example.element_size() * example.shape[-1]
         self.num_layers = len(model.readout.layers)
         tokens = fingerprint_arrays([data.token_ids, data.offsets])
-        bos = model.config.bos_token_id if model.config.prepend_bos else None
+        # with a BOS before each text, RAD-Q and RAD-V score tokens from other states
+        bos = (model.config.bos_token_id, model.config.kind) if model.config.prepend_bos else None
         base = base_fingerprint, model.config.backbone.to_json_string(), bos
         key = fingerprint_values(*base, model.readout.layers, self.dtype, precision, tokens, PIECE_BYTES)
         self.folder = folder / key
