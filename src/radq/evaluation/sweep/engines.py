@@ -61,6 +61,7 @@ class TransformersEngine(Engine):
         self.lm = load_causal_lm(sweep.base, dtype=sweep.dtype, device=device)
         self.tokenizer = load_tokenizer(sweep.base)
         self._loaded: tuple[str, Any] = ("", None)
+        self._counting = ExitStack()  # with the meter of the guide that is loaded
 
     def options(self, cell: SweepCell) -> dict[str, Any]:
         return super().options(cell) | {"batch_size": self.sweep.batch_size}
@@ -119,10 +120,7 @@ class TransformersEngine(Engine):
     def _load_guide(self, guide: GuideSweep) -> Meter:
         """Load a guide with β = 1. All its cells share it, and on a GPU the steps that were captured with it."""
         make = guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp, self.lm)
-        with ExitStack() as stack:
-            meter = stack.enter_context(Meter(make(guide.numbers_at(1.0))))
-            stack.pop_all()  # it goes on counting: its hooks end with the models of the guide
-            return meter
+        return self._counting.enter_context(Meter(make(guide.numbers_at(1.0))))
 
     def _best_of(self, cell: SweepCell, n: int) -> Produce:
         guide = self.sweep.guides[cell.guide]
@@ -144,6 +142,7 @@ class TransformersEngine(Engine):
     def _load(self, name: str, load: Callable[[], Any]) -> Any:
         """Load the guide `name`, unless it is the one that is loaded already."""
         if self._loaded[0] != name:
+            self._counting.close()
             self._loaded = ("", None)  # free the memory of the last one first
             empty_cache()  # other processes may use the same GPU
             self._loaded = (name, load())
