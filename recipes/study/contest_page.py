@@ -75,7 +75,7 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
         "# The contest\n",
         wrapped(f"{INTRODUCTION} {_brackets(places)}"),
         "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others() if _was_run(places, name)),
-        wrapped(_left_out(places)),
+        wrapped(" ".join(filter(None, (_closeness(places), _left_out(places))))),
         *(f"![{plot.title}](contest/{plot.name}.svg)\n" for plot in plots),
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
         f"## Second judges\n\n{_second_judges(folder, places, bootstrap)}",
@@ -124,9 +124,23 @@ def _left_out(places: Sequence[Place]) -> str:
         ]
         for task in TASKS.values()
     }
-    parts = ["; ".join(nowhere)] if nowhere else []
-    parts += [f"in {task}, {'; '.join(titles)}" for task, titles in partly.items() if titles]
-    return f"Not run: {'. Also not run '.join(parts)}." if parts else ""
+    parts = [f"Not run: {'; '.join(nowhere)}."] if nowhere else []
+    parts += [f"Not run in {task}: {'; '.join(titles)}." for task, titles in partly.items() if titles]
+    return " ".join(parts)
+
+
+def _closeness(places: Sequence[Place]) -> str:
+    """A sentence about MAUVE of our method and of others with a curve; empty where it was not computed."""
+    curves = [name for name in METHODS if METHODS[name].has_curve and name not in TRAININGS]
+    values = {name: [_mauve(place, METHODS[name]) for place in places] for name in (OURS, *curves)}
+    known = {name: ", ".join(found) for name, found in values.items() if "–" not in found}
+    if OURS not in known or len(known) == 1:
+        return ""
+    theirs = ", ".join(f"{METHODS[name].title} {found}" for name, found in known.items() if name != OURS)
+    return (
+        f"MAUVE says how close texts are to unguided ones; near ×{TARGET:g} it is {known.pop(OURS)} for the readout "
+        f"({', '.join(place.group for place in places)}), and for others: {theirs}."
+    )
 
 
 def _settings_tried(folder: Path) -> str:
