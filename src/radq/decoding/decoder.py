@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -329,7 +329,7 @@ class Decoder:
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
         done.add_(1)
         numbers = _measure(proposal, choice, tokens, logits, self.guide is not None)
-        return Drawn(proposal, choice, tokens, numbers)
+        return Drawn(replace(proposal), choice, tokens, numbers)  # without its probabilities: captured steps stay
 
     def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
