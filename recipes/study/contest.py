@@ -2,13 +2,14 @@
 
     labels → a RAD-V over all layers, the classifier
     prompts → texts of the base model, scored at their end by the classifier → a RAD-V of values
-    prefixes of the base model, and its candidates → a readout or a RAD-Q over 12 layers, taught by the values
+    prefixes of the base model, and its candidates → a readout or a RAD-Q over the first layers, taught by the values
 
 These are the recipes of the embedded models (recipes/embedded), and variants of them. The baselines see as many
 labelled texts as the classifier, DExperts' two experts together. methods.py says how the models take part.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ READS = {"sentiment": "text", "toxicity": "continuation"}  # what judges read, a
 STRENGTH = 35.0  # of the classifier, where it guides the first tokens of texts
 OMEGA = 30.0  # of GeDi where it teaches; students learn what it multiplies, whatever it is
 BATCH = 128
+FIRST_LAYERS = 12  # of models that do not have all
 OWN_TEXTS_MEMORY = 30.0  # GB
 EXPERT_STEPS = {"sentiment": 1080, "toxicity": 900}  # as many texts of BATCH as the classifier sees
 EXPERT_LENGTHS = {"sentiment": 128, "toxicity": 96}  # tokens, as the classifier's
@@ -49,8 +51,8 @@ def readout(attribute: str, again: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def rad_q(attribute: str) -> dict[str, Any]:
-    """RAD-Q over 12 layers with LoRA, taught as the readout is."""
-    settings = readout(attribute, num_layers=12, lora_rank=16, head_learning_rate=1e-4)
+    """RAD-Q over the first layers with LoRA, taught as the readout is."""
+    settings = readout(attribute, num_layers=FIRST_LAYERS, lora_rank=16, head_learning_rate=1e-4)
     return {name: value for name, value in settings.items() if not name.startswith(("read", "backbone_dtype"))}
 
 
@@ -83,7 +85,10 @@ def baselines(attribute: str) -> dict[str, dict[str, Any]]:
     return {
         **{f"{attribute}-gedi{end}": experts(attribute, "gedi", rate) for end, rate in RATES.items()},
         **{f"{attribute}-dexperts{end}": experts(attribute, "dexperts", rate) for end, rate in RATES.items()},
-        **{f"{attribute}-gedi-12{end}": experts(attribute, "gedi", rate, num_layers=12) for end, rate in RATES.items()},
+        **{
+            f"{attribute}-gedi-small{end}": experts(attribute, "gedi", rate, num_layers=FIRST_LAYERS)
+            for end, rate in RATES.items()
+        },
     }
 
 
@@ -95,7 +100,7 @@ def ours(attribute: str) -> dict[str, dict[str, Any]]:
         f"{attribute}-value": recipe(attribute, "3-value"),
         f"{attribute}-value{AGAIN}": recipe(attribute, "3-value", AGAIN),
         f"{attribute}-readout": readout(attribute),
-        f"{attribute}-12": rad_q(attribute),
+        f"{attribute}-rad-q": rad_q(attribute),
         f"{attribute}-readout{AGAIN}": readout(attribute, AGAIN),
         f"{attribute}-readout-student{AGAIN}": readout(attribute, seed=1),  # the first teacher, another student
         f"{attribute}-readout-classifier": readout(attribute, teacher=f"models/{attribute}-classifier"),
@@ -118,14 +123,27 @@ MODELS = order_models()
 
 
 def own_texts_jobs() -> list[Job]:
-    return [own_texts_job(attribute, again) for again in ("", AGAIN) for attribute in READS]
+    jobs = []
+    for again, attribute in product(("", AGAIN), READS):
+        classifier = f"models/{attribute}-classifier{again}"
+        options = ("--seed", "1") if again else ()
+        jobs.append(own_texts_job(attribute, again, [classifier], f"{classifier}:{attribute}={STRENGTH:g}", *options))
+    return jobs
 
 
-def own_texts_job(attribute: str, again: str = "") -> Job:
-    """Texts of the base model with the classifier's scores of their ends."""
-    classifier, makes = f"models/{attribute}-classifier{again}", own_texts(attribute, again)
+def own_texts_job(attribute: str, end: str, scorers: list[str], guide: str, *options: str) -> Job:
+    """Texts of the base model with the scorers' mean score of their ends; the guide is for the first tokens of some."""
+    makes = own_texts(attribute, end)
     command = [sys.executable, str(EMBEDDED / "own_texts.py"), "--prompts", f"data/write-{attribute}.jsonl"]
-    command += ["--attribute", attribute, "--reads", READS[attribute], "--scorers", f"reward:{classifier}"]
-    command += ["--guide", f"{classifier}:{attribute}={STRENGTH:g}", "--dtype", "float16", "--out", makes]
-    command += ["--seed", "1"] if again else []
-    return Job(f"own-{attribute}{again}", command, makes, (f"{classifier}.json",), memory=OWN_TEXTS_MEMORY)
+    command += ["--attribute", attribute, "--reads", READS[attribute], "--guide", guide]
+    command += [
+        "--scorers",
+        *(f"reward:{scorer}" for scorer in scorers),
+        "--dtype",
+        "float16",
+        "--out",
+        makes,
+        *options,
+    ]
+    needs = {f"{model}.json" for model in (*scorers, guide.partition(":")[0])}
+    return Job(f"own-{attribute}{end}", command, makes, tuple(sorted(needs)), memory=OWN_TEXTS_MEMORY)

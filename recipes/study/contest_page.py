@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 
 import tyro
+from bases import EMBEDDED, BaseModel, read_base
 from choices import NUM_BETAS, SPAN, TARGET
 from contest import RATES
 from kept import KEPT_TEXTS, KeptCell
@@ -20,7 +21,6 @@ from markup import item, markdown_table, wrapped, write_figures
 from methods import (
     ASKED,
     BASE,
-    BASE_LAYERS,
     BEST,
     FILTERS,
     METHODS,
@@ -44,10 +44,10 @@ from radq.report.results import Result
 from radq.report.tables import number
 
 RATIOS = (1.1, TARGET, 1.3)
-DRAWN = (OURS, "12", "value", "gedi", "gedi-12", "dexperts", BEST)  # asked texts are too far to the right
+DRAWN = (OURS, "rad-q", "value", "gedi", "gedi-small", "dexperts", BEST)  # asked texts are too far to the right
 REST = ("kl", "dist_2", "repetition")
 PHRASES = {"cannot be told": "not told apart"}
-EXPERTS = ("dexperts", "gedi", "gedi-12")  # the beginnings of their models' names
+EXPERTS = ("dexperts", "gedi", "gedi-small")  # the beginnings of their models' names
 UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
 
 
@@ -56,7 +56,7 @@ class Arguments:
     measured: tyro.conf.Positional[Path]
     """Folder of the contest, such as recipes/study/measured/contest."""
     out: Path = Path("docs")
-    """Folder for contest.md and contest/."""
+    """Folder for contest.md and contest/, or the page of another base model and its figures."""
     resamples: int = 1000
     """Resamples of the prompts, for the intervals."""
 
@@ -64,19 +64,21 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     places, bootstrap = read_places(arguments.measured), Bootstrap(arguments.resamples)
     plots = [plot for place in places if (plot := draw_place(place, bootstrap)) is not None]
-    write_figures(arguments.out / "contest", plots)
-    with whole_file(arguments.out / "contest.md") as temporary:
+    page = read_base(arguments.measured).page
+    write_figures(arguments.out / page, plots)
+    with whole_file(arguments.out / f"{page}.md") as temporary:
         temporary.write_text(write_page(arguments.measured, places, plots, bootstrap), encoding="utf-8")
 
 
 def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], bootstrap: Bootstrap) -> str:
+    base = read_base(folder)
     parts = [
         "<!-- Written by recipes/study/contest_page.py from the kept numbers: change those, not this file. -->\n",
-        "# The contest\n",
-        wrapped(f"{INTRODUCTION} {_brackets(places)}"),
+        "# The contest\n" if base == EMBEDDED else f"# The contest with {base.title}\n",
+        wrapped(f"{_introduction(base)} {_brackets(places)}"),
         "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others() if _was_run(places, name)),
         wrapped(" ".join(filter(None, (_closeness(places), _left_out(places))))),
-        *(f"![{plot.title}](contest/{plot.name}.svg)\n" for plot in plots),
+        *(f"![{plot.title}]({base.page}/{plot.name}.svg)\n" for plot in plots),
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
         f"## Second judges\n\n{_second_judges(folder, places, bootstrap)}",
         f"## Settings\n\n{wrapped(_settings_tried(folder))}",
@@ -85,13 +87,14 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
     return "\n".join(parts)
 
 
-INTRODUCTION = (
-    "How well do [readouts of values](distillation.md#values) steer SmolLM2-135M-Instruct, beside other methods that "
-    "each have their best settings? 1,000 prompts of each task, 25 samples of 20 tokens. Sentiment is the share of "
-    "positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout are in points "
-    "of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
-    "[recipes/study](../recipes/study/README.md) has code and numbers."
-)
+def _introduction(base: BaseModel) -> str:
+    return (
+        f"How well do [readouts of values](distillation.md#values) steer {base.title}, beside other methods that each "
+        f"have their best settings? {base.prompts:,} prompts of each task, 25 samples of 20 tokens. Sentiment is the "
+        "share of positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout "
+        "are in points of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
+        "[recipes/study](../recipes/study/README.md) has code and numbers."
+    )
 
 
 def _brackets(places: Sequence[Place]) -> str:
@@ -115,7 +118,8 @@ def _was_run(places: Sequence[Place], method: str) -> bool:
 
 def _left_out(places: Sequence[Place]) -> str:
     """A sentence about methods that were not run, in a task or at all; empty if there are none."""
-    nowhere = [METHODS[name].title for name in METHODS if not _was_run(places, name)]
+    wanted = [name for name in METHODS if places[0].base_model.takes_part(name)]
+    nowhere = [METHODS[name].title for name in wanted if not _was_run(places, name)]
     partly = {
         task.name: [
             METHODS[name].title
@@ -220,7 +224,9 @@ def _row(places: Sequence[Place], method: Method) -> list[str]:
 def _curve_row(place: Place, method: Method) -> list[str]:
     attribute = [place.at_ratio(method.name, place.task.metric, ratio) for ratio in RATIOS]
     rest = [place.at_ratio(method.name, metric, TARGET) for metric in REST]
-    layers = method.layers_read(place.settings(method.name).get("top_k", PLAIN_K))
+    base = place.base_model
+    k = place.settings(method.name).get("top_k", PLAIN_K)
+    layers = method.layers_read(k, base.layers, base.first_layers)
     return [_settings(place, method), str(layers), *map(number, (*attribute, *rest)), _mauve(place, method)]
 
 
@@ -232,7 +238,7 @@ def _cell_row(place: Place, method: Method) -> list[str]:
     setting = f"n = {n}" if n else f"request {ask}" if ask else f"k = {PLAIN_K}"
     attribute = f"{number(place.value(cell, place.task.metric))} at ×{place.ratio(cell):.3g}"
     rest = [number(place.value(cell, metric)) for metric in REST]
-    return [setting, str(((n or 1) - 1) * BASE_LAYERS), attribute, "", "", *rest, _mauve(place, method)]
+    return [setting, str(((n or 1) - 1) * place.base_model.layers), attribute, "", "", *rest, _mauve(place, method)]
 
 
 def _settings(place: Place, method: Method) -> str:
@@ -306,6 +312,7 @@ def _quality(folder: Path) -> str:
 def _limits(places: Sequence[Place]) -> str:
     asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
+    layers = places[0].base_model.layers
     points = [
         f"Our readout was trained {_times(len(_trained(places)))}, baselines once at each learning rate. All trainings "
         "of the readout use the settings that were chosen for the first one."
@@ -314,7 +321,7 @@ def _limits(places: Sequence[Place]) -> str:
         f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
         "best n and the better request, at that point alone; the KL of the best of n is an upper bound.",
         *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
-        f"Layers are those that a token costs beside the base model's {BASE_LAYERS}; RAD-V reads each of k candidates.",
+        f"Layers are those that a token costs beside the base model's {layers}; RAD-V reads each of k candidates.",
         f"MAUVE compares a sample of {KEPT_TEXTS} prompts with another seed of the unguided base model, by MiniLM, at "
         f"the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",

@@ -73,6 +73,19 @@ def run_all(
         sys.exit(f"failed: {', '.join(job.name for job in jobs if job in failed)}; see logs/.")
 
 
+def find_needed(goals: list[Job], jobs: list[Job]) -> list[Job]:
+    """The jobs that make the files of `goals` which are not there, and the files that these need, in their order."""
+    makers = {job.makes: job for job in jobs}
+    needed: set[str] = set()
+    files = [job.makes for job in goals]
+    while files:
+        file = files.pop()
+        if file in makers and file not in needed and not Path(file).exists():
+            needed.add(file)
+            files += makers[file].needs
+    return [job for job in jobs if job.makes in needed]
+
+
 def choose_fitting(ready: list[Job], running: list[Job], at_once: int, memory: float) -> list[Job]:
     """Choose jobs that may begin beside those that run, earlier ones first."""
     chosen: list[Job] = []

@@ -13,7 +13,7 @@ from contest import AGAIN, RATES
 TOP_K, TOP_P, FILTERS = (5, 10, 20, 40), (None, 0.9), (0.0, 0.4, 0.8)  # that dev prompts choose from
 PLAIN_K = 20  # the candidates of methods that choose none, and of the unguided base model that others are compared with
 BEST_OF = (4,)
-BASE_LAYERS = 30
+ABOUT_LAYERS = (30, 12)  # of models with all layers and with the first ones, to compare costs
 METRICS = ("perplexity", "corpus_perplexity", "kl", "dist_2", "dist_3", "repetition")
 BASE, UNGUIDED, ASKED, BEST = "base", "none", "asked", "best-of-n"
 OURS = "readout"
@@ -86,7 +86,8 @@ class Method:
     strength: str = ""  # the name of the number that β multiplies; by default the attribute
     dev_beta: Mapping[str, tuple[float, ...]] | None = None  # by task
     filters: tuple[float | None, ...] = (None,)  # GeDi's filter_p
-    layers: int = 0  # read for a token, beside the base model's
+    forwards: int = 0  # through models with all layers, for a token
+    first_forwards: int = 0  # through models with the first layers
     per_candidate: bool = False  # whether each candidate is read
     like: str = ""  # the method whose choice it takes
 
@@ -99,10 +100,11 @@ class Method:
     def dev_cost(self) -> int:
         """About the cost of its sweep over dev prompts: cells times layers."""
         cells = sum(map(len, (self.dev_beta or {}).values())) * len(self.filters)
-        return cells * (BASE_LAYERS + self.layers_read(PLAIN_K))
+        return cells * (ABOUT_LAYERS[0] + self.layers_read(PLAIN_K, *ABOUT_LAYERS))
 
-    def layers_read(self, k: int) -> int:
-        return self.layers * (k if self.per_candidate else 1)
+    def layers_read(self, k: int, layers: int, first_layers: int) -> int:
+        """The layers that a token costs beside the base model's, where models have so many layers."""
+        return (self.forwards * layers + self.first_forwards * first_layers) * (k if self.per_candidate else 1)
 
 
 REWARDS = {"sentiment": (15.0, 30.0, 60.0, 120.0, 240.0), "toxicity": (25.0, 50.0, 100.0, 200.0, 400.0)}
@@ -126,14 +128,14 @@ METHODS = {
             (f"{OURS}-student{AGAIN}",),
             like=OURS,
         ),
-        Method("12", "RAD-Q, 12 layers", ("12",), dev_beta=REWARDS, layers=12),
-        Method("value", "RAD-V of values", ("value",), dev_beta=REWARDS, layers=30, per_candidate=True),
-        Method("classifier", "RAD-V of labels", ("classifier",), dev_beta=REWARDS, layers=30, per_candidate=True),
+        Method("rad-q", "RAD-Q", ("rad-q",), dev_beta=REWARDS, first_forwards=1),
+        Method("value", "RAD-V of values", ("value",), dev_beta=REWARDS, forwards=1, per_candidate=True),
+        Method("classifier", "RAD-V of labels", ("classifier",), dev_beta=REWARDS, forwards=1, per_candidate=True),
         Method("readout-classifier", "readout of labels", ("readout-classifier",), dev_beta=REWARDS),
         Method("readout-gedi", "readout of GeDi", ("readout-gedi",), "omega", OMEGAS_OF_STUDENTS),
-        Method("dexperts", "DExperts", _with_rates("dexperts"), "alpha", ALPHAS, layers=60),
-        Method("gedi", "GeDi", _with_rates("gedi"), "omega", OMEGAS, FILTERS, layers=60),
-        Method("gedi-12", "GeDi, 12 layers", _with_rates("gedi-12"), "omega", OMEGAS, FILTERS, layers=24),
+        Method("dexperts", "DExperts", _with_rates("dexperts"), "alpha", ALPHAS, forwards=2),
+        Method("gedi", "GeDi", _with_rates("gedi"), "omega", OMEGAS, FILTERS, forwards=2),
+        Method("gedi-small", "small GeDi", _with_rates("gedi-small"), "omega", OMEGAS, FILTERS, first_forwards=2),
         Method(BEST, "best of n", (OURS,)),
         Method(ASKED, "asking"),
         Method(BASE, "unguided"),
@@ -225,7 +227,7 @@ def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any]) -> dict
 
 # The order in which methods are tested: those that others are compared with, then slow ones, last the least needed.
 ORDER = (
-    *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-12", "12", f"{OURS}{AGAIN}", f"{OURS}-student{AGAIN}"),
+    *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-small", "rad-q", f"{OURS}{AGAIN}", f"{OURS}-student{AGAIN}"),
     *("readout-gedi", "readout-classifier", ASKED, "value", "classifier"),
 )
 RUNS = [(task, METHODS[name]) for name, task in product(ORDER, TASKS.values())]

@@ -3,8 +3,10 @@
 Each takes a `Request`. Finished work is not repeated, so that a piece that was stopped can be run again.
 """
 
+import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from bases import EMBEDDED, BaseModel, claim_folder
 from choices import choice_file, choose_settings
 from contest import MODELS, own_texts_jobs
-from jobs import RADQ, Finish, Job, Run, keep_json, run_all, run_command, write_json
-from methods import CHOOSING, METHODS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
-from rehearsal import TOY, prepare_rehearsal, run_here, shrink_own_texts, shrink_sweep, shrink_training
+from jobs import RADQ, Finish, Job, Run, find_needed, keep_json, run_all, run_command, write_json
+from methods import CHOOSING, METHODS, OURS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
+from rehearsal import TOY, Rehearsal, run_here
 from second import second_opinions
 from trainings import describe_model, training_job
+from trials import ATTRIBUTE, JUDGE, STUDENTS, SWEEP, trial_models, trial_sweep, trial_texts_job
+
+from radq.models.embedded import reward_folder
 
 HERE = Path(__file__).resolve().parent
 SWEEP_MEMORY = 30.0  # GB
@@ -28,41 +34,82 @@ SWEEP_MEMORY = 30.0  # GB
 class Request:
     """How a piece is to be run."""
 
+    base: BaseModel = EMBEDDED
     jobs: int = 4  # commands at the same time
-    only: str = ""  # a regular expression for the names of jobs; by default all
+    only: str = ""  # a regular expression for TASK-METHOD; by default all
     rehearse: bool = False
+    shipped: bool = False  # whether the readouts are those that radq brings along
     memory: float = math.inf  # GB of the GPU that commands may take together
+
+    @property
+    def fitted(self) -> BaseModel:
+        return Rehearsal(of=self.base) if self.rehearse else self.base
 
     @property
     def runner(self) -> Run:
         return run_here if self.rehearse else run_command
 
+    def wants(self, task: Task, method: Method) -> bool:
+        return self.base.takes_part(method.name) and bool(re.search(self.only, f"{task.name}-{method.name}"))
+
     def run(self, jobs: list[Job], finish: Finish | None = None) -> None:
-        selected = [job for job in jobs if re.search(self.only, job.name)]
-        run_all(selected, 1 if self.rehearse else self.jobs, finish, self.runner, self.memory)
+        fitted = [self.fitted.fit_memory(job) for job in jobs]
+        run_all(fitted, 1 if self.rehearse else self.jobs, finish, self.runner, self.memory)
 
     def check(self) -> None:
-        """Refuse to mix a rehearsal with a study."""
+        """Refuse to mix a rehearsal with a study, two base models, or models of others with shipped ones."""
         if Path("data").exists() and Path(TOY).exists() != self.rehearse:
             sys.exit("error: this folder holds " + ("a study" if self.rehearse else "a rehearsal") + "; use another.")
+        if self.shipped and self.base != EMBEDDED:
+            sys.exit(f"error: radq brings no readouts of {self.base.title} along; leave --shipped out.")
+        claim_folder(self.base)
 
 
 def contest(request: Request) -> None:
-    """Train all models, try settings on dev prompts, test each method with its choice, and keep the numbers.
+    """Train models, try settings on dev prompts, test each method with its choice, and keep the numbers.
 
     Each job begins as soon as the files are there that it needs. Methods whose models are trained go before trainings.
+    What no kept number needs that is still missing is not run.
     """
-    request.run([*testing_jobs(request), *choosing_jobs(request), *training_jobs(request)], _finish)
+    prepare_models(request)
+    goals = [keep_job(*run) for run in RUNS if request.wants(*run)]
+    tests = [testing_job(*run, request) for run in RUNS]
+    jobs = [*goals, *tests, *choosing_jobs(request), *training_jobs(request)]
+    request.run(find_needed(goals, jobs), _finish)
+
+
+def trial(request: Request) -> None:
+    """Train other toxicity models, and compare them with our readout on dev prompts."""
+    prepare_models(request)
+    task, models = TASKS[ATTRIBUTE], trial_models()
+    folders = [model_folder(task, name) for name in (OURS, *STUDENTS)]
+    goal = sweep_job(SWEEP, [*folders, f"models/{JUDGE}"], (), trial_sweep, request)
+    fit = request.fitted
+    trainings = [training_job(name, fit.fit_training(name, settings)) for name, settings in models.items()]
+    jobs = [goal, fit.fit_own_texts(trial_texts_job()), *trainings, *training_jobs(request)]
+    request.run(find_needed([goal], jobs), _finish)
+
+
+def prepare_models(request: Request) -> None:
+    request.fitted.prepare()
+    Path("models").mkdir(exist_ok=True)
+    if request.shipped:
+        take_shipped()
+
+
+def take_shipped() -> None:
+    """Put the readouts that radq brings along in the place of our first trainings."""
+    for task in TASKS.values():
+        folder = Path(model_folder(task, OURS))
+        if not folder.exists():
+            shutil.copytree(reward_folder(task.name), folder)
+        write_json(f"{folder}.json", {"command": "shipped with radq", "metrics": {}})
 
 
 def training_jobs(request: Request) -> list[Job]:
-    if request.rehearse:
-        prepare_rehearsal()
-    Path("models").mkdir(exist_ok=True)
-    shrink = shrink_training if request.rehearse else dict
-    trainings = [training_job(name, shrink(settings)) for name, settings in MODELS.items()]
-    own = [shrink_own_texts(job) if request.rehearse else job for job in own_texts_jobs()]
-    return [*own, *trainings]
+    fit = request.fitted
+    trainings = [training_job(name, fit.fit_training(name, settings)) for name, settings in MODELS.items()]
+    return [*map(fit.fit_own_texts, own_texts_jobs()), *trainings]
 
 
 def choosing_jobs(request: Request) -> list[Job]:
@@ -70,12 +117,8 @@ def choosing_jobs(request: Request) -> list[Job]:
         choosing_job(task, name, settings, request)
         for method in CHOOSING
         for task in TASKS.values()
-        for name, settings in dev_sweeps(task, method).items()
+        for name, settings in dev_sweeps(task, request.base.fit_method(method)).items()
     ]
-
-
-def testing_jobs(request: Request) -> list[Job]:
-    return [job for run in RUNS for job in (keep_job(*run), testing_job(*run, request))]
 
 
 def second(request: Request) -> None:
@@ -86,44 +129,47 @@ def second(request: Request) -> None:
 def choosing_job(task: Task, name: str, settings: dict[str, Any], request: Request) -> Job:
     """A sweep over dev prompts."""
     models = [guide["folder"] for guide in settings["guides"].values()]
-    return sweep_job(f"dev/{name}", task, models, (), lambda: settings, request)
+    return sweep_job(f"dev/{name}", [*models, judge_folder(task)], (), lambda: settings, request)
 
 
 def testing_job(task: Task, method: Method, request: Request) -> Job:
     """The sweep over test prompts, with the settings that are chosen once all of them were tried on dev prompts."""
-    choosing = METHODS[method.like or method.name]
-    tried = dev_sweeps(task, choosing) if choosing.dev_beta else {}
-    models = [model_folder(task, model) for model in method.models]
+    method, choosing = (request.base.fit_method(METHODS[name]) for name in (method.name, method.like or method.name))
+    models = [*(model_folder(task, model) for model in method.models), judge_folder(task)]
+    choice = Path(choice_file(task, choosing))
+    tried = dev_sweeps(task, choosing) if choosing.dev_beta and not choice.exists() else {}
 
     def settings() -> dict[str, Any]:
-        if not tried:
+        if not choosing.dev_beta:
             return contest_sweep(task, method, {})
-        choice = choose_settings(task, choosing)
-        if choosing is method:
-            write_json(choice_file(task, method), choice)
-        return contest_sweep(task, method, choice["chosen"])
+        if not choice.exists():
+            write_json(choice, choose_settings(task, choosing))
+        return contest_sweep(task, method, json.loads(choice.read_text())["chosen"])
 
     waits_for = tuple(f"dev/{name}.json" for name in tried)
-    return sweep_job(f"contest/{task.name}-{method.name}", task, models, waits_for, settings, request)
+    return sweep_job(f"contest/{task.name}-{method.name}", models, waits_for, settings, request)
+
+
+def judge_folder(task: Task) -> str:
+    return f"models/judge-{task.name}"
 
 
 def sweep_job(
     run: str,
-    task: Task,
     models: list[str],
     waits_for: tuple[str, ...],
     settings: Callable[[], dict[str, Any]],
     request: Request,
 ) -> Job:
-    """A sweep, which waits for its models and judges; its settings are asked for when it begins."""
+    """A sweep, which waits for its models and their judge; its settings are asked for when it begins."""
 
     def prepare() -> None:
-        sweep = shrink_sweep(settings()) if request.rehearse else settings()
+        sweep = request.fitted.fit_sweep(settings())
         Path(run).parent.mkdir(exist_ok=True)
         Path(f"{run}.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False, allow_unicode=True))
 
     command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
-    needs = (*waits_for, f"models/judge-{task.name}.json", *(f"{model}.json" for model in models))
+    needs = (*waits_for, *(f"{model}.json" for model in models))
     return Job(run.replace("/", "-"), command, f"{run}.json", needs, prepare=prepare, memory=SWEEP_MEMORY)
 
 
@@ -142,5 +188,6 @@ def _finish(job: Job, output: str, seconds: float) -> None:
 
 CONTEST_PIECES = {
     "contest": contest,
+    "trial": trial,
     "second": second,
 }

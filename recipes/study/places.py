@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bases import BaseModel, read_base
 from choices import TARGET, read_choice
 from kept import KeptCell, read_kept, read_kept_prompts
 from methods import BASE, METHODS, TASKS, TRAININGS, UNGUIDED, Task
@@ -27,6 +28,7 @@ SECOND_JUDGE = {
 class Place:
     """What was measured of a task on one class of prompts."""
 
+    base_model: BaseModel
     task: Task
     group: str
     rows: np.ndarray  # the places of its prompts among those of the task
@@ -86,7 +88,7 @@ def read_places(folder: Path) -> list[Place]:
     """Read all places of a measured contest."""
     if not folder.is_dir():
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a contest.")
-    mauve = read_mauve(folder)
+    mauve, base_model = read_mauve(folder), read_base(folder)
     places = []
     for task in TASKS.values():
         prompts = read_kept_prompts(folder, task.name)
@@ -94,7 +96,7 @@ def read_places(folder: Path) -> list[Place]:
         chosen = {name: read_choice(folder, task, method) for name, method in METHODS.items()}
         for group in task.groups:
             here = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
-            places.append(Place(task, group, prompts.rows(group), cells, chosen, here))
+            places.append(Place(base_model, task, group, prompts.rows(group), cells, chosen, here))
     return places
 
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from bases import FILE
 from contest import MODELS
 from kept import read_kept_prompts, write_prompts
 from methods import TASKS
@@ -20,6 +21,8 @@ def publish(run: Path, out: Path) -> None:
     for name in ("choices", "kept", "second"):
         if (run / name).exists():
             shutil.copytree(run / name, out / name, dirs_exist_ok=True)
+    if (run / FILE).exists():
+        shutil.copy(run / FILE, out)
     (out / "models").mkdir(parents=True, exist_ok=True)
     for file in sorted((run / "models").glob("*.json")):
         if file.stem in MODELS:

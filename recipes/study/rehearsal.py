@@ -10,12 +10,13 @@ import json
 import runpy
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, TextIO
 from unittest.mock import patch
 
+from bases import CONVERTED, EMBEDDED, BaseModel
 from jobs import RADQ, Job
 
 from radq.cli import main
@@ -41,6 +42,7 @@ SMALLER = {  # where a training has such a setting
     "backbone_dtype": "float32",
 }
 SWEEP = {"base": TOY, "samples": 2, "max_new_tokens": 6, "batch_size": 1000, "dtype": "float32", "resamples": 20}
+BASE_NAMES = ("embedded", CONVERTED)
 LARGEST_K = 20  # the toy has few tokens
 OWN_TEXTS = ["--base", TOY, "--number", "200", "--tokens", "20", "--batch-size", "100", "--dtype", "float32"]
 
@@ -54,6 +56,7 @@ def prepare_rehearsal() -> None:
     names = {"sentiment": "sentiment", "sst2-dev": "sentiment", "toxicity": "toxicity"}
     kinds = product(("sentiment", "toxicity"), ("", "-unseen"))
     names |= {f"judge-{attribute}{end}": attribute for attribute, end in kinds}
+    names |= dict.fromkeys(("half-judge-toxicity", "half-toxicity"), "toxicity")
     for name, attribute in names.items():
         _write(name, [{"text": text, attribute: round(label)} for text, label in reviews])
     beginnings = [" ".join(text.split()[:3]) for text, _ in reviews]
@@ -68,29 +71,48 @@ def _write(name: str, rows: list[dict[str, Any]]) -> None:
     Path(f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@dataclass(frozen=True)
+class Rehearsal(BaseModel):
+    """The settings of a base model, shrunk, with the toy in its place."""
+
+    of: BaseModel = EMBEDDED
+
+    def prepare(self) -> None:
+        prepare_rehearsal()
+
+    def fit_training(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        return shrink_training(self.of.fit_training(name, settings))
+
+    def fit_own_texts(self, job: Job) -> Job:
+        return shrink_own_texts(self.of.fit_own_texts(job))
+
+    def fit_sweep(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return shrink_sweep(self.of.fit_sweep(settings))
+
+
 def shrink_training(settings: dict[str, Any]) -> dict[str, Any]:
     smaller = {name: value for name, value in SMALLER.items() if name in settings}
-    models = {name: TOY for name in ("backbone", "base") if settings.get(name) == "embedded"}
+    models = {name: TOY for name in ("backbone", "base") if settings.get(name) in BASE_NAMES}
     kept = {name: value for name, value in settings.items() if name != "epochs"}
     codes = {"code_high": "good", "code_low": "bad"} if settings.get("method") == "gedi" else {}  # words of the toy
     return kept | smaller | models | codes | TRAINING
 
 
 def shrink_sweep(settings: dict[str, Any]) -> dict[str, Any]:
-    judges = {name: use | {"judge": _judge_at_hand(use["judge"])} for name, use in settings["judges"].items()}
+    trained = next(use["judge"] for use in settings["judges"].values() if use["judge"].startswith("reward:"))
+    judges = {name: use | {"judge": _judge_at_hand(use["judge"], trained)} for name, use in settings["judges"].items()}
     few = {"top_k": [min(k, LARGEST_K) for k in settings["top_k"]]}
     return settings | SWEEP | {"judges": judges} | few
 
 
-def _judge_at_hand(judge: str) -> str:
+def _judge_at_hand(judge: str, other: str) -> str:
     """The judge, or another one in place of an ONNX model whose folder is not there."""
     kind, _, folder = judge.partition(":")
-    return "reward:models/judge-toxicity" if kind == "onnx" and not Path(folder).exists() else judge
+    return other if kind == "onnx" and not Path(folder).exists() else judge
 
 
 def shrink_own_texts(job: Job) -> Job:
-    command = [part for part in job.command if part not in ("--dtype", "float16")]
-    return replace(job, command=[*command, *OWN_TEXTS])
+    return replace(job, command=[*job.command, *OWN_TEXTS])  # the last of equal options counts
 
 
 def run_here(job: Job, log: TextIO) -> tuple[int, str]:

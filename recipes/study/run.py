@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from itertools import islice, repeat
 from multiprocessing import get_context
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from bases import BASES, CONVERTED, EMBEDDED
 from jobs import RADQ, Job, keep_json, run_all, write_json
 from pieces import CONTEST_PIECES, Request
 from sklearn.metrics import roc_auc_score
@@ -35,11 +36,13 @@ from splits import prepare
 from trainings import JUDGES, describe_model, training_job
 
 from radq import RewardGuide, RewardModel, generate
+from radq.errors import RadqError
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import ScoredTexts, measure
-from radq.files import read_lines
+from radq.files import read_lines, whole_folder
 from radq.judges.encoders import load_encoder
 from radq.judges.models import load_judge
+from radq.models.gguf import convert_gguf
 from radq.models.loading import find_device, load_causal_lm, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -285,6 +288,13 @@ def read_excerpt(file: Path) -> dict[tuple[str, str], list[list[str]]]:
 
 # --- the command line ---
 
+
+def convert(gguf: str) -> None:
+    """Write the language model of a GGUF file into the folder that a contest of another base model reads."""
+    with whole_folder(Path(CONVERTED)) as temporary:
+        convert_gguf(gguf, temporary, torch.bfloat16)
+
+
 PIECES: dict[str, Callable[[int], None]] = {
     "train": train,
     "judges": judges,
@@ -327,18 +337,22 @@ def gpu_memory() -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="piece", required=True)
-    functions: dict[str, Callable[..., None]] = {"prepare": prepare, **PIECES, **CONTEST_PIECES}
+    functions: dict[str, Callable[..., None]] = {"prepare": prepare, "convert": convert, **PIECES, **CONTEST_PIECES}
     for piece, function in functions.items():
         command = commands.add_parser(piece, help=(function.__doc__ or "").split("\n")[0])
         command.add_argument("--folder", type=Path, required=True, help="the folder of the study; data/ lies in it")
         if piece == "prepare":
             for source in ("rtp", "neutral", "negative", "imdb"):
                 command.add_argument(source, type=os.path.abspath)
+        elif piece == "convert":
+            command.add_argument("gguf", type=os.path.abspath)
         else:
             command.add_argument("--jobs", type=int, default=4, help="number of commands that run at the same time")
             command.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
         if piece in CONTEST_PIECES:
-            command.add_argument("--only", default="", help="regular expression for the names of jobs; by default all")
+            command.add_argument("--base", type=BASES.__getitem__, default=EMBEDDED, help=f"one of {', '.join(BASES)}")
+            command.add_argument("--only", default="", help="regular expression for TASK-METHOD; by default all")
+            command.add_argument("--shipped", action="store_true", help="test the readouts that radq brings along")
             command.add_argument(
                 "--memory", type=float, default=gpu_memory(), help="GB that commands may take together"
             )
@@ -353,9 +367,12 @@ def main() -> None:
     if arguments.piece == "prepare":
         prepare(arguments.rtp, arguments.neutral, arguments.negative, arguments.imdb)
         return
+    if arguments.piece == "convert":
+        convert(arguments.gguf)
+        return
     began = time.time()
     if arguments.piece in CONTEST_PIECES:
-        request = Request(arguments.jobs, arguments.only, arguments.rehearse, arguments.memory)
+        request = Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})
         request.check()
         CONTEST_PIECES[arguments.piece](request)
     else:
@@ -364,4 +381,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RadqError as error:
+        sys.exit(f"error: {error}")

@@ -52,6 +52,19 @@ def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
     _write_rows("judge-sentiment", _ends_of_reviews(reviews[UNSEEN_REVIEWS:], rng))
     _write_rows("judge-sentiment-unseen", _ends_of_reviews(reviews[:UNSEEN_REVIEWS], rng))
     prepare_other_prompts(others)
+    prepare_halves(seen)
+
+
+def prepare_halves(records: list[dict[str, Any]]) -> None:
+    """Write Perspective's scores of one half of the records for a reward model, and of the other for its judge.
+
+    The reward model's half holds no dev prompts.
+    """
+    half = len(records) // 2
+    dev = {row["prompt"] for row in _read_rows("data/dev-rtp.jsonl")}
+    learnt = [record for record in records[half:] if record["prompt"]["text"] not in dev]
+    _write_rows("half-judge-toxicity", _perspective_scores(records[:half]))
+    _write_rows("half-toxicity", _perspective_scores(learnt))
 
 
 def prepare_other_prompts(others: dict[str, list[dict[str, Any]]]) -> None:

@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from radq.models.rad_q import RadQ
 from radq.settings import read_yaml
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 
+BASE_METHOD = SimpleNamespace(name="base")
 QUICK = Bootstrap(resamples=100)
 Modules = dict[str, ModuleType]
 
@@ -35,15 +36,13 @@ def test_every_training_finds_what_it_needs(modules: Modules, tmp_path: Path, mo
     contest, trainings = modules["contest"], modules["trainings"]
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
-    jobs = [*contest.own_texts_jobs(), *(trainings.training_job(*item) for item in contest.MODELS.items())]
+    models = contest.MODELS | modules["trials"].trial_models()
+    own_texts = [*contest.own_texts_jobs(), modules["trials"].trial_texts_job()]
+    jobs = [*own_texts, *(trainings.training_job(*item) for item in models.items())]
     made = {job.makes for job in jobs}
-    assert len(made) == len(jobs) == 2 * 17 + 4
+    assert len(made) == len(jobs) == 2 * 17 + 4 + 6
     assert all(set(job.needs) <= made for job in jobs)
-    for name, settings in contest.MODELS.items():
-        kind: Any = ExpertTrainingConfig if "method" in settings else RewardTrainingConfig
-        config = read_yaml(Path(f"models/{name}.yaml"), kind)
-        config.check()
-        assert config.eval_data or config.eval_share, name  # every model has metrics on held-out texts
+    check_trainings(models)
     needs = {job.name: set(job.needs) for job in jobs}
     assert needs["own-toxicity-again"] == {"models/toxicity-classifier-again.json"}
     assert needs["toxicity-value-again"] == {
@@ -51,6 +50,54 @@ def test_every_training_finds_what_it_needs(modules: Modules, tmp_path: Path, mo
         "data/own-toxicity-again.jsonl",
     }
     assert needs["toxicity-readout-gedi"] == {"models/toxicity-gedi.json", "data/own-toxicity.jsonl"}
+
+
+def check_trainings(models: dict[str, dict[str, Any]]) -> None:
+    for name, settings in models.items():
+        kind: Any = ExpertTrainingConfig if "method" in settings else RewardTrainingConfig
+        config = read_yaml(Path(f"models/{name}.yaml"), kind)
+        config.check()
+        assert config.eval_data or config.eval_share, name  # every model has metrics on held-out texts
+
+
+def test_the_settings_of_a_larger_base_model(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models but judges read the larger base model; classifier, values and student are readouts of it."""
+    base, pieces = modules["bases"].BASES["tinyllama"], modules["pieces"]
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    request = pieces.Request(base=base)
+    jobs = {job.name: job for job in pieces.training_jobs(request)}
+    fitted = {name: yaml.safe_load(Path(f"models/{name}.yaml").read_text()) for name in modules["contest"].MODELS}
+    check_trainings(fitted)
+    for name, settings in fitted.items():
+        assert settings["backbone"] == ("embedded" if name.startswith("judge") else "base")
+    readouts = [fitted[f"toxicity-{name}"] for name in ("classifier", "value", "readout")]
+    assert [(one["reads"], one.get("kind", "q")) for one in readouts] == [("base", "v"), ("base", "v"), ("base", "q")]
+    assert fitted["toxicity-rad-q"]["num_layers"] == base.first_layers
+    assert jobs["own-toxicity"].command[-4:] == ["--base", "base", "--dtype", "bfloat16"]
+    sweep = base.fit_sweep(modules["methods"].contest_sweep(modules["methods"].TASKS["sentiment"], BASE_METHOD, {}))
+    assert [part["limit"] for part in sweep["prompts"]] == [250, 250]
+    assert sweep["base"] == "base"
+    assert list(
+        modules["methods"].dev_sweeps(
+            modules["methods"].TASKS["toxicity"], base.fit_method(modules["methods"].METHODS["dexperts"])
+        )
+    ) == [f"toxicity-dexperts-2e-5-k{k}" for k in (5, 10, 20, 40)]
+
+
+def test_a_folder_belongs_to_one_base_model(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bases, pieces = modules["bases"], modules["pieces"]
+    monkeypatch.chdir(tmp_path)
+    tinyllama = pieces.Request(base=bases.BASES["tinyllama"])
+    tinyllama.check()
+    tinyllama.check()
+    with pytest.raises(SystemExit, match="holds a contest of TinyLlama-1.1B-Chat"):
+        pieces.Request().check()
+    with pytest.raises(SystemExit, match="the base model is missing"):
+        pieces.contest(tinyllama)
+    with pytest.raises(SystemExit, match="leave --shipped out"):
+        pieces.Request(base=bases.BASES["tinyllama"], shipped=True).check()
+    assert bases.read_base(tmp_path / "nowhere") == bases.EMBEDDED  # an older study
 
 
 def test_the_second_chain_shares_nothing_with_the_first(modules: Modules) -> None:
@@ -77,13 +124,15 @@ def test_baselines_see_as_many_texts_as_the_classifier(modules: Modules) -> None
 
 
 def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) -> None:
-    methods, models = modules["methods"], modules["contest"].MODELS
+    methods, models = modules["methods"], modules["contest"].MODELS | modules["trials"].trial_models()
     choice = {"top_k": 10, "top_p": None, "filter_p": 0.4, "beta": [1.0, 2.0]}
     for task in methods.TASKS.values():
         settings = [s for method in methods.CHOOSING for s in methods.dev_sweeps(task, method).values()]
         for method in methods.METHODS.values():
             model = {"model": method.models[-1] if method.models else ""}
             settings.append(methods.contest_sweep(task, method, choice | model))
+        if task.name == "toxicity":
+            settings.append(modules["trials"].trial_sweep())
         for one in settings:
             (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(one, allow_unicode=True))
             sweep = load_sweep(tmp_path / "sweep.yaml")
@@ -166,7 +215,7 @@ def dev_row(guide: str, beta: float | None, ratio: float, attribute: float) -> d
 
 @pytest.fixture(scope="module")
 def contest_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a real sweep of the toy, contest/toxicity-12, with two guides."""
+    """A folder with a real sweep of the toy, contest/toxicity-rad-q, with two guides."""
     folder = tmp_path_factory.mktemp("contest")
     (folder / "data").mkdir()
     (folder / "data" / "rtp.jsonl").write_text("".join(f'{{"prompt": "the film was {n}"}}\n' for n in range(6)))
@@ -190,7 +239,7 @@ def contest_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "resamples": 20,
     }
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    argv = ["--config", str(folder / "sweep.yaml"), "--out", str(folder / "contest" / "toxicity-12")]
+    argv = ["--config", str(folder / "sweep.yaml"), "--out", str(folder / "contest" / "toxicity-rad-q")]
     assert main(["eval", *argv, "--cache", str(folder / "cache"), "--json"]) == 0
     return folder
 
@@ -198,12 +247,12 @@ def contest_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_comparisons_from_kept_sums_equal_those_from_texts(
     modules: Modules, contest_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, run = modules["kept"], contest_run / "contest" / "toxicity-12"
+    kept, run = modules["kept"], contest_run / "contest" / "toxicity-rad-q"
     monkeypatch.chdir(contest_run)
-    kept.keep_run("toxicity", "12")
+    kept.keep_run("toxicity", "rad-q")
     sweep = load_sweep(run / "config.yaml")
     measured = read_measured_cells(run, sweep, sweep.read_prompts())
-    cells = kept.read_kept(contest_run, "toxicity", "12")
+    cells = kept.read_kept(contest_run, "toxicity", "rad-q")
     assert [cell.texts for cell in cells] == [[samples[0] for samples in one.texts] for one in measured]
     check_values(modules, sweep, measured, cells)
     guides = ("one", "other")
@@ -223,7 +272,7 @@ def check_values(modules: Modules, sweep: Sweep, measured: list[Any], cells: lis
     for one, cell in zip(measured, cells, strict=True):
         for metric, value in one.estimate(sweep.judges, sweep.metrics, range(6), QUICK).items():
             assert cell.sums[metric].value == pytest.approx(value["value"], rel=3e-5), metric
-    assert modules["kept"].read_kept(Path("nowhere"), "toxicity", "12") == []
+    assert modules["kept"].read_kept(Path("nowhere"), "toxicity", "rad-q") == []
 
 
 def test_a_single_point_is_compared_where_it_lies() -> None:
@@ -398,6 +447,53 @@ def test_a_job_that_waits_keeps_no_other_from_running(
     assert ran == ["first", "last", "waits"]
 
 
+def test_only_what_is_missing_is_run(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is there needs nothing more, although what it was made of is gone."""
+    jobs = modules["jobs"]
+    monkeypatch.chdir(tmp_path)
+    needs = {"a": (), "b": ("a",), "c": ("b",), "d": ("a", "given"), "e": ("d",)}
+    chain = [jobs.Job(name, [], name, needs[name]) for name in "edcba"]
+    found = jobs.find_needed([chain[0], chain[2]], chain)
+    assert [job.name for job in found] == list("edcba")
+    Path("c").touch()
+    assert [job.name for job in jobs.find_needed([chain[0], chain[2]], chain)] == list("eda")
+    Path("d").touch()
+    assert [job.name for job in jobs.find_needed([chain[0], chain[2]], chain)] == ["e"]
+    Path("e").touch()
+    assert jobs.find_needed([chain[0], chain[2]], chain) == []
+
+
+def test_a_contest_goes_on_from_published_numbers(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Second trainings take the published choice of settings; neither the first ones nor dev prompts run again."""
+    measured = Path(__file__).parents[2] / "recipes" / "study" / "measured" / "contest"
+    pieces = modules["pieces"]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(measured, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "models" / "judge-sentiment.json").unlink()
+    ran: list[Any] = []
+    monkeypatch.setattr(pieces.Request, "run", lambda request, jobs, finish: ran.extend(jobs))
+    pieces.contest(pieces.Request(only="^sentiment-(readout.*again|readout|gedi)$", shipped=True))
+    chain = ("classifier-again", "value-again", "readout-again", "readout-student-again")
+    names = {job.name for job in ran}
+    assert {f"sentiment-{name}" for name in chain} <= names
+    assert "contest-sentiment-readout-again-keep" in names
+    assert not names & {
+        "contest-sentiment-readout",
+        "contest-sentiment-gedi",
+        "sentiment-readout",
+        "sentiment-gedi-2e-5",
+    }
+    assert not [name for name in names if name.startswith("dev-sentiment-readout-k")]
+    sweep = next(job for job in ran if job.name == "contest-sentiment-readout-again")
+    sweep.prepare()
+    settings = yaml.safe_load(Path("contest/sentiment-readout-again.yaml").read_text())
+    chosen = json.loads(Path("choices/sentiment-readout.json").read_text())["chosen"]
+    assert settings["guides"]["readout-again"]["beta"] == chosen["beta"]
+    assert json.loads(Path("models/sentiment-readout/config.json").read_text())["attributes"] == ["sentiment"]
+
+
 def test_jobs_wait_for_memory(modules: Modules) -> None:
     jobs = modules["jobs"]
     small, middle, large, huge = (jobs.Job(str(size), [], str(size), memory=size) for size in (1.0, 4.0, 8.0, 99.0))
@@ -413,16 +509,16 @@ def test_the_rehearsal_goes_through_all_pieces(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trained = "^((judge|own)-)?toxicity(-classifier|-value|-readout|-gedi)?$"
-    only = rf"{trained}|^(dev|contest)-toxicity-(readout|gedi|base|asked|best-of-n)(-k\d+|-keep)?$"
+    only = "^toxicity-(readout|dexperts|base|asked|best-of-n)$"
     request = modules["pieces"].Request(only=only, rehearse=True)
     contest = modules["pieces"].contest
     contest(request)
+    modules["pieces"].trial(request)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")}
     contest(request)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")} == made  # nothing was done twice
     tested = {file.stem for file in (tmp_path / "kept").glob("*.npz")}
-    assert tested == {f"toxicity-{name}" for name in ("readout", "gedi", "base", "asked", "best-of-n")}
+    assert tested == {f"toxicity-{name}" for name in ("readout", "dexperts", "base", "asked", "best-of-n")}
     assert "On nontoxic prompts; toxicity at multiples" in write_page(modules, tmp_path, tmp_path / "docs")
     with pytest.raises(SystemExit, match="holds a rehearsal"):
         modules["pieces"].Request().check()

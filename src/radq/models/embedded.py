@@ -12,11 +12,9 @@ import hashlib
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from radq.errors import ModelError, UnknownAttributeError, install_hint, require_package
+from radq.errors import ModelError, UnknownAttributeError, install_hint
 from radq.files import default_cache_folder, whole_folder
-from radq.models.hub import explained
 
 EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -51,9 +49,11 @@ def base_folder() -> Path:
     source = find_embedded()
     folder = default_cache_folder() / f"smollm2-135m-instruct-{source.stat().st_size}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
+        from radq.models.gguf import convert_gguf  # transformers takes seconds to import
+
         _check_room(folder)
         with whole_folder(folder) as temporary:
-            _convert(source, temporary)
+            convert_gguf(source, temporary)
     return folder
 
 
@@ -88,22 +88,3 @@ def _check_room(folder: Path) -> None:
             f"{str(folder.parent)!r} has {free / 2**20:.0f} MiB left; the embedded model takes {BYTES / 2**20:.0f}.",
             "make room, or set XDG_CACHE_HOME to another disk.",
         )
-
-
-def _convert(source: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    require_package("gguf", "demo")
-    with explained(source.parent, "the embedded model"):
-        options: dict[str, Any] = {"gguf_file": source.name}
-        loaded = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
-        config: Any = loaded.config
-        del config.quantization_config  # what is saved is no longer quantised
-        config._name_or_path = ""
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(loaded.state_dict())
-        model.tie_weights()
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)

@@ -1,0 +1,54 @@
+"""A trial of another toxicity model: the base model's own texts are scored by a second model, too.
+
+Jigsaw's comments, from which the classifier learns, read unlike the beginnings of texts that are steered. So a second
+RAD-V learns Perspective's scores of one half of RealToxicityPrompts' records, and both score the base model's texts.
+The judge of the trial learnt the other half. Every student is compared with our readout on dev prompts.
+"""
+
+from typing import Any
+
+from contest import own_texts, own_texts_job, readout, recipe
+from jobs import Job
+from methods import OURS, PLAIN_K, TASKS, model_folder, sweep_settings
+from trainings import JUDGES
+
+ATTRIBUTE, END = "toxicity", "-trial"
+JUDGE, SCORER = "half-judge-toxicity", "half-toxicity"
+SWEEP = "dev/toxicity-trial"
+NUM_TEXTS, NUM_PREFIXES, STEPS = 60_000, 40_000, 3000
+STRENGTH = 80.0  # of our readout, where it guides the first tokens of texts
+BETAS = [50.0, 80.0, 110.0, 150.0, 200.0]
+STUDENTS: dict[str, dict[str, Any]] = {
+    f"{OURS}{END}": {},
+    f"{OURS}{END}-rounds": {"rounds": 2, "num_prefixes": NUM_PREFIXES // 2, "round_beta": 60.0},
+}
+
+
+def trial_models() -> dict[str, dict[str, Any]]:
+    """The models of the trial by name, teachers before students."""
+    value = f"{ATTRIBUTE}-value{END}"
+    learns = {"data": [own_texts(ATTRIBUTE, END)]}
+    longer = learns | {"teacher": f"models/{value}", "num_prefixes": NUM_PREFIXES, "max_steps": STEPS}
+    return {
+        SCORER: JUDGES[f"judge-{ATTRIBUTE}"] | {"data": [f"data/{SCORER}.jsonl"]},
+        value: recipe(ATTRIBUTE, "3-value") | learns,
+        JUDGE: JUDGES[f"judge-{ATTRIBUTE}"] | {"data": [f"data/{JUDGE}.jsonl"]},
+        **{f"{ATTRIBUTE}-{name}": readout(ATTRIBUTE) | longer | changes for name, changes in STUDENTS.items()},
+    }
+
+
+def trial_texts_job() -> Job:
+    scorers = [f"models/{ATTRIBUTE}-classifier", f"models/{SCORER}"]
+    guide = f"{model_folder(TASKS[ATTRIBUTE], OURS)}:{ATTRIBUTE}={STRENGTH:g}"
+    return own_texts_job(ATTRIBUTE, END, scorers, guide, "--number", str(NUM_TEXTS))
+
+
+def trial_sweep() -> dict[str, Any]:
+    """The sweep that compares students with our readout, at the default number of candidates."""
+    task = TASKS[ATTRIBUTE]
+    guides = {
+        name: {"folder": model_folder(task, name), "weights": {ATTRIBUTE: task.side}, "beta": BETAS}
+        for name in (OURS, *STUDENTS)
+    }
+    judges = {**task.judges, ATTRIBUTE: task.judges[ATTRIBUTE] | {"judge": f"reward:models/{JUDGE}"}}
+    return sweep_settings(task, guides, "dev-", judges=judges, top_k=[PLAIN_K], resamples=1000)
