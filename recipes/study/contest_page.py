@@ -7,7 +7,7 @@ The page says how our readout stands to each other method, in words that rules c
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -33,7 +33,7 @@ from methods import (
     Method,
     Task,
 )
-from places import NOT_RUN, SECOND_JUDGE, Gain, Place, find_gain, others, read_places
+from places import NOT_RUN, OTHER_PERPLEXITY, SECOND_JUDGE, Gain, Place, find_gain, others, read_places
 
 from radq.errors import RadqError
 from radq.evaluation.comparison import AXES
@@ -81,6 +81,7 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
         *(f"![{plot.title}]({base.page}/{plot.name}.svg)\n" for plot in plots),
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
         f"## Second judges\n\n{_second_judges(folder, places, bootstrap)}",
+        *([f"## Another perplexity\n\n{other}"] if (other := _other_perplexity(places, bootstrap)) else []),
         f"## Settings\n\n{wrapped(_settings_tried(folder))}",
         f"## Limits\n\n{_limits(places)}",
     ]
@@ -288,18 +289,35 @@ def _times(number: int) -> str:
 
 def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) -> str:
     """The readout against each other method by judges of other families."""
-    header = ["gain over", *(place.group for place in places)]
-    rows = []
-    for name in others():
-        gains = [find_gain(p, name, "perplexity", SECOND_JUDGE[p.task.name], bootstrap) for p in places]
-        if any(not gain.reason for gain in gains):
-            rows.append([METHODS[name].title, *("–" if gain.reason else _gain(gain) for gain in gains)])
+    table = _gains_table(places, lambda p, name: find_gain(p, name, "perplexity", SECOND_JUDGE[p.task.name], bootstrap))
     text = (
         "The gains at equal perplexity by other judges: sentiment by a logistic regression on MiniLM's sentence "
         f"embeddings{_quality(folder)}, which reads a sample of {KEPT_TEXTS} prompts of each kind; toxicity by a BERT "
         "of two layers."
     )
-    return f"{wrapped(text)}\n{markdown_table(header, rows)}" if rows else "Not run.\n"
+    return f"{wrapped(text)}\n{table}" if table else "Not run.\n"
+
+
+def _other_perplexity(places: Sequence[Place], bootstrap: Bootstrap) -> str:
+    """The readout against each other method at equal perplexity under another language model; empty if not measured."""
+    table = _gains_table(
+        places, lambda p, name: find_gain(p, name, "perplexity", p.task.metric, bootstrap, OTHER_PERPLEXITY)
+    )
+    text = (
+        "The gains at equal perplexity under TinyLlama-1.1B-Chat, which shares neither weights nor tokenizer with the "
+        f"base model: that of all tokens of a sample of {KEPT_TEXTS} prompts of each kind."
+    )
+    return f"{wrapped(text)}\n{table}" if table else ""
+
+
+def _gains_table(places: Sequence[Place], find: Callable[[Place, str], Gain]) -> str:
+    """A row per method that can be compared in some place; empty if there are none."""
+    rows = []
+    for name in others():
+        gains = [find(place, name) for place in places]
+        if any(not gain.reason for gain in gains):
+            rows.append([METHODS[name].title, *("–" if gain.reason else _gain(gain) for gain in gains)])
+    return markdown_table(["gain over", *(place.group for place in places)], rows) if rows else ""
 
 
 def _quality(folder: Path) -> str:

@@ -39,6 +39,7 @@ class Request:
     only: str = ""  # a regular expression for TASK-METHOD; by default all
     rehearse: bool = False
     shipped: bool = False  # whether the readouts are those that radq brings along
+    lm: str = ""  # another language model for the perplexity of kept texts
     memory: float = math.inf  # GB of the GPU that commands may take together
 
     @property
@@ -122,8 +123,8 @@ def choosing_jobs(request: Request) -> list[Job]:
 
 
 def second(request: Request) -> None:
-    """Judge the kept texts of sentiment by a judge over MiniLM, and compute MAUVE."""
-    second_opinions(Path(), request.only, request.runner)
+    """Judge the kept texts of sentiment by a judge over MiniLM, and compute MAUVE and another perplexity."""
+    second_opinions(Path(), request.only, request.lm, request.runner)
 
 
 def choosing_job(task: Task, name: str, settings: dict[str, Any], request: Request) -> Job:

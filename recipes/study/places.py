@@ -14,7 +14,7 @@ from methods import BASE, METHODS, TASKS, TRAININGS, UNGUIDED, Task
 from radq.errors import OptionError
 from radq.evaluation.comparison import AXES, Point, compare_curves
 from radq.evaluation.estimates import Bootstrap, Estimate, estimate
-from radq.evaluation.metrics import positive_rate
+from radq.evaluation.metrics import corpus_perplexity, positive_rate
 from radq.files import read_lines
 
 NAN, NOT_RUN = float("nan"), "not run"
@@ -22,6 +22,7 @@ SECOND_JUDGE = {
     "sentiment": "positive_rate[minilm]",
     "toxicity": "avg_max[bert-tiny]",
 }  # their metrics
+OTHER_PERPLEXITY = "other_perplexity"  # of kept texts under another language model
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,28 @@ def read_places(folder: Path) -> list[Place]:
 
 
 def _read_cells(folder: Path, task: Task, method: str) -> list[KeptCell]:
-    """The cells of a method, with the sums of the second judge where it has read their texts."""
+    """The cells of a method, with the sums of the second judge and of another perplexity, where they were measured."""
     cells = read_kept(folder, task.name, method)
     scores = second_file(folder, task.name, method)
     if scores.exists():
         with np.load(scores, allow_pickle=False) as arrays:
             for cell in cells:
                 cell.sums[SECOND_JUDGE[task.name]] = positive_rate(arrays[cell.name].astype(np.float64)[:, None])
+    likelihoods = likelihood_file(folder, task.name, method)
+    if likelihoods.exists():
+        with np.load(likelihoods, allow_pickle=False) as arrays:
+            for cell in cells:
+                nll, tokens = arrays[cell.name].astype(np.float64)[:, :, None]
+                cell.sums[OTHER_PERPLEXITY] = corpus_perplexity(nll, tokens.astype(int))
     return cells
 
 
 def second_file(folder: Path, task: str, method: str) -> Path:
     return folder / "second" / f"{task}-{method}.npz"
+
+
+def likelihood_file(folder: Path, task: str, method: str) -> Path:
+    return folder / "second" / f"likelihood-{task}-{method}.npz"
 
 
 def read_mauve(folder: Path) -> dict[tuple[str, str, str, str], float]:
@@ -140,16 +151,20 @@ class Gain:
         return "better" if low > 0 else "worse" if high < 0 else "cannot be told"
 
 
-def find_gain(place: Place, other: str, axis: str, metric: str, bootstrap: Bootstrap) -> Gain:
+def find_gain(
+    place: Place, other: str, axis: str, metric: str, bootstrap: Bootstrap, measured_as: str | None = None
+) -> Gain:
     """Compare all trainings of our method with another one; the interval spans those of all trainings.
 
-    So it holds what resampled prompts change, and what another training changes.
+    So it holds what resampled prompts change, and what another training changes. `measured_as` names the kept metric
+    of the axis if it has another name.
     """
-    theirs = _points(place, _compared_cells(place, other), axis, metric)
+    across = measured_as or axis
+    theirs = _points(place, _compared_cells(place, other), across, metric)
     found, reason = [], NOT_RUN
     for training in TRAININGS:
         cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
-        ours = _points(place, cells, axis, metric)
+        ours = _points(place, cells, across, metric)
         if len(ours) < 2 or not theirs:
             continue
         try:
@@ -172,7 +187,7 @@ def _compared_cells(place: Place, method: str) -> list[KeptCell]:
 
 
 def _points(place: Place, cells: Sequence[KeptCell], axis: str, metric: str) -> list[Point]:
-    known = [cell for cell in cells if metric in cell.sums]
+    known = [cell for cell in cells if metric in cell.sums and axis in cell.sums]
     return [(cell.take(axis, place.rows), cell.take(metric, place.rows)) for cell in known]
 
 

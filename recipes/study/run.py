@@ -352,6 +352,7 @@ def parse_arguments() -> argparse.Namespace:
         if piece in CONTEST_PIECES:
             command.add_argument("--base", type=BASES.__getitem__, default=EMBEDDED, help=f"one of {', '.join(BASES)}")
             command.add_argument("--only", default="", help="regular expression for TASK-METHOD; by default all")
+            command.add_argument("--lm", default="", help="folder of TinyLlama-1.1B-Chat, for another perplexity")
             command.add_argument("--shipped", action="store_true", help="test the readouts that radq brings along")
             command.add_argument(
                 "--memory", type=float, default=gpu_memory(), help="GB that commands may take together"

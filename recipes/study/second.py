@@ -1,4 +1,4 @@
-"""A second judge of sentiment, over MiniLM, and MAUVE, both on the kept texts of a contest. No GPU is needed.
+"""A second judge of sentiment, over MiniLM, MAUVE and another perplexity, all on the kept texts of a contest.
 
 second/judge.json            AUC and accuracy of the judge on texts that it has not seen
 second/sentiment-METHOD.npz  CELL: the score of the text of each prompt
@@ -6,20 +6,26 @@ second/mauve.jsonl           a line per method and class of prompts: MAUVE of th
                              which settings were chosen (of the best cell, for methods without β), against the second
                              seed of the unguided base model; the line of the unguided base model itself is the value
                              that chance alone leaves
+second/likelihood-TASK-METHOD.npz   CELL: negative log-likelihood and number of tokens of the text of each prompt under
+                             another language model, (2, p)
 """
 
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jobs import RADQ, Job, Run, keep_json, run_all, run_command, write_json
 from kept import KeptCell, read_kept, read_kept_prompts
-from methods import BASE, METHODS
-from places import Place, read_mauve, read_places, second_file
+from methods import BASE, METHODS, TASKS
+from places import Place, likelihood_file, read_mauve, read_places, second_file
 
+from radq import load
 from radq.evaluation.mauve import MAUVE_MIN_SAMPLES, mauve
+from radq.evaluation.perplexity import measure_likelihoods
 from radq.files import read_lines, whole_file
 from radq.judges.base import Judge
 from radq.judges.encoders import Encoder, load_encoder
@@ -27,15 +33,21 @@ from radq.judges.models import load_judge
 from radq.models.loading import find_device
 
 TASK, JUDGE, ENCODER = "sentiment", "models/judge-minilm", "minilm"
+BATCH = 256  # texts whose likelihoods are measured together
 
 
-def second_opinions(folder: Path, only: str = "", run: Run = run_command) -> None:
-    """Judge and compare the texts that have not been; `only` selects methods by TASK-METHOD."""
+def second_opinions(folder: Path, only: str = "", lm: str = "", run: Run = run_command) -> None:
+    """Judge and compare the texts that have not been; `only` selects methods by TASK-METHOD.
+
+    `lm` is the folder of another language model, under which perplexity is measured; there is none by default.
+    """
     methods = [name for name in METHODS if re.search(only, f"{TASK}-{name}")]
     judge = train_judge(folder, run)
     for method in methods:
         judge_method(folder, method, judge)
     compute_mauve(folder, only)
+    if lm:
+        measure_fluency(folder, only, lm)
 
 
 # --- the judge ---
@@ -72,6 +84,32 @@ def judge_method(folder: Path, method: str, judge: Judge) -> None:
 def add_prompts(prompts: list[str], texts: list[str]) -> list[str]:
     """What the judge reads; a blank text stays blank."""
     return [prompt + text if text.strip() else text for prompt, text in zip(prompts, texts, strict=True)]
+
+
+# --- another perplexity ---
+
+
+def measure_fluency(folder: Path, only: str, name: str) -> None:
+    """Write the likelihoods of the kept texts under another language model."""
+    missing = [
+        (task, method)
+        for task, method in product(TASKS, METHODS)
+        if re.search(only, f"{task}-{method}") and not likelihood_file(folder, task, method).exists()
+    ]
+    lm, tokenizer = load(name, device=find_device("auto"))
+    for task, method in missing:
+        cells = read_kept(folder, task, method)
+        if cells:
+            prompts = read_kept_prompts(folder, task).texts
+            found = {cell.name: _likelihoods(lm, tokenizer, prompts, cell.texts) for cell in cells}
+            with whole_file(likelihood_file(folder, task, method)) as temporary, temporary.open("wb") as stream:
+                np.savez_compressed(stream, **found)
+            print(f"likelihood-{task}-{method}: done", flush=True)
+
+
+def _likelihoods(lm: Any, tokenizer: Any, prompts: list[str], texts: list[str]) -> np.ndarray:
+    found = measure_likelihoods(lm, tokenizer, prompts, texts, batch_size=BATCH)
+    return np.stack([found.nll, found.tokens]).astype(np.float32)
 
 
 # --- MAUVE ---

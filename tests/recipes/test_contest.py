@@ -14,10 +14,12 @@ import torch
 import yaml
 from classifiers import make_classifier
 
+from radq import load
 from radq.cli import main
 from radq.errors import OptionError
 from radq.evaluation.comparison import compare_at_equal, compare_curves
 from radq.evaluation.estimates import Bootstrap, Sums
+from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import Sweep, load_sweep
 from radq.evaluation.sweep.measure import read_measured_cells
 from radq.models.rad_q import RadQ
@@ -373,6 +375,26 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     assert all((tmp_path / "docs" / name).stat().st_size < 200_000 for name in images)
     for line in page.splitlines():
         assert line.startswith(("|", "!", "<!--")) or len(line) <= 120
+
+
+def test_another_perplexity_of_kept_texts(modules: Modules, toy: Path, tmp_path: Path) -> None:
+    folder = make_contest(modules, tmp_path / "measured", left_out=("value", "classifier"))
+    modules["second"].measure_fluency(folder, "toxicity-(readout|gedi)$", str(toy))
+    assert len(list((folder / "second").iterdir())) == 2
+    place = modules["places"].read_places(folder)[-1]
+    lm, tokenizer = load(toy)
+    cell = place.guided("gedi")[0]
+    found = measure_likelihoods(lm, tokenizer, [f"prompt {n}" for n in range(PROMPTS)], cell.texts)
+    wanted = np.exp(found.nll.sum() / found.tokens.sum())
+    assert place.value(cell, modules["places"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
+    for n, cells in enumerate(zip(place.guided("readout"), place.guided("gedi"), strict=True)):
+        for cell in cells:
+            totals = np.full(PROMPTS, float(n + 1))
+            cell.sums[modules["places"].OTHER_PERPLEXITY] = Sums(totals, np.ones(PROMPTS), exponential=True)
+    text = modules["contest_page"]._other_perplexity([place], QUICK)
+    # both methods have the same perplexities; the readout moves by 0.1 more for each unit of 0.15, 0.30, 0.45
+    assert re.search(r"\| GeDi \| \+3\.0 \[", text)
+    assert "DExperts" not in text
 
 
 def test_the_interval_spans_all_trainings(modules: Modules, tmp_path: Path) -> None:
