@@ -1,5 +1,6 @@
 """Readouts: rewards from the hidden states of the base model, by its own forward or by one beside it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.loading import find_backbone
-from radq.models.readout import ReadoutConfig
+from radq.models.readout import ReadoutConfig, check_base, sketch_weights
 from radq.models.reward import RewardModel
 
 
@@ -139,6 +140,39 @@ def test_only_its_own_base_model_is_steered(change: str, lm_folders: dict[str, P
     else:
         with pytest.raises(ModelError, match="reads the hidden states"):
             generate(lm, make_number_tokenizer(), ["5 6"], guide, max_new_tokens=2)
+
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("stored", TYPES)
+@pytest.mark.parametrize("trained", TYPES)
+@pytest.mark.parametrize("steered", TYPES)
+def test_a_base_model_is_known_in_every_data_type(
+    stored: torch.dtype, trained: torch.dtype, steered: torch.dtype
+) -> None:
+    """Its checkpoint, the training of the readout, and decoding may each have another one."""
+    lm = make_lm("llama").to(stored)
+    lm.model.layers[0].mlp.up_proj.weight.data[0, :4] = torch.tensor([0.0, 3e-7, -5e-5, 1e-3], dtype=stored)
+    sketch = sketch_weights(copy.deepcopy(lm).to(trained))
+    check_base(sketch, copy.deepcopy(lm).to(steered))
+
+
+@pytest.mark.parametrize("change", [1e-2, 1e-3])
+@pytest.mark.parametrize("trained", TYPES)
+@pytest.mark.parametrize("steered", TYPES)
+def test_a_base_model_that_was_trained_a_little_further_is_another_one(
+    change: float, trained: torch.dtype, steered: torch.dtype
+) -> None:
+    lm = make_lm("llama")
+    torch.manual_seed(0)
+    for weight in lm.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)  # weights of norms are no longer 1
+    sketch = sketch_weights(copy.deepcopy(lm).to(trained))
+    for weight in lm.parameters():
+        weight.data *= 1 + change * torch.randn_like(weight)
+    with pytest.raises(ModelError, match="has other weights"):
+        check_base(sketch, lm.to(steered))
 
 
 def test_layers_are_evenly_spaced() -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from training_runs import changed, losses, weights
 
+from radq import load
 from radq.cli import main
-from radq.errors import OptionError
+from radq.errors import ModelError, OptionError
 from radq.judges.models import load_judge
 from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.toy import NOUNS, VERBS
 from radq.training.checkpoints import find_checkpoints
@@ -123,6 +125,20 @@ def test_a_second_stage_goes_on_from_a_readout_of_values(settings: RewardTrainin
     for run in (value, second):
         *_, distill = next_commands(run, ["praise"])
         assert f"--backbone {settings.backbone} --reads base --out {run.out}-q" in distill
+
+
+def test_candidates_of_another_base_model_are_refused(
+    settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
+) -> None:
+    """A student that reads the states of one base model would never see those of the base model that it steers."""
+    lm, tokenizer = load(calm_toy)
+    for weight in lm.parameters():
+        weight.data *= 1.005
+    lm.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    RadV.from_backbone(calm_toy, ["praise"]).save_pretrained(tmp_path / "v")
+    with pytest.raises(ModelError, match=r"and '.*other' has other weights"):
+        train(changed(settings, teacher=str(tmp_path / "v"), base=str(tmp_path / "other"), num_prefixes=16))
 
 
 @pytest.mark.slow

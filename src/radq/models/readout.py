@@ -24,7 +24,11 @@ from radq.models.loading import hidden_size
 
 NUM_LAYERS = 5  # that are read by default
 SAMPLES = 8  # numbers of each tensor in a sketch
-TOLERANCE = 0.01  # relative; bfloat16 rounds by at most 0.004, and quantisation by more than this
+DIGITS = {torch.bfloat16: 8, torch.float16: 11}  # binary ones of a number
+SMALLEST = 2.0**-25  # float16 may round by as much, however small a number is
+CLOSE = 1e-5  # relative: what another machine may change in a weight that it converts
+FEW = 1e-3  # share of numbers that such a change may tip to the next number of a half precision
+TOLERANCE = 0.01  # relative, for these; bfloat16 rounds by at most 0.004
 
 
 @dataclass(frozen=True)
@@ -150,11 +154,29 @@ def check_base(sketch: Float[Tensor, "m s"], backbone: nn.Module, name: str = "t
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:
+    """Tell whether two sketches are of the same weights, each perhaps rounded to a smaller data type."""
     if one.shape != two.shape:
         return False
     one = one.float().cpu()
-    scale = one.square().mean(1, keepdim=True).sqrt()
-    return bool(((one - two).abs() <= TOLERANCE * (one.abs() + 0.1 * scale) + 1e-6).all())
+    types = [_smallest_type(numbers) for numbers in (one, two)]
+    slack = _rounding(one, types[0]) + _rounding(two, types[1]) if types[0] != types[1] else torch.zeros(())
+    apart = (one - two).abs()
+    few_apart = (apart > slack + CLOSE * one.abs()).float().mean() <= FEW
+    return bool(few_apart and (apart <= TOLERANCE * one.abs() + slack).all())
+
+
+def _smallest_type(numbers: Tensor) -> torch.dtype:
+    """The smallest data type that holds all numbers as they are."""
+    return next((dtype for dtype in DIGITS if torch.equal(numbers.to(dtype).float(), numbers)), torch.float32)
+
+
+def _rounding(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far rounded numbers may be from what they were before."""
+    if dtype not in DIGITS:
+        return torch.zeros(())
+    _, exponents = torch.frexp(numbers)
+    halves = torch.exp2((exponents - DIGITS[dtype] - 1).float())  # of the last digit
+    return torch.where(numbers == 0, SMALLEST, halves.clamp_min(SMALLEST))
 
 
 def join_layers(layers: Sequence[Sequence[int]]) -> tuple[int, ...]:

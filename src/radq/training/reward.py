@@ -20,9 +20,18 @@ from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
-from radq.models.loading import find_device, find_tokenizer, load_causal_lm, load_config, max_positions, num_logits
+from radq.models.loading import (
+    find_backbone,
+    find_device,
+    find_tokenizer,
+    load_causal_lm,
+    load_config,
+    max_positions,
+    num_logits,
+)
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
+from radq.models.readout import check_base
 from radq.models.reward import RewardModel
 from radq.training.arguments import choose_precision
 from radq.training.candidates import CandidateMaker
@@ -338,6 +347,8 @@ def _prepare_candidates(
         raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
     lm = load_causal_lm(config.base)
     student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
+    if student.readout is not None:
+        check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))
     prompts = choose_prompts(config, data.train, data.evaluation, lm, tokenizer)
     room = [context for context in (teacher.context, student.max_tokens) if context is not None]
     check_room(prompts, config, min(room, default=None))
