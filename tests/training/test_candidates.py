@@ -1,5 +1,6 @@
 """Distillation on the base's candidates: targets by brute force, losses by hand, rounds, resuming and mistakes."""
 
+import copy
 import shutil
 import warnings
 from collections import Counter
@@ -12,7 +13,7 @@ import pandas
 import pytest
 import torch
 from baselines import make_guide
-from families import VOCAB, make_lm, make_number_tokenizer, make_reward
+from families import VOCAB, make_lm, make_number_tokenizer, make_readout, make_reward
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -46,7 +47,7 @@ from radq.training.losses import candidate_loss, difference_loss
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
-from radq.training.teacher import GuideSource, RewardSource, Teacher, load_teacher
+from radq.training.teacher import GuideSource, RewardSource, Teacher, fingerprint_model, load_teacher
 from radq.training.teacher_names import split_teachers
 
 PREFIXES = [Prefix([5, 6, 7, 8, 9], [2, 4, 5]), Prefix([1, 11, 12], [3]), Prefix([13], []), Prefix([21, 22], [1, 2])]
@@ -129,6 +130,17 @@ def test_several_teachers_teach_the_mean(lm_folders: dict[str, Path]) -> None:
     assert len(fingerprints) == 4
     with pytest.raises(OptionError, match="one teacher has the attributes nice, rude, another rude"):
         Teacher([[one], [second]])
+
+
+def test_readouts_of_other_layers_have_other_fingerprints(lm_folders: dict[str, Path]) -> None:
+    one = make_readout("q", lm_folders["llama"], num_layers=1)
+    two = copy.deepcopy(one)
+    assert fingerprint_model(two) == fingerprint_model(one)
+    assert two.readout is not None
+    two.readout.layers = (1,)  # in place of (2,), with the same weights
+    text = torch.tensor([[5, 6, 7]])
+    assert not torch.allclose(one.next_rewards(text), two.next_rewards(text))
+    assert fingerprint_model(two) != fingerprint_model(one)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -288,8 +288,11 @@ def check_teacher(teacher: Teacher, student: RewardModel, teacher_name: str, stu
 
 def fingerprint_model(model: RewardModel) -> str:
     """Compute a fingerprint of all that a reward model's rewards depend on; the place of its folder does not count."""
-    settings = [model.config.attributes, model.config.loss, model.config.prepend_bos, model.config.bos_token_id]
-    backbone: Any = model.config.backbone
+    config = model.config
+    settings: list[Any] = [config.attributes, config.loss, config.prepend_bos, config.bos_token_id]
+    if model.readout is not None:
+        settings.append(model.readout.layers)  # no weight tells their numbers
+    backbone: Any = config.backbone
     irrelevant = ("_name_or_path", "transformers_version", "dtype")
     shape = {name: value for name, value in backbone.to_dict().items() if name not in irrelevant}
     return fingerprint_values(settings, shape, fingerprint_tensors(sorted(model.state_dict().items())))
