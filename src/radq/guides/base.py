@@ -25,7 +25,7 @@ from radq.models.reading import Reader
 
 @dataclass(frozen=True)
 class BaseStates:
-    """What a host gives of the base model that it runs."""
+    """The states of a base model that a host runs, and the number of its tokens."""
 
     # From numbers of layers to their outputs at the last token of each text, side by side, (b, n).
     take: Callable[[tuple[int, ...]], Tensor]
