@@ -157,6 +157,18 @@ def test_a_row_without_numbers_ends_alone(lm_folders: dict[str, Path]) -> None:
     assert [token.id for token in good] == [row[0] for row in continue_alone(lm, guide, make_request(4)).rows]
 
 
+def test_a_guide_without_numbers_does_not_end_texts_of_strength_0(lm_folders: dict[str, Path]) -> None:
+    lm, model = make_lm("llama").double(), make_reward("q", lm_folders["llama"]).double()
+    with torch.no_grad():
+        model.head.weight.fill_(torch.nan)
+    engine = Engine(lm, RewardGuide(model, {"nice": 1.0, "rude": 1.0}))
+    plain, *steered = (engine.submit(make_request(4, beta=beta)) for beta in [(0.0, 0.0), (0.0, 2.0), None])
+    alone = continue_alone(lm, None, make_request(4))
+    assert [token.id for token in plain] == [row[0] for row in alone.rows]
+    assert plain.finish_reason == alone.finish_reason
+    assert [ticket.finish_reason for ticket in steered] == ["error", "error"]
+
+
 def test_a_client_that_goes_away_frees_its_row() -> None:
     engine = Engine(make_lm("gpt2"), max_rows=2)
     first, second, third = (engine.submit(make_request(n, length=30, stops=frozenset())) for n in range(3))

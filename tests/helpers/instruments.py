@@ -1,4 +1,4 @@
-"""Instruments that several tests share: a full disk, the largest tensor of a computation, operations that wait."""
+"""Instruments that several tests share: a full disk, the largest tensor of a computation, operations of a step."""
 
 import resource
 from collections.abc import Iterator
@@ -35,6 +35,21 @@ class CountWaiting(TorchDispatchMode):
         if any(name in str(func) for name in self.names):
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class CountKernels(TorchDispatchMode):
+    """Counts operations that compute something: not those that make empty tensors or views of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if not (func.is_view or "empty" in name or name in ("aten._unsafe_view.default", "aten.promote_types.default")):
+            self.found.append(name)
+        return result
 
 
 class LargestTensor(TorchDispatchMode):

@@ -4,14 +4,18 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from baselines import make_guide
-from families import FAMILIES, VOCAB, make_lm, make_number_tokenizer, make_readout
+from families import BOS, FAMILIES, VOCAB, make_lm, make_number_tokenizer, make_readout
+from instruments import CountKernels
 from safetensors.torch import load_file
 
 from radq import generate
+from radq.decoding.config import Steering
+from radq.decoding.decoder import Decoder
 from radq.decoding.engine import Engine
 from radq.errors import ModelError, OptionError
 from radq.guides import RewardGuide
@@ -20,6 +24,7 @@ from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.loading import find_backbone
 from radq.models.readout import ReadoutConfig, check_base, sketch_weights
 from radq.models.reward import RewardModel
+from radq.models.vocabulary import Vocabulary
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,6 +77,48 @@ def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: 
     assert [one.token_ids for one in found] == [one.token_ids for one in beside]
     shifts = [torch.tensor([shift for one in texts for shift in one.shifts]) for texts in (found, beside)]
     torch.testing.assert_close(*shifts, rtol=1e-4, atol=1e-5)
+
+
+def step_kernels(lm: Any, guide: RewardGuide | None, rows: int) -> list[str]:
+    """List the operations of one step of decoding."""
+    beta = () if guide is None else guide.beta
+    decoder = Decoder(lm, guide)
+    uniforms = np.full((rows, 9), 0.4)
+    decoder.add([[5, 6]], [0] * rows, [Steering(top_k=4)] * rows, [beta] * rows, uniforms, capacity=rows, width=64)
+    decoder.draw(np.ones(rows, dtype=bool))
+    decoder.read()
+    with CountKernels() as count:
+        decoder.draw(np.ones(rows, dtype=bool))
+        decoder.read()
+    return count.found
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_guided_step_has_few_operations_more(rows: int, lm_folders: dict[str, Path]) -> None:
+    """On a GPU a step takes about as long as it has operations."""
+    lm: Any = make_lm("llama")
+    guide = RewardGuide(make_readout("q", lm_folders["llama"]), {"nice": 5.0, "rude": -3.0})
+    plain, guided = step_kernels(lm, None, rows), step_kernels(lm, guide, rows)
+    assert len(plain) > 50
+    assert 0 < len(guided) - len(plain) <= 27
+
+
+@pytest.mark.parametrize("num_known", [VOCAB, VOCAB - 6])
+def test_tokens_beyond_those_of_the_tokenizer_have_the_reward_of_the_prefix(
+    num_known: int, lm_folders: dict[str, Path]
+) -> None:
+    """A base model may have rows of its embedding that stand for no token."""
+    lm: Any = make_lm("llama").double()
+    model: Any = make_readout("q", lm_folders["llama"]).double()
+    model.vocabulary = Vocabulary(VOCAB, num_known)
+    guide = RewardGuide(model, {"nice": 5.0}, clamp=False)
+    decoder = Decoder(lm, guide)
+    steering = Steering(top_k=None)
+    decoder.add([[BOS, 6, 7]], [0], [steering], [guide.beta], np.full((1, 2), 0.4), capacity=1, width=8)
+    shift = decoder.draw(np.ones(1, dtype=bool)).proposal.shift[0]
+    wanted = 5 * model.next_rewards(torch.tensor([[BOS, 6, 7]]))[0, :, 0]
+    torch.testing.assert_close(shift, wanted)
+    assert len(shift[num_known:].unique()) <= 1
 
 
 def test_several_readouts_and_another_guide_together(lm_folders: dict[str, Path]) -> None:

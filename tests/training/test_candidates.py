@@ -1,8 +1,11 @@
 """Distillation on the base's candidates: targets by brute force, losses by hand, rounds, resuming and mistakes."""
 
+import copy
 import shutil
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +15,7 @@ import pandas
 import pytest
 import torch
 from baselines import make_guide
-from families import VOCAB, make_lm, make_number_tokenizer, make_reward
+from families import VOCAB, make_lm, make_number_tokenizer, make_readout, make_reward
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -29,6 +32,7 @@ from radq.models.hub import quiet
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
+from radq.models.vocabulary import Vocabulary
 from radq.training import candidates as candidates_module
 from radq.training.candidate_agreement import compare_rewards, measure_candidate_agreement
 from radq.training.candidates import (
@@ -46,7 +50,7 @@ from radq.training.losses import candidate_loss, difference_loss
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
-from radq.training.teacher import GuideSource, RewardSource, Teacher, load_teacher
+from radq.training.teacher import GuideSource, RewardSource, Teacher, fingerprint_model, load_teacher
 from radq.training.teacher_names import split_teachers
 
 PREFIXES = [Prefix([5, 6, 7, 8, 9], [2, 4, 5]), Prefix([1, 11, 12], [3]), Prefix([13], []), Prefix([21, 22], [1, 2])]
@@ -79,6 +83,44 @@ def test_targets_are_the_teachers_rewards_one_by_one(kind: str, family: str, lm_
                 wanted = [0, 0] if token == UNUSED else oracle.reward(model, prefix.tokens[:place], token).tolist()
                 assert targets[n, p, k].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     assert not targets[2].any()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
+@pytest.mark.parametrize("make", [partial(make_reward, "q"), partial(make_readout, "q")], ids=["own", "readout"])
+def test_a_rad_q_teacher_reads_each_text_once(
+    make: Callable[[Path], RewardModel], family: str, lm_folders: dict[str, Path]
+) -> None:
+    """The rewards are those of reading the tokens before each place anew."""
+    model = make(lm_folders[family]).double()
+    teacher, candidates = Teacher([[RewardSource(model)]]), random_candidates(5)
+    places = [(n, p) for n, prefix in enumerate(PREFIXES) for p in range(len(prefix.places))]
+    texts = [PREFIXES[n].tokens[: PREFIXES[n].places[p]] for n, p in places]
+    rows = np.array([candidates[n, p] for n, p in places])
+    wanted = np.where((rows == UNUSED)[..., None], 0, score_rows(teacher, texts, rows))
+    counted: list[int] = []
+    model.backbone.register_forward_pre_hook(
+        lambda _, __, options: counted.append(options["input_ids"].numel()), with_kwargs=True
+    )
+    found = score_places(teacher, PREFIXES, candidates)
+    length = 5 + int(model.config.prepend_bos)  # of the longest text, with padding that of all
+    assert sum(counted) == 3 * length  # three texts have places
+    np.testing.assert_allclose([found[n, p] for n, p in places], wanted, rtol=1e-5, atol=1e-6)
+    assert not found[2].any()
+    counted.clear()
+    score_rows(teacher, texts, rows)
+    assert sum(counted) == 6 * length  # places
+
+
+def test_tokens_that_a_teacher_does_not_know_are_not_read(lm_folders: dict[str, Path]) -> None:
+    model = make_reward("q", lm_folders["llama"])
+    model.vocabulary = Vocabulary(VOCAB, 30)
+    prefix = Prefix([5, 33, 6], [1, 3])
+    candidates = np.array([[[7, 34], [8, 9]]], np.int32)
+    found = score_places(Teacher([[RewardSource(model)]]), [prefix], candidates)
+    for p, place in enumerate(prefix.places):
+        tokens = torch.tensor([[token for token in prefix.tokens[:place] if token < 30]])
+        wanted = model.next_rewards(tokens, candidates=torch.from_numpy(candidates[:, p]).long())
+        np.testing.assert_allclose(found[0, p], wanted[0].numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["dexperts", "gedi"])
@@ -129,6 +171,17 @@ def test_several_teachers_teach_the_mean(lm_folders: dict[str, Path]) -> None:
     assert len(fingerprints) == 4
     with pytest.raises(OptionError, match="one teacher has the attributes nice, rude, another rude"):
         Teacher([[one], [second]])
+
+
+def test_readouts_of_other_layers_have_other_fingerprints(lm_folders: dict[str, Path]) -> None:
+    one = make_readout("q", lm_folders["llama"], num_layers=1)
+    two = copy.deepcopy(one)
+    assert fingerprint_model(two) == fingerprint_model(one)
+    assert two.readout is not None
+    two.readout.layers = (1,)  # in place of (2,), with the same weights
+    text = torch.tensor([[5, 6, 7]])
+    assert not torch.allclose(one.next_rewards(text), two.next_rewards(text))
+    assert fingerprint_model(two) != fingerprint_model(one)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -27,13 +27,25 @@ def settings(settings: RewardTrainingConfig) -> RewardTrainingConfig:
     return changed(settings, reads="base", readout_layers=2, readout_width=24, learning_rate=3e-3, eval_share=0.2)
 
 
+def clear_settings(kind: str, settings: RewardTrainingConfig, folder: Path) -> RewardTrainingConfig:
+    """Settings of a readout; the last word of each text decides its label."""
+    subjects = [f"{article} {noun} {verb}" for article in ("the", "this") for noun in NOUNS for verb in VERBS]
+    texts = [f"{subject} {word},{label}\n" for subject in subjects for word, label in (("great", 1), ("awful", 0))]
+    (folder / "clear.csv").write_text("".join(["text,praise\n", *texts]))
+    data = [str(folder / "clear.csv")]
+    return changed(settings, kind=kind, data=data, out=str(folder / kind), epochs=30, readout_width=96)
+
+
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_a_readout_learns_and_its_base_model_does_not(
-    kind: str, settings: RewardTrainingConfig, calm_toy: Path
+    kind: str, settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
 ) -> None:
-    train(changed(settings, kind=kind, epochs=5, learning_rate=1e-2, reg_weight=0.1))
+    settings = changed(clear_settings(kind, settings, tmp_path), epochs=10, learning_rate=1e-2, reg_weight=0.1)
+    metrics = train(settings)
     found = losses(settings.out)
     assert np.mean(found[-10:]) < 0.7 * np.mean(found[:10])
+    assert metrics["eval_auc_praise"] > 0.95  # of texts that are held out; a constant has 0.5
+    assert metrics["eval_last_token_mse"] < 0.1  # and 0.25
     saved = weights(settings.out)
     assert {name.split(".")[0] for name in saved} == {"readout", "head"}
     model = RewardModel.from_pretrained(settings.out)
@@ -43,17 +55,8 @@ def test_a_readout_learns_and_its_base_model_does_not(
         assert torch.equal(model.backbone.state_dict()[name], weight)
 
 
-def clear_values(settings: RewardTrainingConfig, folder: Path) -> RewardTrainingConfig:
-    """Settings of a readout of values; the last word of each text decides its label."""
-    subjects = [f"{article} {noun} {verb}" for article in ("the", "this") for noun in NOUNS for verb in VERBS]
-    texts = [f"{subject} {word},{label}\n" for subject in subjects for word, label in (("great", 1), ("awful", 0))]
-    (folder / "clear.csv").write_text("".join(["text,praise\n", *texts]))
-    data = [str(folder / "clear.csv")]
-    return changed(settings, kind="v", data=data, out=str(folder / "v"), epochs=30, readout_width=96)
-
-
 def test_a_readout_learns_values_of_texts(settings: RewardTrainingConfig, tmp_path: Path) -> None:
-    found = train(clear_values(settings, tmp_path))
+    found = train(clear_settings("v", settings, tmp_path))
     assert found["eval_auc_praise"] > 0.95
     assert found["eval_last_token_mse"] < 0.1
     model = RewardModel.from_pretrained(tmp_path / "v")
@@ -93,7 +96,7 @@ def test_a_readout_of_values_teaches_one_that_steers(
     settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
 ) -> None:
     """Both read the same base model, whose candidates the first one reads."""
-    value = clear_values(settings, tmp_path)
+    value = clear_settings("v", settings, tmp_path)
     train(value)
     student: dict[str, Any] = {"teacher": value.out, "base": str(calm_toy), "num_prefixes": 128, "epochs": 12}
     student |= {"learning_rate": 1e-2, "prompt_tokens": 2, "prefix_tokens": 8, "candidates": 10, "reg_weight": 0.1}

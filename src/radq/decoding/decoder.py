@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
 from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
+from radq.guides.base import BaseStates
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prompt_graphs import MOST_TOKENS, PromptGraphs
 from radq.models.prompt_parts import PromptParts
@@ -56,7 +58,7 @@ class Drawn:
         values = {name: getattr(self.proposal, name)[:rows].clone() for name in TENSORS}
         rewards = self.proposal.rewards
         copied = None if rewards is None else tuple(part[:rows].clone() for part in rewards)
-        proposal = Proposal(**values, rewards=copied)
+        proposal = Proposal(**values, rewards=copied, steered=self.proposal.steered)
         return Drawn(proposal, *(values[:rows].clone() for values in (self.choice, self.tokens, self.numbers)))
 
 
@@ -72,6 +74,8 @@ class Decoder:
         readers = [self.reader, *(reader for reader in asked if not reader.base_layers)]
         self._num_readers = len(readers)
         models = [reader.model for reader in readers]
+        dtypes = [reader.model.dtype for reader in asked] or [torch.float64]
+        self._precision = reduce(torch.promote_types, dtypes, torch.float32)  # of β, so that no step has to convert it
         self.captures = Captures(models, guide, captures and self.device.type == "cuda")
         self._prompts = PromptGraphs([reader.model for reader in readers if self.captures.on and takes_slots(reader)])
         self.compile = compile
@@ -139,7 +143,7 @@ class Decoder:
                 if read is None:  # after the base model has joined: a graph may write to the same memory
                     state = self.guide.start_beside(self._base_states, input_ids, attention_mask)
                 self._join("state", state, index, capacity, width)
-        strengths = Strengths.stack(steerings, betas, self.reader.vocabulary.size, self.device)
+        strengths = Strengths.stack(steerings, betas, self.reader.vocabulary.size, self.device, self._precision)
         first, last = self.count, self.count + len(rows)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
         for name in ("beta", "top_k", "top_p", "temperature", "kl_budget"):
@@ -148,7 +152,11 @@ class Decoder:
         self._done[first:last] = 0
         self.count = last
 
-    def _base_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
+    @property
+    def _base_states(self) -> BaseStates:
+        return BaseStates(self._take_states, self.reader.vocabulary.size)
+
+    def _take_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
         """Return the outputs of layers of the base model at the last token of each row, side by side."""
         known, states = self.reader.layers, self.base.notes
         if layers == known:

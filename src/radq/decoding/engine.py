@@ -263,7 +263,6 @@ class Engine:
         self._joining = None
         chosen = [ticket for ticket in joining.tickets if ticket.finish_reason is None]
         requests = [ticket.request for ticket in chosen]
-        own = () if self.guide is None else self.guide.beta
         steps = max(request.max_new_tokens for request in requests)
         uniforms = np.zeros((len(requests), steps))
         for row, request in enumerate(requests):
@@ -277,13 +276,17 @@ class Engine:
             list(joining.prompts),
             [joining.prompts[tuple(request.prompt)] for request in requests],
             [request.steering for request in requests],
-            [own if request.beta is None else request.beta for request in requests],
+            [self._strengths(request) for request in requests],
             uniforms,
             capacity=min(self._room(), len(self.running) + len(self.waiting)),
             width=max(map(len, joining.prompts)) + steps + overhead,
             read=joining.parts.result,
         )
         return len(chosen)
+
+    def _strengths(self, request: Request) -> tuple[float, ...]:
+        own = () if self.guide is None else self.guide.beta
+        return own if request.beta is None else request.beta
 
     def _wait_again(self) -> None:
         """Let requests that are about to join wait again; nothing is known of their prompts any more."""
@@ -347,7 +350,8 @@ class Engine:
     def _end(self, ticket: Ticket) -> None:
         """End a text if its last token is a stop token, has no numbers, or is the last one that was asked for."""
         request, row = ticket.request, ticket.rows[-1]
-        if not row[6]:
+        strengths = self._strengths(request)
+        if not row[6] and (not strengths or any(strengths)):  # with strengths of 0 it was drawn as without a guide
             ticket.rows.pop()
             self.finish(ticket, "error")
         elif int(row[0]) in request.stops or self._watch(ticket, int(row[0])):

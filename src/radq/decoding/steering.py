@@ -72,9 +72,14 @@ class Strengths:
 
     @classmethod
     def stack(
-        cls, steerings: Sequence[Steering], beta: Sequence[Sequence[float]], vocab_size: int, device: torch.device | str
+        cls,
+        steerings: Sequence[Steering],
+        beta: Sequence[Sequence[float]],
+        vocab_size: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float64,
     ) -> "Strengths":
-        """Make the rows from the steering and the β of each request."""
+        """Make the rows from the steering and the β of each request, in the data type that the guide computes with."""
 
         def column(values: Iterable[float | None], default: float) -> Tensor:
             numbers = [default if value is None else value for value in values]
@@ -82,7 +87,7 @@ class Strengths:
 
         return cls(
             plan=Plan.of(steerings),
-            beta=torch.tensor(beta, dtype=torch.float64, device=device).view(len(steerings), -1),
+            beta=torch.tensor(beta, dtype=dtype, device=device).view(len(steerings), -1),
             top_k=column((steering.top_k for steering in steerings), vocab_size).long(),
             top_p=column((steering.top_p for steering in steerings), torch.inf),
             temperature=column((steering.temperature for steering in steerings), 1.0),
@@ -112,15 +117,22 @@ class Proposal:
     finite: Bool[Tensor, " b"]  # False in rows for which the guide gave no numbers; they are not steered
     state: Any = None  # the guide's state to go on from
     rewards: tuple[Tensor, ...] | None = None  # as in `Advice`
+    steered: bool = True  # whether there is a guide
 
     @cached_property
     def logits(self) -> Float[Tensor, "b k"]:
         return self.base + self.shift
 
     @cached_property
+    def _log_probabilities(self) -> Float[Tensor, "n b k"]:
+        """Compute those with the guide and, behind them, those without it: two softmaxes in one operation."""
+        logits = torch.stack([self.logits, self.base]) if self.steered else self.logits[None]
+        return logits.double().log_softmax(-1)
+
+    @property
     def log_probabilities(self) -> Float[Tensor, "b k"]:
         """Of all candidates, in float64."""
-        return self.logits.double().log_softmax(-1)
+        return self._log_probabilities[0]
 
     @cached_property
     def probabilities(self) -> Float[Tensor, "b k"]:
@@ -128,14 +140,14 @@ class Proposal:
 
     @property
     def kl(self) -> Float[Tensor, " b"]:
-        log_base = self.base.double().log_softmax(-1)
-        return _divergence(self.probabilities, self.log_probabilities, log_base).to(self.base.dtype)
+        log_base = self._log_probabilities[-1]
+        return _divergence(self.probabilities, self.log_probabilities, log_base).clamp(min=0).to(self.base.dtype)
 
     def select(self, rows: Int[Tensor, " r"]) -> "Proposal":
         """Return the given rows, without a state."""
         parts = (self.candidates, self.base, self.shift, self.clipped, self.finite)
         rewards = None if self.rewards is None else tuple(part[rows] for part in self.rewards)
-        return Proposal(*(part[rows] for part in parts), rewards=rewards)
+        return Proposal(*(part[rows] for part in parts), rewards=rewards, steered=self.steered)
 
     def require_finite(self) -> "Proposal":
         """Raise if the guide gave no numbers for some row. This waits for the device."""
@@ -191,23 +203,26 @@ def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: Any, str
     """
     candidates, values = choose_candidates(logits, strengths)
     base = divide(values, strengths)
-    none, fine = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0], dtype=torch.bool)
     if guide is None:
-        return Proposal(candidates, base, torch.zeros_like(base), none, fine)
+        none, fine = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0], dtype=torch.bool)
+        return Proposal(candidates, base, torch.zeros_like(base), none, fine, steered=False)
     advice = guide.advise(state, candidates, strengths.beta)
-    finite = (advice.shift - advice.shift == 0).all(-1)  # with fewer kernels than isfinite has
+    finite = torch.linalg.vector_norm(advice.shift, torch.inf, dim=-1) < torch.inf  # fewer kernels than isfinite has
     shift = torch.where(finite[:, None], advice.shift.to(base.dtype), constant((0.0,), base.dtype, base.device))
     barrier = None if advice.allowed is None else _barrier(base, advice.allowed(base + shift))
     if strengths.plan.budgeted:
         barrier, scale = fit_budget(base, shift, barrier, strengths.kl_budget)
         shift = shift * scale[:, None]
     shift = shift if barrier is None else shift + barrier
-    clipped = none if advice.clipped is None else _share(advice.clipped.to(base.device), base, strengths.plan)
+    clipped = _share(advice.clipped, base, strengths.plan)
     return Proposal(candidates, base, shift, clipped, finite, advice.state, advice.rewards)
 
 
-def _share(clipped: Bool[Tensor, "b k"], base: Float[Tensor, "b k"], plan: Plan) -> Float[Tensor, " b"]:
-    """Compute the share of each row's candidates that were clipped."""
+def _share(clipped: Bool[Tensor, "b k"] | None, base: Float[Tensor, "b k"], plan: Plan) -> Float[Tensor, " b"]:
+    """Compute the share of each row's candidates that were clipped; 0 if the guide never clamps."""
+    if clipped is None:
+        return torch.zeros_like(base[:, 0])
+    clipped = clipped.to(base.device)
     if plan.same_width and not plan.limited:
         return clipped.to(base.dtype).mean(-1)
     possible = ~base.isneginf()
@@ -260,7 +275,8 @@ def kl_scale(
     The divergence grows with c, so its place among evenly spaced c is found again and again, each time in the section
     that the last time has left. All sections of a round are computed at once.
     """
-    fits = kl_divergence(base + shift + barrier, base) <= budget
+    log_base = base.double().log_softmax(-1)  # (b, k)
+    fits = _diverge(base + shift + barrier, log_base) <= budget
     sections = max(2, min(MOST_SECTIONS, SECTION_NUMBERS // base.shape[1]))
     low, size = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0])
     places = torch.arange(1, sections, device=base.device, dtype=base.dtype)  # (c,)
@@ -269,22 +285,27 @@ def kl_scale(
         size = size / sections
         scales = low[:, None] + places * size[:, None]  # (b, c)
         guided = around + scales[..., None] * shift[:, None]
-        within = kl_divergence(guided, base[:, None]) <= budget[:, None]
+        within = _diverge(guided, log_base[:, None]) <= budget[:, None]
         low = low + within.sum(1) * size
     return torch.where(fits, 1.0, low)
 
 
 def kl_divergence(guided: Float[Tensor, "*#b k"], base: Float[Tensor, "*#b k"]) -> Float[Tensor, "*b"]:
     """KL(softmax(guided) ‖ softmax(base)) of each row, in nats."""
-    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)
-    return _divergence(log_guided.exp(), log_guided, log_base).to(base.dtype)
+    return _diverge(guided, base.double().log_softmax(-1)).clamp(min=0)
+
+
+def _diverge(guided: Float[Tensor, "*#b k"], log_base: Float[Tensor, "*#b k"]) -> Float[Tensor, "*b"]:
+    """Compute the divergence of each row of logits; rounding may make one of 0 slightly negative."""
+    log_guided = guided.double().log_softmax(-1)
+    return _divergence(log_guided.exp(), log_guided, log_base).to(guided.dtype)
 
 
 def _divergence(
     guided: Float[Tensor, "*b k"], log_guided: Float[Tensor, "*b k"], log_base: Float[Tensor, "*#b k"]
 ) -> Float[Tensor, "*b"]:
     """Sum up p (log p − log q), in float64, since the terms nearly cancel; where p is 0, a term is no number."""
-    return (guided * (log_guided - log_base)).nansum(-1).clamp(min=0)
+    return (guided * (log_guided - log_base)).nansum(-1)
 
 
 def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:

@@ -22,8 +22,14 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.models.reading import Reader
 
-# From numbers of layers to their outputs at the last token of each text, side by side, (b, n).
-BaseStates = Callable[[tuple[int, ...]], Tensor]
+
+@dataclass(frozen=True)
+class BaseStates:
+    """The states of a base model that a host runs, and the number of its tokens."""
+
+    # From numbers of layers to their outputs at the last token of each text, side by side, (b, n).
+    take: Callable[[tuple[int, ...]], Tensor]
+    num_tokens: int  # candidates have smaller ids
 
 
 class State(Protocol):

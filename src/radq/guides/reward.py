@@ -70,7 +70,7 @@ class RewardGuide(Guide):
         layers = self.model.reader.base_layers
         if not layers:
             return self.start(input_ids, attention_mask)
-        return RewardState(BaseReading(partial(base, layers)))
+        return RewardState(BaseReading(partial(base.take, layers), base.num_tokens <= self.model.num_known))
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
         device = self.model.device

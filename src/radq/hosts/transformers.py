@@ -20,7 +20,8 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from radq.decoding.steering import Steering, Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
-from radq.models.loading import Wrappable, find_backbone
+from radq.guides.base import BaseStates
+from radq.models.loading import Wrappable, find_backbone, num_logits
 from radq.models.readout import join_layers
 
 PADDING = -1  # marks padding in the texts that are kept
@@ -133,7 +134,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt are equal at first
             prompts = unique.clamp(min=0), (unique != PADDING).long()
             watch = self._watch
-            state = self.guide.start(*prompts) if watch is None else self.guide.start_beside(watch.take, *prompts)
+            state = self.guide.start(*prompts) if watch is None else self.guide.start_beside(watch.states, *prompts)
             self._state = state.select(rows)
         else:
             if update.rows is not None:
@@ -150,6 +151,7 @@ class _BaseWatch:
 
     def __init__(self, lm: Wrappable, layers: tuple[int, ...]):
         self.layers = layers
+        self._num_tokens = num_logits(lm)
         self._tokens: Tensor | None = None  # (b, n): that the last forward has read
         self._states: dict[int, Tensor] = {}  # of each layer, (b, d), at the last of them
         backbone, seen = find_backbone(lm, type(lm).__name__), weakref.ref(self)
@@ -177,7 +179,11 @@ class _BaseWatch:
                 "leave lm out of GuidedLogitsProcessor, as for assisted decoding.",
             )
 
-    def take(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
+    @property
+    def states(self) -> BaseStates:
+        return BaseStates(self._take, self._num_tokens)
+
+    def _take(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
         return torch.cat([self._states[layer] for layer in layers], dim=1)
 
 

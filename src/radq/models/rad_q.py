@@ -160,9 +160,10 @@ class RadQ(RewardModel):
         return torch.einsum("bpkd,bpad->bpka", rows, features) + self.head.baseline(hidden)[:, :, None]
 
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
         hidden = self.read_hidden(state.reading.last)
         features = self.head.features(hidden, self.embedding)  # (b, a, d)
         marginals = score_candidates(features, self.head.table(self.embedding), candidates)
-        return marginals * known[..., None] + self.head.baseline(hidden)[:, None], state
+        marginals = marginals if known is None else marginals * known[..., None]
+        return marginals + self.head.baseline(hidden)[:, None], state

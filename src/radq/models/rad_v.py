@@ -93,7 +93,7 @@ class RadV(RewardModel):
         return RewardOutput(packed.unpack(self.head(hidden))[:, hidden.shape[1] - input_ids.shape[1] :])
 
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
         reading = state.reading
         if candidates is None:
@@ -110,4 +110,4 @@ class RadV(RewardModel):
             chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
             hidden = (self.read_hidden(reading.read_siblings(chunk).hidden) for chunk in chunks)
             outputs, state = torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
-        return torch.where(known[..., None], outputs, prefix), state
+        return outputs if known is None else torch.where(known[..., None], outputs, prefix), state

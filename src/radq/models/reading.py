@@ -124,12 +124,17 @@ class Reader:
         assert texts.prefix is not None
         return Reading(self, texts.prefix, *self.take_last(texts.outputs[-1]))
 
-    def take_last(self, output: Any) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]:
-        """Take from the output of a forward what a reading keeps of the last token: the output, and notes."""
+    def take_last(
+        self, output: Any, notes: Float[Tensor, "b m"] | None = None
+    ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]:
+        """Take from the output of a forward what a reading keeps of the last token: the output, and notes.
+
+        The notes are written into `notes` where a tensor is given.
+        """
         states = [output.hidden_states[layer][:, -1] for layer in self.layers]
         if self.output == "states":
             return torch.cat(states, dim=-1), None
-        return output[self.output][:, -1], torch.cat(states, dim=-1) if states else None
+        return output[self.output][:, -1], torch.cat(states, dim=-1, out=notes) if states else None
 
     def take_each(self, output: Any) -> Float[Tensor, "b t n"]:
         """Take from the output of a forward what is kept of a token, for every token."""

@@ -380,16 +380,19 @@ class RewardModel(PreTrainedModel):
             tokens = torch.arange(self.vocabulary.size, device=state.reading.last.device)[None]
             outputs, state = self._score(state, None, tokens < self.num_known)
         else:
-            known = candidates < self.num_known
-            outputs, state = self._score(state, candidates * known, known)
+            known = None if state.all_known else candidates < self.num_known
+            outputs, state = self._score(state, candidates if known is None else candidates * known, known)
             state = state if state.siblings is None else replace(state, candidates=candidates)
         return self.link(outputs), state
 
     @abstractmethod
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"]
+        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        """Head outputs of candidates, or of the prefix itself where one is not known, and the state to go on from."""
+        """Head outputs of candidates, or of the prefix itself where one is not known, and the state to go on from.
+
+        All candidates are known where `known` is None.
+        """
 
     @torch.no_grad()
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:

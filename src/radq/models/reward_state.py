@@ -21,6 +21,11 @@ class RewardState:
     candidates: Int[Tensor, "b k"] | None = None  # those that RAD-V has read after the prefix,
     siblings: Any = None  # with which it can go on without another forward
 
+    @property
+    def all_known(self) -> bool:
+        """Whether the reward model knows every token that may be a candidate."""
+        return isinstance(self.reading, BaseReading) and self.reading.all_known
+
     def select(self, rows: Int[Tensor, " r"]) -> "RewardState":
         rows = rows.to(self.reading.last.device)
         if self.candidates is None or self.siblings is None:
@@ -44,6 +49,7 @@ class BaseReading:
     """The states of a base model that the host runs and keeps up to date, so that no method has to change anything."""
 
     states: Callable[[], Float[Tensor, "b n"]]  # of the last token of each text, whatever the texts are by now
+    all_known: bool = False  # whether the reward model knows all tokens of the base model
 
     @property
     def last(self) -> Float[Tensor, "b n"]:

@@ -206,9 +206,7 @@ class SlotReading:
     @torch.no_grad()
     def read(self, tokens: Int[Tensor, " b"]) -> "SlotReading":
         """Read one more token of each row, all of which the model knows."""
-        self._last[: self.count], notes = self._read(tokens)
-        if notes is not None and self._notes is not None:
-            self._notes[: self.count] = notes
+        self._last[: self.count] = self._read(tokens, self.notes)
         self.lengths.add_(1)
         return self
 
@@ -217,15 +215,15 @@ class SlotReading:
         """Read one more token of each row; rows whose token the model does not know stay as they are."""
         tokens = tokens.to(self.device)
         known = tokens < self.reader.num_known
-        self._keep(known, self._read(tokens * known)[0])
+        self._keep(known, self._read(tokens * known))
         return self
 
-    def _read(self, tokens: Int[Tensor, " b"]) -> tuple[Float[Tensor, "b d"], Float[Tensor, "b m"] | None]:
-        """Return the output and the notes at one more token of each row, whose length is not changed."""
+    def _read(self, tokens: Int[Tensor, " b"], notes: Float[Tensor, "b m"] | None = None) -> Float[Tensor, "b d"]:
+        """Return the output at one more token of each row, whose length is not changed; write the notes, too."""
         columns = self.lengths.clamp(max=self.window - 1)[:, None]  # (b, 1)
         self._input_ids[: self.count].scatter_(1, columns, tokens[:, None])
         seen = torch.arange(self.window, device=self.device) <= columns[..., None]  # (b, 1, w)
-        return self.reader.take_last(self._forward(tokens[:, None], columns, columns, seen))
+        return self.reader.take_last(self._forward(tokens[:, None], columns, columns, seen), notes)[0]
 
     def _keep(self, known: Bool[Tensor, " b"], output: Float[Tensor, "b d"]) -> None:
         """Make rows one token longer where their token is known."""

@@ -292,6 +292,46 @@ def score_places(
     teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
 ) -> Float[np.ndarray, "n p k a"]:
     """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used."""
+    read = _score_texts if _can_read_once(teacher, prefixes, candidates) else _score_prefixes
+    return np.where((candidates == UNUSED)[..., None], np.float32(0), read(teacher, prefixes, candidates))
+
+
+def _can_read_once(teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]) -> bool:
+    """Whether one forward over each text gives all rewards; what a model does not know changes how it reads."""
+    if not teacher.reads_once:
+        return False
+    known = min(vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies)
+    tokens = [token for prefix in prefixes for token in _read_part(prefix)]
+    return max(tokens, default=0) < known and int(candidates.max(initial=0)) < known
+
+
+def _read_part(prefix: Prefix) -> list[int]:
+    """The tokens before the last place of a prefix."""
+    return prefix.tokens[: max(prefix.places, default=0)]
+
+
+@torch.no_grad()
+def _score_texts(
+    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
+) -> Float[np.ndarray, "n p k a"]:
+    """Compute the rewards at all places by one forward over each text."""
+    _, num_places, k = candidates.shape
+    targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
+    texts = [_read_part(prefix) for prefix in prefixes]
+    positions = np.array([_fill(prefix.places, num_places) for prefix in prefixes])
+    order = sorted((n for n, text in enumerate(texts) if text), key=lambda n: len(texts[n]))
+    for rows in _chunks(order, _count_rows(teacher, texts, num_places * k)):
+        batch = pad_right([texts[n] for n in rows], device=teacher.device)
+        tokens = candidates[rows].astype(np.int64).clip(min=0)
+        places = (torch.from_numpy(values).to(teacher.device) for values in (positions[rows], tokens))
+        targets[rows] = teacher.place_rewards(*batch, *places).float().cpu().numpy()
+    return targets
+
+
+def _score_prefixes(
+    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
+) -> Float[np.ndarray, "n p k a"]:
+    """Compute the rewards of each place by a forward over the tokens before it."""
     places = [(n, p) for n, prefix in enumerate(prefixes) for p in range(len(prefix.places))]
     starts = [prefix.prompt_length if teacher.reads_continuations else 0 for prefix in prefixes]
     texts = [prefixes[n].tokens[starts[n] : prefixes[n].places[p]] for n, p in places]
@@ -300,7 +340,7 @@ def score_places(
     targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
     for (n, p), found in zip(places, rewards, strict=True):
         targets[n, p] = found
-    return np.where((candidates == UNUSED)[..., None], np.float32(0), targets)
+    return targets
 
 
 @torch.no_grad()
@@ -313,13 +353,18 @@ def score_rows(
     """
     n, k = candidates.shape
     rewards = np.zeros((n, k, len(teacher.attributes)))
-    longest = max(map(len, texts), default=1)
-    tokens_per_forward = TOKENS_PER_FORWARD.get(teacher.device.type, TOKENS_PER_FORWARD["cpu"])
-    for rows in _chunks(sorted(range(n), key=lambda row: len(texts[row])), max(1, tokens_per_forward // (longest + k))):
+    for rows in _chunks(sorted(range(n), key=lambda row: len(texts[row])), _count_rows(teacher, texts, k)):
         input_ids, mask = pad_left([texts[row] for row in rows], device=teacher.device)
         tokens = torch.from_numpy(candidates[rows].astype(np.int64)).clamp(min=0).to(teacher.device)
         rewards[rows] = teacher.candidate_rewards(input_ids, mask, tokens).double().cpu().numpy()
     return rewards
+
+
+def _count_rows(teacher: Teacher, texts: Sequence[Sequence[int]], num_candidates: int) -> int:
+    """Choose how many texts, each with so many candidates, are read together."""
+    longest = max(map(len, texts), default=1)
+    tokens_per_forward = TOKENS_PER_FORWARD.get(teacher.device.type, TOKENS_PER_FORWARD["cpu"])
+    return max(1, tokens_per_forward // (longest + num_candidates))
 
 
 def _chunks(items: Sequence[int], size: int) -> list[list[int]]:

@@ -3,12 +3,12 @@
     teacher = load_teacher("reward-a,reward-b")
     teacher.candidate_rewards(input_ids, attention_mask, candidates)
 
-A teacher has one or more members, and its reward is the mean of theirs. Axes: b batch, t time, k candidates, a
-attributes.
+A teacher has one or more members, and its reward is the mean of theirs. Axes: b batch, t time, p positions, k
+candidates, a attributes.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -20,6 +20,7 @@ from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import find_kind, load_guide, parse_guide
+from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.models.stored import require_attributes
 from radq.models.vocabulary import Vocabulary
@@ -33,6 +34,7 @@ class Source(nn.Module):
 
     reads_continuations = False  # whether it reads texts without their prompts
     is_slow = False  # whether the rewards of a text's tokens take a forward pass for each token
+    reads_once = False  # whether one forward over a text gives the rewards of candidates at all its positions
     attributes: list[str]
     ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
@@ -64,6 +66,19 @@ class Source(nn.Module):
     ) -> Float[Tensor, "b k a"]:
         """Compute the rewards of candidates for the next token of each prefix."""
 
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        """Compute the rewards of candidates in place of the tokens at some positions of texts, all of which it knows.
+
+        Only sources with `reads_once` can do this.
+        """
+        raise NotImplementedError
+
 
 @final
 class RewardSource(Source):
@@ -73,6 +88,7 @@ class RewardSource(Source):
         super().__init__()
         require_attributes(attributes, model.config.attributes)
         self.model = model
+        self.reads_once = isinstance(model, RadQ)
         self.attributes = list(attributes) or list(model.config.attributes)
         self._columns = [model.config.attributes.index(name) for name in self.attributes]
         self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
@@ -102,7 +118,17 @@ class RewardSource(Source):
     ) -> Float[Tensor, "b k a"]:
         return self._choose(self.model.next_rewards(input_ids, attention_mask, candidates))
 
-    def _choose(self, rewards: Float[Tensor, "b n m"]) -> Float[Tensor, "b n a"]:
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        outputs = self.model(input_ids, attention_mask, positions=positions, candidates=candidates)
+        return self._choose(self.model.link(outputs.candidates))
+
+    def _choose(self, rewards: Float[Tensor, "*p m"]) -> Float[Tensor, "*p a"]:
         if self._columns == list(range(rewards.shape[-1])):  # an index would make a captured step wait for its copy
             return rewards
         return torch.stack([rewards[..., column] for column in self._columns], dim=-1)
@@ -243,15 +269,32 @@ class Teacher(nn.Module):
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t a"]:
         """Compute the teacher's reward of every token of a batch of texts."""
-        each = [[source.token_rewards(input_ids, attention_mask) for source in member] for member in self._members()]
-        return torch.stack([torch.cat(parts, dim=-1) for parts in each]).mean(0)
+        return self._mean(lambda source: source.token_rewards(input_ids, attention_mask))
 
     def candidate_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         """Compute the teacher's rewards of candidates for the next token of each prefix."""
-        prefixes = input_ids, attention_mask, candidates
-        each = [[source.candidate_rewards(*prefixes) for source in member] for member in self._members()]
+        return self._mean(lambda source: source.candidate_rewards(input_ids, attention_mask, candidates))
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether one forward over a text gives the rewards of candidates at all its positions."""
+        return all(source.reads_once for source in self.sources)
+
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        """Compute the teacher's rewards of candidates in place of the tokens at some positions of texts."""
+        return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))
+
+    def _mean(self, score: Callable[[Source], Float[Tensor, "*p m"]]) -> Float[Tensor, "*p a"]:
+        """Put the rewards of a member's sources side by side, and take the mean of all members."""
+        each = [[score(source) for source in member] for member in self._members()]
         return torch.stack([torch.cat(parts, dim=-1) for parts in each]).mean(0)
 
 
@@ -288,8 +331,11 @@ def check_teacher(teacher: Teacher, student: RewardModel, teacher_name: str, stu
 
 def fingerprint_model(model: RewardModel) -> str:
     """Compute a fingerprint of all that a reward model's rewards depend on; the place of its folder does not count."""
-    settings = [model.config.attributes, model.config.loss, model.config.prepend_bos, model.config.bos_token_id]
-    backbone: Any = model.config.backbone
+    config = model.config
+    settings: list[Any] = [config.attributes, config.loss, config.prepend_bos, config.bos_token_id]
+    if model.readout is not None:
+        settings.append(model.readout.layers)  # no weight tells their numbers
+    backbone: Any = config.backbone
     irrelevant = ("_name_or_path", "transformers_version", "dtype")
     shape = {name: value for name, value in backbone.to_dict().items() if name not in irrelevant}
     return fingerprint_values(settings, shape, fingerprint_tensors(sorted(model.state_dict().items())))
