@@ -257,18 +257,31 @@ def test_samples_follow_the_distribution() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.floats(1e-4, 3), st.floats(0.1, 100), st.integers(0, 99))
-def test_the_kl_budget_is_used_up_but_not_passed(budget: float, size: float, seed: int) -> None:
+@given(st.floats(1e-4, 3), st.floats(-1, 6), st.integers(0, 99), st.sampled_from([8, 300, 5000]))
+def test_the_kl_budget_is_used_up_but_not_passed(budget: float, digits: float, seed: int, k: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    base = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+    base = torch.randn(3, k, generator=generator, dtype=torch.float64)
     base[0, 5:] = -torch.inf
-    shift = size * torch.randn(3, 8, generator=generator, dtype=torch.float64)
+    shift = 10**digits * torch.randn(3, k, generator=generator, dtype=torch.float64)
     scale = kl_scale(base, shift, torch.full((3,), budget, dtype=torch.float64))
     kl = kl_divergence(base + scale[:, None] * shift, base)
     assert (kl <= budget + 1e-9).all()
     full = kl_divergence(base + shift, base) <= budget
     assert (scale[full] == 1).all()
     torch.testing.assert_close(kl[~full], torch.full_like(kl[~full], budget), rtol=1e-4, atol=1e-6)
+
+
+def test_the_kl_budget_at_its_limits() -> None:
+    """Neither an endless budget nor a guide without a wish is a reason to steer less, and no shift is too large."""
+    base, ones = torch.randn(3, 4, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    wish = torch.tensor([1.0, 2.0, -3.0, 0.5], dtype=torch.float64).expand(3, 4)
+    assert kl_scale(base, wish, torch.inf * ones).tolist() == [1, 1, 1]
+    assert kl_scale(base, 0 * wish, 0.1 * ones).tolist() == [1, 1, 1]
+    assert kl_scale(base, 1e30 * wish, 0.1 * ones).tolist() == [0, 0, 0]
+    forbidden = torch.tensor([0.0, 0.0, 0.0, -torch.inf], dtype=torch.float64).expand(3, 4)
+    scale = kl_scale(base, wish, 3.0 * ones, forbidden)
+    kl = kl_divergence(base + scale[:, None] * wish + forbidden, base)
+    assert ((kl <= 3 + 1e-9) & ((scale == 1) | (kl > 3 - 1e-4))).all()
 
 
 def test_kl_by_hand() -> None:

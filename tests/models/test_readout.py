@@ -79,12 +79,13 @@ def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: 
     torch.testing.assert_close(*shifts, rtol=1e-4, atol=1e-5)
 
 
-def step_kernels(lm: Any, guide: RewardGuide | None, rows: int) -> list[str]:
+def step_kernels(lm: Any, guide: RewardGuide | None, rows: int, kl_budget: float | None = None) -> list[str]:
     """List the operations of one step of decoding."""
     beta = () if guide is None else guide.beta
     decoder = Decoder(lm, guide)
     uniforms = np.full((rows, 9), 0.4)
-    decoder.add([[5, 6]], [0] * rows, [Steering(top_k=4)] * rows, [beta] * rows, uniforms, capacity=rows, width=64)
+    steerings = [Steering(top_k=4, kl_budget=kl_budget)] * rows
+    decoder.add([[5, 6]], [0] * rows, steerings, [beta] * rows, uniforms, capacity=rows, width=64)
     decoder.draw(np.ones(rows, dtype=bool))
     decoder.read()
     with CountKernels() as count:
@@ -101,6 +102,7 @@ def test_a_guided_step_has_few_operations_more(rows: int, lm_folders: dict[str, 
     plain, guided = step_kernels(lm, None, rows), step_kernels(lm, guide, rows)
     assert len(plain) > 50
     assert 0 < len(guided) - len(plain) <= 27
+    assert len(step_kernels(lm, guide, rows, kl_budget=0.5)) - len(guided) <= 55
 
 
 @pytest.mark.parametrize("num_known", [VOCAB, VOCAB - 6])

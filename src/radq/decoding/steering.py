@@ -10,7 +10,7 @@ Axes: b rows, k candidates, v vocabulary.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from radq.guides import Guide
 from radq.guides.base import Adviser
 from radq.numerics import at_least_float32, constant
 
-KL_PRECISION = 1e9  # finds the scale of the shift to 1 part in 10⁹
-MOST_SECTIONS, SECTION_NUMBERS = 32, 4096  # sections computed at once: fewer where there are many candidates
+OCTAVES = 32  # below 1, in which the scale of a shift is looked for; a smaller one is 0
+OCTAVE_PARTS = 2**19  # to which the scale is found: to 1 part in 10⁶
+MOST_SECTIONS, SECTION_NUMBERS = 64, 4096  # sections computed at once: fewer where there are many candidates
 COLDEST = 1e-5  # logits divided by less may leave the range of float32
 
 
@@ -268,43 +269,47 @@ def kl_scale(
     base: Float[Tensor, "b k"],
     shift: Float[Tensor, "b k"],
     budget: Float[Tensor, " b"],
-    barrier: Float[Tensor, "b k"] | float = 0.0,
+    barrier: Float[Tensor, "b k"] | None = None,
 ) -> Float[Tensor, " b"]:
     """The largest c in [0, 1] with KL(softmax(base + c·shift + barrier) ‖ softmax(base)) ≤ budget, for each row.
 
-    The divergence grows with c, so its place among evenly spaced c is found again and again, each time in the section
-    that the last time has left. All sections of a round are computed at once.
+    The divergence grows with c, so the place of log c among evenly spaced numbers is found again and again, each time
+    in the section that the last time has left. All sections of a round are computed at once.
     """
-    log_base = base.double().log_softmax(-1)  # (b, k)
-    fits = _diverge(base + shift + barrier, log_base) <= budget
-    sections = max(2, min(MOST_SECTIONS, SECTION_NUMBERS // base.shape[1]))
-    low, size = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0])
-    places = torch.arange(1, sections, device=base.device, dtype=base.dtype)  # (c,)
-    around = (base + barrier)[:, None]  # (b, 1, k)
-    for _ in range(math.ceil(math.log(KL_PRECISION, sections))):
-        size = size / sections
-        scales = low[:, None] + places * size[:, None]  # (b, c)
-        guided = around + scales[..., None] * shift[:, None]
-        within = _diverge(guided, log_base[:, None]) <= budget[:, None]
-        low = low + within.sum(1) * size
-    return torch.where(fits, 1.0, low)
+    log_base = base.double().log_softmax(-1)[:, None]  # (b, 1, k)
+    around = log_base if barrier is None else log_base + barrier[:, None]
+    shifts, budgets = shift.double()[:, None], budget[:, None]
+    sections = 2 ** int(math.log2(max(2, min(MOST_SECTIONS, SECTION_NUMBERS // base.shape[1]))))
+    low, size = torch.full_like(log_base[..., 0], -OCTAVES), float(OCTAVES)  # of log₂ c, (b, 1)
+    for _ in range(math.ceil(math.log(OCTAVES * OCTAVE_PARTS, sections))):
+        size /= sections
+        scales = torch.exp2(low + _ends(sections, size, base.device))  # (b, c)
+        log_guided = torch.addcmul(around, scales[..., None], shifts).log_softmax(-1)
+        within = _divergence(log_guided.exp(), log_guided, log_base) <= budgets
+        low = low.add(within.sum(1, keepdim=True), alpha=size)
+    scale = torch.exp2(low).clamp(max=1.0)  # where c = 1 fits, larger ones may fit, too
+    return torch.where(low > -OCTAVES, scale, 0.0)[:, 0].to(base.dtype)
+
+
+@cache
+def _ends(sections: int, size: float, device: torch.device) -> Float[Tensor, " c"]:
+    """The upper ends of sections of a size; they are made once, as `constant` is."""
+    return torch.arange(1, sections + 1, dtype=torch.float64, device=device) * size
 
 
 def kl_divergence(guided: Float[Tensor, "*#b k"], base: Float[Tensor, "*#b k"]) -> Float[Tensor, "*b"]:
     """KL(softmax(guided) ‖ softmax(base)) of each row, in nats."""
-    return _diverge(guided, base.double().log_softmax(-1)).clamp(min=0)
-
-
-def _diverge(guided: Float[Tensor, "*#b k"], log_base: Float[Tensor, "*#b k"]) -> Float[Tensor, "*b"]:
-    """Compute the divergence of each row of logits; rounding may make one of 0 slightly negative."""
-    log_guided = guided.double().log_softmax(-1)
-    return _divergence(log_guided.exp(), log_guided, log_base).to(guided.dtype)
+    log_guided, log_base = guided.double().log_softmax(-1), base.double().log_softmax(-1)
+    return _divergence(log_guided.exp(), log_guided, log_base).clamp(min=0).to(base.dtype)
 
 
 def _divergence(
     guided: Float[Tensor, "*b k"], log_guided: Float[Tensor, "*b k"], log_base: Float[Tensor, "*#b k"]
 ) -> Float[Tensor, "*b"]:
-    """Sum up p (log p − log q), in float64, since the terms nearly cancel; where p is 0, a term is no number."""
+    """Sum up p (log p − log q), in float64, since the terms nearly cancel; where p is 0, a term is no number.
+
+    Rounding may make a divergence of 0 slightly negative.
+    """
     return (guided * (log_guided - log_base)).nansum(-1)
 
 

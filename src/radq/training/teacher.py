@@ -34,7 +34,6 @@ class Source(nn.Module):
 
     reads_continuations = False  # whether it reads texts without their prompts
     is_slow = False  # whether the rewards of a text's tokens take a forward pass for each token
-    reads_once = False  # whether one forward over a text gives the rewards of candidates at all its positions
     attributes: list[str]
     ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
@@ -66,19 +65,6 @@ class Source(nn.Module):
     ) -> Float[Tensor, "b k a"]:
         """Compute the rewards of candidates for the next token of each prefix."""
 
-    def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
-    ) -> Float[Tensor, "b p k a"]:
-        """Compute the rewards of candidates in place of the tokens at some positions of texts, all of which it knows.
-
-        Only sources with `reads_once` can do this.
-        """
-        raise NotImplementedError
-
 
 @final
 class RewardSource(Source):
@@ -88,7 +74,7 @@ class RewardSource(Source):
         super().__init__()
         require_attributes(attributes, model.config.attributes)
         self.model = model
-        self.reads_once = isinstance(model, RadQ)
+        self.reads_once = isinstance(model, RadQ)  # whether a forward over a text gives rewards at all its positions
         self.attributes = list(attributes) or list(model.config.attributes)
         self._columns = [model.config.attributes.index(name) for name in self.attributes]
         self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
@@ -280,7 +266,7 @@ class Teacher(nn.Module):
     @property
     def reads_once(self) -> bool:
         """Whether one forward over a text gives the rewards of candidates at all its positions."""
-        return all(source.reads_once for source in self.sources)
+        return all(isinstance(source, RewardSource) and source.reads_once for source in self.sources)
 
     def place_rewards(
         self,
@@ -289,8 +275,13 @@ class Teacher(nn.Module):
         positions: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
-        """Compute the teacher's rewards of candidates in place of the tokens at some positions of texts."""
-        return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))
+        """Compute the rewards of candidates in place of the tokens at some positions, if the teacher `reads_once`."""
+
+        def score(source: Source) -> Float[Tensor, "b p k m"]:
+            assert isinstance(source, RewardSource)
+            return source.place_rewards(input_ids, attention_mask, positions, candidates)
+
+        return self._mean(score)
 
     def _mean(self, score: Callable[[Source], Float[Tensor, "*p m"]]) -> Float[Tensor, "*p a"]:
         """Put the rewards of a member's sources side by side, and take the mean of all members."""
