@@ -13,7 +13,7 @@ from radq.decoding.generate import generate
 from radq.errors import ModelError, UnknownAttributeError
 from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
-from radq.models import embedded
+from radq.models import embedded, gguf
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.settings import read_yaml
@@ -36,7 +36,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: Path) -> list[
         converted.append(source)
         shutil.copytree(toy, folder, dirs_exist_ok=True)
 
-    monkeypatch.setattr(embedded, "_convert", convert)
+    monkeypatch.setattr(gguf, "convert_gguf", convert)
     return converted
 
 
@@ -48,16 +48,16 @@ def test_it_is_a_name_like_any_other_and_converted_once(package: list[Path]) -> 
 
 
 def test_a_conversion_that_broke_off_is_done_again(package: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = embedded._convert
+    whole = gguf.convert_gguf
 
     def break_off(source: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(embedded, "_convert", break_off)
+    monkeypatch.setattr(gguf, "convert_gguf", break_off)
     with pytest.raises(KeyboardInterrupt):
         embedded.base_folder()
-    monkeypatch.setattr(embedded, "_convert", whole)
+    monkeypatch.setattr(gguf, "convert_gguf", whole)
     folder = embedded.base_folder()
     assert load_causal_lm(folder)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # nothing half is left
