@@ -1,6 +1,7 @@
 """The benchmark measures every variant, compares it with no guide, and says what it left out."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from radq.benchmark.result import BenchResult, Spread, Variant, summarise
 from radq.benchmark.shapes import SHAPES
 from radq.cli import main
 from radq.decoding.decoder import Decoder
+from radq.decoding.request import Request
+from radq.errors import OptionError
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 
@@ -92,6 +95,19 @@ def test_ratios_are_those_of_a_round_and_medians_those_of_all() -> None:
 def test_the_points_are_lines_through_the_first_numbers() -> None:
     grid = Grid(top_k=(20, 0), rows=(25, 1), prompt_tokens=(32, 512), new_tokens=3)
     assert grid.points == [Point(25, 20, 32), Point(25, None, 32), Point(1, 20, 32), Point(25, 20, 512)]
+
+
+def test_a_kl_budget_is_measured(toy: Path) -> None:
+    """Only guided steps have one; a budget of 0 steers nothing."""
+    config = BenchConfig(lm=str(toy), guides=["q"], top_k=[5], rows=[2], rounds=1, new_tokens=2, kl_budget=0.0)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "Request", lambda *parts: found.append(parts[1].kl_budget) or Request(*parts))
+        result = measuring.measure(config, "cpu")
+    assert set(found) == {0.0}
+    assert [(timing.guide, timing.kl_budget) for timing in result.timings] == [("none", 0.0), ("q", 0.0)]
+    with pytest.raises(OptionError, match="kl_budget must be"):
+        replace(config, kl_budget=-1.0).check()
 
 
 def test_captured_steps_have_lines_of_their_own() -> None:

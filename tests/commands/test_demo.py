@@ -20,7 +20,7 @@ from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels, compare
 from radq.judges.base import Judge
 from radq.judges.models import load_judge
-from radq.models import embedded
+from radq.models import embedded, gguf
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.rad_q import RadQ
 from radq.toy import GOOD
@@ -219,7 +219,7 @@ def test_half_a_cache_is_converted_anew(package: Path, toy: Path, monkeypatch: p
     (package / "smollm2-135m-instruct-7").mkdir(parents=True)
     (package / "smollm2-135m-instruct-7" / "model.safetensors").write_bytes(b"half")
     monkeypatch.setattr(
-        embedded, "_convert", lambda source, folder: shutil.copytree(toy, folder, dirs_exist_ok=True) and None
+        gguf, "convert_gguf", lambda source, folder: shutil.copytree(toy, folder, dirs_exist_ok=True) and None
     )
     assert load_causal_lm("embedded").config.vocab_size == load_causal_lm(toy).config.vocab_size
 

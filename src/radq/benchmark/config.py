@@ -11,7 +11,14 @@ from radq.settings import COUNT, Range, names_in_table
 
 UNGUIDED = "none"
 GUIDE_NAMES = names_in_table("radq.benchmark.guides:GUIDES")
-RANGES = {"top_k": Range(0), "rows": COUNT, "prompt_tokens": COUNT, "new_tokens": COUNT, "rounds": Range(1, 1000)}
+RANGES = {
+    "top_k": Range(0),
+    "rows": COUNT,
+    "prompt_tokens": COUNT,
+    "new_tokens": COUNT,
+    "rounds": Range(1, 1000),
+    "kl_budget": Range(0, 1_000_000),
+}
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,7 @@ class Point:
     rows: int
     top_k: int | None  # None: the whole vocabulary
     prompt_tokens: int
+    kl_budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Grid:
     rows: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
     new_tokens: int
+    kl_budget: float | None = None
 
     @property
     def points(self) -> list[Point]:
@@ -39,7 +48,7 @@ class Grid:
         lines = [(rows, each, width) for each in self.top_k]
         lines += [(each, k, width) for each in self.rows]
         lines += [(rows, k, each) for each in self.prompt_tokens]
-        return [Point(rows, k or None, width) for rows, k, width in dict.fromkeys(lines)]
+        return [Point(rows, k or None, width, self.kl_budget) for rows, k, width in dict.fromkeys(lines)]
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class BenchConfig:
     """Numbers of texts that are decoded together, the reference first. By default 1 4, and on a GPU 25 1 100 400."""
     prompt_tokens: list[int] = field(default_factory=list)
     """Numbers of tokens of the prompt, the reference first. By default 32, and on a GPU also 512."""
+    kl_budget: float | None = None
+    """KL budget of guided decoding, in nats per token, such as the 0.5 that radq generate has. By default none."""
     new_tokens: int | None = None
     """Number of tokens over which the time of one measurement is taken. By default 3, and on a GPU 16."""
     rounds: int = 3
@@ -127,6 +138,7 @@ class BenchConfig:
             tuple(dict.fromkeys(self.rows)) or default.rows,
             tuple(dict.fromkeys(self.prompt_tokens)) or default.prompt_tokens,
             self.new_tokens or default.new_tokens,
+            self.kl_budget,
         )
 
 

@@ -150,7 +150,7 @@ def time_steps(engine: Engine, models: BenchModels, point: Point, steps: int) ->
 
 def _make_requests(models: BenchModels, point: Point, tokens: int) -> Iterator[Request]:
     """Make requests that no stop token ends."""
-    prompt, steering = _make_prompt(models, point.prompt_tokens), Steering(point.top_k)
+    prompt, steering = _make_prompt(models, point.prompt_tokens), Steering(point.top_k, kl_budget=point.kl_budget)
     for uniforms in np.random.default_rng(0).random((point.rows, tokens)):
         yield Request(prompt, steering, tokens, uniforms)
 

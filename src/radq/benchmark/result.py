@@ -52,6 +52,7 @@ class Timing:
     rows: int
     top_k: int | None  # None: the whole vocabulary
     prompt_tokens: int
+    kl_budget: float | None
     captured: bool
     ratio: Spread  # to the time without a guide, at the same point and in the same round
     milliseconds: Spread
@@ -65,6 +66,7 @@ class LeftOut:
     rows: int
     top_k: int | None
     prompt_tokens: int
+    kl_budget: float | None
     captured: bool
     reason: str
 
