@@ -67,6 +67,20 @@ def test_perplexity_is_a_multiple_of_the_unguided_one() -> None:
     assert "perplexity (← more fluent)" in Page(alone.svg).texts
 
 
+def test_numbers_at_points_do_not_cover_each_other() -> None:
+    """Of points at one place the first has its number; others have theirs."""
+    places = {1.25: 10.0, 2.25: 10.001, 3.25: 10.002, 44.5: 18.0}
+    results = [
+        make_result(beta=beta, metrics={"avg_max": Estimate(0.2, NAN, NAN), "perplexity": Estimate(p, NAN, NAN)})
+        for beta, p in places.items()
+    ]
+    plot = plot_tradeoff("name", "all", results, lambda attribute, fluency: [])
+    assert plot is not None
+    texts = set(Page(plot.svg).texts)
+    assert {"1.25", "44.5"} <= texts
+    assert not {"2.25", "3.25"} & texts
+
+
 def test_the_paper_s_curves_keep_the_perplexity_itself() -> None:
     curve = PublishedCurve("RAD-V", 20, "GPT-2-Large", "Perspective", ((10.0, 12.0, 0.3), (50.0, 40.0, 0.2)))
     known = {"avg_max": Estimate(0.2, 0.1, 0.3), "perplexity": Estimate(15.0, NAN, NAN)}

@@ -143,6 +143,7 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
             panels[row, 0].set_title(_middle_cut(attribute, 100) if judge else "", loc="left")
         height = _add_legends(figure, curves, drawn)
         figure.set_size_inches(WIDTH, PANEL_HEIGHT * len(rows) + height)
+        _hide_crowded(figure)
         return render(figure, name, f"Trade-off of {', '.join(unique(c.guide for c in curves))} on {name_group(group)}")
 
 
@@ -166,6 +167,7 @@ def plot_by_candidates(name: str, title: str, results: Sequence[Result], attribu
         panels[0].set_ylabel(_axis_label(metric, judge))
         height = _add_legends(figure, [replace(curve, setting="") for curve in curves], drawn)
         figure.set_size_inches(WIDTH, PANEL_HEIGHT + height)
+        _hide_crowded(figure)
         return render(figure, name, title)
 
 
@@ -247,6 +249,19 @@ def _write_at(axes: Any, label: str, x: float, y: float, colour: str, corner: in
     right, up, side = CORNERS[corner % len(CORNERS)]
     place = {"xytext": (right, up), "textcoords": "offset points", "ha": side, "fontsize": 7, "color": colour}
     axes.annotate(label, (float(x), float(y)), **place, zorder=5).set_in_layout(False)
+
+
+def _hide_crowded(figure: Any) -> None:
+    """Hide numbers at points that would cover others, so that those that are left can be read."""
+    figure.draw_without_rendering()  # places the texts
+    for axes in figure.axes:
+        shown: list[Any] = []
+        for text in axes.texts:
+            box = text.get_window_extent()
+            if any(box.overlaps(other) for other in shown):
+                text.set_visible(False)
+            else:
+                shown.append(box)
 
 
 def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
