@@ -136,14 +136,7 @@ def own_texts_job(attribute: str, end: str, scorers: list[str], guide: str, *opt
     makes = own_texts(attribute, end)
     command = [sys.executable, str(EMBEDDED / "own_texts.py"), "--prompts", f"data/write-{attribute}.jsonl"]
     command += ["--attribute", attribute, "--reads", READS[attribute], "--guide", guide]
-    command += [
-        "--scorers",
-        *(f"reward:{scorer}" for scorer in scorers),
-        "--dtype",
-        "float16",
-        "--out",
-        makes,
-        *options,
-    ]
+    command += ["--scorers", *(f"reward:{scorer}" for scorer in scorers)]
+    command += ["--dtype", "float16", "--out", makes, *options]
     needs = {f"{model}.json" for model in (*scorers, guide.partition(":")[0])}
     return Job(f"own-{attribute}{end}", command, makes, tuple(sorted(needs)), memory=OWN_TEXTS_MEMORY)

@@ -81,6 +81,8 @@ def contest(request: Request) -> None:
 
 def trial(request: Request) -> None:
     """Train other toxicity models, and compare them with our readout on dev prompts."""
+    if request.base != EMBEDDED:
+        sys.exit(f"error: the trial is one of {EMBEDDED.title}; leave --base out.")
     prepare_models(request)
     task, models = TASKS[ATTRIBUTE], trial_models()
     folders = [model_folder(task, name) for name in (OURS, *STUDENTS)]

@@ -97,6 +97,8 @@ def test_a_folder_belongs_to_one_base_model(modules: Modules, tmp_path: Path, mo
         pieces.Request().check()
     with pytest.raises(SystemExit, match="the base model is missing"):
         pieces.contest(tinyllama)
+    with pytest.raises(SystemExit, match="leave --base out"):
+        pieces.trial(tinyllama)
     with pytest.raises(SystemExit, match="leave --shipped out"):
         pieces.Request(base=bases.BASES["tinyllama"], shipped=True).check()
     assert bases.read_base(tmp_path / "nowhere") == bases.EMBEDDED  # an older study
@@ -492,8 +494,8 @@ def test_a_contest_goes_on_from_published_numbers(
     measured = Path(__file__).parents[2] / "recipes" / "study" / "measured" / "contest"
     pieces = modules["pieces"]
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(measured, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "models" / "judge-sentiment.json").unlink()
+    for name in ("choices", "kept", "second"):
+        shutil.copytree(measured / name, tmp_path / name)
     ran: list[Any] = []
     monkeypatch.setattr(pieces.Request, "run", lambda request, jobs, finish: ran.extend(jobs))
     pieces.contest(pieces.Request(only="^sentiment-(readout.*again|readout|gedi)$", shipped=True))
