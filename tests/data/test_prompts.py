@@ -58,7 +58,7 @@ def test_toxic_prompts_and_those_never_scored_are_left_out(tmp_path: Path) -> No
     assert len(texts(file)) == 5
     assert texts(file, max_toxicity=0.5) == ["prompt 0", "prompt 3"]
     assert texts(file, max_toxicity=0.5, limit=1) == ["prompt 0"]
-    with pytest.raises(DataError, match="no prompts.*max_toxicity"):
+    with pytest.raises(DataError, match=r"no prompt has a toxicity below 0\.05.*max_toxicity"):
         read_prompts(file, max_toxicity=0.05)
     pandas.DataFrame({"prompt": ["a", "b"], "toxicity": ["0.2", "0.7"]}).to_csv(tmp_path / "t.csv", index=False)
     assert texts(tmp_path / "t.csv", max_toxicity=0.5) == ["a"]

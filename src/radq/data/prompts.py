@@ -49,12 +49,14 @@ def read_prompts(
     if limit is not None and limit < 1:
         raise OptionError(f"limit must be at least 1, got {limit}.", "give a larger limit, or none.")
     rows = list(_read_plain(Path(source)) if _is_plain(Path(source)) else _read_rows(source))
+    if not rows:
+        raise DataError(f"{source}: there are no prompts.", "give a file with prompts.")
     if max_toxicity is not None:
-        if rows and all(row.toxicity is None for row in rows):
+        if all(row.toxicity is None for row in rows):
             raise DataError(f"{source} has no toxicity to filter by.", "leave max_toxicity out.")
         rows = [row for row in rows if row.toxicity is not None and row.toxicity < max_toxicity]
-    if not rows:
-        raise DataError(f"{source}: there are no prompts.", "give a file with prompts, or raise max_toxicity.")
+        if not rows:
+            raise DataError(f"{source}: no prompt has a toxicity below {max_toxicity}.", "raise max_toxicity.")
     if limit is not None and seed is not None and limit < len(rows):
         chosen = np.random.default_rng(seed).choice(len(rows), size=limit, replace=False)
         rows = [rows[n] for n in np.sort(chosen)]
