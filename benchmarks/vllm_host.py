@@ -5,7 +5,7 @@
 
 The base model and the guides are the embedded ones. `reward alone` is the time in which the reward model reads one
 token of every text by itself: guided steps cannot be faster than base model and reward model one after the other. A
-readout of the last layer reads none.
+readout reads none.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import torch
 from radq.decoding.config import Steering
 from radq.hosts.batching import Request, Steerer
 from radq.hosts.guidance import Guidance
-from radq.hosts.last_layer import LastLayerFollower
 from radq.hosts.vllm import VllmEngine
 from radq.serving.config import ServeConfig
 from radq.serving.panel import Panel
@@ -112,7 +111,7 @@ def make_steerer(options: argparse.Namespace) -> Steerer:
     """The reward model outside vLLM, with as many texts."""
     panel = Panel.load(ServeConfig(guides={"guide": options.guide}).guides)
     steerer = Steerer(panel, options.rows, LENGTH)
-    if isinstance(steerer.followers[0], LastLayerFollower):
+    if reads_base(steerer):
         return steerer
     guidance = Guidance({"guide": 20.0}, Steering())
     requests = {row: Request(guidance, [5, 6, 7], []) for row in range(options.rows)}
@@ -120,10 +119,15 @@ def make_steerer(options: argparse.Namespace) -> Steerer:
     return steerer
 
 
+def reads_base(steerer: Steerer) -> bool:
+    """Whether the reward model is a readout, which reads vLLM's own states."""
+    return bool(steerer.panel.guides[0].readers[0].base_layers)
+
+
 def measure_reward(steerer: Steerer, options: argparse.Namespace) -> float:
     """Seconds in which the reward model reads one token of every text."""
     follower = steerer.followers[0]
-    if isinstance(follower, LastLayerFollower):
+    if reads_base(steerer):
         return 0.0
 
     def read() -> None:

@@ -44,6 +44,7 @@ class World:
         self.guides = {kind: f"{folder / kind}:nice=4,rude=-6" for kind in ("q", "v")}
         self.guides["nice"] = f"{folder / 'q'}:nice=1"
         self.guides["last"] = f"{folder / 'last'}:nice=30,rude=-20"  # which reads the last layer of the base alone
+        self.guides["layers"] = f"{folder / 'layers'}:nice=30,rude=-20"  # which reads two of its layers
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(CONFIGS[family])
         with torch.no_grad():
@@ -55,7 +56,8 @@ class World:
             TOKENIZER.save_pretrained(self.base)
             for kind in ("q", "v"):
                 make_reward(kind, self.base).save_pretrained(folder / kind)
-            make_last_layer(self.base).save_pretrained(folder / "last")
+            make_readout(self.base, 1).save_pretrained(folder / "last")
+            make_readout(self.base, 2).save_pretrained(folder / "layers")
         self.lm = load_causal_lm(self.base)
 
     def own(self, guide: str | list[str] | None, prompts: list[str] = PROMPTS, **options: Any) -> list[list[int]]:
@@ -65,10 +67,10 @@ class World:
         return [g.token_ids for g in generate(self.lm, TOKENIZER, prompts, loaded, **options)]
 
 
-def make_last_layer(base: Path) -> RadQ:
-    """A readout of the last layer with random weights."""
+def make_readout(base: Path, num_layers: int) -> RadQ:
+    """A readout with random weights."""
     torch.manual_seed(2)
-    model = RadQ.from_base(base, ["nice", "rude"], num_layers=1, width=32)
+    model = RadQ.from_base(base, ["nice", "rude"], num_layers=num_layers, width=32)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     with torch.no_grad():
         for weight in trained.values():

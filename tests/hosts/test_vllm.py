@@ -54,7 +54,7 @@ def greedy(engine: Any, guide: str | None, **options: Any) -> list[list[int]]:
     return tokens(engine.generate(PROMPTS, guide, **options))
 
 
-@pytest.mark.parametrize("kind", [None, "q", "v", "last"])
+@pytest.mark.parametrize("kind", [None, "q", "v", "last", "layers"])
 def test_greedy_tokens_are_those_of_our_own_loop(kind: str | None, world: World, engine: Any) -> None:
     expected = world.own(kind and world.guides[kind])
     assert greedy(engine, kind) == expected
@@ -98,10 +98,11 @@ def test_requests_of_one_batch_keep_their_own_guide_and_beta(world: World, engin
     assert len({str(found) for found in expected.values()}) == len(wishes)
 
 
-def test_a_readout_of_the_last_layer_reads_nothing_itself(
-    world: World, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's own states are enough: the base model that the readout would read by itself is never called."""
+def test_readouts_read_nothing_themselves(world: World, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own states are enough: the base model that a readout would read by itself is never called.
+
+    vLLM's GPT-2 does not give the outputs of earlier layers.
+    """
     from radq.hosts.vllm import PROCESSORS
 
     def refuse(*arguments: Any, **options: Any) -> Any:
@@ -112,7 +113,8 @@ def test_a_readout_of_the_last_layer_reads_nothing_itself(
             if guide.model.readout is not None:
                 monkeypatch.setattr(guide.model.backbone, "forward", refuse)
     before = sum(processor.figures.totals["failed"] for processor in PROCESSORS)
-    assert greedy(engine, "last") == world.own(world.guides["last"])
+    for kind in ("last",) if world.base.name == "gpt2" else ("last", "layers"):
+        assert greedy(engine, kind) == world.own(world.guides[kind])
     assert sum(processor.figures.totals["failed"] for processor in PROCESSORS) == before
 
 
@@ -204,7 +206,9 @@ def make_config(world: World, max_model_len: int = 63, **model: Any) -> Any:
 def registry(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     from radq.hosts.vllm import split_guides
 
-    guides = {name: guide for name, guide in world.guides.items() if name != "last"}  # which sharding refuses
+    guides = {
+        name: guide for name, guide in world.guides.items() if name not in ("last", "layers")
+    }  # which read a real vLLM
     entries = {name: entry for parts in split_guides(guides).values() for name, entry in parts.items()}
     (tmp_path / "guides.yaml").write_text(json.dumps(entries))  # which is YAML, too
     monkeypatch.setenv("RADQ_GUIDES", str(tmp_path / "guides.yaml"))

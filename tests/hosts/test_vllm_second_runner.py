@@ -65,17 +65,19 @@ def make_job(world: World, kinds: list[str], requests: list[dict[str, Any]], **o
 
 def test_requests_come_and_go_and_have_the_tokens_of_our_own_loop(world: World, tmp_path: Path) -> None:
     """Prompts are read in pieces, and there is so little room that long texts are preempted and come back."""
-    requests = make_requests(world, ["q", "v", "last"], PROMPTS, seed=0)
+    kinds = ["q", "v", "last", "layers"]
+    requests = make_requests(world, kinds, PROMPTS, seed=0)
     little: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 5}
     little |= {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
-    answer = run_job(make_job(world, ["q", "v", "last"], requests, **little), tmp_path)
+    answer = run_job(make_job(world, kinds, requests, **little), tmp_path)
     check(world, answer, requests)
     assert answer["preempted"] > 0
 
 
 def test_drafts_are_accepted_and_rejected_by_guided_logits(world: World, tmp_path: Path) -> None:
-    requests = make_requests(world, ["q", "last"], [*PROMPTS, *REPEATING], seed=1)
+    kinds = ["q", "last", "layers"]
+    requests = make_requests(world, kinds, [*PROMPTS, *REPEATING], seed=1)
     pieces: dict[str, Any] = {"max_num_batched_tokens": 30, "enable_chunked_prefill": True}
-    answer = run_job(make_job(world, ["q", "last"], requests, speculative_config=DRAFTS, **pieces), tmp_path)
+    answer = run_job(make_job(world, kinds, requests, speculative_config=DRAFTS, **pieces), tmp_path)
     check(world, answer, requests)
     assert 0 < answer["accepted"] < answer["drafted"]

@@ -18,7 +18,7 @@ from radq.errors import ModelError, OptionError
 from radq.guides import RewardGuide
 from radq.guides.meter import Meter
 from radq.guides.spec import load_guide
-from radq.hosts.last_layer import reads_last_layer
+from radq.hosts.base_states import reads_shown
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models import kv_cache, rad_v
 from radq.models.loading import find_backbone
@@ -171,7 +171,7 @@ def test_a_meter_counts_candidates_and_not_the_base_model(lm_folders: dict[str, 
 def test_vllm_does_not_take_it_for_a_readout_of_the_last_states(lm_folders: dict[str, Path]) -> None:
     for kind, expected in (("q", True), ("v", False)):
         model = make_readout(kind, lm_folders["llama"], num_layers=1)
-        assert reads_last_layer(RewardGuide(model, {"nice": 1.0})) is expected
+        assert reads_shown(RewardGuide(model, {"nice": 1.0}), (2,)) is expected
 
 
 # --- folders ---

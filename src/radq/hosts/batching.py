@@ -19,10 +19,10 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.decoding.steering import Proposal, Strengths, propose
 from radq.guides.base import Advice
+from radq.hosts.base_states import ShownFollower, reads_shown
 from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
 from radq.hosts.guidance import Guidance
-from radq.hosts.last_layer import LastLayerFollower, reads_last_layer
 from radq.hosts.records import RecordedRow, Records
 from radq.serving.details import StepNumbers
 from radq.serving.panel import Panel
@@ -179,11 +179,20 @@ class _Member:
 class Steerer:
     """Steers the logits of the guided requests in a batch."""
 
-    def __init__(self, panel: Panel, capacity: int, length: int, device: torch.device | str = "cpu"):
-        """The engine runs at most `capacity` requests of `length` tokens at once."""
+    def __init__(
+        self,
+        panel: Panel,
+        capacity: int,
+        length: int,
+        device: torch.device | str = "cpu",
+        shown: tuple[int, ...] = (),
+    ):
+        """The engine runs at most `capacity` requests of `length` tokens at once, and shows some layers' states."""
         self.panel, self.device = panel, torch.device(device)
         self.followers = [
-            (LastLayerFollower if reads_last_layer(guide) else Follower)(guide, capacity, length, self.device)
+            ShownFollower(guide, capacity, length, self.device, shown)
+            if reads_shown(guide, shown)
+            else Follower(guide, capacity, length, self.device)
             for guide in panel.guides
         ]
         self._figures, self.records = Figures(), Records()

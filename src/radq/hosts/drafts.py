@@ -18,9 +18,9 @@ from radq.decoding.steering import Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.guides.base import Advice
+from radq.hosts.base_states import ShownRows, reads_shown, take_states
 from radq.hosts.batching import DeviceRequest, Steerer, limit_width
 from radq.hosts.follower import Follower, Text
-from radq.hosts.last_layer import LastLayerRows, reads_last_layer, take_states
 from radq.models.reading import Glance
 from radq.models.slots import SlotReading, takes_slots
 from radq.serving.panel import Panel
@@ -54,8 +54,6 @@ class Drafts:
 def check_drafts(guides: Sequence[Guide], vocab_size: int) -> None:
     """Raise if a guide cannot follow drafts."""
     for guide in guides:
-        if reads_last_layer(guide):
-            continue
         state = guide.start(torch.zeros(1, 2, dtype=torch.long))
         noted: list[bool] = []
         state.map_readings(lambda reading, noted=noted: noted.append(reading.notes is not None) or reading)
@@ -119,8 +117,14 @@ class DraftFollower(Follower):
         return Glance(slots.reader, outputs[texts.clamp(min=0), places], None)
 
 
-class LastLayerDraftFollower(LastLayerRows, DraftFollower):
+class ShownDraftFollower(ShownRows, DraftFollower):
     """A guide that reads the states of every draft, which vLLM has computed."""
+
+    def __init__(
+        self, guide: Guide, capacity: int, length: int, device: torch.device, most: int, shown: tuple[int, ...]
+    ):
+        super().__init__(guide, capacity, length, device, most)
+        self.shown = shown
 
     def advise_drafts(
         self, texts: Int[Tensor, " r"], drafts: Drafts, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"]
@@ -131,13 +135,21 @@ class LastLayerDraftFollower(LastLayerRows, DraftFollower):
 class DraftSteerer(Steerer):
     """Steers all rows of logits of guided requests."""
 
-    def __init__(self, panel: Panel, capacity: int, length: int, device: torch.device | str, most: int):
-        super().__init__(panel, capacity, length, device)
+    def __init__(
+        self,
+        panel: Panel,
+        capacity: int,
+        length: int,
+        device: torch.device | str,
+        most: int,
+        shown: tuple[int, ...] = (),
+    ):
+        super().__init__(panel, capacity, length, device, shown)
         self.capacity = capacity
         self.followers = [
-            (LastLayerDraftFollower if reads_last_layer(guide) else DraftFollower)(
-                guide, capacity, length, self.device, most
-            )
+            ShownDraftFollower(guide, capacity, length, self.device, most, shown)
+            if reads_shown(guide, shown)
+            else DraftFollower(guide, capacity, length, self.device, most)
             for guide in panel.guides
         ]
         self._table: tuple[Any, Any] = (None, None)

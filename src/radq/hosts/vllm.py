@@ -24,11 +24,11 @@ import yaml
 from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import parse_guide
+from radq.hosts.base_states import reads_shown, show_layers
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
 from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry, find_registry_for_client
-from radq.hosts.last_layer import check_last_layer, keep_last_states, reads_last_layer
 from radq.hosts.records import Records
 from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
 from radq.numerics import available_memory
@@ -68,13 +68,14 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         self._registry = find_registry(self.guides_file)
         panel = Panel.load(self._registry.entries, str(device))
         model = vllm_config.model_config
-        self._end = _check_engine(vllm_config, panel.guides)
+        shown = show_layers(panel.guides, vllm_config)
+        self._end = _check_engine(vllm_config, panel.guides, shown)
         self.answers = _answers(vllm_config.parallel_config)  # whether figures of this process are those of the server
         size = (vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
         self._drafts = None
         if vllm_config.speculative_config is not None:
-            self._drafts = DraftSteerer(panel, *size, device, 1 + vllm_config.num_speculative_tokens)
-        self._steerer = self._drafts or Steerer(panel, *size, device)
+            self._drafts = DraftSteerer(panel, *size, device, 1 + vllm_config.num_speculative_tokens, shown)
+        self._steerer = self._drafts or Steerer(panel, *size, device, shown)
         _check_memory(self._steerer, vllm_config)
         if "raw" in str(model.logprobs_mode):
             LOGGER.info(
@@ -212,14 +213,11 @@ def processor_name(path: str) -> str:
     return f"{PROCESSOR}_{path.encode().hex()}"
 
 
-def _check_engine(vllm_config: Any, guides: Sequence[Any]) -> int:
+def _check_engine(vllm_config: Any, guides: Sequence[Any], shown: tuple[int, ...]) -> int:
     """Raise at the start if guides would fail in the middle of a batch; return a token that ends texts."""
     model = vllm_config.model_config
     if vllm_config.speculative_config is not None:
-        check_drafts(guides, model.get_vocab_size())
-    check_last_layer(guides, vllm_config)
-    if any(map(reads_last_layer, guides)):
-        keep_last_states()
+        check_drafts([guide for guide in guides if not reads_shown(guide, shown)], model.get_vocab_size())
     if model.enable_prompt_embeds:
         raise OptionError("guides cannot read prompts that are embeddings.", "turn enable_prompt_embeds off in vLLM.")
     tokenizer = load_tokenizer(model.tokenizer)

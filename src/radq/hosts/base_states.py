@@ -1,0 +1,203 @@
+"""Readouts inside vLLM that read vLLM's own hidden states: guides without a state, a cache or a forward of their own.
+
+vLLM computes the logits of a step from the last hidden states of the rows that are sampled. Many of its models can also
+give the outputs of earlier layers, which some ways of drafting need. These are put beside the last states, so that they
+take the same way, and a readout takes what it reads from there, row by row.
+
+Axes: r rows of logits, k candidates, s strengths, d hidden size of the base model, w width of all states of a row.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from radq.errors import DataError, ModelError, OptionError, require_package
+from radq.guides import Guide, RewardGuide
+from radq.guides.base import Advice
+from radq.hosts.follower import Follower, Text
+from radq.models.loading import load_causal_lm
+from radq.models.origins import identify_backbone
+from radq.models.readout import join_layers
+from radq.models.reward_state import BaseReading, RewardState
+
+_KEPT: dict[str, Tensor] = {}  # the states of the latest logits of this process
+WANTED = "radq_layers"  # the name in vLLM's configurations of the earlier layers whose outputs are wanted
+
+
+def reads_shown(guide: Guide, shown: Sequence[int]) -> bool:
+    """Whether a guide reads nothing but layers of the base model that are shown."""
+    layers = _find_layers(guide)
+    return bool(layers) and set(layers) <= set(shown)
+
+
+def _find_layers(guide: Guide) -> tuple[int, ...]:
+    """The layers of the base model that a guide reads; none if it reads by itself."""
+    return guide.model.reader.base_layers if isinstance(guide, RewardGuide) else ()
+
+
+def _reads_last_alone(guide: Guide) -> bool:
+    return isinstance(guide, RewardGuide) and _find_layers(guide) == (guide.model.backbone.config.num_hidden_layers,)
+
+
+# --- vLLM's side ---
+
+
+def show_layers(guides: Iterable[Guide], vllm_config: Any) -> tuple[int, ...]:
+    """Let vLLM show the layers that guides read; return them in the order in which their states stand side by side.
+
+    Raises:
+        OptionError, ModelError: the states are not those that a readout of the last layer was trained on. A readout of
+            more layers runs the base model by itself then, as it does in models that do not give their outputs.
+    """
+    readouts = [guide for guide in guides if isinstance(guide, RewardGuide) and _find_layers(guide)]
+    hindrance = _find_hindrance(vllm_config)
+    alone = [guide for guide in readouts if _reads_last_alone(guide)]
+    if alone and hindrance:
+        raise OptionError(f"a readout of the last layer cannot be used with {hindrance}.", "turn that off in vLLM.")
+    for guide in alone:
+        _check_weights(guide, vllm_config)
+    deeper = [guide for guide in readouts if guide not in alone]
+    if not hindrance and deeper and _can_show(vllm_config):
+        readouts = alone + [guide for guide in deeper if _has_weights(guide, vllm_config)]
+    else:
+        readouts = alone
+    if not readouts:
+        return ()
+    keep_states()
+    last = readouts[0].model.backbone.config.num_hidden_layers
+    earlier = tuple(layer for layer in join_layers([_find_layers(guide) for guide in readouts]) if layer != last)
+    if earlier:
+        _show_earlier(vllm_config, earlier)
+    return last, *earlier
+
+
+def _find_hindrance(vllm_config: Any) -> str | None:
+    """Name what makes the states of vLLM's rows others than those of the base model."""
+    hindrances = {
+        "quantised weights": vllm_config.model_config.quantization is not None,
+        "LoRA adapters": vllm_config.lora_config is not None,
+        "batch-sharded sampling": vllm_config.parallel_config.enable_batch_sharded_sampling,
+    }
+    return next((name for name, present in hindrances.items() if present), None)
+
+
+def _check_weights(guide: RewardGuide, vllm_config: Any) -> None:
+    """Raise if vLLM's base model is not the one whose states the readout was trained on."""
+    name = vllm_config.model_config.model
+    if identify_backbone(name).fingerprint != guide.model.config.backbone_fingerprint:
+        guide.check_base(load_causal_lm(name))  # a copy in another data type is the same base model
+
+
+def _has_weights(guide: RewardGuide, vllm_config: Any) -> bool:
+    try:
+        _check_weights(guide, vllm_config)
+    except ModelError:
+        return False
+    return True
+
+
+def _can_show(vllm_config: Any) -> bool:
+    """Whether vLLM's model can give outputs of earlier layers, and nothing else makes use of them."""
+    drafts = vllm_config.speculative_config
+    if drafts is not None and not str(drafts.method).startswith("ngram"):
+        return False
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return False
+    return hasattr(_find_class(vllm_config), "set_aux_hidden_state_layers")
+
+
+def _find_class(vllm_config: Any) -> Any:
+    return require_package("vllm.model_executor.model_loader.utils", "vllm").get_model_cls(vllm_config.model_config)
+
+
+def _show_earlier(vllm_config: Any, layers: tuple[int, ...]) -> None:
+    """Let vLLM's model put the outputs of earlier layers beside its last states.
+
+    vLLM's second runner makes its processors after the model, so the method of the class is replaced. The configuration
+    tells which models of the class are meant, and that what was compiled for others does not fit.
+    """
+    setattr(vllm_config.model_config.hf_config, WANTED, layers)
+    vllm_config.additional_config[WANTED] = list(layers)
+    kind = _find_class(vllm_config)
+    original = kind.forward
+    if hasattr(original, "shows_layers"):
+        return
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        wanted = getattr(self.config, WANTED, ())
+        if not wanted:
+            return original(self, *arguments, **options)
+        if self.model.aux_hidden_state_layers != wanted:
+            self.set_aux_hidden_state_layers(wanted)
+        last, earlier = original(self, *arguments, **options)
+        return torch.cat([last, *earlier], dim=-1)
+
+    forward.shows_layers = True  # pyright: ignore[reportFunctionMemberAccess]
+    kind.forward = forward
+
+
+def keep_states() -> None:
+    """Let vLLM's layer that computes logits keep the states that it is given, and compute logits from the last ones."""
+    layer: Any = require_package("vllm.model_executor.layers.logits_processor", "vllm").LogitsProcessor
+    original = layer.forward
+    if hasattr(original, "keeps_states"):
+        return
+
+    def forward(self: Any, lm_head: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
+        _KEPT["states"] = hidden_states
+        width = getattr(lm_head, "embedding_dim", hidden_states.shape[-1])
+        last = hidden_states if hidden_states.shape[-1] <= width else hidden_states[..., :width].contiguous()
+        return original(self, lm_head, last, *arguments, **options)
+
+    forward.keeps_states = True  # pyright: ignore[reportFunctionMemberAccess]
+    layer.forward = forward
+
+
+def take_states() -> Float[Tensor, "r w"]:
+    """The states of the latest logits, one row for each."""
+    if "states" not in _KEPT:
+        raise DataError("vLLM has shown no hidden states.", "use a reward model with a transformer of its own.")
+    return _KEPT["states"]
+
+
+# --- guides ---
+
+
+class ShownRows(Follower):
+    """A guide whose rows are those of the logits. It follows no text, so that it takes no memory."""
+
+    shown: tuple[int, ...]  # the layers whose states stand side by side
+
+    def plan_bytes(self) -> int:
+        return 0
+
+    def follow(self, present: Mapping[Text, int], last: Tensor | None, widest: int) -> dict[Text, Exception]:
+        if present != self.rows:
+            self.rows, self.texts = dict(present), list(present)
+            self.layout += 1
+        return {}
+
+    def retain(self, texts: Iterable[Text]) -> None:
+        staying = set(texts)
+        self.follow({text: row for text, row in self.rows.items() if text in staying}, None, 1)
+
+    def advise_beside(
+        self, states: Float[Tensor, "b w"], candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]
+    ) -> Advice:
+        parts = states.chunk(len(self.shown), dim=-1)
+        own = torch.cat([parts[self.shown.index(layer)] for layer in _find_layers(self.guide)], dim=-1)
+        return self.guide.advise(RewardState(BaseReading(lambda: own)), candidates, beta)
+
+
+class ShownFollower(ShownRows):
+    """A guide that advises on one row of logits for each text."""
+
+    def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device, shown: tuple[int, ...]):
+        super().__init__(guide, capacity, length, device)
+        self.shown = shown
+
+    def advise(self, rows: Int[Tensor, " b"], candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]) -> Advice:
+        return self.advise_beside(take_states()[rows], candidates, beta)
