@@ -103,6 +103,8 @@ def test_rewards_are_those_of_readouts_that_read_the_texts_themselves(
         torch.testing.assert_close(found.shift, expected.shift)
         assert found.shift.abs().max() > 0.1
         assert follower.plan_bytes() == follower.nbytes == 0
+        with pytest.raises(DataError, match="shown 1 layers, not 2"):
+            follower.advise_beside(states[2][rows], candidates, beta)
     other = vllm_model(SimpleNamespace())  # of another engine in this process
     assert other(states) is states[2]
 

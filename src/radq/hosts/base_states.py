@@ -18,7 +18,7 @@ from radq.errors import DataError, ModelError, OptionError, require_package
 from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
 from radq.hosts.follower import Follower, Text
-from radq.models.loading import load_causal_lm
+from radq.models.loading import hidden_size, load_causal_lm
 from radq.models.origins import identify_backbone
 from radq.models.readout import join_layers
 from radq.models.reward_state import BaseReading, RewardState
@@ -104,7 +104,7 @@ def _can_show(vllm_config: Any) -> bool:
     drafts = vllm_config.speculative_config
     if drafts is not None and not str(drafts.method).startswith("ngram"):
         return False
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 or not isinstance(vllm_config.additional_config, dict):
         return False
     return hasattr(_find_class(vllm_config), "set_aux_hidden_state_layers")
 
@@ -127,11 +127,12 @@ def _show_earlier(vllm_config: Any, layers: tuple[int, ...]) -> None:
         return
 
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        wanted = getattr(self.config, WANTED, ())
+        wanted = getattr(getattr(self, "config", None), WANTED, ())
         if not wanted:
             return original(self, *arguments, **options)
-        if self.model.aux_hidden_state_layers != wanted:
+        if getattr(self, WANTED, ()) != wanted:
             self.set_aux_hidden_state_layers(wanted)
+            setattr(self, WANTED, wanted)
         last, earlier = original(self, *arguments, **options)
         return torch.cat([last, *earlier], dim=-1)
 
@@ -187,7 +188,9 @@ class ShownRows(Follower):
     def advise_beside(
         self, states: Float[Tensor, "b w"], candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]
     ) -> Advice:
-        parts = states.chunk(len(self.shown), dim=-1)
+        parts = states.split(hidden_size(self.guide.readers[0].model.config), dim=-1)
+        if len(parts) != len(self.shown):
+            raise DataError(f"vLLM has shown {len(parts)} layers, not {len(self.shown)}.", "use --readout-layers 1.")
         own = torch.cat([parts[self.shown.index(layer)] for layer in _find_layers(self.guide)], dim=-1)
         return self.guide.advise(RewardState(BaseReading(lambda: own)), candidates, beta)
 
