@@ -132,7 +132,7 @@ class Proposal:
 
     @property
     def log_probabilities(self) -> Float[Tensor, "b k"]:
-        """Of all candidates, in float64."""
+        """The log-probabilities of all candidates, in float64."""
         return self._log_probabilities[0]
 
     @cached_property
