@@ -350,7 +350,7 @@ def parse_arguments() -> argparse.Namespace:
             command.add_argument("--jobs", type=int, default=4, help="number of commands that run at the same time")
             command.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
         if piece in CONTEST_PIECES:
-            command.add_argument("--base", type=BASES.__getitem__, default=EMBEDDED, help=f"one of {', '.join(BASES)}")
+            command.add_argument("--base", choices=BASES, default=EMBEDDED.name, help="base model that is steered")
             command.add_argument("--only", default="", help="regular expression for TASK-METHOD; by default all")
             command.add_argument("--lm", default="", help="folder of TinyLlama-1.1B-Chat, for another perplexity")
             command.add_argument("--shipped", action="store_true", help="test the readouts that radq brings along")
@@ -373,7 +373,8 @@ def main() -> None:
         return
     began = time.time()
     if arguments.piece in CONTEST_PIECES:
-        request = Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})
+        settings = {field.name: getattr(arguments, field.name) for field in fields(Request)}
+        request = Request(**settings | {"base": BASES[arguments.base]})
         request.check()
         CONTEST_PIECES[arguments.piece](request)
     else:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vllm_world import PROMPTS, TOKENIZER, World
+from vllm_world import PROMPTS, TOKENIZER, World, make_readout
 
 from radq.decoding.config import Steering
 from radq.errors import DataError, ModelError, OptionError
+from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts import base_states
 from radq.hosts.base_states import WANTED, ShownFollower, reads_shown, show_layers, take_states
@@ -148,7 +149,11 @@ def test_states_of_another_base_model_are_refused(world: World, tmp_path: Path, 
     with pytest.raises(ModelError, match="other weights"):
         show_layers(guides, make_config(other.base))
     assert show_layers(guides[:1], make_config(other.base)) == ()
-    assert show_layers([load_guide(world.guides["layers"])], make_config(other.base)) == ()  # it reads its own
+    layers = load_guide(world.guides["layers"])
+    assert show_layers([layers], make_config(other.base)) == ()  # it reads its own
+    foreign = RewardGuide(make_readout(other.base, 2), {"nice": 1.0})
+    assert show_layers([layers, guides[1], foreign], make_config(world.base)) == (2,)  # nor is it shown another's
+    assert not reads_shown(foreign, (2,))
 
 
 @pytest.mark.parametrize(

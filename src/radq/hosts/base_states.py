@@ -50,9 +50,12 @@ def show_layers(guides: Iterable[Guide], vllm_config: Any) -> tuple[int, ...]:
 
     Raises:
         OptionError, ModelError: the states are not those that a readout of the last layer was trained on. A readout of
-            more layers runs the base model by itself then, as it does in models that do not give their outputs.
+            more layers runs the base model by itself then, as all of them do beside one that was trained on others, and
+            in models that do not give their outputs.
     """
     readouts = [guide for guide in guides if isinstance(guide, RewardGuide) and _find_layers(guide)]
+    if not readouts:
+        return ()
     hindrance = _find_hindrance(vllm_config)
     alone = [guide for guide in readouts if _reads_last_alone(guide)]
     if alone and hindrance:
@@ -60,10 +63,8 @@ def show_layers(guides: Iterable[Guide], vllm_config: Any) -> tuple[int, ...]:
     for guide in alone:
         _check_weights(guide, vllm_config)
     deeper = [guide for guide in readouts if guide not in alone]
-    if not hindrance and deeper and _can_show(vllm_config):
-        readouts = alone + [guide for guide in deeper if _has_weights(guide, vllm_config)]
-    else:
-        readouts = alone
+    if hindrance or not _can_show(vllm_config) or not all(_has_weights(guide, vllm_config) for guide in deeper):
+        readouts = alone  # layers that are shown count for every guide, so all must have been trained on them
     if not readouts:
         return ()
     keep_states()
