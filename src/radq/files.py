@@ -134,6 +134,8 @@ def _replace_files(source: Path, target: Path, replaces: Sequence[str]) -> None:
 def whole_file(target: str | Path) -> Iterator[Path]:
     """Make a temporary file that becomes `target` when the block succeeds and is deleted when it fails."""
     target = Path(target)
+    if target.exists() and not (target.is_file() or target.is_dir()):  # such as /dev/null, which would be gone
+        raise OptionError(f"{str(target)!r} is a device or a pipe, and would be replaced.", "name a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
