@@ -22,7 +22,7 @@ from methods import CHOOSING, METHODS, OURS, RUNS, TASKS, Method, Task, contest_
 from rehearsal import TOY, Rehearsal, run_here
 from second import second_opinions
 from trainings import describe_model, training_job
-from trials import ATTRIBUTE, JUDGE, STUDENTS, SWEEP, trial_models, trial_sweep, trial_texts_job
+from trials import ATTRIBUTE, COMPARED, JUDGE, trial_models, trial_sweep, trial_texts_job
 
 from radq.models.embedded import reward_folder
 
@@ -84,13 +84,16 @@ def trial(request: Request) -> None:
     if request.base != EMBEDDED:
         sys.exit(f"error: the trial is one of {EMBEDDED.title}; leave --base out.")
     prepare_models(request)
-    task, models = TASKS[ATTRIBUTE], trial_models()
-    folders = [model_folder(task, name) for name in (OURS, *STUDENTS)]
-    goal = sweep_job(SWEEP, [*folders, f"models/{JUDGE}"], (), trial_sweep, request)
+    goals = [trial_job(name, request) for name in COMPARED]
     fit = request.fitted
-    trainings = [training_job(name, fit.fit_training(name, settings)) for name, settings in models.items()]
-    jobs = [goal, fit.fit_own_texts(trial_texts_job()), *trainings, *training_jobs(request)]
-    request.run(find_needed([goal], jobs), _finish)
+    trainings = [training_job(name, fit.fit_training(name, settings)) for name, settings in trial_models().items()]
+    jobs = [*goals, fit.fit_own_texts(trial_texts_job()), *trainings, *training_jobs(request)]
+    request.run(find_needed(goals, jobs), _finish)
+
+
+def trial_job(model: str, request: Request) -> Job:
+    folders = [model_folder(TASKS[ATTRIBUTE], model), f"models/{JUDGE}"]
+    return sweep_job(f"dev/{ATTRIBUTE}-trial-{model}", folders, (), lambda: trial_sweep(model), request)
 
 
 def prepare_models(request: Request) -> None:

@@ -5,7 +5,8 @@ RAD-V learns Perspective's scores of one half of RealToxicityPrompts' records, a
 The judge of the trial learnt the other half.
 
 Models also learn the squares of these scores. What counts is the most toxic of many samples, and squares spend little
-on texts that are far from being toxic. Every student is compared with our readout on dev prompts, by either reward.
+on texts that are far from being toxic. Students and their teacher are compared with our readout on dev prompts, by
+either reward.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from trainings import JUDGES
 
 ATTRIBUTE, END = "toxicity", "-trial"
 JUDGE, SCORER = "half-judge-toxicity", "half-toxicity"
-SWEEP = "dev/toxicity-trial"
+TEACHER = f"value{END}"
 NUM_TEXTS, NUM_PREFIXES, STEPS = 60_000, 40_000, 3000
 STRENGTH = 80.0  # of our readout, where it guides the first tokens of texts
 SQUARES = f"{ATTRIBUTE}_squared"
@@ -25,12 +26,14 @@ BETAS = {ATTRIBUTE: [50.0, 80.0, 110.0, 150.0, 200.0], SQUARES: [150.0, 300.0, 6
 STUDENTS: dict[str, dict[str, Any]] = {
     f"{OURS}{END}": {},
     f"{OURS}{END}-rounds": {"rounds": 2, "num_prefixes": NUM_PREFIXES // 2, "round_beta": 60.0},
+    f"{OURS}{END}-longer": {"num_prefixes": 2 * NUM_PREFIXES, "max_steps": 2 * STEPS},
 }
+COMPARED = (OURS, *STUDENTS, TEACHER)
 
 
 def trial_models() -> dict[str, dict[str, Any]]:
     """The models of the trial by name, teachers before students."""
-    value = f"{ATTRIBUTE}-value{END}"
+    value = f"{ATTRIBUTE}-{TEACHER}"
     learns = {"data": [own_texts(ATTRIBUTE, END)], "labels": f"{ATTRIBUTE},{SQUARES}"}
     longer = learns | {"teacher": f"models/{value}", "num_prefixes": NUM_PREFIXES, "max_steps": STEPS}
     start = {name: setting for name, setting in recipe(ATTRIBUTE, "3-value").items() if name != "init"}
@@ -49,14 +52,13 @@ def trial_texts_job() -> Job:
     return own_texts_job(ATTRIBUTE, END, scorers, guide, "--number", str(NUM_TEXTS), "--squares", SQUARES)
 
 
-def trial_sweep() -> dict[str, Any]:
-    """The sweep that compares students with our readout, at the default number of candidates."""
+def trial_sweep(model: str) -> dict[str, Any]:
+    """The sweep over dev prompts with one of the compared models, at the default number of candidates."""
     task = TASKS[ATTRIBUTE]
+    rewards = {ATTRIBUTE: BETAS[ATTRIBUTE]} if model == OURS else BETAS
     guides = {
-        f"{name} by {reward}": {"folder": model_folder(task, name), "weights": {reward: task.side}, "beta": betas}
-        for name in (OURS, *STUDENTS)
-        for reward, betas in BETAS.items()
-        if name != OURS or reward == ATTRIBUTE
+        reward: {"folder": model_folder(task, model), "weights": {reward: task.side}, "beta": betas}
+        for reward, betas in rewards.items()
     }
     judges = {**task.judges, ATTRIBUTE: task.judges[ATTRIBUTE] | {"judge": f"reward:models/{JUDGE}"}}
     return sweep_settings(task, guides, "dev-", judges=judges, top_k=[PLAIN_K], resamples=1000)

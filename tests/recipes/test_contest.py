@@ -42,7 +42,7 @@ def test_every_training_finds_what_it_needs(modules: Modules, tmp_path: Path, mo
     own_texts = [*contest.own_texts_jobs(), modules["trials"].trial_texts_job()]
     jobs = [*own_texts, *(trainings.training_job(*item) for item in models.items())]
     made = {job.makes for job in jobs}
-    assert len(made) == len(jobs) == 2 * 17 + 4 + 6
+    assert len(made) == len(jobs) == 2 * 17 + 4 + 7
     assert all(set(job.needs) <= made for job in jobs)
     check_trainings(models)
     needs = {job.name: set(job.needs) for job in jobs}
@@ -136,7 +136,7 @@ def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) ->
             model = {"model": method.models[-1] if method.models else ""}
             settings.append(methods.contest_sweep(task, method, choice | model))
         if task.name == "toxicity":
-            settings.append(modules["trials"].trial_sweep())
+            settings += map(modules["trials"].trial_sweep, modules["trials"].COMPARED)
         for one in settings:
             (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(one, allow_unicode=True))
             sweep = load_sweep(tmp_path / "sweep.yaml")
