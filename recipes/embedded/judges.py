@@ -1,9 +1,10 @@
 """Fit the embedded judges: linear models over the embedded base, on texts that the reward models never saw.
 
-    python recipes/embedded/judges.py IMDB.jsonl.xz REALTOXICITYPROMPTS.jsonl.gz OUT
+    python recipes/embedded/judges.py IMDB.jsonl.xz REALTOXICITYPROMPTS.jsonl.gz data/half-toxicity.jsonl OUT
 
 Sentiment is learnt from the ends of reviews of IMDB's test split, which hold the verdict; toxicity from Perspective's
-scores of RealToxicityPrompts. It takes ten minutes on one CPU core.
+scores of RealToxicityPrompts, without the records that the reward model has learnt from, which the third file holds. It
+takes ten minutes on one CPU core.
 """
 
 import json
@@ -40,11 +41,14 @@ def end(review: str) -> str:
     return " ".join(words[-MOST_WORDS:])
 
 
-def toxicity(prompts: str) -> Iterator[Row]:
+def toxicity(prompts: str, learnt: str) -> Iterator[Row]:
+    known = {text for table in read_table(learnt) for text in table["text"]}
     records = (
         pair for table in read_table(prompts) for pair in zip(table["prompt"], table["continuation"], strict=True)
     )
     for group, record in enumerate(records):
+        if any(part["text"].strip() in known for part in record):
+            continue
         for part in record:
             if part["text"].strip() and part["toxicity"] is not None:
                 yield part["text"], part["toxicity"], group
@@ -65,11 +69,15 @@ def split_groups(groups: np.ndarray) -> Split:
     return Split(*(np.flatnonzero(np.isin(groups, part)) for part in parts))
 
 
-def main(imdb: str, prompts: str, out: str) -> None:
+def main(imdb: str, prompts: str, learnt: str, out: str) -> None:
     encoder = load_encoder("embedded")
     for name, rows, data in (
         ("sentiment", sentiment(imdb), "IMDB, test split: ends of reviews"),
-        ("toxicity", toxicity(prompts), "RealToxicityPrompts: prompts and continuations, Perspective's toxicity"),
+        (
+            "toxicity",
+            toxicity(prompts, learnt),
+            "RealToxicityPrompts: prompts and continuations, Perspective's toxicity",
+        ),
     ):
         model = fit(encoder, name, list(rows), data)
         model.save(Path(out) / name)

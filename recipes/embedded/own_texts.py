@@ -45,11 +45,9 @@ def main() -> None:
     rows = [(prompt, text) for prompt, text in rows if text.strip()]
     read = [prompt + text if arguments.reads == "text" else text for prompt, text in rows]
     scores = np.mean([load_judge(scorer, device).score(read) for scorer in arguments.scorers], axis=0)
-    columns = {arguments.attribute: scores} | ({arguments.squares: scores**2} if arguments.squares else {})
     lines = [
-        json.dumps({"text": prompt + text, **{name: round(float(column[n]), 5) for name, column in columns.items()}})
-        + "\n"
-        for n, (prompt, text) in enumerate(rows)
+        json.dumps({"text": prompt + text, arguments.attribute: round(float(score), 5)}) + "\n"
+        for (prompt, text), score in zip(rows, scores, strict=True)
     ]
     temporary = arguments.out.with_suffix(".tmp")
     temporary.write_text("".join(lines), encoding="utf-8")
@@ -89,9 +87,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--scorers", nargs="+", required=True, help="judges, as for radq eval; the score is their mean")
     parser.add_argument("--reads", choices=("text", "continuation"), default="text", help="what the judges read")
     parser.add_argument("--guide", required=True, help="guide of the first tokens, as for radq generate")
-    parser.add_argument(
-        "--squares", default="", help="name of a column with the squares of the scores; none by default"
-    )
     parser.add_argument("--number", type=int, default=40_000, help="number of texts")
     parser.add_argument("--tokens", type=int, default=24, help="largest number of tokens after a prompt")
     parser.add_argument("--batch-size", type=int, default=6250, help="texts that are written together")

@@ -4,8 +4,9 @@
     prompts → texts of the base model, scored at their end by the classifier → a RAD-V of values
     prefixes of the base model, and its candidates → a readout or a RAD-Q over the first layers, taught by the values
 
-These are the recipes of the embedded models (recipes/embedded), and variants of them. The baselines see as many
-labelled texts as the classifier, DExperts' two experts together. methods.py says how the models take part.
+These are the recipe of the embedded sentiment model (recipes/embedded), for either attribute, and variants of it. The
+baselines see as many labelled texts as the classifier, DExperts' two experts together. The embedded toxicity model has
+also learnt from Perspective's scores, which baselines do not see here. methods.py says how the models take part.
 """
 
 import sys
@@ -18,6 +19,8 @@ from jobs import Job
 from trainings import JUDGES
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "embedded"
+RECIPE = "sentiment"  # the embedded model whose recipe both attributes take
+CLASSIFIER = "1-classifier"  # the step that has settings of its own for each attribute
 READS = {"sentiment": "text", "toxicity": "continuation"}  # what judges read, as in the paper
 STRENGTH = 35.0  # of the classifier, where it guides the first tokens of texts
 OMEGA = 30.0  # of GeDi where it teaches; students learn what it multiplies, whatever it is
@@ -32,8 +35,9 @@ AGAIN = "-again"  # the end of the names of a second training with seed 1
 
 
 def recipe(attribute: str, step: str, again: str = "", **changes: Any) -> dict[str, Any]:
-    """A step towards an embedded model, with the data and models of earlier steps in the study's folder."""
-    settings = yaml.safe_load((EMBEDDED / f"{attribute}-{step}.yaml").read_text())
+    """A step towards a readout, with the data and models of earlier steps in the study's folder."""
+    file = f"{attribute}-{step}.yaml" if step == CLASSIFIER else f"{RECIPE}-{step}.yaml"
+    settings = yaml.safe_load((EMBEDDED / file).read_text().replace(RECIPE, attribute))
     for name in ("init", "teacher"):
         if name in settings:
             settings[name] = settings[name].replace("runs/embedded-", "models/") + again
@@ -95,8 +99,8 @@ def baselines(attribute: str) -> dict[str, dict[str, Any]]:
 def ours(attribute: str) -> dict[str, dict[str, Any]]:
     """Our models of one attribute, teachers before students."""
     return {
-        f"{attribute}-classifier": recipe(attribute, "1-classifier"),
-        f"{attribute}-classifier{AGAIN}": recipe(attribute, "1-classifier", AGAIN),
+        f"{attribute}-classifier": recipe(attribute, CLASSIFIER),
+        f"{attribute}-classifier{AGAIN}": recipe(attribute, CLASSIFIER, AGAIN),
         f"{attribute}-value": recipe(attribute, "3-value"),
         f"{attribute}-value{AGAIN}": recipe(attribute, "3-value", AGAIN),
         f"{attribute}-readout": readout(attribute),
@@ -123,20 +127,14 @@ MODELS = order_models()
 
 
 def own_texts_jobs() -> list[Job]:
-    jobs = []
-    for again, attribute in product(("", AGAIN), READS):
-        classifier = f"models/{attribute}-classifier{again}"
-        options = ("--seed", "1") if again else ()
-        jobs.append(own_texts_job(attribute, again, [classifier], f"{classifier}:{attribute}={STRENGTH:g}", *options))
-    return jobs
+    return [own_texts_job(attribute, again) for again, attribute in product(("", AGAIN), READS)]
 
 
-def own_texts_job(attribute: str, end: str, scorers: list[str], guide: str, *options: str) -> Job:
-    """Texts of the base model with the scorers' mean score of their ends; the guide is for the first tokens of some."""
-    makes = own_texts(attribute, end)
+def own_texts_job(attribute: str, again: str) -> Job:
+    """Texts of the base model with the classifier's score of their ends; it also guides the first tokens of some."""
+    classifier, makes = f"models/{attribute}-classifier{again}", own_texts(attribute, again)
     command = [sys.executable, str(EMBEDDED / "own_texts.py"), "--prompts", f"data/write-{attribute}.jsonl"]
-    command += ["--attribute", attribute, "--reads", READS[attribute], "--guide", guide]
-    command += ["--scorers", *(f"reward:{scorer}" for scorer in scorers)]
-    command += ["--dtype", "float16", "--out", makes, *options]
-    needs = {f"{model}.json" for model in (*scorers, guide.partition(":")[0])}
-    return Job(f"own-{attribute}{end}", command, makes, tuple(sorted(needs)), memory=OWN_TEXTS_MEMORY)
+    command += ["--attribute", attribute, "--reads", READS[attribute], "--scorers", f"reward:{classifier}"]
+    command += ["--guide", f"{classifier}:{attribute}={STRENGTH:g}", "--dtype", "float16", "--out", makes]
+    command += ["--seed", "1"] if again else []
+    return Job(f"own-{attribute}{again}", command, makes, (f"{classifier}.json",), memory=OWN_TEXTS_MEMORY)

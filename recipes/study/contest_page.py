@@ -49,6 +49,7 @@ REST = ("kl", "dist_2", "repetition")
 PHRASES = {"cannot be told": "not told apart"}
 EXPERTS = ("dexperts", "gedi", "gedi-small")  # the beginnings of their models' names
 UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
+SHIPPED = "has learnt from more, and [lowers it further](../src/radq/assets/toxicity/README.md)"
 
 
 @dataclass
@@ -94,23 +95,35 @@ def _introduction(base: BaseModel) -> str:
         f"have their best settings? {base.prompts:,} prompts of each task, 25 samples of 20 tokens. Sentiment is the "
         "share of positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout "
         "are in points of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
-        "[recipes/study](../recipes/study/README.md) has code and numbers."
+        "[recipes/study](../recipes/study/README.md) has code and numbers. All methods learn from the same labels"
+        + (f"; the toxicity model that radq ships {SHIPPED}." if base == EMBEDDED else ".")
     )
 
 
 def _brackets(places: Sequence[Place]) -> str:
     """What the brackets behind gains are."""
-    if len(_trained(places)) > 1:
+    if max(_trainings(places).values(), default=0) > 1:
         return (
             "Brackets span the 95% intervals over prompts of all trainings of the readout, so that they hold what "
-            "another training changes, too."
+            f"another training changes, too; it was trained {_how_often(places)}."
         )
     return "Brackets are 95% intervals over prompts; every model was trained once."
 
 
-def _trained(places: Sequence[Place]) -> list[str]:
-    """The trainings of our method that were tested."""
-    return [METHODS[name].title for name in TRAININGS if _was_run(places, name)]
+def _trainings(places: Sequence[Place]) -> dict[str, int]:
+    """How many trainings of our method were tested in each task where it was."""
+    tested = {
+        name: sum(_was_run(_of_task(places, task), training) for training in TRAININGS) for name, task in TASKS.items()
+    }
+    return {name: number for name, number in tested.items() if number}
+
+
+def _how_often(places: Sequence[Place]) -> str:
+    """For example "once", or "once in sentiment and twice in toxicity"."""
+    numbers = _trainings(places)
+    if len(set(numbers.values())) == 1:
+        return _times(next(iter(numbers.values())))
+    return " and ".join(f"{_times(number)} in {task}" for task, number in numbers.items())
 
 
 def _was_run(places: Sequence[Place], method: str) -> bool:
@@ -332,9 +345,9 @@ def _limits(places: Sequence[Place]) -> str:
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
     layers = places[0].base_model.layers
     points = [
-        f"Our readout was trained {_times(len(_trained(places)))}, baselines once at each learning rate. All trainings "
-        "of the readout use the settings that were chosen for the first one."
-        if _trained(places)
+        f"Our readout was trained {_how_often(places)}, baselines once at each learning rate. All trainings of the "
+        "readout use the settings that were chosen for the first one."
+        if _trainings(places)
         else "Our readout was not run.",
         f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
         "best n and the better request, at that point alone; the KL of the best of n is an upper bound.",

@@ -16,13 +16,12 @@ from typing import Any
 import yaml
 from bases import EMBEDDED, BaseModel, claim_folder
 from choices import choice_file, choose_settings
-from contest import MODELS, own_texts_jobs
+from contest import MODELS, RECIPE, own_texts_jobs
 from jobs import RADQ, Finish, Job, Run, find_needed, keep_json, run_all, run_command, write_json
 from methods import CHOOSING, METHODS, OURS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
 from rehearsal import TOY, Rehearsal, run_here
 from second import second_opinions
 from trainings import describe_model, training_job
-from trials import ATTRIBUTE, COMPARED, JUDGE, trial_models, trial_sweep, trial_texts_job
 
 from radq.models.embedded import reward_folder
 
@@ -38,7 +37,7 @@ class Request:
     jobs: int = 4  # commands at the same time
     only: str = ""  # a regular expression for TASK-METHOD; by default all
     rehearse: bool = False
-    shipped: bool = False  # whether the readouts are those that radq brings along
+    shipped: bool = False  # whether the readout of sentiment is the one that radq brings along
     lm: str = ""  # another language model for the perplexity of kept texts
     memory: float = math.inf  # GB of the GPU that commands may take together
 
@@ -62,7 +61,7 @@ class Request:
         if Path("data").exists() and Path(TOY).exists() != self.rehearse:
             sys.exit("error: this folder holds " + ("a study" if self.rehearse else "a rehearsal") + "; use another.")
         if self.shipped and self.base != EMBEDDED:
-            sys.exit(f"error: radq brings no readouts of {self.base.title} along; leave --shipped out.")
+            sys.exit(f"error: radq brings no readout of {self.base.title} along; leave --shipped out.")
         claim_folder(self.base)
 
 
@@ -72,44 +71,22 @@ def contest(request: Request) -> None:
     Each job begins as soon as the files are there that it needs. Methods whose models are trained go before trainings.
     What no kept number needs that is still missing is not run.
     """
-    prepare_models(request)
+    request.fitted.prepare()
+    Path("models").mkdir(exist_ok=True)
+    if request.shipped:
+        take_shipped()
     goals = [keep_job(*run) for run in RUNS if request.wants(*run)]
     tests = [testing_job(*run, request) for run in RUNS]
     jobs = [*goals, *tests, *choosing_jobs(request), *training_jobs(request)]
     request.run(find_needed(goals, jobs), _finish)
 
 
-def trial(request: Request) -> None:
-    """Train other toxicity models, and compare them with our readout on dev prompts."""
-    if request.base != EMBEDDED:
-        sys.exit(f"error: the trial is one of {EMBEDDED.title}; leave --base out.")
-    prepare_models(request)
-    goals = [trial_job(name, request) for name in COMPARED]
-    fit = request.fitted
-    trainings = [training_job(name, fit.fit_training(name, settings)) for name, settings in trial_models().items()]
-    jobs = [*goals, fit.fit_own_texts(trial_texts_job()), *trainings, *training_jobs(request)]
-    request.run(find_needed(goals, jobs), _finish)
-
-
-def trial_job(model: str, request: Request) -> Job:
-    folders = [model_folder(TASKS[ATTRIBUTE], model), f"models/{JUDGE}"]
-    return sweep_job(f"dev/{ATTRIBUTE}-trial-{model}", folders, (), lambda: trial_sweep(model), request)
-
-
-def prepare_models(request: Request) -> None:
-    request.fitted.prepare()
-    Path("models").mkdir(exist_ok=True)
-    if request.shipped:
-        take_shipped()
-
-
 def take_shipped() -> None:
-    """Put the readouts that radq brings along in the place of our first trainings."""
-    for task in TASKS.values():
-        folder = Path(model_folder(task, OURS))
-        if not folder.exists():
-            shutil.copytree(reward_folder(task.name), folder)
-        write_json(f"{folder}.json", {"command": "shipped with radq", "metrics": {}})
+    """Put the sentiment model that radq brings along in the place of our first training."""
+    folder = Path(model_folder(TASKS[RECIPE], OURS))
+    if not folder.exists():
+        shutil.copytree(reward_folder(RECIPE), folder)
+    write_json(f"{folder}.json", {"command": "shipped with radq", "metrics": {}})
 
 
 def training_jobs(request: Request) -> list[Job]:
@@ -194,6 +171,5 @@ def _finish(job: Job, output: str, seconds: float) -> None:
 
 CONTEST_PIECES = {
     "contest": contest,
-    "trial": trial,
     "second": second,
 }

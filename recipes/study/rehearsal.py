@@ -56,7 +56,6 @@ def prepare_rehearsal() -> None:
     names = {"sentiment": "sentiment", "sst2-dev": "sentiment", "toxicity": "toxicity"}
     kinds = product(("sentiment", "toxicity"), ("", "-unseen"))
     names |= {f"judge-{attribute}{end}": attribute for attribute, end in kinds}
-    names |= dict.fromkeys(("half-judge-toxicity", "half-toxicity"), "toxicity")
     for name, attribute in names.items():
         _write(name, [{"text": text, attribute: round(label)} for text, label in reviews])
     beginnings = [" ".join(text.split()[:3]) for text, _ in reviews]

@@ -353,7 +353,9 @@ def parse_arguments() -> argparse.Namespace:
             command.add_argument("--base", choices=BASES, default=EMBEDDED.name, help="base model that is steered")
             command.add_argument("--only", default="", help="regular expression for TASK-METHOD; by default all")
             command.add_argument("--lm", default="", help="folder of TinyLlama-1.1B-Chat, for another perplexity")
-            command.add_argument("--shipped", action="store_true", help="test the readouts that radq brings along")
+            command.add_argument(
+                "--shipped", action="store_true", help="test the sentiment model that radq brings along"
+            )
             command.add_argument(
                 "--memory", type=float, default=gpu_memory(), help="GB that commands may take together"
             )

@@ -81,6 +81,27 @@ def test_full_memory_means_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_allclose(found.nll, wanted.nll, rtol=1e-5, atol=1e-4)
 
 
+def test_batches_have_no_more_logits_than_memory_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, tokenizer = LLAMA, make_number_tokenizer()
+    wanted = measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS)
+    sizes: list[int] = []
+    original = perplexity._measure_batch
+
+    def watched(lm: PreTrainedModel, pairs: list[perplexity._Pair]) -> torch.Tensor:
+        sizes.append(len(pairs))
+        return original(lm, pairs)
+
+    monkeypatch.setattr(perplexity, "_measure_batch", watched)
+    longest = 4 + 1  # tokens of a continuation, and the one before it
+    monkeypatch.setattr(perplexity, "MOST_LOGITS", 2 * longest * lm.config.vocab_size)
+    found = measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS)
+    assert sizes == [2, 2, 1]
+    np.testing.assert_allclose(found.nll, wanted.nll, rtol=1e-6)
+    monkeypatch.setattr(perplexity, "MOST_LOGITS", 1)  # one at a time is the least
+    np.testing.assert_allclose(measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS).nll, wanted.nll, rtol=1e-6)
+    assert sizes[3:] == [1] * len(PROMPTS)
+
+
 def test_a_blank_continuation_has_no_tokens() -> None:
     lm, tokenizer = make_lm("gpt2"), make_number_tokenizer()
     found = measure_likelihoods(lm, tokenizer, ["5 6"] * 3, ["", " 7 8", "  "])

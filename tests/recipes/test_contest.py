@@ -38,11 +38,10 @@ def test_every_training_finds_what_it_needs(modules: Modules, tmp_path: Path, mo
     contest, trainings = modules["contest"], modules["trainings"]
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
-    models = contest.MODELS | modules["trials"].trial_models()
-    own_texts = [*contest.own_texts_jobs(), modules["trials"].trial_texts_job()]
-    jobs = [*own_texts, *(trainings.training_job(*item) for item in models.items())]
+    models = contest.MODELS
+    jobs = [*contest.own_texts_jobs(), *(trainings.training_job(*item) for item in models.items())]
     made = {job.makes for job in jobs}
-    assert len(made) == len(jobs) == 2 * 17 + 4 + 7
+    assert len(made) == len(jobs) == 2 * 17 + 4
     assert all(set(job.needs) <= made for job in jobs)
     check_trainings(models)
     needs = {job.name: set(job.needs) for job in jobs}
@@ -97,11 +96,16 @@ def test_a_folder_belongs_to_one_base_model(modules: Modules, tmp_path: Path, mo
         pieces.Request().check()
     with pytest.raises(SystemExit, match="the base model is missing"):
         pieces.contest(tinyllama)
-    with pytest.raises(SystemExit, match="leave --base out"):
-        pieces.trial(tinyllama)
     with pytest.raises(SystemExit, match="leave --shipped out"):
         pieces.Request(base=bases.BASES["tinyllama"], shipped=True).check()
     assert bases.read_base(tmp_path / "nowhere") == bases.EMBEDDED  # an older study
+
+
+def test_both_attributes_have_one_recipe(modules: Modules) -> None:
+    models = modules["contest"].MODELS
+    for name in ("value", "readout", "rad-q", "readout-gedi"):
+        sentiment, toxicity = (models[f"{attribute}-{name}"] for attribute in ("sentiment", "toxicity"))
+        assert json.loads(json.dumps(sentiment).replace("sentiment", "toxicity")) == toxicity
 
 
 def test_the_second_chain_shares_nothing_with_the_first(modules: Modules) -> None:
@@ -128,15 +132,13 @@ def test_baselines_see_as_many_texts_as_the_classifier(modules: Modules) -> None
 
 
 def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) -> None:
-    methods, models = modules["methods"], modules["contest"].MODELS | modules["trials"].trial_models()
+    methods, models = modules["methods"], modules["contest"].MODELS
     choice = {"top_k": 10, "top_p": None, "filter_p": 0.4, "beta": [1.0, 2.0]}
     for task in methods.TASKS.values():
         settings = [s for method in methods.CHOOSING for s in methods.dev_sweeps(task, method).values()]
         for method in methods.METHODS.values():
             model = {"model": method.models[-1] if method.models else ""}
             settings.append(methods.contest_sweep(task, method, choice | model))
-        if task.name == "toxicity":
-            settings += map(modules["trials"].trial_sweep, modules["trials"].COMPARED)
         for one in settings:
             (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(one, allow_unicode=True))
             sweep = load_sweep(tmp_path / "sweep.yaml")
@@ -537,7 +539,6 @@ def test_the_rehearsal_goes_through_all_pieces(
     request = modules["pieces"].Request(only=only, rehearse=True)
     contest = modules["pieces"].contest
     contest(request)
-    modules["pieces"].trial(request)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")}
     contest(request)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")} == made  # nothing was done twice

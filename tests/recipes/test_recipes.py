@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from radq import RadQ
 from radq.data.examples import DataColumns, read_examples
+from radq.evaluation.sweep.config import load_sweep
 from radq.models.hub import quiet
 from radq.settings import read_yaml
 from radq.toy import make_reviews
@@ -284,7 +285,28 @@ def test_the_expressivity_experiment_runs(kind: str, tmp_path: Path) -> None:
     assert "over 36 entries" in output
 
 
-# --- the data of the embedded reward models ---
+# --- the embedded reward models ---
+
+
+def test_the_recipes_of_the_embedded_models_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that a recipe, a script of its comment or the sweep names are made by other recipes."""
+    files = {path.stem: path for path in (FOLDER / "embedded").glob("*.yaml") if not path.stem.endswith("-sweep")}
+    recipes = {name: read_yaml(path, RewardTrainingConfig) for name, path in files.items()}
+    made = {settings.out for settings in recipes.values()}
+    assert len(made) == len(recipes) == 8
+    sweep = load_sweep(FOLDER / "embedded" / "toxicity-sweep.yaml")
+    named = {guide.folder for guide in sweep.guides.values()}
+    named |= {use.judge.partition(":")[2] for use in sweep.judges.values() if use.judge.startswith("reward:")}
+    named |= {name for settings in recipes.values() for name in (settings.init, settings.teacher) if name}
+    parse = runpy.run_path(str(FOLDER / "embedded" / "own_texts.py"))["parse_arguments"]
+    for attribute in ("sentiment", "toxicity"):
+        text = " ".join(comment(f"embedded/{attribute}-3-value").split("python ", 1)[1].split("\\"))
+        monkeypatch.setattr(sys, "argv", shlex.split(text.split("radq train")[0]))
+        written = parse()
+        named |= {scorer.partition(":")[2] for scorer in written.scorers} | {written.guide.partition(":")[0]}
+        assert [str(written.out)] == recipes[f"{attribute}-3-value"].data == recipes[f"{attribute}-4-readout"].data
+    assert named <= made
+    assert recipes["toxicity-judge"].data != recipes["toxicity-1-perspective"].data
 
 
 @pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant")

@@ -34,6 +34,7 @@ from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
 from radq.training import candidates as candidates_module
+from radq.training.arguments import training_device
 from radq.training.candidate_agreement import compare_rewards, measure_candidate_agreement
 from radq.training.candidates import (
     HELD_OUT,
@@ -657,6 +658,26 @@ def test_the_number_of_bytes_is_that_of_the_files(settings: RewardTrainingConfig
     stored = sum(file.stat().st_size for file in (tmp_path / "run" / "candidates").iterdir())
     assert 0.6 * stored < 120 * maker._bytes_per_prefix < 1.3 * stored
     assert maker.is_made(1)
+
+
+def test_pieces_and_precision_are_those_of_the_device_that_trains(
+    settings: RewardTrainingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models are on the CPU when the pieces are planned, and the trainer moves them afterwards."""
+    monkeypatch.setattr(candidates_module, "PIECE", {"cpu": 5, "cuda": 12})
+    chosen: list[str] = []
+
+    def choose(wanted: str, device: str) -> str:
+        chosen.append(device)
+        return "float32"
+
+    monkeypatch.setattr(candidates_module, "choose_precision", choose)
+    for device, files in (("cpu", 3), ("cuda", 1)):
+        monkeypatch.setattr(candidates_module, "training_device", lambda config, device=device: device)
+        run(changed(settings, max_steps=1, out=str(tmp_path / device)))
+        assert len(list((tmp_path / device / "candidates").glob("*-round-1-*"))) == files
+    assert chosen == ["cpu", "cuda"]
+    assert training_device(changed(settings, trainer={"use_cpu": True})) == "cpu"
 
 
 def test_a_teacher_is_loaded_by_its_names(teacher_folder: Path) -> None:

@@ -21,9 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.errors import ContextLengthError, OptionError
 from radq.models import kv_cache
-from radq.models.loading import Wrappable, max_positions
+from radq.models.loading import Wrappable, max_positions, num_logits
 from radq.models.vocabulary import find_bos, tokenise
 from radq.numerics import in_smaller_batches, log_probabilities, pad_left, same_kernels
+
+MOST_LOGITS = 2**30  # that are computed together: 4 GiB in float32
+KEEP = "logits_to_keep"  # the argument of a forward that limits them to the last tokens
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,10 @@ def measure_likelihoods(
     batch_size: int = 32,
     progress: bool = False,
 ) -> Likelihoods:
-    """Measure one likelihood per pair of prompt and continuation, in order; batches do not change the result."""
+    """Measure one likelihood per pair of prompt and continuation, in order; batches do not change the result.
+
+    At most `batch_size` pairs are measured together, and fewer if their logits would take too much memory.
+    """
     if len(prompts) != len(continuations):
         raise OptionError(
             f"prompts and continuations must come in pairs, got {len(prompts)} and {len(continuations)}.",
@@ -72,6 +78,7 @@ def measure_likelihoods(
     pairs = [_fit(pair, max_positions(lm.config)) for pair in whole]
     nll, tokens = np.zeros(len(pairs)), np.array([len(pair.continuation) for pair in pairs], dtype=np.int64)
     by_length = sorted(np.flatnonzero(tokens), key=lambda n: -len(pairs[n]))
+    batch_size = min(batch_size, max(1, MOST_LOGITS // _logits_of_largest(lm, pairs)))
     with tqdm(total=len(by_length), unit="text", desc="perplexity", disable=not progress) as bar:
         while by_length:
             some, batch_size = in_smaller_batches(
@@ -114,6 +121,13 @@ def _fit(pair: _Pair, positions: int | None) -> _Pair:
     return _Pair(pair.prompt[-room:], pair.continuation)
 
 
+def _logits_of_largest(lm: Wrappable, pairs: list[_Pair]) -> int:
+    """The largest number of logits that a pair in a batch may have."""
+    keeps_last = kv_cache.accepts(lm, KEEP)
+    places = max((len(pair.continuation) + 1 if keeps_last else len(pair) for pair in pairs), default=1)
+    return places * num_logits(lm)
+
+
 @torch.no_grad()
 def _measure_batch(lm: Wrappable, pairs: list[_Pair]) -> Float[Tensor, " b"]:
     """Compute the negative log-likelihoods of a batch, padded on the left, so that all continuations end together."""
@@ -128,7 +142,7 @@ def _sum_nll(
 ) -> Float[Tensor, " b"]:
     """Sum the negative log-probabilities of the last c tokens where `scored`."""
     c = scored.shape[1]
-    last: dict[str, Any] = {"logits_to_keep": c + 1} if kv_cache.accepts(lm, "logits_to_keep") else {}
+    last: dict[str, Any] = {KEEP: c + 1} if kv_cache.accepts(lm, KEEP) else {}
     output, _ = kv_cache.start(lm, input_ids, attention_mask, **last)
     logits = output.logits[:, -c - 1 : -1]  # (b, c, v): of the next token
     return -torch.where(scored, log_probabilities(logits, input_ids[:, -c:]).double(), 0.0).sum(1)

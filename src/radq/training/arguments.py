@@ -49,7 +49,7 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
     _check_trainer(config.trainer)
     _check_report(config.report_to)
     device = find_device("auto")
-    precision = choose_precision(config.precision, "cpu" if config.trainer.get("use_cpu") else device)
+    precision = choose_precision(config.precision, training_device(config))
     arguments: dict[str, Any] = {
         "output_dir": config.out,
         "num_train_epochs": config.epochs,
@@ -106,6 +106,11 @@ def _set_batches(made: TrainingArguments, config: TrainingConfig) -> None:
     made.per_device_train_batch_size = micro
     made.per_device_eval_batch_size = micro
     made.gradient_accumulation_steps = -(-config.batch_size // (micro * made.world_size))
+
+
+def training_device(config: TrainingConfig) -> str:
+    """The device that a run trains on, known before its models are there."""
+    return "cpu" if config.trainer.get("use_cpu") else find_device("auto")
 
 
 def choose_precision(wanted: str, device: str) -> str:

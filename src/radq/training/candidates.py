@@ -29,7 +29,7 @@ from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right
-from radq.training.arguments import choose_precision, in_precision
+from radq.training.arguments import choose_precision, in_precision, training_device
 from radq.training.config import RewardTrainingConfig
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.teacher import Teacher
@@ -138,8 +138,9 @@ class CandidateMaker:
         self.tokenizer, self.teacher, self.prompts = tokenizer, teacher, prompts
         self.config, self.num_known, self.progress = config, num_known, progress
         self.folder = Path(config.out) / "candidates"
-        self.piece = PIECE.get(teacher.device.type, PIECE["cpu"])
-        self.precision = choose_precision(config.precision, teacher.device.type)
+        device = training_device(config)  # the trainer will move the models there
+        self.piece = PIECE.get(device, PIECE["cpu"])
+        self.precision = choose_precision(config.precision, device)
         self.base_fingerprint = fingerprint_tensors(sorted(lm.state_dict().items()))
         self.prompt_fingerprint = fingerprint_values(prompts.train, prompts.held_out)
         names = ("num_prefixes", "prefix_tokens", "prefix_positions", "candidates", "seed", "round_beta")

@@ -18,7 +18,7 @@ from radq.data.rows import Rows, store_rows
 from radq.data.spans import load_spans
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
-from radq.models.loading import find_device
+from radq.training.arguments import training_device
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import LOSSES
 from radq.training.recipe import LONGEST, Config, Task, complete, held_out_share
@@ -79,7 +79,7 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
         found.train.lengths,
         whole_backbone.hidden_size,
         whole_backbone.num_hidden_layers,
-        "cpu" if config.trainer.get("use_cpu") or find_device("auto") == "cpu" else "gpu",
+        "cpu" if training_device(config) == "cpu" else "gpu",
         start.lora,
         start.readout,
         start.may_cut_layers,

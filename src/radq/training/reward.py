@@ -22,7 +22,6 @@ from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
 from radq.models.loading import (
     find_backbone,
-    find_device,
     find_tokenizer,
     load_causal_lm,
     load_config,
@@ -33,7 +32,7 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
-from radq.training.arguments import choose_precision
+from radq.training.arguments import choose_precision, training_device
 from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
@@ -324,7 +323,7 @@ def _prepare_states(
 ) -> list[StateCache]:
     """Find the stored states of the data, and say how much room they take."""
     parts = [part for part in (data.train, data.evaluation) if part is not None]
-    precision = choose_precision(config.precision, "cpu" if config.trainer.get("use_cpu") else find_device("auto"))
+    precision = choose_precision(config.precision, training_device(config))
     states = prepare_states(model, parts, config.cache, base_fingerprint, precision)
     if progress:
         print(*(part.describe() for part in states), sep="\n")
