@@ -169,6 +169,19 @@ def test_a_guide_without_numbers_does_not_end_texts_of_strength_0(lm_folders: di
     assert [ticket.finish_reason for ticket in steered] == ["error", "error"]
 
 
+def test_a_part_of_a_sum_without_numbers_does_not_count_at_strength_0(lm_folders: dict[str, Path]) -> None:
+    lm = make_lm("llama").double()
+    fine, broken = (make_reward("q", lm_folders["llama"]).double() for _ in range(2))
+    with torch.no_grad():
+        broken.head.weight.fill_(torch.nan)
+    guide = RewardGuide(fine, {"nice": 5.0})
+    engine = Engine(lm, guide + RewardGuide(broken, {"rude": 1.0}))
+    steered, ended = (engine.submit(make_request(4, beta=beta)) for beta in [(5.0, 0.0), (5.0, 1.0)])
+    alone = continue_alone(lm, guide, make_request(4))
+    assert [token.id for token in steered] == [row[0] for row in alone.rows]
+    assert (steered.finish_reason, ended.finish_reason) == (alone.finish_reason, "error")
+
+
 def test_a_client_that_goes_away_frees_its_row() -> None:
     engine = Engine(make_lm("gpt2"), max_rows=2)
     first, second, third = (engine.submit(make_request(n, length=30, stops=frozenset())) for n in range(3))

@@ -182,6 +182,11 @@ def _gather_rewards(advices: Sequence[Advice]) -> tuple[Tensor, ...] | None:
 
 
 @final
+def _leave_out(shift: Float[Tensor, "b k"], beta: Float[Tensor, "b s"] | None) -> Float[Tensor, "b k"]:
+    """Set the shift to 0 in rows whose strengths are 0: there, what a guide without numbers says does not count."""
+    return shift if beta is None else torch.where((beta == 0).all(1, keepdim=True), 0.0, shift)
+
+
 class SumGuide(Guide):
     """The sum of several guides, which `+` makes. Its strengths are those of its parts, one after the other."""
 
@@ -216,7 +221,9 @@ class SumGuide(Guide):
         clipped = [advice.clipped for advice in advices if advice.clipped is not None]
         filters = [advice.allowed for advice in advices if advice.allowed is not None]
         return Advice(
-            shift=torch.stack([advice.shift for advice in advices]).sum(0),
+            shift=torch.stack([_leave_out(advice.shift, own) for advice, own in zip(advices, betas, strict=True)]).sum(
+                0
+            ),
             state=States(tuple(advice.state for advice in advices)),
             clipped=torch.stack(clipped).any(0) if clipped else None,
             rewards=_gather_rewards(advices),
