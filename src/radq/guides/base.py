@@ -181,12 +181,12 @@ def _gather_rewards(advices: Sequence[Advice]) -> tuple[Tensor, ...] | None:
     return tuple(part for parts in found for part in parts) if len(found) == len(advices) else None
 
 
-@final
 def _leave_out(shift: Float[Tensor, "b k"], beta: Float[Tensor, "b s"] | None) -> Float[Tensor, "b k"]:
     """Set the shift to 0 in rows whose strengths are 0: there, what a guide without numbers says does not count."""
     return shift if beta is None else torch.where((beta == 0).all(1, keepdim=True), 0.0, shift)
 
 
+@final
 class SumGuide(Guide):
     """The sum of several guides, which `+` makes. Its strengths are those of its parts, one after the other."""
 
