@@ -95,7 +95,8 @@ def _introduction(base: BaseModel) -> str:
         f"have their best settings? {base.prompts:,} prompts of each task, 25 samples of 20 tokens. Sentiment is the "
         "share of positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout "
         "are in points of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
-        "[recipes/study](../recipes/study/README.md) has code and numbers. All methods learn from the same labels"
+        "[recipes/study](../recipes/study/README.md) has code and numbers. All methods that are trained learn from the "
+        "same labels"
         + (f"; the toxicity model that radq ships {SHIPPED}." if base == EMBEDDED else ".")
     )
 

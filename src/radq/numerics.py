@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from radq.errors import MemoryLimitError
 
 LOGITS_AT_ONCE = 2**26  # that are upcast together
+LOGITS_PER_FORWARD = {"cpu": 2**26, "cuda": 2**29}  # that a language model computes together, by device
 
 # --- tensors ---
 
@@ -195,6 +196,11 @@ def require_memory_for_texts(num_texts: int, num_tokens: int, hint: str) -> None
     """Raise an error before generating more texts than main memory can hold with their numbers per token."""
     num_bytes = num_texts * (500 + 50 * num_tokens)  # roughly what Python's objects take
     require_memory(min(num_bytes, 2**100), "cpu", "keeping all texts with their numbers", hint)
+
+
+def texts_per_forward(logits_per_text: int, device: torch.device) -> int:
+    """The number of texts whose logits a forward may compute together, so that they do not fill the memory."""
+    return max(1, LOGITS_PER_FORWARD.get(device.type, LOGITS_PER_FORWARD["cpu"]) // logits_per_text)
 
 
 def in_smaller_batches(work: Callable[[int], T], size: int) -> tuple[T, int]:

@@ -15,6 +15,7 @@ from radq.errors import ContextLengthError, OptionError
 from radq.evaluation import perplexity
 from radq.evaluation.metrics import perplexities
 from radq.evaluation.perplexity import encode_pairs, measure_likelihoods
+from radq.numerics import LOGITS_PER_FORWARD
 
 PROMPTS = ["5 6 7", "8", "9 10 11 12 13 14", "5 6 7", ""]
 LLAMA = make_lm("llama")
@@ -93,11 +94,11 @@ def test_batches_have_no_more_logits_than_memory_should_hold(monkeypatch: pytest
 
     monkeypatch.setattr(perplexity, "_measure_batch", watched)
     longest = 4 + 1  # tokens of a continuation, and the one before it
-    monkeypatch.setattr(perplexity, "MOST_LOGITS", 2 * longest * lm.config.vocab_size)
+    monkeypatch.setitem(LOGITS_PER_FORWARD, "cpu", 2 * longest * lm.config.vocab_size)
     found = measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS)
     assert sizes == [2, 2, 1]
     np.testing.assert_allclose(found.nll, wanted.nll, rtol=1e-6)
-    monkeypatch.setattr(perplexity, "MOST_LOGITS", 1)  # one at a time is the least
+    monkeypatch.setitem(LOGITS_PER_FORWARD, "cpu", 1)  # one at a time is the least
     np.testing.assert_allclose(measure_likelihoods(lm, tokenizer, PROMPTS, CONTINUATIONS).nll, wanted.nll, rtol=1e-6)
     assert sizes[3:] == [1] * len(PROMPTS)
 

@@ -23,10 +23,9 @@ from radq.errors import ContextLengthError, OptionError
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, max_positions, num_logits
 from radq.models.vocabulary import find_bos, tokenise
-from radq.numerics import in_smaller_batches, log_probabilities, pad_left, same_kernels
+from radq.numerics import in_smaller_batches, log_probabilities, pad_left, same_kernels, texts_per_forward
 
-MOST_LOGITS = 2**30  # that are computed together: 4 GiB in float32
-KEEP = "logits_to_keep"  # the argument of a forward that limits them to the last tokens
+KEEP = "logits_to_keep"  # the argument of a forward that limits logits to the last tokens
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def measure_likelihoods(
     pairs = [_fit(pair, max_positions(lm.config)) for pair in whole]
     nll, tokens = np.zeros(len(pairs)), np.array([len(pair.continuation) for pair in pairs], dtype=np.int64)
     by_length = sorted(np.flatnonzero(tokens), key=lambda n: -len(pairs[n]))
-    batch_size = min(batch_size, max(1, MOST_LOGITS // _logits_of_largest(lm, pairs)))
+    batch_size = min(batch_size, texts_per_forward(_logits_of_largest(lm, pairs), lm.device))
     with tqdm(total=len(by_length), unit="text", desc="perplexity", disable=not progress) as bar:
         while by_length:
             some, batch_size = in_smaller_batches(

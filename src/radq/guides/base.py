@@ -218,12 +218,11 @@ class SumGuide(Guide):
             guide.advise(part, candidates, own)
             for guide, part, own in zip(self.guides, state.parts, betas, strict=True)
         ]
+        shifts = [_leave_out(advice.shift, own) for advice, own in zip(advices, betas, strict=True)]
         clipped = [advice.clipped for advice in advices if advice.clipped is not None]
         filters = [advice.allowed for advice in advices if advice.allowed is not None]
         return Advice(
-            shift=torch.stack([_leave_out(advice.shift, own) for advice, own in zip(advices, betas, strict=True)]).sum(
-                0
-            ),
+            shift=torch.stack(shifts).sum(0),
             state=States(tuple(advice.state for advice in advices)),
             clipped=torch.stack(clipped).any(0) if clipped else None,
             rewards=_gather_rewards(advices),

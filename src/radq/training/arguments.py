@@ -48,8 +48,8 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
     """Make the arguments of the Trainer, and refuse settings that it does not take."""
     _check_trainer(config.trainer)
     _check_report(config.report_to)
-    device = find_device("auto")
-    precision = choose_precision(config.precision, training_device(config))
+    device = training_device(config)
+    precision = choose_precision(config.precision, device)
     arguments: dict[str, Any] = {
         "output_dir": config.out,
         "num_train_epochs": config.epochs,

@@ -28,7 +28,7 @@ from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
-from radq.numerics import pad_left, pad_right
+from radq.numerics import pad_left, pad_right, texts_per_forward
 from radq.training.arguments import choose_precision, in_precision, training_device
 from radq.training.config import RewardTrainingConfig
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
@@ -36,7 +36,6 @@ from radq.training.teacher import Teacher
 
 PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
 TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefixes and candidates together
-LOGITS_PER_FORWARD = {"cpu": 2**26, "cuda": 2**29}  # of the base model
 HELD_OUT_PREFIXES = 200
 UNUSED = -1  # in place of a candidate
 HELD_OUT = 0  # in place of the number of a round
@@ -276,8 +275,7 @@ def find_candidates(
     reader = Reader(lm, "logits", "base model", read_vocabulary(num_logits(lm), None))
     order = sorted((n for n, prefix in enumerate(prefixes) if prefix.places), key=lambda n: len(prefixes[n].tokens))
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
-    logits_per_forward = LOGITS_PER_FORWARD.get(lm.device.type, LOGITS_PER_FORWARD["cpu"])
-    for rows in _chunks(order, max(1, logits_per_forward // (longest * num_logits(lm)))):
+    for rows in _chunks(order, texts_per_forward(longest * num_logits(lm), lm.device)):
         input_ids, mask = pad_left([prefixes[n].tokens for n in rows], device=lm.device)
         _, logits = reader.read_everywhere(input_ids, mask)  # (b, t, v)
         lengths = [len(prefixes[n].places) for n in rows]
