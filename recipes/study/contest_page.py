@@ -96,8 +96,7 @@ def _introduction(base: BaseModel) -> str:
         "share of positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout "
         "are in points of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
         "[recipes/study](../recipes/study/README.md) has code and numbers. All methods that are trained learn from the "
-        "same labels"
-        + (f"; the toxicity model that radq ships {SHIPPED}." if base == EMBEDDED else ".")
+        "same labels" + (f"; the toxicity model that radq ships {SHIPPED}." if base == EMBEDDED else ".")
     )
 
 
