@@ -54,10 +54,16 @@ class Student:
 STUDENTS = {
     "candidates": Student("candidates"),
     "few steps": Student("candidates", "--max-steps 15"),
+    "more steps": Student("candidates", "--max-steps 160"),
+    "high rate": Student("candidates", "--learning-rate 5e-3"),
     "no differences": Student("candidates", "--difference-weight 0"),
+    "no differences, more steps": Student("candidates", "--difference-weight 0 --max-steps 160"),
     "texts": Student("texts"),
-    "many steps": Student("texts", "--max-steps 500"),
+    "texts, more steps": Student("texts", "--max-steps 160"),
+    "texts, many steps": Student("texts", "--max-steps 500"),
     "labels": Student("labels", "--max-steps 200"),
+    "labels, few steps": Student("labels"),
+    "labels, many steps": Student("labels", "--max-steps 800"),
 }
 
 
@@ -107,7 +113,7 @@ def main(arguments: Arguments) -> None:
 
 
 def folder_of(student: str) -> Path:
-    return Path("students", student.replace(" ", "-"))
+    return Path("students", student.replace(",", "").replace(" ", "-"))
 
 
 # --- training ---
