@@ -12,6 +12,7 @@ rank correlations over students. Students and cells that are done are not repeat
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -57,13 +58,13 @@ STUDENTS = {
     "more steps": Student("candidates", "--max-steps 160"),
     "high rate": Student("candidates", "--learning-rate 5e-3"),
     "no differences": Student("candidates", "--difference-weight 0"),
-    "no differences, more steps": Student("candidates", "--difference-weight 0 --max-steps 160"),
+    "no differences (more steps)": Student("candidates", "--difference-weight 0 --max-steps 160"),
     "texts": Student("texts"),
-    "texts, more steps": Student("texts", "--max-steps 160"),
-    "texts, many steps": Student("texts", "--max-steps 500"),
+    "texts (more steps)": Student("texts", "--max-steps 160"),
+    "texts (many steps)": Student("texts", "--max-steps 500"),
     "labels": Student("labels", "--max-steps 200"),
-    "labels, few steps": Student("labels"),
-    "labels, many steps": Student("labels", "--max-steps 800"),
+    "labels (few steps)": Student("labels"),
+    "labels (many steps)": Student("labels", "--max-steps 800"),
 }
 
 
@@ -113,7 +114,7 @@ def main(arguments: Arguments) -> None:
 
 
 def folder_of(student: str) -> Path:
-    return Path("students", student.replace(",", "").replace(" ", "-"))
+    return Path("students", re.sub(r"\W+", "-", student).strip("-"))
 
 
 # --- training ---

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from baselines import make_guide
+from engine_requests import make_any_guide, make_request
 from families import make_lm
 from torch import nn
 
@@ -90,8 +91,6 @@ def test_nothing_is_captured_without_a_gpu() -> None:
 @on_gpu
 @pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
 def test_captured_steps_give_the_same_texts(name: str, lm_folders: Any) -> None:
-    from test_engine import make_any_guide, make_request
-
     lm, guide = make_lm("llama").double().cuda(), make_any_guide(name, lm_folders)
     for part in getattr(guide, "guides", [guide]):
         for reader in () if part is None else part.readers:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from radq.cli import main
 from radq.decoding.generate import generate
-from radq.errors import DataError, OptionError
+from radq.errors import DataError, OptionError, WriteError
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.guides.spec import guide_maker, load_guide, load_guides
 from radq.models.rad_q import RadQ
@@ -213,7 +214,17 @@ def test_a_run_resumes_to_the_same_weights(
         actual = load_file(Path(settings.out, name) / "model.safetensors")
         assert all(torch.equal(actual[key], values) for key, values in expected.items())
         assert losses(Path(settings.out, name)) == losses(Path(whole.out, name))
-        assert [path.name for path in find_checkpoints(Path(settings.out, name))][-1] == "checkpoint-12"
+        assert not find_checkpoints(Path(settings.out, name))  # nothing goes on from a model that is finished
+
+
+def test_a_disk_that_is_too_small_is_refused_before_training(
+    settings: ExpertTrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = shutil.disk_usage(Path(settings.data[0]).parent)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: full)
+    with pytest.raises(WriteError, match=r"a checkpoint and the model need .* and 1000 bytes are free"):
+        train_experts(settings)
+    assert not (part(settings) / "metrics.jsonl").exists()
 
 
 def test_a_run_of_the_other_method_leaves_nothing_behind(settings: ExpertTrainingConfig) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from radq.models.cuda_graph import record
+from radq.numerics import reset_peak_memory
 
 MOST_TOKENS = 20480  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
 ROOM = 2.5  # times the most memory that steps have needed so far must be there for a capture
@@ -60,6 +61,7 @@ class CapturedSteps:
         self._waiting = 0
         self._stream: Any = None
         self._pool: Any = None
+        reset_peak_memory(str(device))  # what was computed before training, such as candidates, is no part of a step
 
     def run(self, batch: Batch) -> Tensor:
         """Add the gradients of a batch in main memory to those of the parameters, and return the loss of the batch."""

@@ -9,6 +9,7 @@ unless they were cut off.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.dataset import RewardData
 from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
-from radq.files import MODEL_FILES, explained_writing, whole_file, whole_folder
+from radq.files import MODEL_FILES, explained_writing, require_room, whole_file, whole_folder
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.vocabulary import find_bos
 from radq.training.arguments import make_arguments
+from radq.training.checkpoints import find_checkpoints
 from radq.training.checks import check_run
 from radq.training.config import ExpertTrainingConfig
 from radq.training.data import Start, keep_rows, load_run_data
@@ -145,6 +147,7 @@ def _train_part(
         delete_run(folder)
     torch.manual_seed(config.seed)
     model = load_causal_lm(config.backbone, config.num_layers, torch.float32)
+    _check_disk(model, folder)
     use_cache = model.config.use_cache
     trainer = ExpertTrainer(model, replace(config, out=str(folder)), text_format, part.data, part.eval_data, progress)
     if trainer.is_fsdp_enabled:
@@ -158,7 +161,16 @@ def _train_part(
             _save_model(trainer, folder, tokenizer)
             with whole_file(results) as temporary:
                 temporary.write_text(json.dumps({"metrics": metrics}))
+        for finished in find_checkpoints(folder):  # three times as large as the model, and the next part needs the room
+            shutil.rmtree(finished)
     return metrics
+
+
+def _check_disk(model: Any, folder: Path) -> None:
+    """Refuse to begin without room for a checkpoint, with two numbers of AdamW for each weight, and for the model."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    hint = "make room on the disk, or name a folder on another one by --out."
+    require_room(folder, 4 * weights, "a checkpoint and the model", hint)
 
 
 def _save_model(trainer: ExpertTrainer, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
+from radq.numerics import empty_cache
 from radq.training.candidates import HELD_OUT, CandidateFeed, CandidateMaker, CandidateSet
 from radq.training.reward_trainer import RewardTrainer
 
@@ -65,6 +66,7 @@ class RoundsCallback(TrainerCallback):
         number, training = len(self.sets) + 1, model.training
         with self.trainer.args.main_process_first(), torch.random.fork_rng():
             self.sets.append(self.maker.make(number, None if number == 1 else self._guide))
+        empty_cache()  # a teacher reads many candidates at once, and steps or other processes need the memory
         model.train(training)
         if config.candidate_share:
             data: Any = self.trainer.train_dataset
