@@ -29,6 +29,7 @@ class BaseModel:
     prompts: int = ALL_PROMPTS  # of each task, for the test
     methods: tuple[str, ...] = ()  # that are compared; empty for all
     memory: float = 1.0  # of a job, as a multiple
+    experts_memory: float = 1.0  # of a training of whole language models, likewise
 
     def takes_part(self, method: str) -> bool:
         return not self.methods or method in self.methods
@@ -49,7 +50,8 @@ class BaseModel:
         return settings
 
     def fit_memory(self, job: Job) -> Job:
-        return replace(job, memory=job.memory * self.memory)
+        trains_experts = "train-experts" in job.command
+        return replace(job, memory=job.memory * (self.experts_memory if trains_experts else self.memory))
 
 
 READOUT = {"reads": "base", "backbone_dtype": "bfloat16", "readout_layers": 5, "readout_width": 1024}
@@ -71,7 +73,8 @@ class TinyLlama(BaseModel):
     first_layers: int = 6
     prompts: int = ALL_PROMPTS // 2
     methods: tuple[str, ...] = (BASE, OURS, "rad-q", "dexperts", ASKED)
-    memory: float = 2.0
+    memory: float = 1.5
+    experts_memory: float = 4.0
 
     def prepare(self) -> None:
         if not Path(CONVERTED, "config.json").exists():

@@ -83,7 +83,7 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
         f"## Second judges\n\n{_second_judges(folder, places, bootstrap)}",
         *([f"## Another perplexity\n\n{other}"] if (other := _other_perplexity(places, bootstrap)) else []),
-        f"## Settings\n\n{wrapped(_settings_tried(folder))}",
+        f"## Settings\n\n{wrapped(_settings_tried(folder, base))}",
         f"## Limits\n\n{_limits(places)}",
     ]
     return "\n".join(parts)
@@ -150,9 +150,10 @@ def _left_out(places: Sequence[Place]) -> str:
 def _closeness(places: Sequence[Place]) -> str:
     """A sentence about MAUVE of our method and of others with a curve; empty where it was not computed."""
     curves = [name for name in METHODS if METHODS[name].has_curve and name not in TRAININGS]
+    places = [place for place in places if _mauve(place, METHODS[OURS]) != "–"]
     values = {name: [_mauve(place, METHODS[name]) for place in places] for name in (OURS, *curves)}
     known = {name: ", ".join(found) for name, found in values.items() if "–" not in found}
-    if OURS not in known or len(known) == 1:
+    if not places or len(known) == 1:
         return ""
     theirs = ", ".join(f"{METHODS[name].title} {found}" for name, found in known.items() if name != OURS)
     return (
@@ -161,15 +162,16 @@ def _closeness(places: Sequence[Place]) -> str:
     )
 
 
-def _settings_tried(folder: Path) -> str:
+def _settings_tried(folder: Path, base: BaseModel) -> str:
     """What dev prompts chose from."""
     choices = [json.loads(file.read_text()) for file in sorted((folder / "choices").glob("*.json"))]
     tried = {one["model"] for choice in choices for one in choice["candidates"] if one["model"].startswith(EXPERTS)}
     rates = [rate for end, rate in RATES.items() if any(model in tried for model in _with_end(end))]
+    filters = f"; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}" if base.takes_part("gedi") else ""
     named = " and ".join(f"{rate:.0e}".replace("e-0", "e-") for rate in rates)
     return (
         f"On 200 other prompts of each kind, every method tried k = {', '.join(map(str, TOP_K))}, each without p and "
-        f"with {TOP_P[-1]}; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}. "
+        f"with {TOP_P[-1]}{filters}. "
         + (f"Experts were trained with a learning rate of {named}. " if rates else "")
         + f"The best attribute at {TARGET} times the unguided perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} "
         f"values of β from about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. `choices/` has the "
@@ -274,9 +276,10 @@ def _mauve(place: Place, method: Method) -> str:
 
 def draw_place(place: Place, bootstrap: Bootstrap) -> Plot | None:
     """The attribute against perplexity and KL; None where too little was run."""
-    if place.base is None:
+    guided = [(name, cell) for name in DRAWN for cell in place.guided(name)]
+    if place.base is None or not guided:
         return None
-    cells = [("none", place.base), *((name, cell) for name in DRAWN for cell in place.guided(name))]
+    cells = [("none", place.base), *guided]
     results = [_result(place, name, cell, bootstrap) for name, cell in cells]
     plot = plot_tradeoff(f"{place.task.name}-{place.group}", place.group, results, lambda *_: [])
     title = f"{place.task.name.capitalize()} on {place.group} prompts against perplexity and KL"
@@ -305,8 +308,8 @@ def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) 
     table = _gains_table(places, lambda p, name: find_gain(p, name, "perplexity", SECOND_JUDGE[p.task.name], bootstrap))
     text = (
         "The gains at equal perplexity by other judges: sentiment by a logistic regression on MiniLM's sentence "
-        f"embeddings{_quality(folder)}, which reads a sample of {KEPT_TEXTS} prompts of each kind; toxicity by a BERT "
-        "of two layers."
+        f"embeddings{_quality(folder)}, which reads texts of at most {KEPT_TEXTS} prompts of each kind; toxicity by a "
+        "BERT of two layers."
     )
     return f"{wrapped(text)}\n{table}" if table else "Not run.\n"
 
@@ -318,7 +321,7 @@ def _other_perplexity(places: Sequence[Place], bootstrap: Bootstrap) -> str:
     )
     text = (
         "The gains at equal perplexity under TinyLlama-1.1B-Chat, which shares neither weights nor tokenizer with the "
-        f"base model: that of all tokens of a sample of {KEPT_TEXTS} prompts of each kind."
+        f"base model: that of all tokens after at most {KEPT_TEXTS} prompts of each kind."
     )
     return f"{wrapped(text)}\n{table}" if table else ""
 
@@ -343,18 +346,21 @@ def _quality(folder: Path) -> str:
 def _limits(places: Sequence[Place]) -> str:
     asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
-    layers = places[0].base_model.layers
+    base = places[0].base_model
+    best = "Best of n (by the readout) and asking chose" if base.takes_part(BEST) else "Asking chose"
+    single = "best n and the better request" if base.takes_part(BEST) else "better request"
+    candidates = "; RAD-V reads each of k candidates" if base.takes_part("value") else ""
+    bound = "; the KL of the best of n is an upper bound" if base.takes_part(BEST) else ""
     points = [
         f"Our readout was trained {_how_often(places)}, baselines once at each learning rate. All trainings of the "
         "readout use the settings that were chosen for the first one."
         if _trainings(places)
         else "Our readout was not run.",
-        f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
-        "best n and the better request, at that point alone; the KL of the best of n is an upper bound.",
+        f"{best} no settings: k = {PLAIN_K}. The readout is compared with the {single}, at that point alone{bound}.",
         *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
-        f"Layers are those that a token costs beside the base model's {layers}; RAD-V reads each of k candidates.",
-        f"MAUVE compares a sample of {KEPT_TEXTS} prompts with another seed of the unguided base model, by MiniLM, at "
-        f"the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
+        f"Layers are those that a token costs beside the base model's {base.layers}{candidates}.",
+        f"MAUVE compares texts of at most {KEPT_TEXTS} prompts with another seed of the unguided base model, by "
+        f"MiniLM, at the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
     ]

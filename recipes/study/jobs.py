@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from radq.files import whole_file
 
 RADQ = [sys.executable, "-m", "radq"]
+ATTEMPTS = 3  # of a job, while the memory is full
 
 
 @dataclass(frozen=True)
@@ -46,31 +48,50 @@ def run_all(
 ) -> None:
     """Run the jobs that are not done yet, earlier ones first, each as soon as the files are there that it needs.
 
-    At most `at_once` run beside each other, and no more than `memory` holds, unless one alone needs more. A failure
-    skips the jobs that need its file, and ends the study after all others.
+    At most `at_once` run beside each other, and no more than `memory` holds, unless one alone needs more. A job for
+    which a GPU's memory was full is tried again when another one has ended. Any other failure skips the jobs that need
+    its file, and ends the study after all others.
     """
     waiting = [job for job in jobs if not Path(job.makes).exists()]
     Path("logs").mkdir(exist_ok=True)
     missing = {job.makes for job in waiting}  # files that are still to be made
     failed: list[Job] = []
+    again: list[Job] = []  # that wait for the end of another job
+    attempts: Counter[str] = Counter()
     with ThreadPoolExecutor(at_once) as pool:
         running: dict[Future[bool], Job] = {}
-        while waiting or running:
+        while waiting or running or again:
             lost = {job.makes for job in failed}
             skipped = [job for job in waiting if lost.intersection(job.needs)]
             failed += skipped
+            if not running:
+                waiting, again = [*again, *waiting], []
             ready = [job for job in waiting if job not in skipped and not missing.intersection(job.needs)]
             ready = choose_fitting(ready, list(running.values()), at_once, memory)
             running |= {pool.submit(run_one, job, finish, run): job for job in ready}
             waiting = [job for job in waiting if job not in skipped and job not in ready]
             for done in wait(running, return_when=FIRST_COMPLETED).done if running and not skipped else ():
                 job = running.pop(done)
+                attempts[job.name] += 1
+                waiting, again = [*again, *waiting], []
                 if done.result():
                     missing.remove(job.makes)
+                elif memory_was_full(job) and attempts[job.name] < ATTEMPTS:
+                    again.append(job)
                 else:
                     failed.append(job)
     if failed:
         sys.exit(f"failed: {', '.join(job.name for job in jobs if job in failed)}; see logs/.")
+
+
+def memory_was_full(job: Job) -> bool:
+    """Whether the last words of a job that failed say so."""
+    last = log_file(job).read_text(errors="replace")[-2000:]
+    return "memory is full" in last or "out of memory" in last
+
+
+def log_file(job: Job) -> Path:
+    return Path("logs", f"{job.name}.log")
 
 
 def find_needed(goals: list[Job], jobs: list[Job]) -> list[Job]:
@@ -100,7 +121,7 @@ def choose_fitting(ready: list[Job], running: list[Job], at_once: int, memory: f
 def run_one(job: Job, finish: Finish | None, run: Run) -> bool:
     """Run a job; return whether it succeeded."""
     began = time.time()
-    with (Path("logs") / f"{job.name}.log").open("a") as log:
+    with log_file(job).open("a") as log:
         try:
             if job.prepare is not None:
                 job.prepare()

@@ -439,10 +439,13 @@ def test_the_page_of_a_partial_contest(modules: Modules, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_published_page_is_written_from_the_published_numbers(modules: Modules, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["contest", "contest-1b"])
+def test_the_published_pages_are_written_from_the_published_numbers(
+    modules: Modules, tmp_path: Path, name: str
+) -> None:
     module, root = modules["contest_page"], Path(__file__).parents[2]
-    module.main(module.Arguments(root / "recipes/study/measured/contest", tmp_path))
-    assert (tmp_path / "contest.md").read_text() == (root / "docs/contest.md").read_text()
+    module.main(module.Arguments(root / "recipes/study/measured" / name, tmp_path))
+    assert (tmp_path / f"{name}.md").read_text() == (root / "docs" / f"{name}.md").read_text()
 
 
 def test_the_page_of_an_empty_contest(modules: Modules, tmp_path: Path) -> None:
@@ -473,6 +476,28 @@ def test_a_job_that_waits_keeps_no_other_from_running(
     assert ran == ["first", "last", "waits"]
 
 
+def test_a_job_without_memory_is_tried_again(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may hold the memory; a job that never finds enough, or fails otherwise, has failed."""
+    jobs, ran = modules["jobs"], []
+    monkeypatch.chdir(tmp_path)
+
+    def run(job: Any, log: Any) -> tuple[int, str]:
+        ran.append(job.name)
+        if job.name == "wrong" or (job.name in ("large", "huge") and (job.name == "huge" or ran.count("large") == 1)):
+            log.write("error: no data" if job.name == "wrong" else "error: memory is full: CUDA out of memory.")
+            return 1, ""
+        Path(job.makes).touch()
+        return 0, ""
+
+    large, after = jobs.Job("large", [], "a"), jobs.Job("after", [], "b", ("a",))
+    jobs.run_all([large, after, jobs.Job("other", [], "c")], 2, run=run)
+    assert (ran.count("large"), ran[-1]) == (2, "after")
+    ran.clear()
+    with pytest.raises(SystemExit, match="failed: huge, wrong; see"):
+        jobs.run_all([jobs.Job("huge", [], "d"), jobs.Job("wrong", [], "e")], 2, run=run)
+    assert (ran.count("huge"), ran.count("wrong")) == (jobs.ATTEMPTS, 1)
+
+
 def test_only_what_is_missing_is_run(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is there needs nothing more, although what it was made of is gone."""
     jobs = modules["jobs"]
@@ -498,6 +523,8 @@ def test_a_contest_goes_on_from_published_numbers(
     monkeypatch.chdir(tmp_path)
     for name in ("choices", "kept", "second"):
         shutil.copytree(measured / name, tmp_path / name)
+    for file in (tmp_path / "kept").glob("sentiment-*again.npz"):
+        file.unlink()
     ran: list[Any] = []
     monkeypatch.setattr(pieces.Request, "run", lambda request, jobs, finish: ran.extend(jobs))
     pieces.contest(pieces.Request(only="^sentiment-(readout.*again|readout|gedi)$", shipped=True))
