@@ -5,7 +5,6 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from radq.data.dataset import load_data
 from radq.data.examples import DataColumns
 from radq.errors import OptionError, StoppedError
 from radq.guides import RewardGuide
+from radq.models import kv_cache, rad_v
 from radq.models.hub import quiet
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
@@ -87,13 +87,15 @@ def test_targets_are_the_teachers_rewards_one_by_one(kind: str, family: str, lm_
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
-@pytest.mark.parametrize("make", [partial(make_reward, "q"), partial(make_readout, "q")], ids=["own", "readout"])
-def test_a_rad_q_teacher_reads_each_text_once(
-    make: Callable[[Path], RewardModel], family: str, lm_folders: dict[str, Path]
+@pytest.mark.parametrize("kind", ["q", "v"])
+@pytest.mark.parametrize("make", [make_reward, make_readout], ids=["own", "readout"])
+def test_a_teacher_reads_each_text_once(
+    make: Callable[[str, Path], RewardModel], kind: str, family: str, lm_folders: dict[str, Path]
 ) -> None:
     """The rewards are those of reading the tokens before each place anew."""
-    model = make(lm_folders[family]).double()
+    model = make(kind, lm_folders[family]).double()
     teacher, candidates = Teacher([[RewardSource(model)]]), random_candidates(5)
+    assert teacher.reads_once  # tried before forwards are counted
     places = [(n, p) for n, prefix in enumerate(PREFIXES) for p in range(len(prefix.places))]
     texts = [PREFIXES[n].tokens[: PREFIXES[n].places[p]] for n, p in places]
     rows = np.array([candidates[n, p] for n, p in places])
@@ -104,12 +106,38 @@ def test_a_rad_q_teacher_reads_each_text_once(
     )
     found = score_places(teacher, PREFIXES, candidates)
     length = 5 + int(model.config.prepend_bos)  # of the longest text, with padding that of all
-    assert sum(counted) == 3 * length  # three texts have places
+    branches = 3 * 5 if kind == "v" else 0  # RAD-V reads the candidates at all places, too
+    assert sum(counted) == 3 * (length + branches)  # three texts have places
     np.testing.assert_allclose([found[n, p] for n, p in places], wanted, rtol=1e-5, atol=1e-6)
     assert not found[2].any()
     counted.clear()
     score_rows(teacher, texts, rows)
-    assert sum(counted) == 6 * length  # places
+    assert sum(counted) == 6 * (length + branches // 3)  # places
+
+
+def test_a_teacher_that_takes_no_masks_reads_each_place(
+    lm_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, candidates = (
+        Teacher([[RewardSource(make_reward("v", lm_folders["llama"]).double())]]),
+        random_candidates(5),
+    )
+    wanted = score_places(teacher, PREFIXES, candidates)
+    monkeypatch.setattr(kv_cache, "takes_siblings", lambda backbone: False)
+    monkeypatch.setattr(rad_v, "takes_siblings", lambda backbone: False)
+    assert not teacher.reads_once
+    np.testing.assert_allclose(score_places(teacher, PREFIXES, candidates), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_many_places_are_read_in_parts(lm_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, candidates = (
+        Teacher([[RewardSource(make_reward("v", lm_folders["llama"]).double())]]),
+        random_candidates(5),
+    )
+    wanted = score_places(teacher, PREFIXES, candidates)
+    for most in (3, 10):  # a place at a time, and two
+        monkeypatch.setattr(rad_v, "SIBLINGS_PER_FORWARD", most)
+        np.testing.assert_allclose(score_places(teacher, PREFIXES, candidates), wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_tokens_that_a_teacher_does_not_know_are_not_read(lm_folders: dict[str, Path]) -> None:

@@ -17,8 +17,8 @@ from radq.decoding.generate import Generation, check_guide, generate
 from radq.decoding.prompts import encode_prompts
 from radq.errors import OptionError
 from radq.guides import RewardGuide
-from radq.models.kv_cache import leave_out_unknown
 from radq.models.loading import Wrappable
+from radq.models.packing import leave_out_unknown
 from radq.models.reward import RewardModel
 from radq.numerics import in_smaller_batches, pad_left, take_last
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from radq.models import kv_cache
+from radq.models import kv_cache, packing
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader, Reading
 from radq.models.slots import AnyReading, takes_slots
@@ -51,10 +51,10 @@ class Expert:
     ) -> tuple[Int[Tensor, "rows n"], Int[Tensor, "rows n"]]:
         """BOS, code and text for each code, left padded as little as the longest allows."""
         device = self.reader.device
-        input_ids, mask = kv_cache.leave_out_unknown(
+        input_ids, mask = packing.leave_out_unknown(
             input_ids.to(device), None if attention_mask is None else attention_mask.to(device), self.reader.num_known
         )
-        mask = mask * ~kv_cache.leading(input_ids, mask, self.bos)
+        mask = mask * ~packing.leading(input_ids, mask, self.bos)
         b, longest = len(input_ids), max(map(len, self.codes))
 
         def put_before(code: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Expert:
 
         rows, masks = zip(*map(put_before, self.codes), strict=True)
         both = torch.stack(rows, dim=1).flatten(0, 1), torch.stack(masks, dim=1).flatten(0, 1)
-        return kv_cache.pack_right(*both)
+        return packing.pack_right(*both)
 
 
 def candidate_logits(reading: AnyReading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:

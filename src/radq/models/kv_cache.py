@@ -75,48 +75,6 @@ def join(prefixes: Sequence[Prefix]) -> Prefix:
     )
 
 
-def leading(input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], token: int) -> Bool[Tensor, "b t"]:
-    """Marks the first real token of each row where it is `token`, such as the BOS that some tokenizers add."""
-    return (attention_mask.cumsum(1) == 1) & (attention_mask == 1) & (input_ids == token)
-
-
-def leave_out_unknown(
-    input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None, num_known: int
-) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Turn tokens with ids of `num_known` or more into padding."""
-    known = input_ids < num_known
-    return input_ids * known, known.long() if attention_mask is None else attention_mask.long() * known
-
-
-def pack_right(
-    input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
-    """Move the real tokens of every row to its right end, with no more padding on the left than the longest needs."""
-    longest = int(attention_mask.sum(1).max())
-    order = attention_mask.argsort(dim=1, stable=True)[:, attention_mask.shape[1] - longest :]
-    return input_ids.gather(1, order), attention_mask.gather(1, order)
-
-
-@dataclass(frozen=True)
-class LeftPacked:
-    """Texts with their real tokens first: causal attention then needs neither mask nor positions."""
-
-    input_ids: Int[Tensor, "b t"]
-    order: Int[Tensor, "b t"]  # where each token came from
-
-    def pack(self, values: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-        return values.gather(1, self.order)
-
-    def unpack(self, values: Float[Tensor, "b t a"]) -> Float[Tensor, "b t a"]:
-        """Move values that were computed in packed order back to the places of their tokens."""
-        return values.gather(1, self.order.argsort(dim=1)[..., None].expand_as(values))
-
-
-def pack_left(input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> LeftPacked:
-    order = (1 - attention_mask).argsort(dim=1, stable=True)
-    return LeftPacked(input_ids.gather(1, order), order)
-
-
 @contextmanager
 def known_positions() -> Iterator[None]:
     """Let models read whole texts inside the block without asking the device how these texts are padded.
@@ -263,12 +221,39 @@ def _read_masked(
 ) -> _MaskedSiblings:
     t = prefix.input_ids.shape[1]
     positions = prefix.attention_mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
-    attention_mask = _sibling_masks(backbone, prefix.attention_mask, candidates.shape[1])
-    output, stored = _forward(
-        backbone, prefix.layers, candidates, attention_mask, positions, output_hidden_states=bool(layers)
-    )
+    hidden, stored = _read_branches(backbone, prefix, positions, candidates, layers)
     tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in stored)
-    return _MaskedSiblings(take_states(output, layers), candidates, prefix, tails)
+    return _MaskedSiblings(hidden, candidates, prefix, tails)
+
+
+def read_places(
+    backbone: PreTrainedModel,
+    prefix: Prefix,
+    places: Int[Tensor, "b p"],
+    candidates: Int[Tensor, "b p k"],
+    layers: tuple[int, ...] = (),
+) -> Float[Tensor, "b p k n"]:
+    """Read candidates at several places of texts in one forward, if the backbone `takes_siblings`.
+
+    A place is the number of the text's tokens, those put before it included, that its candidates follow.
+    """
+    p, k = candidates.shape[1:]
+    positions = places.repeat_interleave(k, dim=1)
+    hidden, _ = _read_branches(backbone, prefix, positions, candidates.flatten(1), layers)
+    return hidden.unflatten(1, (p, k))
+
+
+def _read_branches(
+    backbone: PreTrainedModel,
+    prefix: Prefix,
+    positions: Int[Tensor, "b n"],
+    tokens: Int[Tensor, "b n"],
+    layers: tuple[int, ...],
+) -> tuple[Float[Tensor, "b n d"], Layers]:
+    """Read tokens at positions of their own, each of which sees the prefix up to there and itself."""
+    masks = _branch_masks(backbone, prefix.attention_mask, positions)
+    output, stored = _forward(backbone, prefix.layers, tokens, masks, positions, output_hidden_states=bool(layers))
+    return take_states(output, layers), stored
 
 
 @dataclass(frozen=True)
@@ -293,18 +278,19 @@ def _read_rows(
     return _RowSiblings(take_states(output, layers).view(b, k, -1), rows)
 
 
-def _sibling_masks(backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], k: int) -> Tensor | dict[str, Tensor]:
-    """Additive masks of shape (b, 1, k, t + k): each sibling sees the prefix and itself; one mask per layer type."""
-    window: int = getattr(backbone.config, "sliding_window", None) or 0
-    b, t = prefix_mask.shape
-    itself = torch.eye(k, dtype=torch.bool, device=prefix_mask.device).expand(b, k, k)
+def _branch_masks(
+    backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], positions: Int[Tensor, "b n"]
+) -> Tensor | dict[str, Tensor]:
+    """Additive masks of shape (b, 1, n, t + n), one per layer type."""
+    b, n = positions.shape
+    itself = torch.eye(n, dtype=torch.bool, device=prefix_mask.device).expand(b, n, n)
+    distance = positions[:, :, None] - prefix_mask.cumsum(1)[:, None] + 1  # (b, n, t), from a branch back to a token
+    earlier = prefix_mask.bool()[:, None] & (distance > 0)
 
     def build(layer_type: str) -> Tensor:
-        visible = prefix_mask.bool()
-        if layer_type == "sliding_attention":
-            # the siblings stand at index t, and a window counts the token itself
-            visible = visible & (torch.arange(t, device=visible.device) > t - window)
-        allowed = torch.cat([visible[:, None].expand(b, k, t), itself], dim=2)
+        sliding = layer_type == "sliding_attention"  # a window counts the token itself
+        seen = earlier & (distance < backbone.config.sliding_window) if sliding else earlier
+        allowed = torch.cat([seen, itself], dim=2)
         additive = torch.zeros(allowed.shape, dtype=backbone.dtype, device=allowed.device)
         return additive.masked_fill(~allowed, torch.finfo(backbone.dtype).min)[:, None]
 

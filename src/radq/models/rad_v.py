@@ -2,7 +2,7 @@
 
     model = RadV.from_backbone("gpt2", attributes=["toxicity"])
 
-Axes: b batch, t time, k candidates, d hidden, a attributes.
+Axes: b batch, t time, p positions, k candidates, d hidden, a attributes.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from radq.models.config import RewardModelConfig
 from radq.models.heads import ValueHead
-from radq.models.kv_cache import pack_left
+from radq.models.kv_cache import takes_siblings
 from radq.models.loading import hidden_size
+from radq.models.packing import pack_left
 from radq.models.reward import RewardModel, RewardOutput
 from radq.models.reward_state import RewardState
 
@@ -91,6 +92,27 @@ class RadV(RewardModel):
             packed = pack_left(input_ids, torch.ones_like(input_ids) if attention_mask is None else attention_mask)
             hidden = F.pad(self.read_hidden(states), (0, 0, 0, input_ids.shape[1] - states.shape[1]))
         return RewardOutput(packed.unpack(self.head(hidden))[:, hidden.shape[1] - input_ids.shape[1] :])
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether `place_rewards` gives the rewards of candidates at all places of a text by one reading of it."""
+        return takes_siblings(self.backbone)
+
+    @torch.no_grad()
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        """The rewards of candidates in place of the tokens at some positions; all tokens must be known."""
+        reading = self.read(input_ids, attention_mask).reading
+        before = reading.prefix.attention_mask.sum(1) - attention_mask.sum(1)  # a BOS that was put before a text
+        places, size = positions + before[:, None], max(1, SIBLINGS_PER_FORWARD // candidates.shape[2])
+        parts = zip(places.split(size, dim=1), candidates.split(size, dim=1), strict=True)
+        hidden = torch.cat([self.read_hidden(reading.read_places(*part)) for part in parts], dim=1)
+        return self.link(self.head(hidden))
 
     def _score(
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None

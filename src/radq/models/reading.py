@@ -216,6 +216,12 @@ class Reading:
         return ReadSiblings(self, found)
 
     @torch.no_grad()
+    def read_places(self, places: Int[Tensor, "b p"], candidates: Int[Tensor, "b p k"]) -> Float[Tensor, "b p k n"]:
+        """Read candidates at several places of the texts, if the model `takes_siblings`; see `kv_cache.read_places`."""
+        self.reader.check_columns(self.length + 1)
+        return kv_cache.read_places(self.reader.model, self.prefix, places, candidates, self.reader.layers)
+
+    @torch.no_grad()
     def read(self, tokens: Int[Tensor, " b"]) -> "Reading":
         """The state after one more token per row, all of which the model knows."""
         reader, prefix = self.reader, self.prefix

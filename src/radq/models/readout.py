@@ -19,8 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from radq.errors import ModelError, OptionError
-from radq.models.kv_cache import LeftPacked, pack_left, take_states
+from radq.models.kv_cache import take_states
 from radq.models.loading import hidden_size
+from radq.models.packing import LeftPacked, pack_left
 
 NUM_LAYERS = 5  # that are read by default
 SAMPLES = 8  # numbers of each tensor in a sketch

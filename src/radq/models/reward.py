@@ -29,10 +29,9 @@ from transformers.utils.generic import ModelOutput
 
 from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
-from radq.models import kv_cache
+from radq.models import packing
 from radq.models.config import RewardModelConfig
 from radq.models.hub import HUB_OPTIONS, explained, quiet
-from radq.models.kv_cache import LeftPacked
 from radq.models.loading import (
     find_backbone,
     find_tokenizer,
@@ -288,13 +287,13 @@ class RewardModel(PreTrainedModel):
         input_ids: Int[Tensor, "b t"],
         attention_mask: Int[Tensor, "b t"] | None,
         states: Float[Tensor, "b t nd"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
+    ) -> tuple[Float[Tensor, "b n d"], packing.LeftPacked]:
         """Hidden states of whole texts; n is t, or t + 1 if a BOS was prepended."""
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
         if self.readout is not None:
             return self.readout.read_texts(self.backbone, tokens, mask, self.config.prepend_bos, states)
-        packed = kv_cache.pack_left(tokens, mask)
+        packed = packing.pack_left(tokens, mask)
         return self.backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state, packed
 
     @torch.no_grad()
@@ -306,7 +305,7 @@ class RewardModel(PreTrainedModel):
         """
         assert self.readout is not None
         tokens, mask = self._with_bos(input_ids, attention_mask)
-        states = self.readout.read_base(self.backbone, kv_cache.pack_left(tokens, mask).input_ids)
+        states = self.readout.read_base(self.backbone, packing.pack_left(tokens, mask).input_ids)
         before = mask.sum(1) - attention_mask.sum(1) if self.config.kind == "v" else torch.zeros_like(mask[:, 0])
         columns = before[:, None] + torch.arange(input_ids.shape[1], device=before.device)  # (b, t)
         return states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
@@ -323,7 +322,7 @@ class RewardModel(PreTrainedModel):
         if not self.config.prepend_bos:
             return input_ids, mask
         bos = input_ids.new_full((len(input_ids), 1), self.config.bos_token_id)
-        present = kv_cache.leading(input_ids, mask, self.config.bos_token_id).any(1, keepdim=True)
+        present = packing.leading(input_ids, mask, self.config.bos_token_id).any(1, keepdim=True)
         return torch.cat([bos, input_ids], dim=1), torch.cat([1 - present.long(), mask], dim=1)
 
     # --- rewards of next tokens ---
@@ -362,8 +361,8 @@ class RewardModel(PreTrainedModel):
     @torch.no_grad()
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
         """The state after a batch of prefixes."""
-        known = kv_cache.leave_out_unknown(input_ids, attention_mask, self.num_known)
-        tokens, mask = kv_cache.pack_right(*self._with_bos(*known))
+        known = packing.leave_out_unknown(input_ids, attention_mask, self.num_known)
+        tokens, mask = packing.pack_right(*self._with_bos(*known))
         if not bool(mask.any(1).all()):
             raise OptionError("a prefix has no tokens, and this model prepends no BOS.", "begin the prefix with a BOS.")
         return RewardState(self.reader.read(tokens, mask))

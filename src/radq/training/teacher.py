@@ -20,7 +20,7 @@ from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import find_kind, load_guide, parse_guide
-from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.stored import require_attributes
 from radq.models.vocabulary import Vocabulary
@@ -74,7 +74,6 @@ class RewardSource(Source):
         super().__init__()
         require_attributes(attributes, model.config.attributes)
         self.model = model
-        self.reads_once = isinstance(model, RadQ)  # whether a forward over a text gives rewards at all its positions
         self.attributes = list(attributes) or list(model.config.attributes)
         self._columns = [model.config.attributes.index(name) for name in self.attributes]
         self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
@@ -94,6 +93,11 @@ class RewardSource(Source):
     def context(self) -> int | None:
         return self.model.max_tokens
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether reading a text once gives the rewards of candidates at all its positions."""
+        return self.model.reads_once if isinstance(self.model, RadV) else True
+
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t a"]:
@@ -111,6 +115,8 @@ class RewardSource(Source):
         positions: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
+        if isinstance(self.model, RadV):
+            return self._choose(self.model.place_rewards(input_ids, attention_mask, positions, candidates))
         outputs = self.model(input_ids, attention_mask, positions=positions, candidates=candidates)
         return self._choose(self.model.link(outputs.candidates))
 

@@ -1,0 +1,66 @@
+"""How much faster a RAD-V teacher scores candidates if it reads each text once, instead of once for each place.
+
+    python benchmarks/teacher.py --rows 10
+
+Both ways score the same candidates, alternately; the ratio is that of the medians. The reward model is not trained,
+which takes as long.
+"""
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+import tyro
+
+from radq.models.loading import find_device
+from radq.models.rad_v import RadV
+from radq.training.candidates import _score_prefixes, _score_texts
+from radq.training.prefixes import Prefix
+from radq.training.teacher import RewardSource, Teacher
+
+WAYS = {"each text once": _score_texts, "each place anew": _score_prefixes}
+
+
+@dataclass
+class Arguments:
+    backbone: str = "embedded"
+    """Language model under the teacher."""
+    rows: int = 10
+    """Number of texts."""
+    tokens: tuple[int, int] = (24, 40)
+    """Shortest and longest text."""
+    places: int = 8
+    """Places in each text."""
+    candidates: int = 20
+    """Candidates at each place."""
+    rounds: int = 3
+    """Measurements of each way."""
+
+
+def main(arguments: Arguments) -> None:
+    model = RadV.from_backbone(arguments.backbone, attributes=["score"]).eval()
+    teacher, rng = Teacher([[RewardSource(model)]]).to(find_device("auto")), np.random.default_rng(0)
+    lengths = rng.integers(*arguments.tokens, arguments.rows, endpoint=True)
+    prefixes = [make_prefix(int(length), arguments.places, model.num_known, rng) for length in lengths]
+    candidates = rng.integers(model.num_known, size=(arguments.rows, arguments.places, arguments.candidates))
+    assert teacher.reads_once
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(arguments.rounds):
+        for name, score in WAYS.items():
+            began = time.perf_counter()
+            score(teacher, prefixes, candidates.astype(np.int32))  # ends with a copy to main memory
+            seconds[name].append(time.perf_counter() - began)
+    once, anew = (median(values) for values in seconds.values())
+    print(*(f"{name}: {median(values):.2f} s" for name, values in seconds.items()), sep="\n")
+    print(f"{anew / once:.2f} times as fast ({torch.get_num_threads()} threads, torch {torch.__version__})")
+
+
+def make_prefix(length: int, num_places: int, num_tokens: int, rng: np.random.Generator) -> Prefix:
+    places = np.sort(rng.choice(np.arange(1, length + 1), num_places, replace=False))
+    return Prefix(rng.integers(num_tokens, size=length).tolist(), places.tolist())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
