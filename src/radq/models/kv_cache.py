@@ -284,7 +284,8 @@ def _branch_masks(
     """Additive masks of shape (b, 1, n, t + n), one per layer type."""
     b, n = positions.shape
     itself = torch.eye(n, dtype=torch.bool, device=prefix_mask.device).expand(b, n, n)
-    distance = positions[:, :, None] - prefix_mask.cumsum(1)[:, None] + 1  # (b, n, t), from a branch back to a token
+    places = prefix_mask.cumsum(1, dtype=torch.int32) - 1  # (b, t), the position of each token
+    distance = positions.int()[:, :, None] - places[:, None]  # (b, n, t), from a branch back to a token
     earlier = prefix_mask.bool()[:, None] & (distance > 0)
 
     def build(layer_type: str) -> Tensor:
