@@ -296,15 +296,22 @@ def report(agreements: Mapping[str, Mapping[str, float]], curves: Mapping[str, C
     """Print and write all numbers of each guide, and the rank correlations over students."""
     rows: list[dict[str, Any]] = [describe(name, agreements[name], curve) for name, curve in curves.items()]
     steering = np.stack([curves[name].at_target() for name in agreements], 1)  # (1 + r, students)
-    ranks = {}
+    found = {}
     for name in ("candidate_correlation", "candidate_error", "accuracy", "auc"):
         measured = np.array([one[name] for one in agreements.values()])
-        each = np.array([rank_correlation(row, measured) if np.isfinite(row).all() else np.nan for row in steering])
-        ranks[name] = [round(float(value), 3) for value in (each[0], *BOOTSTRAP.interval(each[1:].astype(float)))]
-    rows.append({"students": len(agreements), "rank_correlation_with_steering": ranks})
+        each = [rank_correlation(row, measured) if np.isfinite(row).all() else np.nan for row in steering]
+        found[name] = np.array(each, float)  # (1 + r,)
+    ranks = {name: with_interval(each) for name, each in found.items()}
+    gains = {name: with_interval(found["candidate_correlation"] - found[name]) for name in ("accuracy", "auc")}
+    rows.append({"students": len(agreements), "rank_correlation_with_steering": ranks, "agreement_minus": gains})
     with whole_file(Path("agreement.jsonl")) as temporary:
         temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(*(json.dumps(row, ensure_ascii=False) for row in rows), sep="\n")
+
+
+def with_interval(values: np.ndarray) -> list[float]:
+    """The number of all prompts, and the ends of the interval of its resamples, (1 + r,)."""
+    return [round(float(value), 3) for value in (values[0], *BOOTSTRAP.interval(values[1:]))]
 
 
 def describe(name: str, agreement: Mapping[str, float], curve: Curve) -> dict[str, Any]:
