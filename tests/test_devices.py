@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from radq import numerics
-from radq.errors import OptionError
+from radq.errors import OptionError, explain
 from radq.models.loading import find_device
 
 
@@ -26,6 +26,16 @@ def test_devices_that_are_not_there_are_named() -> None:
             find_device(name)
     with pytest.raises(OptionError, match="does not compute on 'meta'"):
         find_device("meta")
+
+
+def test_a_device_without_memory_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(RuntimeError) as caught:
+        find_device("cuda")
+    assert str(explain(caught.value)).startswith("memory is full: CUDA error: out of memory.")
 
 
 def test_memory_is_asked_of_the_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from radq.errors import ModelError, OptionError, first_line
+from radq.errors import FULL_MEMORY, ModelError, OptionError
 from radq.models.embedded import EMBEDDED, base_folder, reward_folder
 from radq.models.hub import HUB_OPTIONS, explained
 from radq.models.peft_adapter import find_adapter, merge_adapter, refuse_soft_prompts
@@ -247,8 +247,9 @@ def find_device(name: str) -> str:
     try:
         known = torch.empty(0, device=name).device.type in (*ACCELERATORS, "cpu")
     except (RuntimeError, AssertionError, ImportError, ValueError) as error:
-        reason = first_line(error)  # a GPU may be there and refuse, such as one whose memory is full
-        raise OptionError(f"the device {name!r} cannot be used: {reason}", "use --device auto or cpu.") from error
+        if FULL_MEMORY.search(str(error)):  # the device is there
+            raise
+        raise OptionError(f"there is no device {name!r} here.", "use --device auto or cpu.") from error
     if not known:
         raise OptionError(f"radq does not compute on {name!r}.", f"use cpu, {', '.join(ACCELERATORS)} or auto.")
     return name
