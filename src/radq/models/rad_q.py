@@ -159,6 +159,21 @@ class RadQ(RewardModel):
         rows = F.embedding(candidates.clamp(min=0), self.head.table(self.embedding)).to(features.dtype)
         return torch.einsum("bpkd,bpad->bpka", rows, features) + self.head.baseline(hidden)[:, :, None]
 
+    @property
+    def reads_once(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        found = self(input_ids, attention_mask, positions=positions, candidates=candidates).candidates
+        return self.link(found)
+
     def _score(
         self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
     ) -> tuple[Float[Tensor, "b k a"], RewardState]:

@@ -95,7 +95,6 @@ class RadV(RewardModel):
 
     @property
     def reads_once(self) -> bool:
-        """Whether `place_rewards` gives the rewards of candidates at all places of a text by one reading of it."""
         return takes_siblings(self.backbone)
 
     @torch.no_grad()
@@ -106,7 +105,6 @@ class RadV(RewardModel):
         positions: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
-        """The rewards of candidates in place of the tokens at some positions; all tokens must be known."""
         reading = self.read(input_ids, attention_mask).reading
         before = reading.prefix.attention_mask.sum(1) - attention_mask.sum(1)  # a BOS that was put before a text
         places, size = positions + before[:, None], max(1, SIBLINGS_PER_FORWARD // candidates.shape[2])

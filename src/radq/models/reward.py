@@ -393,6 +393,21 @@ class RewardModel(PreTrainedModel):
         All candidates are known where `known` is None.
         """
 
+    @property
+    @abstractmethod
+    def reads_once(self) -> bool:
+        """Whether `place_rewards` can read a text once for the candidates at all its places."""
+
+    @abstractmethod
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        """The rewards of candidates in place of the tokens at some positions; all tokens must be known."""
+
     @torch.no_grad()
     def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
         """The state after one more token per row, without a forward if RAD-V has scored all of them as candidates."""

@@ -20,7 +20,6 @@ from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import find_kind, load_guide, parse_guide
-from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.stored import require_attributes
 from radq.models.vocabulary import Vocabulary
@@ -93,11 +92,6 @@ class RewardSource(Source):
     def context(self) -> int | None:
         return self.model.max_tokens
 
-    @property
-    def reads_once(self) -> bool:
-        """Whether reading a text once gives the rewards of candidates at all its positions."""
-        return self.model.reads_once if isinstance(self.model, RadV) else True
-
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t a"]:
@@ -115,10 +109,7 @@ class RewardSource(Source):
         positions: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
-        if isinstance(self.model, RadV):
-            return self._choose(self.model.place_rewards(input_ids, attention_mask, positions, candidates))
-        outputs = self.model(input_ids, attention_mask, positions=positions, candidates=candidates)
-        return self._choose(self.model.link(outputs.candidates))
+        return self._choose(self.model.place_rewards(input_ids, attention_mask, positions, candidates))
 
     def _choose(self, rewards: Float[Tensor, "*p m"]) -> Float[Tensor, "*p a"]:
         if self._columns == list(range(rewards.shape[-1])):  # an index would make a captured step wait for its copy
@@ -272,7 +263,7 @@ class Teacher(nn.Module):
     @property
     def reads_once(self) -> bool:
         """Whether one forward over a text gives the rewards of candidates at all its positions."""
-        return all(isinstance(source, RewardSource) and source.reads_once for source in self.sources)
+        return all(isinstance(source, RewardSource) and source.model.reads_once for source in self.sources)
 
     def place_rewards(
         self,
