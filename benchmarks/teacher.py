@@ -6,7 +6,6 @@ Both ways score the same candidates, alternately; the ratio is that of the media
 which takes as long.
 """
 
-import time
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 import tyro
 
+from radq.benchmark.clock import describe_machine, read_clock
 from radq.models.loading import find_device
 from radq.models.rad_v import RadV
 from radq.training.candidates import _score_prefixes, _score_texts
@@ -41,7 +41,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     model = RadV.from_backbone(arguments.backbone, attributes=["score"]).eval()
-    teacher, rng = Teacher([[RewardSource(model)]]).to(find_device("auto")), np.random.default_rng(0)
+    device, rng = find_device("auto"), np.random.default_rng(0)
+    teacher = Teacher([[RewardSource(model)]]).to(device)
     lengths = rng.integers(*arguments.tokens, arguments.rows, endpoint=True)
     prefixes = [make_prefix(int(length), arguments.places, model.num_known, rng) for length in lengths]
     candidates = rng.integers(model.num_known, size=(arguments.rows, arguments.places, arguments.candidates))
@@ -49,12 +50,12 @@ def main(arguments: Arguments) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(arguments.rounds):
         for name, score in WAYS.items():
-            began = time.perf_counter()
-            score(teacher, prefixes, candidates.astype(np.int32))  # ends with a copy to main memory
-            seconds[name].append(time.perf_counter() - began)
+            began = read_clock(device)
+            score(teacher, prefixes, candidates.astype(np.int32))
+            seconds[name].append(read_clock(device) - began)
     once, anew = (median(values) for values in seconds.values())
     print(*(f"{name}: {median(values):.2f} s" for name, values in seconds.items()), sep="\n")
-    print(f"{anew / once:.2f} times as fast ({torch.get_num_threads()} threads, torch {torch.__version__})")
+    print(f"{anew / once:.2f} times as fast ({describe_machine(device)}, torch {torch.__version__})")
 
 
 def make_prefix(length: int, num_places: int, num_tokens: int, rng: np.random.Generator) -> Prefix:

@@ -347,16 +347,20 @@ def _limits(places: Sequence[Place]) -> str:
     asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
     base = places[0].base_model
-    best = "Best of n (by the readout) and asking chose" if base.takes_part(BEST) else "Asking chose"
-    single = "best n and the better request" if base.takes_part(BEST) else "better request"
     candidates = "; RAD-V reads each of k candidates" if base.takes_part("value") else ""
-    bound = "; the KL of the best of n is an upper bound" if base.takes_part(BEST) else ""
+    without_choice = (
+        f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
+        "best n and the better request, at that point alone; the KL of the best of n is an upper bound."
+        if base.takes_part(BEST)
+        else f"Asking chose no settings: k = {PLAIN_K}. The readout is compared with the better request, at that point "
+        "alone."
+    )
     points = [
         f"Our readout was trained {_how_often(places)}, baselines once at each learning rate. All trainings of the "
         "readout use the settings that were chosen for the first one."
         if _trainings(places)
         else "Our readout was not run.",
-        f"{best} no settings: k = {PLAIN_K}. The readout is compared with the {single}, at that point alone{bound}.",
+        without_choice,
         *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
         f"Layers are those that a token costs beside the base model's {base.layers}{candidates}.",
         f"MAUVE compares texts of at most {KEPT_TEXTS} prompts with another seed of the unguided base model, by "

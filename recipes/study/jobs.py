@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from radq.errors import FULL_MEMORY
 from radq.files import whole_file
 
 RADQ = [sys.executable, "-m", "radq"]
@@ -86,8 +87,7 @@ def run_all(
 
 def memory_was_full(job: Job) -> bool:
     """Whether the last words of a job that failed say so."""
-    last = log_file(job).read_text(errors="replace")[-2000:]
-    return "memory is full" in last or "out of memory" in last
+    return bool(FULL_MEMORY.search(log_file(job).read_text(errors="replace")[-2000:]))
 
 
 def log_file(job: Job) -> Path:
