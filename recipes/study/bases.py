@@ -56,6 +56,7 @@ class BaseModel:
 
 READOUT = {"reads": "base", "backbone_dtype": "bfloat16", "readout_layers": 5, "readout_width": 1024}
 READOUT_RATE = 3e-4  # wider states want a smaller learning rate
+FEWER_TEXTS = ("--batch-size", "2500")  # that are written together; more take 45 GB
 EXPERTS = "dexperts-2e-5"  # of the two learning rates, the one for larger models
 
 
@@ -85,7 +86,7 @@ class TinyLlama(BaseModel):
             return settings
         models = {key: CONVERTED for key in ("backbone", "base") if settings.get(key) == "embedded"}
         if "method" in settings:
-            return settings | models
+            return settings | models | {"micro_batch_size": settings["micro_batch_size"] // 2}
         if "lora_rank" in settings:
             return settings | models | {"num_layers": self.first_layers}
         kept = {key: value for key, value in settings.items() if key != "init"}
@@ -95,7 +96,7 @@ class TinyLlama(BaseModel):
         return replace(method, models=(EXPERTS,)) if EXPERTS in method.models else method
 
     def fit_own_texts(self, job: Job) -> Job:
-        return replace(job, command=[*job.command, "--base", CONVERTED, "--dtype", "bfloat16"])
+        return replace(job, command=[*job.command, "--base", CONVERTED, "--dtype", "bfloat16", *FEWER_TEXTS])
 
     def fit_sweep(self, settings: dict[str, Any]) -> dict[str, Any]:
         prompts = [part | {"limit": part["limit"] * self.prompts // ALL_PROMPTS} for part in settings["prompts"]]

@@ -19,6 +19,7 @@ from methods import METHODS, PLAIN_K, TOP_K, Method, Task, name_filter, sweep_na
 
 from radq.files import read_lines
 
+SETTINGS = ("model", "top_k", "top_p", "filter_p")  # of a candidate
 TARGET = 1.2  # times the perplexity of the unguided base model at k = PLAIN_K, where candidates are compared
 SPAN, NUM_BETAS = (1.03, 1.6), 5  # of the test: where the first and the last β shall lie, and how many there are
 RULE = (
@@ -52,7 +53,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "top_k", "top_p", "filter_p")}
+        return {name: getattr(self, name) for name in SETTINGS}
 
     def attribute_at_target(self) -> float:
         """The attribute at the perplexity of comparison, averaged over classes of prompts; NaN if one misses it."""
@@ -96,13 +97,18 @@ def beta_at(points: Sequence[Point], ratio: float) -> float:
 
 
 def choose_settings(task: Task, method: Method) -> dict[str, Any]:
-    """Choose among the settings that were tried on dev prompts; return all that choices/TASK-METHOD.json holds."""
-    candidates = [one for model in method.models for one in read_candidates(task, method, model)]
+    """Choose among the settings that were tried on dev prompts; return all that choices/TASK-METHOD.json holds.
+
+    Models of which an earlier choice knows all numbers need not be tried again.
+    """
+    known = read_known(task, method)
+    found = {model: read_candidates(task, method, model) or known.get(model, []) for model in method.models}
+    candidates = [one for model in method.models for one in found[model]]
     chosen = choose(candidates, task.side)
     return {
         "rule": RULE,
         "chosen": chosen.settings | {"beta": choose_betas(chosen), "attribute": _known(chosen.attribute_at_target())},
-        "missing": [model for model in method.models if not _read_metrics(task, model)],
+        "missing": [model for model in method.models if not found[model]],
         "candidates": [
             one.settings
             | {"attribute": _known(one.attribute_at_target())}
@@ -114,6 +120,23 @@ def choose_settings(task: Task, method: Method) -> dict[str, Any]:
 
 def choice_file(task: Task, method: Method) -> str:
     return f"choices/{task.name}-{method.name}.json"
+
+
+def read_known(task: Task, method: Method) -> dict[str, list[Candidate]]:
+    """The candidates of an earlier choice, by model."""
+    file = Path(choice_file(task, method))
+    known: dict[str, list[Candidate]] = {}
+    for one in json.loads(file.read_text())["candidates"] if file.exists() else ():
+        curves = {group: [Point(*point) for point in points] for group, points in one["curves"].items()}
+        settings = {name: one[name] for name in SETTINGS}
+        known.setdefault(one["model"], []).append(Candidate(**settings, curves=curves))
+    return known
+
+
+def untried_models(task: Task, method: Method) -> tuple[str, ...]:
+    """The models whose settings an earlier choice does not know."""
+    known = read_known(task, method)
+    return tuple(model for model in method.models if model not in known)
 
 
 def read_choice(folder: Path, task: Task, method: Method) -> dict[str, Any]:

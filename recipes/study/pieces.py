@@ -9,13 +9,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from bases import EMBEDDED, BaseModel, claim_folder
-from choices import choice_file, choose_settings
+from choices import SETTINGS, choice_file, choose_settings, untried_models
 from contest import MODELS, RECIPE, own_texts_jobs
 from jobs import RADQ, Finish, Job, Run, find_needed, keep_json, run_all, run_command, write_json
 from methods import CHOOSING, METHODS, OURS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
@@ -69,16 +69,45 @@ def contest(request: Request) -> None:
     """Train models, try settings on dev prompts, test each method with its choice, and keep the numbers.
 
     Each job begins as soon as the files are there that it needs. Methods whose models are trained go before trainings.
-    What no kept number needs that is still missing is not run.
+    What no kept number needs that is still missing is not run. Models that an earlier choice did not know are tried,
+    and the method is tested again if another choice is better.
     """
     request.fitted.prepare()
     Path("models").mkdir(exist_ok=True)
     if request.shipped:
         take_shipped()
-    goals = [keep_job(*run) for run in RUNS if request.wants(*run)]
+    wanted = [run for run in RUNS if request.wants(*run)]
+    run_wanted(wanted, request)
+    if changed := [run for run in wanted if choose_again(*run, request)]:
+        run_wanted(changed, request)
+
+
+def run_wanted(wanted: list[tuple[Task, Method]], request: Request) -> None:
+    """Make the kept numbers, and the dev numbers of models that a choice does not know."""
+    keep = [keep_job(*run) for run in wanted]
     tests = [testing_job(*run, request) for run in RUNS]
-    jobs = [*goals, *tests, *choosing_jobs(request), *training_jobs(request)]
-    request.run(find_needed(goals, jobs), _finish)
+    choosing = choosing_jobs([run for run in RUNS if run[1] in CHOOSING], request)
+    tries = choosing_jobs([run for run in wanted if Path(choice_file(*run)).exists()], request)
+    jobs = [*keep, *tests, *choosing, *training_jobs(request)]
+    request.run(find_needed([*keep, *tries], jobs), _finish)
+
+
+def choose_again(task: Task, method: Method, request: Request) -> bool:
+    """Choose anew if models were tried that the earlier choice did not know; return whether the choice changed.
+
+    Then the kept numbers of the earlier choice are deleted.
+    """
+    method, file = request.base.fit_method(method), Path(choice_file(task, method))
+    if not file.exists() or not untried_models(task, method):
+        return False
+    earlier, now = json.loads(file.read_text()), choose_settings(task, method)
+    changed = any(now["chosen"][name] != earlier["chosen"][name] for name in SETTINGS)
+    write_json(file, now if changed else now | {"chosen": earlier["chosen"]})
+    if not changed:
+        return False
+    for made in (keep_job(task, method).makes, testing_job(task, method, request).makes):
+        Path(made).unlink(missing_ok=True)
+    return True
 
 
 def take_shipped() -> None:
@@ -95,13 +124,19 @@ def training_jobs(request: Request) -> list[Job]:
     return [*map(fit.fit_own_texts, own_texts_jobs()), *trainings]
 
 
-def choosing_jobs(request: Request) -> list[Job]:
+def choosing_jobs(runs: list[tuple[Task, Method]], request: Request) -> list[Job]:
+    """The sweeps over dev prompts that choices still need, the slowest first."""
     return [
         choosing_job(task, name, settings, request)
-        for method in CHOOSING
-        for task in TASKS.values()
-        for name, settings in dev_sweeps(task, request.base.fit_method(method)).items()
+        for task, method in sorted(runs, key=lambda run: CHOOSING.index(run[1]))
+        for name, settings in untried_sweeps(task, method, request).items()
     ]
+
+
+def untried_sweeps(task: Task, method: Method, request: Request) -> dict[str, dict[str, Any]]:
+    """The sweeps over dev prompts of models that no choice knows; none for a method that chooses nothing."""
+    method = request.base.fit_method(method)
+    return dev_sweeps(task, replace(method, models=untried_models(task, method))) if method.dev_beta else {}
 
 
 def second(request: Request) -> None:
@@ -118,9 +153,11 @@ def choosing_job(task: Task, name: str, settings: dict[str, Any], request: Reque
 def testing_job(task: Task, method: Method, request: Request) -> Job:
     """The sweep over test prompts, with the settings that are chosen once all of them were tried on dev prompts."""
     method, choosing = (request.base.fit_method(METHODS[name]) for name in (method.name, method.like or method.name))
-    models = [*(model_folder(task, model) for model in method.models), judge_folder(task)]
     choice = Path(choice_file(task, choosing))
-    tried = dev_sweeps(task, choosing) if choosing.dev_beta and not choice.exists() else {}
+    known = choice.exists() and not method.like
+    guiding = [json.loads(choice.read_text())["chosen"]["model"]] if known else method.models
+    models = [*(model_folder(task, model) for model in guiding), judge_folder(task)]
+    tried = {} if choice.exists() else untried_sweeps(task, choosing, request)
 
     def settings() -> dict[str, Any]:
         if not choosing.dev_beta:
