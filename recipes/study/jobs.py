@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +32,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of the study
     prepare: Callable[[], None] | None = None  # is called before the command, when all that it needs is there
     memory: float = 0.0  # of a GPU, in GB, about
+    again: list[str] | None = None  # the command of further attempts; by default the same
 
 
 Finish = Callable[[Job, str, float], None]  # takes the job, its standard output and its seconds
@@ -78,11 +79,12 @@ def run_all(
                 if done.result():
                     missing.remove(job.makes)
                 elif memory_was_full(job) and attempts[job.name] < ATTEMPTS:
-                    again.append(job)
+                    again.append(replace(job, command=job.again or job.command))
                 else:
                     failed.append(job)
     if failed:
-        sys.exit(f"failed: {', '.join(job.name for job in jobs if job in failed)}; see logs/.")
+        names = {job.name for job in failed}
+        sys.exit(f"failed: {', '.join(job.name for job in jobs if job.name in names)}; see logs/.")
 
 
 def memory_was_full(job: Job) -> bool:

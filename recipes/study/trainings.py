@@ -24,14 +24,15 @@ JUDGES = {
 
 
 def training_job(name: str, settings: dict[str, Any]) -> Job:
-    """A training that was stopped resumes from its last checkpoint."""
+    """A training that was stopped, or tried before, resumes from its last checkpoint."""
     config, text = Path(f"models/{name}.yaml"), yaml.safe_dump(settings | {"out": f"models/{name}"}, sort_keys=False)
     began = config.exists() and config.read_text() == text and Path(f"models/{name}/config.yaml").exists()
     config.write_text(text)
     command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
-    options = ["--config", str(config), "--resume" if began else "--overwrite", "--json"]
+    again, first = ([*RADQ, command, "--config", str(config), how, "--json"] for how in ("--resume", "--overwrite"))
     memory = EXPERTS_MEMORY if "method" in settings else MEMORY
-    return Job(name, [*RADQ, command, *options], f"models/{name}.json", needed_files(settings), memory=memory)
+    makes, needs = f"models/{name}.json", needed_files(settings)
+    return Job(name, again if began else first, makes, needs, memory=memory, again=again)
 
 
 def needed_files(settings: dict[str, Any]) -> tuple[str, ...]:

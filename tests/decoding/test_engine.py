@@ -1,5 +1,6 @@
 """The engine: requests that join and leave are continued as alone, and no step waits for the device."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,20 @@ def test_no_step_waits_for_the_device(name: str, lm_folders: dict[str, Path]) ->
             decoder.draw(np.ones(decoder.count, dtype=bool))
             decoder.read()
     assert count.found == []
+
+
+def test_drawn_tokens_do_not_keep_the_states_of_candidates(lm_folders: dict[str, Path]) -> None:
+    """A captured step keeps what it has drawn: with the states of all candidates, each shape would fill gigabytes."""
+    lm, guide = make_lm("llama").double().eval(), make_any_guide("v", lm_folders)
+    assert guide is not None
+    decoder = Decoder(lm, guide)
+    decoder.add([[5, 6, 7]], [0], STEERINGS[:1], [guide.beta], np.full((1, 9), 0.4), capacity=1, width=64)
+    drawn = decoder.draw(np.ones(1, dtype=bool))
+    siblings = weakref.ref(decoder.state.siblings.hidden)
+    assert siblings() is not None
+    decoder.read()
+    assert drawn.tokens.shape == (1,)
+    assert siblings() is None
 
 
 def test_the_count_of_waiting_operations_can_fail() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -517,20 +518,22 @@ def test_a_job_that_waits_keeps_no_other_from_running(
 
 def test_a_job_without_memory_is_tried_again(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may hold the memory; a job that never finds enough, or fails otherwise, has failed."""
-    jobs, ran = modules["jobs"], []
+    jobs, ran, commands = modules["jobs"], [], defaultdict(list)
     monkeypatch.chdir(tmp_path)
 
     def run(job: Any, log: Any) -> tuple[int, str]:
         ran.append(job.name)
+        commands[job.name].append(job.command)
         if job.name == "wrong" or (job.name in ("large", "huge") and (job.name == "huge" or ran.count("large") == 1)):
             log.write("error: no data" if job.name == "wrong" else "error: memory is full: CUDA out of memory.")
             return 1, ""
         Path(job.makes).touch()
         return 0, ""
 
-    large, after = jobs.Job("large", [], "a"), jobs.Job("after", [], "b", ("a",))
+    large, after = jobs.Job("large", ["begin"], "a", again=["go on"]), jobs.Job("after", [], "b", ("a",))
     jobs.run_all([large, after, jobs.Job("other", [], "c")], 2, run=run)
     assert (ran.count("large"), ran[-1]) == (2, "after")
+    assert commands["large"] == [["begin"], ["go on"]]
     ran.clear()
     with pytest.raises(SystemExit, match="failed: huge, wrong; see"):
         jobs.run_all([jobs.Job("huge", [], "d"), jobs.Job("wrong", [], "e")], 2, run=run)

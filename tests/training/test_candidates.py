@@ -140,6 +140,23 @@ def test_many_places_are_read_in_parts(lm_folders: dict[str, Path], monkeypatch:
         np.testing.assert_allclose(score_places(teacher, PREFIXES, candidates), wanted, rtol=1e-6, atol=1e-7)
 
 
+def test_a_wide_teacher_reads_fewer_texts_at_once(lm_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_reward("v", lm_folders["llama"]).double()
+    teacher, candidates = Teacher([[RewardSource(model)]]), random_candidates(5)
+    expected = score_places(teacher, PREFIXES, candidates)  # also tries what the model can do
+    batches: list[int] = []
+    model.backbone.register_forward_pre_hook(
+        lambda _, __, options: batches.append(len(options["input_ids"])), with_kwargs=True
+    )
+    monkeypatch.setattr(candidates_module, "TOKENS_PER_FORWARD", {"cpu": 3 * (5 + 3 * 5)})  # for all three texts
+    width = model.backbone.config.hidden_size
+    for wide, wanted in ((width, [3, 3]), (width / 3, [1] * 6)):  # the texts, then their candidates
+        monkeypatch.setattr(candidates_module, "WIDTH", wide)
+        batches.clear()
+        np.testing.assert_allclose(score_places(teacher, PREFIXES, candidates), expected, rtol=1e-6, atol=1e-7)
+        assert batches == wanted
+
+
 def test_tokens_that_a_teacher_does_not_know_are_not_read(lm_folders: dict[str, Path]) -> None:
     model = make_reward("q", lm_folders["llama"])
     model.vocabulary = Vocabulary(VOCAB, 30)

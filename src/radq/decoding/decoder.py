@@ -337,7 +337,7 @@ class Decoder:
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
         done.add_(1)
         numbers = _measure(proposal, choice, tokens, logits, self.guide is not None)
-        return Drawn(replace(proposal), choice, tokens, numbers)  # without its probabilities: captured steps stay
+        return Drawn(replace(proposal, state=None), choice, tokens, numbers)  # captured steps keep what this holds
 
     def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""

@@ -18,7 +18,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +36,7 @@ from radq.training.teacher import Teacher
 
 PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
 TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefixes and candidates together
+WIDTH = 768  # numbers of a hidden state, up to which so many are read; wider teachers read fewer, as memory has room
 HELD_OUT_PREFIXES = 200
 UNUSED = -1  # in place of a candidate
 HELD_OUT = 0  # in place of the number of a round
@@ -363,7 +364,9 @@ def _count_rows(teacher: Teacher, texts: Sequence[Sequence[int]], num_candidates
     """Choose how many texts, each with so many candidates, are read together."""
     longest = max(map(len, texts), default=1)
     tokens_per_forward = TOKENS_PER_FORWARD.get(teacher.device.type, TOKENS_PER_FORWARD["cpu"])
-    return max(1, tokens_per_forward // (longest + num_candidates))
+    widths = [module.embedding_dim for module in teacher.modules() if isinstance(module, nn.Embedding)]
+    wider = max(1.0, max(widths, default=WIDTH) / WIDTH)
+    return max(1, int(tokens_per_forward / wider) // (longest + num_candidates))
 
 
 def _chunks(items: Sequence[int], size: int) -> list[list[int]]:
