@@ -39,7 +39,7 @@ def main() -> None:
     rows = writer.write(drawn[:half], None, 0)
     for sign, group in zip((1, -1), np.array_split(np.arange(half, arguments.number), 2), strict=True):
         numbers = ",".join(f"{name}={sign * float(strength)}" for name, strength in strengths.items())
-        guide = load_guide(f"{folder}:{numbers}", device=device, lm=lm)
+        guide = load_guide(f"{folder}:{numbers}", device=device, dtype=arguments.dtype, lm=lm)
         for tokens, part in zip(GUIDED_TOKENS, np.array_split(group, len(GUIDED_TOKENS)), strict=True):
             rows += writer.write([drawn[n] for n in part], guide, tokens)
     rows = [(prompt, text) for prompt, text in rows if text.strip()]
@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--number", type=int, default=40_000, help="number of texts")
     parser.add_argument("--tokens", type=int, default=24, help="largest number of tokens after a prompt")
     parser.add_argument("--batch-size", type=int, default=6250, help="texts that are written together")
-    parser.add_argument("--dtype", default="auto", help="data type of the base model")
+    parser.add_argument("--dtype", default="auto", help="data type of the base model and of the guide")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="jsonl file to write")
     return parser.parse_args()

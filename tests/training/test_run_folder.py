@@ -81,6 +81,32 @@ def test_train_and_eval_splits_have_targets_of_their_own(
     assert not np.any((whole[0] != 0) & (whole[1] != 0))  # no row is in both
 
 
+@pytest.mark.parametrize("limits", [{"epochs": 2, "max_steps": -1}, {"max_steps": 9}])
+def test_targets_are_stored_if_texts_are_read_repeatedly(
+    limits: dict[str, Any], settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path
+) -> None:
+    teacher = make_teacher(tmp_path / "teacher", calm_toy, 0)
+    repeated = changed(settings, teacher=teacher, **limits)
+    online = changed(repeated, online=True, out=str(tmp_path / "online"))
+    once = changed(settings, teacher=teacher, epochs=1, max_steps=-1, out=str(tmp_path / "once"))
+    for config in (repeated, online, once):
+        train(config)
+    assert [(Path(one.out) / "targets").exists() for one in (repeated, online, once)] == [True, False, False]
+    for name, values in weights(online.out).items():
+        torch.testing.assert_close(weights(repeated.out)[name], values, atol=1e-5, rtol=1e-4)
+
+
+def test_a_disk_without_room_for_targets(
+    settings: RewardTrainingConfig, calm_toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = make_teacher(tmp_path / "teacher", calm_toy, 0)
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: full)
+    with pytest.raises(WriteError, match="the teacher's rewards need .* are free") as error:
+        train(changed(settings, teacher=teacher, max_steps=9))
+    assert "--online" in (error.value.hint or "")
+
+
 # --- what a run folder may hold before ---
 
 

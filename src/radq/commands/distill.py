@@ -15,9 +15,6 @@ class Arguments(train.Arguments):
     language model has for the next tokens of texts of its own. Labels are not needed; if given, they are used in the
     evaluation. A classifier may be the teacher, too (--teacher-classifier)."""
 
-    online: bool = False
-    """Compute the teacher's rewards in every step. This is the default, and the opposite of --cache-targets."""
-
 
 def defaults(argv: list[str]) -> Arguments:
     return Arguments(**vars(train.defaults(argv)))
@@ -28,6 +25,4 @@ def run(arguments: Arguments) -> None:
         raise OptionError(
             "there is no teacher.", "give the folder of a RAD-V as --teacher DIR, or --teacher-classifier NAME."
         )
-    if arguments.online and arguments.cache_targets:
-        raise OptionError("both --online and --cache-targets are given.", "choose one of them.")
     train.run(arguments)

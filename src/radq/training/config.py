@@ -245,7 +245,10 @@ class RewardTrainingConfig(TrainingConfig):
     reg_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of the regulariser that keeps the marginal rewards of random tokens near 0, for RAD-Q only."""
     cache_targets: bool = False
-    """In distillation, compute the teacher's rewards once and store them, instead of in every step."""
+    """In distillation, compute the teacher's rewards of texts once and store them. By default this is done if texts are
+    read more than once."""
+    online: bool = False
+    """In distillation, compute the teacher's rewards of texts in every step."""
     base: str = ""
     """In distillation, the language model that the student will guide: a hub name, a folder, or embedded. It writes
     prefixes, and the student learns to compare its candidates for their next tokens as the teacher does."""
@@ -325,8 +328,11 @@ class RewardTrainingConfig(TrainingConfig):
                 f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}.",
                 "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out.",
             )
-        if self.cache_targets and not self.learns_tokens:
-            raise OptionError("cache_targets needs a teacher of tokens, and there is none.", "give --teacher.")
+        if self.online and self.cache_targets:
+            raise OptionError("both --online and --cache-targets are given.", "choose one of them.")
+        for name in ("cache_targets", "online"):
+            if getattr(self, name) and not self.learns_tokens:
+                raise OptionError(f"{name} needs a teacher of tokens, and there is none.", "give --teacher.")
         if (self.learns_tokens or self.base) and self.kind != "q":
             raise OptionError(f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out.")
         self._check_candidates()

@@ -41,6 +41,7 @@ from radq.training.outcome import warn_of_chance
 from radq.training.pair_trainer import PairTrainer
 from radq.training.plan import describe_plan
 from radq.training.prefixes import check_room, choose_prompts
+from radq.training.recipe import num_steps
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.rounds import RoundsCallback
 from radq.training.run_folder import (
@@ -109,7 +110,7 @@ def train(
         begin_run(out, config, contents, data.scales, resume)
     if maker is not None:
         _make_candidates(trainer, maker)
-    if teacher is not None and config.learns_tokens and (config.cache_targets or teacher.is_slow):
+    if teacher is not None and config.learns_tokens and (teacher.is_slow or _wants_stored_targets(config, len(data))):
         _store_targets(trainer, teacher, contents["teacher" if config.teacher else "teacher_classifier"], progress)
     with trainer.args.main_process_first():
         for part in states:
@@ -289,6 +290,12 @@ def _fingerprint_contents(
     if teacher is not None:
         contents["teacher" if config.teacher else "teacher_classifier"] = teacher.fingerprint
     return contents
+
+
+def _wants_stored_targets(config: RewardTrainingConfig, num_texts: int) -> bool:
+    """Whether the teacher's rewards are computed once: unless settings say otherwise, if texts are read repeatedly."""
+    once = replace(config, epochs=1.0, max_steps=-1)
+    return config.cache_targets or (num_steps(config, num_texts) > num_steps(once, num_texts) and not config.online)
 
 
 def _store_targets(trainer: RewardTrainer, teacher: Teacher, fingerprint: str, progress: bool) -> None:

@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from radq.data.dataset import RewardData
-from radq.files import explained_writing, fingerprint_values, whole_file
+from radq.files import explained_writing, fingerprint_values, require_room, whole_file
 from radq.training.teacher import Limits, Teacher
 
 TARGET_BYTES = 4  # targets are stored in float32
@@ -22,7 +22,9 @@ def cache_targets(
     """
     file = folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin"
     shape = target_shape(data, teacher)
-    if not file.exists() or file.stat().st_size != TARGET_BYTES * shape[0] * shape[1]:
+    size = TARGET_BYTES * shape[0] * shape[1]
+    if not file.exists() or file.stat().st_size != size:
+        require_room(folder, size, "the teacher's rewards", "make room on the disk, or give --online.")
         with explained_writing(file), whole_file(file) as temporary:
             _write_targets(temporary, data, teacher, batch_size, progress)
     return file
