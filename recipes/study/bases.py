@@ -56,7 +56,7 @@ class BaseModel:
 
 READOUT = {"reads": "base", "backbone_dtype": "bfloat16", "readout_layers": 5, "readout_width": 1024}
 READOUT_RATE = 3e-4  # wider states want a smaller learning rate
-FEWER_TEXTS = ("--batch-size", "2500")  # that are written together; more take 45 GB
+FEWER_TEXTS = ("--batch-size", "2500")  # that are written together: they fill a GPU, and more only take memory
 EXPERTS = "dexperts-2e-5"  # of the two learning rates, the one for larger models
 
 

@@ -33,6 +33,7 @@ from radq.judges.base import CachedJudge
 from radq.judges.classifiers import load_classifier
 from radq.judges.models import load_judge
 from radq.judges.readers import TransformersReader
+from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 from radq.training.candidates import UNUSED, CandidateSet, score_places
@@ -40,7 +41,7 @@ from radq.training.config import RewardTrainingConfig
 from radq.training.prefixes import Prefix
 from radq.training.reward import train
 from radq.training.targets import cache_targets, target_ranges
-from radq.training.teacher import Teacher
+from radq.training.teacher import RewardSource, Teacher
 from radq.training.text_source import TextSource, fill_blanks
 
 BASE: dict[str, Any] = {
@@ -220,6 +221,15 @@ def test_prefixes_without_their_prompts(classifier: Path, toy_tokenizer: PreTrai
                 text = toy_tokenizer.decode([*ids[first:place], max(token, 0)])
                 wanted = 0 if token == UNUSED else direct(text)[1]
                 assert targets[0, p, k, 0] == pytest.approx(wanted, abs=2e-5)
+
+
+def test_a_classifier_keeps_its_precision(classifier: Path, toy: Path, toy_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Reward models teach in the precision of training, which is that of half as many bits on most GPUs."""
+    reads_texts = Teacher([[make_source(classifier, toy_tokenizer)]])
+    reads_tokens = Teacher([[RewardSource(RadV.from_backbone(toy, attributes=["praise"]))]])
+    for teacher, half in ((reads_texts, False), (reads_tokens, True)):
+        with teacher.computing_in("bfloat16"):
+            assert torch.is_autocast_enabled("cpu") == half
 
 
 @pytest.mark.parametrize("continuation", [False, True])

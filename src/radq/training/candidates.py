@@ -29,7 +29,7 @@ from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right, texts_per_forward
-from radq.training.arguments import choose_precision, in_precision, training_device
+from radq.training.arguments import choose_precision, training_device
 from radq.training.config import RewardTrainingConfig
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.teacher import Teacher
@@ -233,7 +233,7 @@ class CandidateMaker:
         candidates = find_candidates(self.lm, prefixes, self._num_positions, self.config.candidates, self.num_known)
         written = time.perf_counter()
         self._count("prefix_tokens_per_second", written - began, len(prefixes) * self.config.prefix_tokens)
-        with in_precision(self.precision, self.teacher.device):
+        with self.teacher.computing_in(self.precision):
             targets = score_places(self.teacher, prefixes, candidates)
         self._count("candidates_per_second", time.perf_counter() - written, int((candidates != UNUSED).sum()))
         input_ids, mask = pad_right([prefix.tokens for prefix in prefixes])

@@ -32,7 +32,7 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
-from radq.training.arguments import choose_precision, in_precision, training_device
+from radq.training.arguments import choose_precision, training_device
 from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
@@ -317,7 +317,7 @@ def _map_targets(
     """Map a file of the run folder with the teacher's rewards of all tokens of these rows, (tokens, a), into memory."""
     folder = Path(trainer.config.out) / "targets"
     precision = choose_precision(trainer.config.precision, training_device(trainer.config))
-    with trainer.args.main_process_first(), in_precision(precision, teacher.device):
+    with trainer.args.main_process_first(), teacher.computing_in(precision):
         file = cache_targets(folder, data, teacher, fingerprint, trainer.args.train_batch_size, progress)
     return np.memmap(file, np.float32, "r", shape=target_shape(data, teacher))
 

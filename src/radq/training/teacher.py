@@ -9,6 +9,7 @@ candidates, a attributes.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -23,6 +24,7 @@ from radq.guides.spec import find_kind, load_guide, parse_guide
 from radq.models.reward import RewardModel
 from radq.models.stored import require_attributes
 from radq.models.vocabulary import Vocabulary
+from radq.training.arguments import in_precision
 from radq.training.teacher_names import find_reward_models, split_teachers
 
 Limits = tuple[float, float]
@@ -209,6 +211,11 @@ class Teacher(nn.Module):
         """The device of its models; the CPU if it only reads texts, which it does on a device of its own choice."""
         first = next(self.parameters(), None)
         return torch.device("cpu") if first is None else first.device
+
+    def computing_in(self, precision: str) -> AbstractContextManager[Any]:
+        """Let its models compute in a precision of training; readers of texts keep their own."""
+        has_models = next(self.parameters(), None) is not None
+        return in_precision(precision, self.device) if has_models else nullcontext()
 
     @property
     def context(self) -> int | None:
