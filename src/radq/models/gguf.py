@@ -29,8 +29,10 @@ def convert_gguf(source: str | Path, folder: str | Path, dtype: torch.dtype = to
         config: Any = loaded.config
         del config.quantization_config  # what is saved is no longer quantised
         config._name_or_path = ""
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.load_state_dict(loaded.state_dict())
+        with torch.device("meta"):  # random weights would take as long as the stored ones
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        weights = {name: values.to(dtype) for name, values in loaded.state_dict().items()}
+        model.load_state_dict(weights, assign=True)
         model.tie_weights()
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
