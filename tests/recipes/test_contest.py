@@ -76,8 +76,10 @@ def test_the_settings_of_a_larger_base_model(modules: Modules, tmp_path: Path, m
     readouts = [fitted[f"toxicity-{name}"] for name in ("classifier", "value", "readout")]
     assert [(one["reads"], one.get("kind", "q")) for one in readouts] == [("base", "v"), ("base", "v"), ("base", "q")]
     assert fitted["toxicity-rad-q"]["num_layers"] == base.first_layers
-    command = jobs["own-toxicity"].command
-    assert command[command.index("--base") + 1] == "base"
+    base_options = ["--base", "base", "--dtype", "bfloat16", *modules["bases"].FEWER_TEXTS]
+    assert jobs["own-toxicity"].command[-len(base_options) :] == base_options
+    assert fitted["toxicity-dexperts"]["batch_size"] == modules["contest"].BATCH  # of which parts are smaller alone
+    assert 2 * fitted["toxicity-dexperts"]["micro_batch_size"] == modules["contest"].BATCH // 2
     sweep = base.fit_sweep(modules["methods"].contest_sweep(modules["methods"].TASKS["sentiment"], BASE_METHOD, {}))
     assert [part["limit"] for part in sweep["prompts"]] == [250, 250]
     assert sweep["base"] == "base"
@@ -575,6 +577,8 @@ def test_a_contest_goes_on_from_published_numbers(
     assert {f"sentiment-{name}" for name in chain} <= names
     assert "contest-sentiment-readout-again-keep" in names
     assert not names & {"contest-sentiment-readout", "contest-sentiment-gedi", "sentiment-readout", "sentiment-gedi"}
+    untried = json.loads((measured / "choices" / "sentiment-gedi.json").read_text())["missing"]
+    assert ("sentiment-gedi-2e-5" in names) == ("dev-sentiment-gedi-2e-5-k5" in names) == ("gedi-2e-5" in untried)
     assert not [name for name in names if name.startswith("dev-sentiment-readout-k")]
     sweep = next(job for job in ran if job.name == "contest-sentiment-readout-again")
     sweep.prepare()

@@ -36,7 +36,7 @@ from radq.training.teacher import Teacher
 
 PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
 TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefixes and candidates together
-WIDTH = 768  # numbers of a hidden state, up to which so many are read; wider teachers read fewer, as memory has room
+WIDTH = 768  # of hidden states, up to which so many tokens are read; wider teachers read fewer, to save memory
 HELD_OUT_PREFIXES = 200
 UNUSED = -1  # in place of a candidate
 HELD_OUT = 0  # in place of the number of a round

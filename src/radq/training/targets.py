@@ -24,7 +24,8 @@ def cache_targets(
     shape = target_shape(data, teacher)
     size = TARGET_BYTES * shape[0] * shape[1]
     if not file.exists() or file.stat().st_size != size:
-        require_room(folder, size, "the teacher's rewards", "make room on the disk, or give --online.")
+        online = "" if teacher.is_slow else ", or compute them in every step (--online)"
+        require_room(folder, size, "the teacher's rewards", f"make room on the disk{online}.")
         with explained_writing(file), whole_file(file) as temporary:
             _write_targets(temporary, data, teacher, batch_size, progress)
     return file
