@@ -75,7 +75,7 @@ class TinyLlama(BaseModel):
     prompts: int = ALL_PROMPTS // 2
     methods: tuple[str, ...] = (BASE, OURS, "rad-q", "dexperts", ASKED)
     memory: float = 1.5
-    experts_memory: float = 2.5
+    experts_memory: float = 2.0
 
     def prepare(self) -> None:
         if not Path(CONVERTED, "config.json").exists():

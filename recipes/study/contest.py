@@ -10,7 +10,6 @@ also learnt from Perspective's scores, which baselines do not see here. methods.
 """
 
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +30,20 @@ EXPERT_STEPS = {"sentiment": 1080, "toxicity": 900}  # as many texts of BATCH as
 EXPERT_LENGTHS = {"sentiment": 128, "toxicity": 96}  # tokens, as the classifier's
 EXPERT_EVALUATION = {"sentiment": {"eval_data": ["data/sst2-dev.jsonl"]}, "toxicity": {"eval_share": 0.02}}
 RATES = {"": 5e-5, "-2e-5": 2e-5}  # learning rates of experts by the end of a model's name; dev prompts choose
-AGAIN = "-again"  # the end of the names of a second training with seed 1
 
 
-def recipe(attribute: str, step: str, again: str = "", **changes: Any) -> dict[str, Any]:
+def recipe(attribute: str, step: str, **changes: Any) -> dict[str, Any]:
     """A step towards a readout, with the data and models of earlier steps in the study's folder."""
     file = f"{attribute}-{step}.yaml" if step == CLASSIFIER else f"{RECIPE}-{step}.yaml"
     settings = yaml.safe_load((EMBEDDED / file).read_text().replace(RECIPE, attribute))
     for name in ("init", "teacher"):
         if name in settings:
-            settings[name] = settings[name].replace("runs/embedded-", "models/") + again
-    if settings["data"] == [f"data/own-{attribute}.jsonl"]:
-        settings["data"] = [own_texts(attribute, again)]
-    return settings | ({"seed": 1} if again else {}) | changes
+            settings[name] = settings[name].replace("runs/embedded-", "models/")
+    return settings | changes
 
 
-def own_texts(attribute: str, again: str = "") -> str:
-    return f"data/own-{attribute}{again}.jsonl"
-
-
-def readout(attribute: str, again: str = "", **changes: Any) -> dict[str, Any]:
-    return recipe(attribute, "4-readout", again, **changes)
+def readout(attribute: str, **changes: Any) -> dict[str, Any]:
+    return recipe(attribute, "4-readout", **changes)
 
 
 def rad_q(attribute: str) -> dict[str, Any]:
@@ -100,14 +92,10 @@ def ours(attribute: str) -> dict[str, dict[str, Any]]:
     """Our models of one attribute, teachers before students."""
     return {
         f"{attribute}-classifier": recipe(attribute, CLASSIFIER),
-        f"{attribute}-classifier{AGAIN}": recipe(attribute, CLASSIFIER, AGAIN),
         f"{attribute}-value": recipe(attribute, "3-value"),
-        f"{attribute}-value{AGAIN}": recipe(attribute, "3-value", AGAIN),
         f"{attribute}-readout": readout(attribute),
         f"{attribute}-rad-q": rad_q(attribute),
-        f"{attribute}-readout{AGAIN}": readout(attribute, AGAIN),
-        f"{attribute}-readout-student{AGAIN}": readout(attribute, seed=1),  # the first teacher, another student
-        f"{attribute}-readout-classifier": readout(attribute, teacher=f"models/{attribute}-classifier"),
+        f"{attribute}-readout-student-again": readout(attribute, seed=1),  # of the same teacher
         f"{attribute}-readout-gedi": readout_of_gedi(attribute),
     }
 
@@ -126,15 +114,10 @@ def order_models() -> dict[str, dict[str, Any]]:
 MODELS = order_models()
 
 
-def own_texts_jobs() -> list[Job]:
-    return [own_texts_job(attribute, again) for again, attribute in product(("", AGAIN), READS)]
-
-
-def own_texts_job(attribute: str, again: str) -> Job:
+def own_texts_job(attribute: str) -> Job:
     """Texts of the base model with the classifier's score of their ends; it also guides the first tokens of some."""
-    classifier, makes = f"models/{attribute}-classifier{again}", own_texts(attribute, again)
+    classifier, makes = f"models/{attribute}-classifier", f"data/own-{attribute}.jsonl"
     command = [sys.executable, str(EMBEDDED / "own_texts.py"), "--prompts", f"data/write-{attribute}.jsonl"]
     command += ["--attribute", attribute, "--reads", READS[attribute], "--scorers", f"reward:{classifier}"]
     command += ["--guide", f"{classifier}:{attribute}={STRENGTH:g}", "--dtype", "float16", "--out", makes]
-    command += ["--seed", "1"] if again else []
-    return Job(f"own-{attribute}{again}", command, makes, (f"{classifier}.json",), memory=OWN_TEXTS_MEMORY)
+    return Job(f"own-{attribute}", command, makes, (f"{classifier}.json",), memory=OWN_TEXTS_MEMORY)

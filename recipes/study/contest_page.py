@@ -44,7 +44,8 @@ from radq.report.results import Result
 from radq.report.tables import number
 
 RATIOS = (1.1, TARGET, 1.3)
-DRAWN = (OURS, "rad-q", "value", "gedi", "gedi-small", "dexperts", BEST)  # asked texts are too far to the right
+# Methods in the figures; asked texts are too far to the right.
+DRAWN = (OURS, "rad-q", "value", "classifier", "gedi", "gedi-small", "dexperts", BEST)
 REST = ("kl", "dist_2", "repetition")
 PHRASES = {"cannot be told": "not told apart"}
 EXPERTS = ("dexperts", "gedi", "gedi-small")  # the beginnings of their models' names
@@ -366,9 +367,22 @@ def _limits(places: Sequence[Place]) -> str:
         f"MAUVE compares texts of at most {KEPT_TEXTS} prompts with another seed of the unguided base model, by "
         f"MiniLM, at the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
+        *_judged_anew(places),
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
     ]
     return "".join(item("-", point) for point in points)
+
+
+def _judged_anew(places: Sequence[Place]) -> list[str]:
+    """How far runs differ where they should not; empty if they do not."""
+    spreads = {name: max(p.unguided_spread() for p in _of_task(places, task)) for name, task in TASKS.items()}
+    differing = [f"{100 * spread:.1f} points in {name}" for name, spread in spreads.items() if spread >= 0.0005]
+    if not differing:
+        return []
+    return [
+        "Methods were tested in several runs, each with judges that were trained anew. Scores of the same settings of "
+        f"the unguided base model differ between runs by up to {' and '.join(differing)}."
+    ]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from contest import AGAIN, RATES
+from contest import RATES
 
 TOP_K, TOP_P, FILTERS = (5, 10, 20, 40), (None, 0.9), (0.0, 0.4, 0.8)  # that dev prompts choose from
 PLAIN_K = 20  # the candidates of methods that choose none, and of the unguided base model that others are compared with
@@ -17,7 +17,8 @@ ABOUT_LAYERS = (30, 12)  # of models with all layers and with the first ones, to
 METRICS = ("perplexity", "corpus_perplexity", "kl", "dist_2", "dist_3", "repetition")
 BASE, UNGUIDED, ASKED, BEST = "base", "none", "asked", "best-of-n"
 OURS = "readout"
-TRAININGS = (OURS, f"{OURS}{AGAIN}", f"{OURS}-student{AGAIN}")  # of our method
+OURS_AGAIN = f"{OURS}-student-again"
+TRAININGS = (OURS, OURS_AGAIN)  # of our method
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,10 @@ METHODS = {
     method.name: method
     for method in (
         Method(OURS, "readout (ours)", (OURS,), dev_beta=REWARDS),
-        Method(f"{OURS}{AGAIN}", "readout, trained again", (f"{OURS}{AGAIN}",), like=OURS),
-        Method(
-            f"{OURS}-student{AGAIN}",
-            "readout, its student trained again",
-            (f"{OURS}-student{AGAIN}",),
-            like=OURS,
-        ),
+        Method(OURS_AGAIN, "readout, its student trained again", (OURS_AGAIN,), like=OURS),
         Method("rad-q", "RAD-Q", ("rad-q",), dev_beta=REWARDS, first_forwards=1),
         Method("value", "RAD-V of values", ("value",), dev_beta=REWARDS, forwards=1, per_candidate=True),
         Method("classifier", "RAD-V of labels", ("classifier",), dev_beta=REWARDS, forwards=1, per_candidate=True),
-        Method("readout-classifier", "readout of labels", ("readout-classifier",), dev_beta=REWARDS),
         Method("readout-gedi", "readout of GeDi", ("readout-gedi",), "omega", OMEGAS_OF_STUDENTS),
         Method("dexperts", "DExperts", _with_rates("dexperts"), "alpha", ALPHAS, forwards=2),
         Method("gedi", "GeDi", _with_rates("gedi"), "omega", OMEGAS, FILTERS, forwards=2),
@@ -227,7 +221,7 @@ def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any]) -> dict
 
 # The order in which methods are tested: those that others are compared with, then slow ones, last the least needed.
 ORDER = (
-    *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-small", "rad-q", f"{OURS}{AGAIN}", f"{OURS}-student{AGAIN}"),
-    *("readout-gedi", "readout-classifier", ASKED, "value", "classifier"),
+    *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-small", "rad-q", OURS_AGAIN),
+    *("readout-gedi", ASKED, "value", "classifier"),
 )
 RUNS = [(task, METHODS[name]) for name, task in product(ORDER, TASKS.values())]

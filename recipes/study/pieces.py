@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from bases import EMBEDDED, BaseModel, claim_folder
 from choices import SETTINGS, choice_file, choose_settings, untried_models
-from contest import MODELS, RECIPE, own_texts_jobs
+from contest import MODELS, READS, RECIPE, own_texts_job
 from jobs import RADQ, Finish, Job, Run, find_needed, keep_json, run_all, run_command, write_json
 from methods import CHOOSING, METHODS, OURS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
 from rehearsal import TOY, Rehearsal, run_here
@@ -121,7 +121,7 @@ def take_shipped() -> None:
 def training_jobs(request: Request) -> list[Job]:
     fit = request.fitted
     trainings = [training_job(name, fit.fit_training(name, settings)) for name, settings in MODELS.items()]
-    return [*map(fit.fit_own_texts, own_texts_jobs()), *trainings]
+    return [*(fit.fit_own_texts(own_texts_job(attribute)) for attribute in READS), *trainings]
 
 
 def choosing_jobs(runs: list[tuple[Task, Method]], request: Request) -> list[Job]:

@@ -69,6 +69,16 @@ class Place:
         places, values = np.array(points).reshape(-1, 2).T
         return float(np.interp(np.log(ratio), places, values, left=NAN, right=NAN)) if len(points) else NAN
 
+    def unguided_spread(self) -> float:
+        """How far apart the attributes of equal unguided cells are, at most: methods may be tested in several runs."""
+        found: dict[tuple[Any, ...], list[float]] = {}
+        for cells in self.cells.values():
+            for cell in cells:
+                if cell.settings["guide"] == UNGUIDED:
+                    settings = tuple(cell.settings[name] for name in ("top_k", "top_p", "seed"))
+                    found.setdefault(settings, []).append(self.value(cell, self.task.metric))
+        return max((max(values) - min(values) for values in found.values()), default=0.0)
+
     def best(self, method: str) -> KeptCell | None:
         """The guided cell with the best attribute, for methods without β."""
         cells = self.guided(method)

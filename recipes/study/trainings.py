@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from jobs import RADQ, Job, write_json
 
-MEMORY, EXPERTS_MEMORY = 12.0, 20.0  # GB of a training; experts have logits of the whole vocabulary
+MEMORY = 25.0  # GB of a training, at most, as seen
 
 
 def judge(attribute: str, **settings: Any) -> dict[str, Any]:
@@ -30,9 +30,8 @@ def training_job(name: str, settings: dict[str, Any]) -> Job:
     config.write_text(text)
     command = "train-experts" if "method" in settings else "distill" if settings.get("teacher") else "train"
     again, first = ([*RADQ, command, "--config", str(config), how, "--json"] for how in ("--resume", "--overwrite"))
-    memory = EXPERTS_MEMORY if "method" in settings else MEMORY
     makes, needs = f"models/{name}.json", needed_files(settings)
-    return Job(name, again if began else first, makes, needs, memory=memory, again=again)
+    return Job(name, again if began else first, makes, needs, memory=MEMORY, again=again)
 
 
 def needed_files(settings: dict[str, Any]) -> tuple[str, ...]:
