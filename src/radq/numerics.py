@@ -128,6 +128,15 @@ def _pad(
 # --- kernels of the CPU ---
 
 
+def emulates(dtype: torch.dtype, device: str | torch.device) -> bool:
+    """Whether a CPU has no instructions for a data type: it then takes up to a hundred times as long as in float32."""
+    if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    # Kernels for float16 count as supported on some CPUs where they are as slow.
+    has_bfloat16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 or not has_bfloat16
+
+
 @contextmanager
 def without_emulation_notice() -> Iterator[None]:
     """Hide torch's warning that the CPU has no bfloat16 instructions: results are the same, they only take longer."""

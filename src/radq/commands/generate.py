@@ -66,8 +66,9 @@ class Arguments:
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of all models; auto uses the one in which their files are stored. fastest tries data types and numbers
-    of threads for a second; texts may then differ from one machine to another."""
+    """Data type of all models; auto uses the one in which their files are stored, or float32 on a CPU that has no
+    instructions for it. fastest tries data types and numbers of threads for a second; texts may then differ from one
+    machine to another."""
     json: bool = False
     """Print the texts and their numbers as JSON."""
 

@@ -99,7 +99,8 @@ def load_guide(
             are the attributes of a reward model, each with its strength β, or alpha for DExperts, or omega for GeDi.
             Attributes that are calibrated also take strong, 60% or 0.6; see docs/strength.md.
         device: "cpu", "cuda", "cuda:1", …: where the models of the guide compute.
-        dtype: data type of the models; "auto" takes the one in which they are stored.
+        dtype: data type of the models; "auto" takes the one in which they are stored, or float32 on a CPU that has no
+            instructions for it.
         clamp: clamp rewards to the range of the labels that the reward model was trained on.
         lm: the language model that is to be steered; a reward model that reads its hidden states then shares its
             weights instead of loading them a second time.

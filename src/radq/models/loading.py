@@ -3,10 +3,11 @@
 Weights come from safetensors only, and no code from a model repository is ever run.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -31,8 +32,11 @@ from radq.models.embedded import EMBEDDED, base_folder, reward_folder
 from radq.models.hub import HUB_OPTIONS, explained
 from radq.models.peft_adapter import find_adapter, merge_adapter, refuse_soft_prompts
 from radq.models.stored import require_language_model, require_weights
+from radq.numerics import emulates
 
+LOGGER = logging.getLogger(__name__)
 ACCELERATORS = ("cuda", "mps", "xpu")
+Model = TypeVar("Model", bound=PreTrainedModel)
 Wrappable = Any  # a model of transformers, maybe inside a wrapper such as PEFT's or torch.compile's
 
 
@@ -110,13 +114,30 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A language model in evaluation mode, optionally only its first layers.
 
-    It comes to the device, by default the CPU or where a `device_map` says. Other arguments are those of transformers.
+    It comes to the device, by default the CPU or where a `device_map` says. The data type "auto" is the one in which
+    the weights are stored, or float32 on a CPU that emulates it. Other arguments are those of transformers.
     """
     config = load_config(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
     if num_layers is not None:
         truncate(config, num_layers)
     lm = load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype, **loading)
-    return (lm if loading.get("device_map") is not None else lm.to(device or "cpu")).eval()
+    if loading.get("device_map") is not None:
+        return lm.eval()
+    lm = lm.to(device or "cpu").eval()
+    return without_emulation(lm, name, device) if dtype == "auto" else lm
+
+
+def without_emulation(model: Model, name: str | Path, device: str | torch.device | None) -> Model:
+    """The model in float32, if it is to compute on a CPU that has no instructions for its data type."""
+    if not emulates(model.dtype, device or find_device("auto")) or getattr(model, "is_quantized", False):
+        return model
+    stored = str(model.dtype).removeprefix("torch.")
+    LOGGER.warning(
+        "%r is stored in %s, which this CPU emulates slowly, so it computes in float32. Give a dtype to choose.",
+        str(name),
+        stored,
+    )
+    return model.float()
 
 
 def load(
@@ -130,7 +151,8 @@ def load(
     Args:
         name: `embedded`, which is SmolLM2-135M-Instruct from a pip package, a name on the hub, or a folder.
         device: "cpu", "cuda", "cuda:1", …; "auto" takes a GPU if there is one.
-        dtype: data type of the weights; "auto" takes the one in which they are stored.
+        dtype: data type of the weights; "auto" takes the one in which they are stored, or float32 on a CPU that has no
+            instructions for it.
     """
     return load_causal_lm(name, dtype=dtype, device=find_device(device)), load_tokenizer(name)
 

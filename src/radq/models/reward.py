@@ -39,6 +39,7 @@ from radq.models.loading import (
     load_config,
     load_weights,
     resolve,
+    without_emulation,
 )
 from radq.models.lora import (
     add_adapters,
@@ -237,7 +238,9 @@ class RewardModel(PreTrainedModel):
         model.tokenizer = find_tokenizer(name, **hub) or model.tokenizer  # beside adapters: that of the backbone
         model.freeze_embeddings()
         if kwargs.get("device_map") is None:
-            return model.to(device or "cpu").eval()
+            model = model.to(device or "cpu").eval()
+            as_stored = kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto")
+            return without_emulation(model, name, device) if as_stored else model
         _check_one_device(model)
         return model.eval()
 
