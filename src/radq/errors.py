@@ -85,7 +85,7 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, RadqError):
         return _one_line(str(error))
     reason = _reason(error)
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and FULL_MEMORY.search(reason)):
+    if fills_memory(error):
         return f"memory is full: {reason}. hint: use smaller batches, shorter texts or a smaller model."
     reason = find_file_problem(error)
     if reason is None:
@@ -95,6 +95,13 @@ def explain(error: BaseException) -> str | None:
     place = "" if error.filename is None else f"{str(error.filename)!r}: "
     hint = "make room on the disk." if error.errno == errno.ENOSPC else "check the path and its permissions."
     return f"{place}{reason}. hint: {hint}"
+
+
+def fills_memory(error: BaseException) -> bool:
+    """Whether there was no memory left, of the machine or of a GPU."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and FULL_MEMORY.search(_reason(error)) is not None
+    )
 
 
 def find_file_problem(error: BaseException) -> str | None:

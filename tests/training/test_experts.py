@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from radq.cli import main
 from radq.decoding.generate import generate
-from radq.errors import DataError, OptionError, WriteError
+from radq.errors import DataError, MemoryLimitError, OptionError, WriteError
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.guides.spec import guide_maker, load_guide, load_guides
 from radq.models.rad_q import RadQ
@@ -23,7 +23,7 @@ from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
 from radq.training.checkpoints import find_checkpoints
 from radq.training.config import ExpertTrainingConfig
-from radq.training.expert_trainer import score_classes
+from radq.training.expert_trainer import ExpertTrainer, score_classes
 from radq.training.experts import train_experts
 from radq.training.losses import gedi_loss, text_loss
 
@@ -307,3 +307,20 @@ def test_guides_of_all_kinds_are_loaded_and_added(settings: ExpertTrainingConfig
     train_experts(gedi)
     with pytest.raises(OptionError, match="given no omega"):
         load_guide(f"{gedi.out}:filter_p=0.5")
+
+
+def test_full_memory_names_the_folder_of_both_experts(
+    settings: ExpertTrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = ExpertTrainer.add_gradients
+
+    def step(self: ExpertTrainer, *args: Any) -> torch.Tensor:
+        if self.state.global_step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return usual(self, *args)
+
+    monkeypatch.setattr(ExpertTrainer, "add_gradients", step)
+    with pytest.raises(MemoryLimitError) as raised:
+        train_experts(changed(settings, max_steps=4))
+    assert f"checkpoint is '{settings.out}/expert/checkpoint-2'" in str(raised.value)
+    assert f"go on with --resume --out {settings.out} and --micro-batch-size 16" in str(raised.value)

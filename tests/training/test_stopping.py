@@ -1,6 +1,7 @@
 """Checkpoints by the clock and at Ctrl-C, and going on from them."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from training_runs import make_settings, weights
 
 from radq.cli import main
+from radq.errors import MemoryLimitError, fills_memory
 from radq.training.callbacks import SavingCallback
 from radq.training.checkpoints import find_checkpoints
 from radq.training.config import RewardTrainingConfig
@@ -110,3 +112,61 @@ def test_the_estimate_of_the_time_does_not_change_the_run(
     assert "on this machine" in capsys.readouterr().out
     for name, values in weights(settings.out).items():
         assert torch.equal(values, weights(loud.out)[name])
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MemoryError()], ids=["gpu", "cpu"]
+)
+def test_full_memory_saves_and_the_run_goes_on_to_the_same_weights(
+    error: Exception, settings: RewardTrainingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is full in the second half of the fourth step."""
+    usual, calls = RewardTrainer.add_gradients, []
+
+    def step(self: RewardTrainer, *args: Any) -> torch.Tensor:
+        calls.append(self.state.global_step)
+        if calls.count(3) == 2:
+            raise error
+        return usual(self, *args)
+
+    halves = RewardTrainingConfig(**(vars(settings) | {"micro_batch_size": 4}))
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardTrainer, "add_gradients", step)
+        with pytest.raises(MemoryLimitError) as raised:
+            train(halves)
+    assert re.search(
+        r"memory is full in step 4 of 6: .*; the last good checkpoint is '.*/checkpoint-3'", str(raised.value)
+    )
+    assert f"go on with --resume --out {settings.out} and --micro-batch-size 2, which needs less." in str(raised.value)
+    assert fills_memory(raised.value)
+    train(halves, resume=True)
+    whole = RewardTrainingConfig(**(vars(halves) | {"out": str(tmp_path / "whole")}))
+    train(whole)
+    for name, values in weights(whole.out).items():
+        assert torch.equal(values, weights(settings.out)[name])
+
+
+def test_full_memory_in_the_first_step_saves_nothing(
+    settings: RewardTrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = RewardTrainingConfig(**(vars(settings) | {"micro_batch_size": 1}))
+    error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    monkeypatch.setattr(RewardTrainer, "add_gradients", raise_error(error))
+    with pytest.raises(MemoryLimitError, match="step 1 of 6.*no checkpoint yet.*and nothing else in the memory"):
+        train(single)
+    assert find_checkpoints(settings.out) == []
+
+
+def test_other_errors_of_a_step_stay_as_they_are(
+    settings: RewardTrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RewardTrainer, "add_gradients", raise_error(RuntimeError("shapes do not fit")))
+    with pytest.raises(RuntimeError, match="^shapes do not fit$"):
+        train(settings)
+
+
+def raise_error(error: Exception) -> Any:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail

@@ -32,6 +32,11 @@ class GlobalBatches(torch.utils.data.Sampler[list[int]]):
     def __len__(self) -> int:
         return -(-len(self.lengths) // self.batch_size) * self.num_micro_batches
 
+    @property
+    def rows_at_once(self) -> int:
+        """The rows of the largest part."""
+        return -(-self.batch_size // (self.num_micro_batches * self.world_size))
+
     def plan(self) -> list[np.ndarray]:
         """Global batches of the epoch, as indices of rows."""
         rng = np.random.default_rng([self.seed, self.epoch])

@@ -150,6 +150,7 @@ def _train_part(
     _check_disk(model, folder)
     use_cache = model.config.use_cache
     trainer = ExpertTrainer(model, replace(config, out=str(folder)), text_format, part.data, part.eval_data, progress)
+    trainer.run_folder = config.out
     if trainer.is_fsdp_enabled:
         raise OptionError("experts cannot be trained with FSDP.", "use accelerate launch --multi_gpu without FSDP.")
     if progress and trainer.is_world_process_zero():

@@ -8,11 +8,12 @@ of a backbone's dropout, and a run that was killed and resumed ends with the sam
 import contextlib
 import shutil
 import time
+import traceback
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -27,11 +28,19 @@ from transformers import (
 
 from radq.data.batches import GlobalBatches, LongestFirst
 from radq.data.dataset import RewardData, pad_batch
-from radq.errors import OptionError, RadqError, StoppedError, TrainingError, first_line
+from radq.errors import (
+    MemoryLimitError,
+    OptionError,
+    RadqError,
+    StoppedError,
+    TrainingError,
+    fills_memory,
+    first_line,
+)
 from radq.files import explained_writing
 from radq.models.hub import quiet
 from radq.models.kv_cache import known_positions
-from radq.numerics import without_emulation_notice
+from radq.numerics import empty_cache, without_emulation_notice
 from radq.training.arguments import make_arguments
 from radq.training.callbacks import EpochCallback, MetricsCallback, RunCallback, SavingCallback, point_to_best
 from radq.training.capture import CapturedSteps, can_capture
@@ -69,6 +78,7 @@ class BatchTrainer(Trainer):
     ):
         assert config.batch_size is not None
         self.settings = config
+        self.run_folder = config.out  # with which a run goes on
         self.tokens_seen = 0
         self.unchecked: list[StepLoss] = []
         super().__init__(
@@ -138,7 +148,7 @@ class BatchTrainer(Trainer):
         if self.saving.stop and self.state.global_step < self.state.max_steps:
             raise StoppedError(
                 f"stopped after step {self.state.global_step} of {self.state.max_steps}; {self._last_checkpoint()}.",
-                f"go on with --resume --out {self.settings.out}.",
+                f"go on with --resume --out {self.run_folder}.",
             )
 
     def _evaluate_end(self) -> dict[str, float]:
@@ -196,9 +206,8 @@ class BatchTrainer(Trainer):
     def collate_for_training(self, batch: Any) -> Any:
         """Pad a batch to one of few shapes if steps are captured, each of which is for one shape."""
         if self.captures:
-            num_rows = -(-self.batches.batch_size // self.batches.num_micro_batches)
             rounded = -(-batch["input_ids"].shape[1] // LENGTH_STEP) * LENGTH_STEP
-            batch = pad_batch(batch, num_rows, min(rounded, int(self.batches.lengths.max())))
+            batch = pad_batch(batch, self.batches.rows_at_once, min(rounded, int(self.batches.lengths.max())))
         return self.collate(batch)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -240,7 +249,12 @@ class BatchTrainer(Trainer):
     def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, model: torch.nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        loss = self.add_gradients(model, inputs, num_items_in_batch)
+        try:
+            loss = self.add_gradients(model, inputs, num_items_in_batch)
+        except (RuntimeError, MemoryError) as error:
+            if self.args.world_size == 1 and fills_memory(error):
+                self._stop_for_memory(model, error)
+            raise
         self.tokens_seen += self.count_tokens(inputs)
         self.unchecked.append(StepLoss(self.state.global_step + 1, loss, inputs["rows"]))
         if len(self.unchecked) >= STEPS_UNCHECKED:
@@ -273,6 +287,23 @@ class BatchTrainer(Trainer):
     ) -> Tensor:
         with known_positions():
             return super().training_step(model, inputs, num_items_in_batch)
+
+    def _stop_for_memory(self, model: torch.nn.Module, error: Exception) -> NoReturn:
+        """Save the steps that are finished, and say how to go on; gradients alone have changed since."""
+        traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+        self.forget_captures()
+        empty_cache()
+        self._check_losses()
+        step = self.state.global_step
+        if step and not (Path(self.settings.out) / f"checkpoint-{step}").exists():
+            self._save_checkpoint(model, None)
+        less = f"--micro-batch-size {self.batches.rows_at_once // 2}, which needs less"
+        hint = less if self.batches.rows_at_once > 1 else "nothing else in the memory"
+        raise MemoryLimitError(
+            f"memory is full in step {step + 1} of {self.state.max_steps}: {first_line(error)}; "
+            f"{self._last_checkpoint()}.",
+            f"go on with --resume --out {self.run_folder} and {hint}.",
+        ) from error
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         if self.captured is None:
