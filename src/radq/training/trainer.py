@@ -297,12 +297,13 @@ class BatchTrainer(Trainer):
         step = self.state.global_step
         if step and not (Path(self.settings.out) / f"checkpoint-{step}").exists():
             self._save_checkpoint(model, None)
-        less = f"--micro-batch-size {self.batches.rows_at_once // 2}, which needs less"
-        hint = less if self.batches.rows_at_once > 1 else "nothing else in the memory"
+        reason = error.message if isinstance(error, RadqError) else first_line(error)
+        rows = self.batches.rows_at_once
+        change = f"--micro-batch-size {rows // 2}, which needs less" if rows > 1 else "nothing else in the memory"
         raise MemoryLimitError(
-            f"memory is full in step {step + 1} of {self.state.max_steps}: {first_line(error)}; "
+            f"memory is full in step {step + 1} of {self.state.max_steps}: {reason.rstrip('.')}; "
             f"{self._last_checkpoint()}.",
-            f"go on with --resume --out {self.run_folder} and {hint}.",
+            f"go on with --resume --out {self.run_folder} and {change}.",
         ) from error
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
