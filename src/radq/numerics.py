@@ -129,7 +129,7 @@ def _pad(
 
 
 def emulates(dtype: torch.dtype, device: str | torch.device) -> bool:
-    """Whether a CPU has no instructions for a data type: it then takes up to a hundred times as long as in float32."""
+    """Whether a CPU has no instructions for a data type: it then takes tens of times as long as in float32."""
     if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
     # Kernels for float16 count as supported on some CPUs where they are as slow.
