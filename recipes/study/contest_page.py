@@ -106,7 +106,7 @@ def _brackets(places: Sequence[Place]) -> str:
     if max(_trainings(places).values(), default=0) > 1:
         return (
             "Brackets span the 95% intervals over prompts of all trainings of the readout, so that they hold what "
-            f"another training changes, too; it was trained {_how_often(places)}."
+            f"another training of the student changes, too; it was trained {_how_often(places)}."
         )
     return "Brackets are 95% intervals over prompts; every model was trained once."
 

@@ -51,7 +51,7 @@ def test_a_cpu_without_instructions_computes_in_float32(
 def test_a_quantised_model_stays_as_it_is(half: Path, dtype: torch.dtype) -> None:
     lm, _ = load(half, device="cpu", dtype=dtype)
     lm.is_quantized = True
-    assert loading.without_emulation(lm, half, "cpu").dtype == dtype
+    assert loading.to_device(lm, half, "cpu", "auto").dtype == dtype
 
 
 def test_a_cpu_with_instructions_computes_in_the_stored_type(
@@ -80,9 +80,11 @@ def test_a_model_that_goes_to_a_gpu_keeps_its_type(
     assert asked == ["cuda"]
 
 
-def test_what_a_cpu_emulates() -> None:
-    """No CPU is trusted with float16; GPUs and float32 are never emulated."""
+def test_what_a_cpu_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU is trusted with float16, nor with bfloat16 without oneDNN; GPUs and float32 are never emulated."""
     assert emulates(torch.float16, "cpu")
     assert isinstance(emulates(torch.bfloat16, torch.device("cpu")), bool)
     assert not emulates(torch.float32, "cpu")
     assert not emulates(torch.float16, "cuda:1")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert emulates(torch.bfloat16, "cpu")

@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from radq.errors import FULL_MEMORY, ModelError, OptionError
+from radq.errors import ModelError, OptionError, fills_memory
 from radq.models.embedded import EMBEDDED, base_folder, reward_folder
 from radq.models.hub import HUB_OPTIONS, explained
 from radq.models.peft_adapter import find_adapter, merge_adapter, refuse_soft_prompts
@@ -121,15 +121,20 @@ def load_causal_lm(
     if num_layers is not None:
         truncate(config, num_layers)
     lm = load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype, **loading)
-    if loading.get("device_map") is not None:
-        return lm.eval()
-    lm = lm.to(device or "cpu").eval()
-    return without_emulation(lm, name, device) if dtype == "auto" else lm
+    return lm.eval() if loading.get("device_map") is not None else to_device(lm, name, device, dtype)
 
 
-def without_emulation(model: Model, name: str | Path, device: str | torch.device | None) -> Model:
-    """The model in float32, if it is to compute on a CPU that has no instructions for its data type."""
-    if not emulates(model.dtype, device or find_device("auto")) or getattr(model, "is_quantized", False):
+def to_device(
+    model: Model, name: str | Path, device: str | torch.device | None, dtype: torch.dtype | str | None
+) -> Model:
+    """The model in evaluation mode on a device, by default the CPU.
+
+    If no data type is asked for, it is in float32 where a CPU has no instructions for the one in which it is stored.
+    """
+    model = model.to(device or "cpu").eval()  # pyright: ignore[reportArgumentType]
+    if dtype not in (None, "auto") or getattr(model, "is_quantized", False):
+        return model
+    if not emulates(model.dtype, device or find_device("auto")):  # without a device, it may go to a GPU later
         return model
     stored = str(model.dtype).removeprefix("torch.")
     LOGGER.warning(
@@ -269,7 +274,7 @@ def find_device(name: str) -> str:
     try:
         known = torch.empty(0, device=name).device.type in (*ACCELERATORS, "cpu")
     except (RuntimeError, AssertionError, ImportError, ValueError) as error:
-        if FULL_MEMORY.search(str(error)):  # the device is there
+        if fills_memory(error):  # the device is there
             raise
         raise OptionError(f"there is no device {name!r} here.", "use --device auto or cpu.") from error
     if not known:

@@ -39,7 +39,7 @@ from radq.models.loading import (
     load_config,
     load_weights,
     resolve,
-    without_emulation,
+    to_device,
 )
 from radq.models.lora import (
     add_adapters,
@@ -238,9 +238,7 @@ class RewardModel(PreTrainedModel):
         model.tokenizer = find_tokenizer(name, **hub) or model.tokenizer  # beside adapters: that of the backbone
         model.freeze_embeddings()
         if kwargs.get("device_map") is None:
-            model = model.to(device or "cpu").eval()
-            as_stored = kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto")
-            return without_emulation(model, name, device) if as_stored else model
+            return to_device(model, name, device, kwargs.get("dtype", kwargs.get("torch_dtype")))
         _check_one_device(model)
         return model.eval()
 
