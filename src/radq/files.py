@@ -1,5 +1,6 @@
 """Files and folders written completely or not at all, files of JSON lines, and fingerprints of contents."""
 
+import errno
 import hashlib
 import json
 import os
@@ -88,11 +89,15 @@ def explained_writing(target: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[Path]:
+def whole_folder(target: str | Path, replaces: Sequence[str] = (), made_by: str | None = None) -> Iterator[Path]:
     """Make a temporary folder that becomes `target` when the block succeeds and is deleted when it fails.
 
-    If `target` exists, the new files move into it one by one and replace files of the same names. Other files there
-    that match one of the patterns `replaces` are deleted: they belong to an earlier save.
+    If `target` exists, the new files move into it one by one and replace files of the same names.
+
+    Args:
+        replaces: patterns of other files in `target` that are deleted, since they belong to an earlier save.
+        made_by: a file that a finished `target` holds. If it is there when the block ends, another process has made the
+            same folder meanwhile and may be reading it: then that folder stays as it is.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +106,8 @@ def whole_folder(target: str | Path, replaces: Sequence[str] = ()) -> Iterator[P
         with explained_writing(target):
             yield temporary
             _share(temporary)
-            if target.exists():
+            if not _rename_to_new(temporary, target) and not (made_by and (target / made_by).is_file()):
                 _replace_files(temporary, target, replaces)
-            else:
-                temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -115,6 +118,19 @@ def _share(folder: Path) -> None:
     os.umask(umask)
     for path in (folder, *folder.rglob("*")):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def _rename_to_new(source: Path, target: Path) -> bool:
+    """Rename a folder unless `target` exists, also if another process makes it at this moment."""
+    if target.exists():
+        return False
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def _replace_files(source: Path, target: Path, replaces: Sequence[str]) -> None:

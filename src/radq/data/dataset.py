@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.examples import DataColumns
 from radq.data.label_cells import LabelCells
 from radq.data.label_scale import LabelRules, LabelScale, find_scales, scale_labels
-from radq.data.tokens import Counts, tokenise_columns
+from radq.data.tokens import COUNTS, Counts, tokenise_columns
 from radq.errors import DataError
 from radq.files import fingerprint_arrays
 
@@ -48,7 +48,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
     ):
         self.folder = folder
         try:
-            stored = json.loads((folder / "counts.json").read_text())
+            stored = json.loads((folder / COUNTS).read_text())
             self.counts = Counts(**stored["counts"])
             self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
             num_tokens = (self.offsets[-1],)

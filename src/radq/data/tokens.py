@@ -23,6 +23,7 @@ from radq.errors import DataError, OptionError
 from radq.files import default_cache_folder, fingerprint_values, whole_folder
 
 CACHE_FORMAT = 3
+COUNTS = "counts.json"  # the file that is written last
 
 
 @dataclass
@@ -72,9 +73,9 @@ def tokenise_once(
     known = [_identify(source) for source in sources]
     key = fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), settings, max_length)
     folder = Path(cache_folder or default_cache_folder()) / key
-    if not (folder / "counts.json").is_file():
+    if not (folder / COUNTS).is_file():
         pieces = (piece for source in sources for piece in read(source))
-        with whole_folder(folder) as temporary:
+        with whole_folder(folder, made_by=COUNTS) as temporary:
             _tokenise(pieces, ", ".join(map(str, sources)), tokenizer, max_length, temporary, progress)
     return folder
 
@@ -149,7 +150,7 @@ def _tokenise(
     join_cells(labels).save(folder)
     spans.close()
     np.save(folder / "weights.npy", np.concatenate(weights))
-    (folder / "counts.json").write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
+    (folder / COUNTS).write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

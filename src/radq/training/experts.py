@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData
@@ -35,6 +34,7 @@ from radq.training.config import ExpertTrainingConfig
 from radq.training.data import Start, keep_rows, load_run_data
 from radq.training.expert_trainer import ExpertTrainer, TextFormat
 from radq.training.plan import describe_plan
+from radq.training.processes import first_process_first, join_processes
 from radq.training.recipe import LONGEST
 from radq.training.run_folder import (
     begin_run,
@@ -67,12 +67,12 @@ def train_experts(
     config = keep_rows(config, data, eval_data, progress)
     check_run(config, resume, overwrite)
     out = Path(config.out)
-    processes = PartialState()
+    processes = join_processes(config)
     processes.wait_for_everyone()  # all have looked before one writes
     config = take_settings_of_run(out, config) if resume else config
     tokenizer = load_tokenizer(config.backbone)
     text_format = _make_format(config, tokenizer)
-    with processes.main_process_first():
+    with first_process_first():
         scales = read_scales(out, config) if resume else None
         start = Start(tokenizer, load_config(config.backbone), text_format.max_length)
         found = load_run_data(config, start, progress and processes.is_main_process, scales)
@@ -141,7 +141,7 @@ def _train_part(
     if resume and results.exists():
         return json.loads(results.read_text())["metrics"]
     checkpoint = find_resumed_checkpoint(folder, resume)
-    processes = PartialState()
+    processes = join_processes(config)
     processes.wait_for_everyone()  # all have looked before one writes
     if processes.is_main_process and checkpoint is None:
         delete_run(folder)

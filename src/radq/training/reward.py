@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 
 from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
@@ -41,6 +40,7 @@ from radq.training.outcome import warn_of_chance
 from radq.training.pair_trainer import PairTrainer
 from radq.training.plan import describe_plan
 from radq.training.prefixes import check_room, choose_prompts
+from radq.training.processes import first_process_first, join_processes
 from radq.training.recipe import num_steps
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.rounds import RoundsCallback
@@ -80,7 +80,7 @@ def train(
     config = keep_rows(config, data, eval_data, progress)
     check_run(config, resume, overwrite)
     out = Path(config.out)
-    processes = PartialState()
+    processes = join_processes(config)
     shows = progress and processes.is_main_process
     processes.wait_for_everyone()  # all have looked before one writes
     config = take_settings_of_run(out, config) if resume else config
@@ -90,7 +90,7 @@ def train(
     model = _start_from_trained(config, copied)
     if config.teacher_classifier:
         teacher = load_text_teacher(config, _describe_start(config, model).tokenizer)
-    with processes.main_process_first():  # the others find the data tokenised
+    with first_process_first():  # the others find the data tokenised
         found = _load_data(config, model, teacher, resume, shows)
     config, data, eval_data = found.config, found.train, found.evaluation
     model = _make_model(config, model, teacher)
@@ -112,7 +112,7 @@ def train(
         _make_candidates(trainer, maker)
     if teacher is not None and config.learns_tokens and (teacher.is_slow or _wants_stored_targets(config, len(data))):
         _store_targets(trainer, teacher, contents["teacher" if config.teacher else "teacher_classifier"], progress)
-    with trainer.args.main_process_first():
+    with first_process_first():
         for part in states:
             part.make(shows)
     if shows:
@@ -317,7 +317,7 @@ def _map_targets(
     """Map a file of the run folder with the teacher's rewards of all tokens of these rows, (tokens, a), into memory."""
     folder = Path(trainer.config.out) / "targets"
     precision = choose_precision(trainer.config.precision, training_device(trainer.config))
-    with trainer.args.main_process_first(), teacher.computing_in(precision):
+    with first_process_first(), teacher.computing_in(precision):
         file = cache_targets(folder, data, teacher, fingerprint, trainer.args.train_batch_size, progress)
     return np.memmap(file, np.float32, "r", shape=target_shape(data, teacher))
 

@@ -15,6 +15,7 @@ from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
 from radq.numerics import empty_cache
 from radq.training.candidates import HELD_OUT, CandidateFeed, CandidateMaker, CandidateSet
+from radq.training.processes import first_process_first
 from radq.training.reward_trainer import RewardTrainer
 
 
@@ -27,7 +28,7 @@ class RoundsCallback(TrainerCallback):
         self.trainer, self.maker = trainer, maker
         maker.lm.to(trainer.args.device)
         self.sets: list[CandidateSet] = []
-        with trainer.args.main_process_first(), torch.random.fork_rng():
+        with first_process_first(), torch.random.fork_rng():
             trainer.held_out = maker.make(HELD_OUT)
         self._begin_round()
 
@@ -64,7 +65,7 @@ class RoundsCallback(TrainerCallback):
         """
         config, model = self.trainer.config, self.trainer.reward_model
         number, training = len(self.sets) + 1, model.training
-        with self.trainer.args.main_process_first(), torch.random.fork_rng():
+        with first_process_first(), torch.random.fork_rng():
             self.sets.append(self.maker.make(number, None if number == 1 else self._guide))
         empty_cache()  # a teacher reads many candidates at once, and steps or other processes need the memory
         model.train(training)
