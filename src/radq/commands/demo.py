@@ -46,7 +46,7 @@ def run(arguments: Arguments) -> None:
 
     check_counts(num_samples=arguments.num_samples)
     find_embedded()
-    announce("loading SmolLM2-135M-Instruct; the first time it is converted, in half a minute", arguments.json)
+    announce("loading SmolLM2-135M-Instruct; the first time it is converted, in a quarter of a minute", arguments.json)
     from radq.evaluation.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_demo_models
     from radq.models.loading import find_device
     from radq.numerics import require_memory_for_texts

@@ -108,7 +108,7 @@ class Comparison:
 
 
 def load_demo_models(attributes: Sequence[str] = tuple(ATTRIBUTES), device: str = "cpu") -> DemoModels:
-    """Load the models. The first call on a machine converts the base model, which takes half a minute."""
+    """Load the models. The first call on a machine converts the base model, which takes a quarter of a minute."""
     lm, tokenizer = load_causal_lm(EMBEDDED, device=device), load_tokenizer(EMBEDDED)
     rewards = {name: RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device) for name in attributes}
     encoder = load_encoder(EMBEDDED, device)

@@ -45,7 +45,7 @@ def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
 
 
 def base_folder() -> Path:
-    """The folder of the converted model. The first call converts it, which takes half a minute."""
+    """The folder of the converted model. The first call converts it, which takes a quarter of a minute."""
     source = find_embedded()
     folder = default_cache_folder() / f"smollm2-135m-instruct-{source.stat().st_size}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
