@@ -10,7 +10,7 @@ from training_runs import SMALL, changed, losses, make_settings, run_in_two_proc
 
 from radq.cli import main
 from radq.data import tokens
-from radq.errors import DataError
+from radq.errors import DataError, OptionError
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 from radq.training.experts import train_experts
@@ -58,6 +58,12 @@ def test_the_error_of_the_first_process_is_that_of_all(
     command = ["train", "--data", settings.data[0], "--labels", "praise", "--backbone", str(calm_toy)]
     assert run_in_two_processes(lambda: main([*command, "--out", settings.out, "--json"])) == [2, 2]
     assert capfd.readouterr().err.splitlines() == [f"error: {alone.value}"] * 2
+
+
+@pytest.mark.parametrize("wait", ["long", 0, 1.5, None])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(wait: Any, settings: RewardTrainingConfig) -> None:
+    with pytest.raises(OptionError, match=r"ddp_timeout must be a whole number of seconds, got .*under `trainer:`"):
+        train(changed(settings, trainer={"ddp_timeout": wait}))
 
 
 @pytest.mark.parametrize("method", ["dexperts", "gedi"])

@@ -7,7 +7,7 @@ from datetime import timedelta
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from radq.errors import RadqError
+from radq.errors import OptionError, RadqError
 from radq.training.arguments import training_device
 from radq.training.config import TrainingConfig
 
@@ -16,8 +16,12 @@ LONGEST_WAIT = 24 * 3600  # seconds: one process may tokenise or ask a teacher f
 
 def join_processes(config: TrainingConfig) -> PartialState:
     """Connect the processes of a run. On CPUs accelerate connects them only if it is told that they train there."""
-    wait = timedelta(seconds=config.trainer.get("ddp_timeout", LONGEST_WAIT))
-    return PartialState(cpu=training_device(config) == "cpu", timeout=wait)
+    wait = config.trainer.get("ddp_timeout", LONGEST_WAIT)
+    if not isinstance(wait, int) or not 0 < wait < 2**31:
+        raise OptionError(
+            f"ddp_timeout must be a whole number of seconds, got {wait!r}.", "change it under `trainer:`."
+        )
+    return PartialState(cpu=training_device(config) == "cpu", timeout=timedelta(seconds=wait))
 
 
 @contextmanager
