@@ -18,7 +18,7 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def test_a_folder_that_another_process_has_finished_meanwhile_stays(tmp_path: Path) -> None:
-    with whole_folder(tmp_path / "made", made_by="last") as temporary:
+    with whole_folder(tmp_path / "made", proof="last") as temporary:
         write(temporary, "mine", "first", "last")
         write(tmp_path / "made", "theirs", "first", "last")
     assert read(tmp_path / "made") == {"first": "theirs", "last": "theirs"}
@@ -27,7 +27,7 @@ def test_a_folder_that_another_process_has_finished_meanwhile_stays(tmp_path: Pa
 
 def test_a_folder_without_its_last_file_is_made_again(tmp_path: Path) -> None:
     write(tmp_path / "made", "theirs", "first")
-    with whole_folder(tmp_path / "made", made_by="last") as temporary:
+    with whole_folder(tmp_path / "made", proof="last") as temporary:
         write(temporary, "mine", "first", "last")
     assert read(tmp_path / "made") == {"first": "mine", "last": "mine"}
 
@@ -41,7 +41,7 @@ def test_a_folder_that_appears_at_the_last_moment_stays(tmp_path: Path, monkeypa
         return rename(source, target)
 
     monkeypatch.setattr(Path, "rename", rename_late)
-    with whole_folder(tmp_path / "made", made_by="last") as temporary:
+    with whole_folder(tmp_path / "made", proof="last") as temporary:
         write(temporary, "mine", "last")
     assert read(tmp_path / "made") == {"last": "theirs"}
 

@@ -89,14 +89,14 @@ def explained_writing(target: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_folder(target: str | Path, replaces: Sequence[str] = (), made_by: str | None = None) -> Iterator[Path]:
+def whole_folder(target: str | Path, replaces: Sequence[str] = (), proof: str | None = None) -> Iterator[Path]:
     """Make a temporary folder that becomes `target` when the block succeeds and is deleted when it fails.
 
     If `target` exists, the new files move into it one by one and replace files of the same names.
 
     Args:
         replaces: patterns of other files in `target` that are deleted, since they belong to an earlier save.
-        made_by: a file that a finished `target` holds. If it is there when the block ends, another process has made the
+        proof: a file that a finished `target` holds. If it is there when the block ends, another process has made the
             same folder meanwhile and may be reading it: then that folder stays as it is.
     """
     target = Path(target)
@@ -106,7 +106,7 @@ def whole_folder(target: str | Path, replaces: Sequence[str] = (), made_by: str 
         with explained_writing(target):
             yield temporary
             _share(temporary)
-            if not _rename_to_new(temporary, target) and not (made_by and (target / made_by).is_file()):
+            if not _rename_to_new(temporary, target) and not (proof and (target / proof).is_file()):
                 _replace_files(temporary, target, replaces)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

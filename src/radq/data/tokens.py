@@ -75,7 +75,7 @@ def tokenise_once(
     folder = Path(cache_folder or default_cache_folder()) / key
     if not (folder / COUNTS).is_file():
         pieces = (piece for source in sources for piece in read(source))
-        with whole_folder(folder, made_by=COUNTS) as temporary:
+        with whole_folder(folder, proof=COUNTS) as temporary:
             _tokenise(pieces, ", ".join(map(str, sources)), tokenizer, max_length, temporary, progress)
     return folder
 

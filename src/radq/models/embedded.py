@@ -52,7 +52,7 @@ def base_folder() -> Path:
         from radq.models.gguf import convert_gguf  # transformers takes seconds to import
 
         _check_room(folder)
-        with whole_folder(folder, made_by="config.json") as temporary:
+        with whole_folder(folder, proof="config.json") as temporary:
             convert_gguf(source, temporary)
     return folder
 
