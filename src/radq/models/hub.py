@@ -28,6 +28,11 @@ def require_source(name: str | Path, cache_dir: str | Path | None = None) -> Non
     """Refuse a name that is no folder, that the cache of the hub does not hold, and that cannot be fetched now."""
     if Path(name).is_dir():
         return
+    if Path(name).suffix == ".gguf" and Path(name).is_file():
+        raise ModelError(
+            f"{str(name)!r} is a GGUF file.",
+            "convert it: `from radq.models.gguf import convert_gguf; convert_gguf(FILE, FOLDER)`.",
+        )
     name = str(name)
     if looks_like_path(name):
         raise ModelError(f"there is no folder {name!r}.", HINT)
