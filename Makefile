@@ -5,13 +5,16 @@ VLLM := .venv-vllm/bin
 VLLM_TESTS := tests/hosts/test_vllm.py tests/hosts/test_vllm_second_runner.py tests/hosts/test_vllm_server.py \
 	tests/hosts/test_vllm_pooling.py
 
-.PHONY: test test-slow test-vllm demo lint types format bench clean
+.PHONY: test test-slow test-gpu test-vllm demo lint types format bench clean
 
 test: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
+
+test-gpu: .venv/installed
+	HF_HUB_OFFLINE=1 RADQ_TEST_GPU=1 $(BIN)/python -m pytest -m gpu
 
 test-vllm: .venv-vllm/installed
 	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 $(VLLM)/python -m pytest --numprocesses 0 $(VLLM_TESTS)

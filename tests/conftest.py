@@ -3,6 +3,8 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if not os.environ.get("RADQ_TEST_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests compare numbers of CPUs, and some fork, which CUDA forbids
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes, as the command line does
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"  # the models are tiny, and `make test` runs several workers; subprocesses inherit it

@@ -8,6 +8,7 @@ import torch
 from baselines import make_guide
 from engine_requests import make_any_guide, make_request
 from families import make_lm
+from gpu import on_gpu
 from torch import nn
 
 from radq.decoding.capture import Captures, is_watched
@@ -15,8 +16,6 @@ from radq.decoding.engine import Engine
 from radq.guides import Guide
 from radq.guides.base import Advice
 from radq.guides.meter import Meter
-
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="steps are captured on CUDA devices alone")
 
 
 def test_a_hook_turns_captures_off_and_one_line_says_so() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from baselines import make_guide as make_baseline
 from families import BOS, VOCAB, make_reward
+from gpu import on_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -300,7 +301,7 @@ def test_memory_that_captured_steps_use_stays_for_others(guides: dict[str, Guide
         assert steerer.nbytes == held == steerer.plan_bytes()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="steps are captured on CUDA devices alone")
+@on_gpu
 @pytest.mark.parametrize("kind", ["q", "dexperts", "gedi"])
 def test_captured_steps_give_the_logits_of_others(kind: str, lm_folders: dict[str, Path]) -> None:
     """Texts of different lengths come, grow and go, again and again."""

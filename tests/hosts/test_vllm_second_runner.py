@@ -1,6 +1,7 @@
 """vLLM's second model runner with guides: the greedy tokens of our own loop, with its own kernels and its own drafts.
 
-On a machine with a GPU, vLLM runs there. On others Triton's interpreter computes its kernels, see `second_runner`.
+On a machine with a GPU, vLLM runs there if RADQ_TEST_GPU is set. Otherwise Triton's interpreter computes its kernels,
+see `second_runner`.
 """
 
 import importlib.util

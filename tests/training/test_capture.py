@@ -14,6 +14,7 @@ import pandas
 import pytest
 import torch
 from families import VOCAB, make_lm
+from gpu import on_gpu
 from instruments import WAITING, CountWaiting
 from reward_data import make_data
 from torch import Tensor
@@ -39,7 +40,6 @@ pytestmark = pytest.mark.slow
 
 KINDS = ["q", "v", "ce", "mlp", "lora", "distilled", "cached", "candidates", "pairs", "dexperts", "gedi"]
 DISTILLED = ("distilled", "cached", "candidates")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 
 
 class RepeatedSteps(CapturedSteps):
