@@ -42,8 +42,11 @@ def changed(settings: Config, **changes: Any) -> Config:
     return type(settings)(**(vars(settings) | changes))
 
 
-def run_in_two_processes(work: Callable[[], int]) -> list[int]:
-    """Do the work in two processes, as torchrun starts them, and return their exit codes."""
+def run_in_two_processes(work: Callable[[], Any]) -> list[int]:
+    """Do the work in two processes, as torchrun starts them, and return their exit codes.
+
+    A number that the work returns is its exit code; work that returns something else ends with 0.
+    """
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
 
@@ -53,7 +56,8 @@ def run_in_two_processes(work: Callable[[], int]) -> list[int]:
         os.environ |= {name: str(value) for name, value in places.items()}
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()  # it remembers the runs of earlier tests, which were of one process
-        return work()
+        result = work()
+        return result if isinstance(result, int) else 0
 
     processes = [fork(functools.partial(work_as, rank)) for rank in range(2)]
     return [wait_for(process) for process in processes]

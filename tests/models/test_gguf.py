@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -94,6 +95,15 @@ def test_a_converted_file_is_the_model_it_was_made_of(dtype: torch.dtype, lm: Ll
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("abcdabe") == ["abcd", "ab", "e"]
     assert tokenizer.eos_token == "</s>"
+
+
+def test_a_file_is_read_once(lm: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(lm, tmp_path / "small.gguf")
+    read, name_tensors = Mock(wraps=gguf.GGUFReader), Mock(wraps=gguf.get_tensor_name_map)
+    monkeypatch.setattr(gguf, "GGUFReader", read)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", name_tensors)
+    convert_gguf(tmp_path / "small.gguf", tmp_path / "out")
+    assert (read.call_count, name_tensors.call_count) == (1, 1)
 
 
 @pytest.mark.parametrize("kept", [0, 0.0001, 0.02, 0.5, 0.999])

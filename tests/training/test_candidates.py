@@ -513,12 +513,7 @@ def test_two_processes_have_the_losses_of_one(settings: RewardTrainingConfig, tm
     settings = changed(settings, rounds=2)
     run(settings)
     two = changed(settings, out=str(tmp_path / "two"))
-
-    def work() -> int:
-        run(two)
-        return 0
-
-    assert run_in_two_processes(work) == [0, 0]
+    assert run_in_two_processes(lambda: run(two)) == [0, 0]
     assert losses(two.out) == pytest.approx(losses(settings.out), abs=1e-5)
 
 

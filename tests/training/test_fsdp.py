@@ -43,10 +43,9 @@ def allow_cpus() -> None:
 
 
 def train_sharded(settings: RewardTrainingConfig, resume: bool = False) -> list[int]:
-    def work() -> int:
+    def work() -> None:
         allow_cpus()
         train(changed(settings, trainer=FSDP), resume=resume)
-        return 0
 
     return run_in_two_processes(work)
 

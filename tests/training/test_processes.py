@@ -1,7 +1,6 @@
 """Several processes of a run on CPUs: one writes what all read, and all stop alike."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,6 @@ def settings(calm_toy: Path, tmp_path: Path) -> RewardTrainingConfig:
     return make_settings(tmp_path, 64, calm_toy, labels="praise", **SMALL)
 
 
-def in_two_processes(work: Callable[[], Any]) -> list[int]:
-    """Do the work in two processes, and return 0 for each one that ends without an error."""
-
-    def end_well() -> int:
-        work()
-        return 0
-
-    return run_in_two_processes(end_well)
-
-
 def test_only_the_first_process_tokenises(
     settings: RewardTrainingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +34,7 @@ def test_only_the_first_process_tokenises(
         tokenise(*arguments)
 
     monkeypatch.setattr(tokens, "_tokenise", noted)
-    assert in_two_processes(lambda: train(settings)) == [0, 0]
+    assert run_in_two_processes(lambda: train(settings)) == [0, 0]
     assert {*calls.read_text().split()} == {"0"}
 
 
@@ -84,7 +73,7 @@ def test_language_models_of_two_processes_have_the_losses_of_one(method: str, ca
     )
     two = changed(one, out=str(tmp_path / "two"))
     train_experts(one)
-    assert in_two_processes(lambda: train_experts(two)) == [0, 0]
+    assert run_in_two_processes(lambda: train_experts(two)) == [0, 0]
     for folder in [""] if method == "gedi" else [EXPERT, ANTI_EXPERT]:
         found, expected = (losses(Path(run.out) / folder) for run in (two, one))
         assert found == pytest.approx(expected, abs=1e-5)

@@ -19,7 +19,7 @@ def join_processes(config: TrainingConfig) -> PartialState:
     wait = config.trainer.get("ddp_timeout", LONGEST_WAIT)
     if not isinstance(wait, int) or not 0 < wait < 2**31:
         raise OptionError(
-            f"ddp_timeout must be a whole number of seconds, got {wait!r}.", "change it under `trainer:`."
+            f"ddp_timeout must be a whole number of seconds, got {wait!r}.", "write a number above 0 under `trainer:`."
         )
     return PartialState(cpu=training_device(config) == "cpu", timeout=timedelta(seconds=wait))
 
