@@ -1,6 +1,8 @@
 """DExperts and GeDi: every shift and filter equals brute force, however the texts are batched, forked and rewound."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from proposals import ConstantGuide, propose_all
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from radq import numerics
 from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering, kl_divergence
 from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyError
@@ -45,6 +48,20 @@ def by_hand(guide: Guide, text: list[int], tokens: list[int]) -> list[float]:
 def check(guide: Guide, state: Any, texts: list[list[int]], candidates: Tensor) -> None:
     expected = [by_hand(guide, text, row) for text, row in zip(texts, candidates.tolist(), strict=True)]
     torch.testing.assert_close(guide.advise(state, candidates).shift.tolist(), expected, atol=1e-9, rtol=1e-7)
+
+
+@contextmanager
+def count_forwards(guide: Guide) -> Iterator[list[int]]:
+    """The number of forwards of each model of the guide."""
+    counts = [0] * len(guide.readers)
+
+    def count(n: int) -> None:
+        counts[n] += 1
+
+    hooks = [reader.model.register_forward_pre_hook(lambda *_, n=n: count(n)) for n, reader in enumerate(guide.readers)]
+    yield counts
+    for hook in hooks:
+        hook.remove()
 
 
 def padded(texts: list[list[int]], left: bool = True) -> tuple[Tensor, Tensor]:
@@ -90,6 +107,53 @@ def test_padding_and_batches_change_nothing(method: str) -> None:
         check(guide, guide.start(torch.tensor([text])), [text], candidates[None])
     permuted = guide.advise(right, CANDIDATES.flip(1)).shift.flip(1)
     torch.testing.assert_close(permuted, guide.advise(right, CANDIDATES).shift)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("logits", [2**20, 2 * 8 * VOCAB])  # of a forward: for all texts at once, and for few
+def test_one_reading_of_a_text_rewards_all_its_places(
+    method: str, family: str, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics, "LOGITS_PER_FORWARD", {"cpu": logits})
+    guide = make_guide(method, family, strength=1.0)
+    texts = [[5, 9, 3, 12, 30, 8], [11], [BOS, 6, VOCAB + 3, 31], [BOS]]
+    places = torch.tensor([[0, 6, 3], [0, 1, 0], [4, 3, 2], [1, 1, 1]])
+    candidates = torch.stack([CANDIDATES, CANDIDATES.flip(1), CANDIDATES.roll(1, 0)], dim=1)
+    candidates[2, 0, 1] = VOCAB + 5
+    found = guide.place_rewards(*padded(texts, left=False), places, candidates)
+    assert found.shape == (4, 3, 4, 1)
+    for n, text in enumerate(texts):
+        for p, place in enumerate(places[n].tolist()):
+            state = guide.start(torch.tensor([text[:place]]).long())
+            expected = guide.advise(state, candidates[n, p, None]).rewards
+            assert expected is not None
+            torch.testing.assert_close(found[n, p], expected[0][0], atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_is_read_once_for_all_its_places(method: str) -> None:
+    guide = make_guide(method)
+    ids, mask = padded(TEXTS, left=False)
+    with count_forwards(guide) as forwards:
+        guide.place_rewards(ids, mask, torch.arange(7).expand(4, -1), torch.full((4, 7, 2), 5))
+    assert forwards == [1] * len(guide.readers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gedi_reads_prompts_in_parts_where_their_logits_are_many(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "LOGITS_PER_FORWARD", {"cpu": 2 * 9 * VOCAB})
+    guide = make_guide("gedi", family)
+    texts = [*TEXTS, [7, 8]]
+    candidates = torch.cat([CANDIDATES, CANDIDATES[:1]])
+    with count_forwards(guide) as forwards:
+        state = guide.start(*padded(texts))
+    assert forwards == [5]  # ten rows of nine columns, two at a time
+    check(guide, state, texts, candidates)
+    state = guide.advance(state, torch.tensor([4, 36, 7, 31, 9]))
+    texts = [[*text, token] for text, token in zip(texts, [4, 36, 7, 31, 9], strict=True)]
+    check(guide, state, texts, candidates)
+    check(guide, state.rewind(1), [text[:-1] for text in texts], candidates)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -590,6 +590,12 @@ def test_guides_and_several_teachers_teach(settings: RewardTrainingConfig, calm_
     student = RewardModel.from_pretrained(settings.out)
     assert student.config.attributes == ["alpha"]
     assert student.config.attribute_ranges == read_set(settings.out, "round-1").ranges
+    settled = changed(settings, teacher=f"{tmp_path / 'experts'}:alpha=2", max_steps=3)
+    outs = [changed(settled, out=str(tmp_path / way), **{way: True}) for way in ("online", "cache_targets")]
+    for one in outs:
+        run(one)
+    assert [list(Path(one.out).glob("targets/*.bin")) != [] for one in outs] == [False, True]
+    torch.testing.assert_close(*(weights(one.out) for one in outs))
 
     both = f"{settings.teacher},{settings.out}"
     with pytest.raises(OptionError, match="one teacher has the attributes praise, another alpha"):

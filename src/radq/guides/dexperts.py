@@ -26,6 +26,7 @@ class DExpertsGuide(Guide):
     """
 
     capturable = True
+    reads_once = True
 
     def __init__(
         self,
@@ -63,6 +64,19 @@ class DExpertsGuide(Guide):
         wanted, unwanted = (candidate_logits(part, candidates).to(candidates.device) for part in state.parts)
         difference = wanted - unwanted
         return Advice(self.beta_rows(beta, wanted) * difference, state, rewards=(difference[..., None],))
+
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k 1"]:
+        wanted, unwanted = (
+            expert.read_places(input_ids, attention_mask, positions, candidates).logits.to(candidates.device)
+            for expert in (self.expert, self.anti_expert)
+        )
+        return (wanted - unwanted)[..., None]
 
     def advance(self, state: States, tokens: Int[Tensor, " b"]) -> States:
         return States(tuple(part.advance(tokens) for part in state.parts))

@@ -1,10 +1,11 @@
 """Language models as experts: they read along with a text and say how likely the next token is.
 
 Every text is read after a BOS and maybe a control code; a BOS that the text brings along is not read twice.
-Axes: b batch, t time, n columns that are read, k candidates.
+Axes: b batch, t time, n columns that are read, p places, k candidates; rows are texts, once for each control code.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +17,17 @@ from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader, Reading
 from radq.models.slots import AnyReading, takes_slots
 from radq.models.vocabulary import find_bos, read_vocabulary
-from radq.numerics import at_least_float32, constant, log_probabilities
+from radq.numerics import at_least_float32, constant, texts_per_forward
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a language model says at some places of texts, about candidates for the token that comes there."""
+
+    logits: Float[Tensor, "rows p k"]  # as those of `candidate_logits`
+    normaliser: Float[Tensor, "rows p 1"]  # by which logits become log-probabilities
+    scores: Float[Tensor, "rows p 1"]  # log-probability of the text before the place, without BOS and control code
+    lengths: Int[Tensor, "rows p 1"]  # number of tokens of this text
 
 
 class Expert:
@@ -36,25 +47,67 @@ class Expert:
         """The state after a batch of texts: for each text one row for each code, side by side."""
         return self.reader.read(*self._put_codes_before(input_ids, attention_mask))
 
+    @torch.no_grad()
     def read_scored(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
     ) -> tuple[Reading, Float[Tensor, "rows n"]]:
         """The same, and the log-probability of every token that was read; 0 in the first column."""
-        input_ids, attention_mask = self._put_codes_before(input_ids, attention_mask)
-        reading, logits = self.reader.read_everywhere(input_ids, attention_mask)
-        scores = torch.zeros_like(at_least_float32(logits[..., 0]))
-        scores[:, 1:] = log_probabilities(logits[:, :-1], input_ids[:, 1:])
-        return reading, scores
+        rows, mask = self._put_codes_before(input_ids, attention_mask)
+        size = self._rows_per_forward(rows.shape[1]) if kv_cache.takes_padding(self.lm) else len(rows)
+        readings, scores = [], []
+        for part in zip(rows.split(size), mask.split(size), strict=True):
+            reading, logits = self.reader.read_everywhere(*part)
+            readings.append(reading)
+            scores.append(_score_tokens(logits, log_normaliser(logits), part[0]))
+        return readings[0] if len(readings) == 1 else Reading.join(readings), torch.cat(scores)
+
+    @torch.no_grad()
+    def read_places(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        places: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Places:
+        """Read each text once, and ask for candidates in place of the tokens at some positions, or after the last."""
+        size = max(1, self._rows_per_forward(input_ids.shape[1] + self.reader.overhead) // len(self.codes))
+        batch = (input_ids, attention_mask, places, candidates)
+        parts = [self._read_some_places(*part) for part in zip(*(values.split(size) for values in batch), strict=True)]
+        return Places(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Places)))
+
+    def _read_some_places(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        places: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Places:
+        rows, mask = self._put_codes_before(input_ids, attention_mask)
+        _, logits = self.reader.read_everywhere(rows, mask)  # (rows, n, v)
+        normaliser = log_normaliser(logits)  # (rows, n, 1)
+        totals = _score_tokens(logits, normaliser, rows).cumsum(1)  # (rows, n)
+        read = self._choose_tokens(input_ids, attention_mask)[1].cumsum(1)  # (b, t)
+        before = torch.cat([torch.zeros_like(read[:, :1]), read], dim=1).gather(1, places.to(read.device))  # (b, p)
+        start = rows.shape[1] - 1 - read[:, -1:]  # the column before the text, (b, 1)
+        before, start, candidates = (
+            values.repeat_interleave(len(self.codes), dim=0) for values in (before, start, candidates.to(read.device))
+        )
+        columns = start + before  # the columns whose outputs are about the places, (rows, p)
+        normaliser = normaliser.gather(1, columns[..., None])  # (rows, p, 1)
+        known = candidates < self.reader.num_known
+        row = torch.arange(len(rows), device=read.device)[:, None, None]
+        said = at_least_float32(logits[row, columns[..., None], candidates * known])  # (rows, p, k)
+        scores = totals.gather(1, columns) - totals.gather(1, start)
+        return Places(torch.where(known, said, normaliser), normaliser, scores[..., None], before[..., None])
+
+    def _rows_per_forward(self, num_columns: int) -> int:
+        return texts_per_forward(num_columns * num_logits(self.lm), self.reader.device)
 
     def _put_codes_before(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
     ) -> tuple[Int[Tensor, "rows n"], Int[Tensor, "rows n"]]:
         """BOS, code and text for each code, left padded as little as the longest allows."""
-        device = self.reader.device
-        input_ids, mask = packing.leave_out_unknown(
-            input_ids.to(device), None if attention_mask is None else attention_mask.to(device), self.reader.num_known
-        )
-        mask = mask * ~packing.leading(input_ids, mask, self.bos)
+        input_ids, mask = self._choose_tokens(input_ids, attention_mask)
         b, longest = len(input_ids), max(map(len, self.codes))
 
         def put_before(code: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -66,6 +119,16 @@ class Expert:
         both = torch.stack(rows, dim=1).flatten(0, 1), torch.stack(masks, dim=1).flatten(0, 1)
         return packing.pack_right(*both)
 
+    def _choose_tokens(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
+    ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+        """Mask the tokens that are not read: unknown ones, and a BOS that the text brings along."""
+        device = self.reader.device
+        input_ids, mask = packing.leave_out_unknown(
+            input_ids.to(device), None if attention_mask is None else attention_mask.to(device), self.reader.num_known
+        )
+        return input_ids, mask * ~packing.leading(input_ids, mask, self.bos)
+
 
 def candidate_logits(reading: AnyReading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
     """The logits of candidates after texts that a language model has read, in float32 or better.
@@ -75,12 +138,22 @@ def candidate_logits(reading: AnyReading, candidates: Int[Tensor, "b k"]) -> Flo
     candidates = candidates.to(reading.last.device)
     known = candidates < reading.reader.num_known
     logits = at_least_float32(reading.last.gather(1, candidates * known))
-    return torch.where(known, logits, log_normaliser(reading))
+    return torch.where(known, logits, log_normaliser(reading.last))
 
 
-def log_normaliser(reading: AnyReading) -> Float[Tensor, "b 1"]:
+def log_normaliser(logits: Float[Tensor, "*p v"]) -> Float[Tensor, "*p 1"]:
     """The logarithm of the sum over the vocabulary by which logits become log-probabilities."""
-    return at_least_float32(reading.last).logsumexp(1, keepdim=True)
+    return at_least_float32(logits).logsumexp(-1, keepdim=True)
+
+
+def _score_tokens(
+    logits: Float[Tensor, "b n v"], normaliser: Float[Tensor, "b n 1"], input_ids: Int[Tensor, "b n"]
+) -> Float[Tensor, "b n"]:
+    """The log-probability of each token by the output at the one before it; 0 for the first."""
+    scores = torch.zeros_like(normaliser[..., 0])
+    chosen = at_least_float32(logits[:, :-1].gather(2, input_ids[:, 1:, None]))  # (b, n − 1, 1)
+    scores[:, 1:] = (chosen - normaliser[:, :-1])[..., 0]
+    return scores
 
 
 def class_log_posterior(

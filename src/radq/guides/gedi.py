@@ -54,7 +54,7 @@ class GeDiState:
 
     def log_probabilities(self, tokens: Int[Tensor, "rows k"]) -> Float[Tensor, "rows k"]:
         """The log-probabilities of next tokens; 0 for unknown ones."""
-        return candidate_logits(self.reading, tokens) - log_normaliser(self.reading)
+        return candidate_logits(self.reading, tokens) - log_normaliser(self.reading.last)
 
 
 @final
@@ -75,6 +75,7 @@ class GeDiGuide(Guide):
     """
 
     capturable = True
+    reads_once = True
 
     def __init__(
         self,
@@ -138,9 +139,31 @@ class GeDiGuide(Guide):
     def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
         """log P(c | x, v) of both classes c. If the model does not know the token v, it is log P(c | x)."""
         candidates = candidates.to(state.scores.device)
-        both = state.log_probabilities(candidates.repeat_interleave(2, dim=0)) + state.scores  # (2b, k)
-        sums = both.view(-1, 2, candidates.shape[1]).transpose(0, 1)
-        lengths = state.lengths[::2] + (candidates < self.vocab_size)  # (b, k)
+        added = state.log_probabilities(candidates.repeat_interleave(2, dim=0))  # (2b, k)
+        return self._posterior(added, state.scores, state.lengths, candidates)
+
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k 1"]:
+        read = self.expert.read_places(input_ids, attention_mask, positions, candidates)
+        added = read.logits - read.normaliser  # (2b, p, k)
+        found = self._posterior(added, read.scores, read.lengths, candidates.to(added.device))
+        return found[0, ..., None].to(candidates.device)
+
+    def _posterior(
+        self,
+        added: Float[Tensor, "rows *p k"],
+        scores: Float[Tensor, "rows *p 1"],
+        lengths: Tensor,
+        candidates: Int[Tensor, "b *p k"],
+    ) -> Float[Tensor, "2 b *p k"]:
+        """log P(c | x, v) from log P(v | x, c) and, of the text before, log P(x | c) and the length; 2b rows."""
+        sums = (added + scores).unflatten(0, (-1, 2)).transpose(0, 1)
+        lengths = lengths[::2] + (candidates < self.vocab_size)
         return class_log_posterior(sums, lengths.clamp(min=1), self.scale, self._log_prior)
 
     def advise(

@@ -35,6 +35,7 @@ class Source(nn.Module):
 
     reads_continuations = False  # whether it reads texts without their prompts
     is_slow = False  # whether the rewards of a text's tokens take a forward pass for each token
+    reads_once = False  # whether it has `place_rewards`
     attributes: list[str]
     ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
@@ -66,6 +67,16 @@ class Source(nn.Module):
     ) -> Float[Tensor, "b k a"]:
         """Compute the rewards of candidates for the next token of each prefix."""
 
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        """Compute the rewards of candidates in place of the tokens at some positions, by one forward over each text."""
+        raise NotImplementedError
+
 
 @final
 class RewardSource(Source):
@@ -93,6 +104,10 @@ class RewardSource(Source):
     @property
     def context(self) -> int | None:
         return self.model.max_tokens
+
+    @property
+    def reads_once(self) -> bool:
+        return self.model.reads_once
 
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
@@ -127,8 +142,6 @@ class GuideSource(Source):
     strengths, such as alpha, and the same meaning.
     """
 
-    is_slow = True
-
     def __init__(self, guide: Guide, attributes: Sequence[str], settings: Sequence[Any] = ()):
         """`settings` are all other values than weights that the rewards depend on, for the fingerprint."""
         super().__init__()
@@ -149,17 +162,25 @@ class GuideSource(Source):
     def context(self) -> int | None:
         return self.guide.context
 
-    @torch.no_grad()
+    @property
+    def reads_once(self) -> bool:
+        return self.guide.reads_once
+
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t a"]:
-        state = self.guide.start(input_ids[:, :1], torch.zeros_like(attention_mask[:, :1]))  # after a BOS alone
-        columns = []
-        for tokens in input_ids.T:
-            advice = self.guide.advise(state, tokens[:, None])
-            columns.append(_read_rewards(advice))
-            state = self.guide.advance(advice.state, tokens)
-        return torch.cat(columns, dim=1) * attention_mask[..., None]
+        everywhere = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        rewards = self.place_rewards(input_ids, attention_mask, everywhere, input_ids[..., None])  # (b, t, 1, a)
+        return rewards[:, :, 0] * attention_mask[..., None]
+
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k a"]:
+        return self.guide.place_rewards(input_ids, attention_mask, positions, candidates)
 
     @torch.no_grad()
     def candidate_rewards(
@@ -270,7 +291,7 @@ class Teacher(nn.Module):
     @property
     def reads_once(self) -> bool:
         """Whether one forward over a text gives the rewards of candidates at all its positions."""
-        return all(isinstance(source, RewardSource) and source.model.reads_once for source in self.sources)
+        return all(source.reads_once for source in self.sources)
 
     def place_rewards(
         self,
@@ -280,12 +301,7 @@ class Teacher(nn.Module):
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
         """Compute the rewards of candidates in place of the tokens at some positions, if the teacher `reads_once`."""
-
-        def score(source: Source) -> Float[Tensor, "b p k m"]:
-            assert isinstance(source, RewardSource)
-            return source.place_rewards(input_ids, attention_mask, positions, candidates)
-
-        return self._mean(score)
+        return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))
 
     def _mean(self, score: Callable[[Source], Float[Tensor, "*p m"]]) -> Float[Tensor, "*p a"]:
         """Put the rewards of a member's sources side by side, and take the mean of all members."""
