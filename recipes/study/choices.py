@@ -1,6 +1,7 @@
 """The settings of each method, chosen on dev prompts by one rule.
 
 choices/TASK-METHOD.json     the rule, the choice, and all candidates with their numbers
+untested/TASK-METHOD.json    the same, of a later choice with which the method has not been tested yet
 
 A candidate is a model (experts have one for each learning rate), a number of candidates k, a nucleus p and, for GeDi, a
 filter. Its curve over β is straight between points, over the logarithm of perplexity.
@@ -120,6 +121,10 @@ def choose_settings(task: Task, method: Method) -> dict[str, Any]:
 
 def choice_file(task: Task, method: Method) -> str:
     return f"choices/{task.name}-{method.name}.json"
+
+
+def untested_file(task: Task, method: Method) -> str:
+    return f"untested/{task.name}-{method.name}.json"
 
 
 def read_known(task: Task, method: Method) -> dict[str, list[Candidate]]:

@@ -7,14 +7,15 @@ The page says how our readout stands to each other method, in words that rules c
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import tyro
 from bases import EMBEDDED, BaseModel, read_base
-from choices import NUM_BETAS, SPAN, TARGET
+from choices import NUM_BETAS, SPAN, TARGET, read_choice, untested_file
 from contest import RATES
 from kept import KEPT_TEXTS, KeptCell
 from markup import item, markdown_table, wrapped, write_figures
@@ -26,6 +27,7 @@ from methods import (
     METHODS,
     OURS,
     PLAIN_K,
+    RUNS,
     TASKS,
     TOP_K,
     TOP_P,
@@ -85,7 +87,7 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
         f"## Second judges\n\n{_second_judges(folder, places, bootstrap)}",
         *([f"## Another perplexity\n\n{other}"] if (other := _other_perplexity(places, bootstrap)) else []),
         f"## Settings\n\n{wrapped(_settings_tried(folder, base))}",
-        f"## Limits\n\n{_limits(places)}",
+        f"## Limits\n\n{_limits(folder, places)}",
     ]
     return "\n".join(parts)
 
@@ -242,9 +244,9 @@ def _curve_row(place: Place, method: Method) -> list[str]:
     attribute = [place.at_ratio(method.name, place.task.metric, ratio) for ratio in RATIOS]
     rest = [place.at_ratio(method.name, metric, TARGET) for metric in REST]
     base = place.base_model
-    k = place.settings(method.name).get("top_k", PLAIN_K)
-    layers = method.layers_read(k, base.layers, base.first_layers)
-    return [_settings(place, method), str(layers), *map(number, (*attribute, *rest)), _mauve(place, method)]
+    chosen = place.settings(method.name)
+    layers = method.layers_read(chosen.get("top_k", PLAIN_K), base.layers, base.first_layers)
+    return [_settings(chosen, method), str(layers), *map(number, (*attribute, *rest)), _mauve(place, method)]
 
 
 def _cell_row(place: Place, method: Method) -> list[str]:
@@ -258,8 +260,7 @@ def _cell_row(place: Place, method: Method) -> list[str]:
     return [setting, str(((n or 1) - 1) * place.base_model.layers), attribute, "", "", *rest, _mauve(place, method)]
 
 
-def _settings(place: Place, method: Method) -> str:
-    chosen = place.settings(method.name)
+def _settings(chosen: Mapping[str, Any], method: Method) -> str:
     parts = [f"k = {chosen['top_k']}"] if "top_k" in chosen else []
     parts += [f"p = {chosen['top_p']:g}"] if chosen.get("top_p") else []
     parts += [f"filter {chosen['filter_p']:g}"] if chosen.get("filter_p") is not None else []
@@ -344,7 +345,7 @@ def _quality(folder: Path) -> str:
     return f" (AUC {json.loads(file.read_text())['metrics']['auc']:.3f} on unseen reviews)"
 
 
-def _limits(places: Sequence[Place]) -> str:
+def _limits(folder: Path, places: Sequence[Place]) -> str:
     asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
     base = places[0].base_model
@@ -367,10 +368,27 @@ def _limits(places: Sequence[Place]) -> str:
         f"MAUVE compares texts of at most {KEPT_TEXTS} prompts with another seed of the unguided base model, by "
         f"MiniLM, at the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
+        *_untested(folder),
         *_judged_anew(places),
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
     ]
     return "".join(item("-", point) for point in points)
+
+
+def _untested(folder: Path) -> list[str]:
+    """The choices that were made after the test of a method."""
+    found = []
+    for task, method in RUNS:
+        file = folder / untested_file(task, method)
+        if file.exists():
+            now, tested = json.loads(file.read_text())["chosen"], read_choice(folder, task, method)
+            found.append(
+                f"{method.title} was tested in {task.name} before a better choice was known: {_settings(now, method)} "
+                f"reaches {now['attribute']:.3f} on the prompts that choose, at ×{TARGET:g}, where the tested "
+                f"settings reach {tested['attribute']:.3f}. So the gain over it may be too large by about "
+                f"{100 * abs(now['attribute'] - tested['attribute']):.1f} points."
+            )
+    return found
 
 
 def _judged_anew(places: Sequence[Place]) -> list[str]:

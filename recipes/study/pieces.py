@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from bases import EMBEDDED, BaseModel, claim_folder
-from choices import SETTINGS, choice_file, choose_settings, untried_models
+from choices import SETTINGS, choice_file, choose_settings, untested_file, untried_models
 from contest import MODELS, READS, RECIPE, own_texts_job
 from jobs import RADQ, Finish, Job, Run, find_needed, keep_json, run_all, run_command, write_json
 from methods import CHOOSING, METHODS, OURS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
@@ -77,6 +77,8 @@ def contest(request: Request) -> None:
     if request.shipped:
         take_shipped()
     wanted = [run for run in RUNS if request.wants(*run)]
+    for run in wanted:
+        take_untested(*run, request)
     run_wanted(wanted, request)
     if changed := [run for run in wanted if choose_again(*run, request)]:
         run_wanted(changed, request)
@@ -103,11 +105,22 @@ def choose_again(task: Task, method: Method, request: Request) -> bool:
     earlier, now = json.loads(file.read_text()), choose_settings(task, method)
     changed = any(now["chosen"][name] != earlier["chosen"][name] for name in SETTINGS)
     write_json(file, now if changed else now | {"chosen": earlier["chosen"]})
-    if not changed:
-        return False
+    if changed:
+        forget_test(task, method, request)
+    return changed
+
+
+def take_untested(task: Task, method: Method, request: Request) -> None:
+    """Take the choice with which an earlier run could not test the method any more, in place of the tested one."""
+    file = Path(untested_file(task, method))
+    if file.exists():
+        forget_test(task, method, request)
+        file.replace(choice_file(task, method))
+
+
+def forget_test(task: Task, method: Method, request: Request) -> None:
     for made in (keep_job(task, method).makes, testing_job(task, method, request).makes):
         Path(made).unlink(missing_ok=True)
-    return True
 
 
 def take_shipped() -> None:

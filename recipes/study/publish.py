@@ -18,7 +18,8 @@ from methods import TASKS
 
 
 def publish(run: Path, out: Path) -> None:
-    for name in ("choices", "kept", "second"):
+    shutil.rmtree(out / "untested", ignore_errors=True)  # what has been tested since
+    for name in ("choices", "untested", "kept", "second"):
         if (run / name).exists():
             shutil.copytree(run / name, out / name, dirs_exist_ok=True)
     if (run / FILE).exists():

@@ -244,6 +244,40 @@ def test_a_learning_rate_that_was_not_tried_is_tried_later(
     )
 
 
+def test_a_choice_that_was_not_tested_is_told_and_tested_next(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces, choices, methods = modules["pieces"], modules["choices"], modules["methods"]
+    folder, out = make_contest(modules, tmp_path / "contest"), tmp_path / "docs"
+    assert "before a better choice" not in write_page(modules, folder, out)
+    run = methods.TASKS["toxicity"], methods.METHODS["dexperts"]
+    file, untested = (folder / name(*run) for name in (choices.choice_file, choices.untested_file))
+    tested = json.loads(file.read_text())
+    modules["jobs"].write_json(file, {**tested, "chosen": tested["chosen"] | {"attribute": 0.224}})
+    chosen = tested["chosen"] | {"top_k": 40, "attribute": 0.215}
+    settings = {"top_k": 40, "top_p": 0.9, "filter_p": None, "curves": {"nontoxic": [[1.0, 1.1, 0.3], [3.0, 1.3, 0.2]]}}
+    tried = [{"model": model, **settings} for model in run[1].models]
+    modules["jobs"].write_json(untested, {**tested, "chosen": chosen, "candidates": tried})
+    page = " ".join(write_page(modules, folder, out).split())
+    assert "DExperts was tested in toxicity before a better choice was known: k = 40, p = 0.9, rate 2e-5" in page
+    assert "may be too large by about 0.9 points" in page
+
+    published = tmp_path / "published"
+    modules["publish"].publish(folder, published)
+    assert (published / "untested" / untested.name).exists()
+    monkeypatch.chdir(folder)
+    Path("models").mkdir(exist_ok=True)
+    ran: list[Any] = []
+    monkeypatch.setattr(pieces.Request, "run", lambda request, jobs, finish: ran.extend(jobs))
+    pieces.contest(pieces.Request(only="toxicity-dexperts$"))
+    assert "contest-toxicity-dexperts" in {job.name for job in ran}
+    assert json.loads(file.read_text())["chosen"] == chosen
+    assert not untested.exists()
+    assert not Path("kept/toxicity-dexperts.npz").exists()
+    modules["publish"].publish(folder, published)
+    assert not list(published.glob("untested/*"))
+
+
 def dev_row(guide: str, beta: float | None, ratio: float, attribute: float) -> dict[str, Any]:
     metrics = {"perplexity": {"value": 9 * ratio}, "avg_max[toxicity]": {"value": attribute}}
     return {"guide": guide, "beta": beta, "top_k": 20, "top_p": None, "group": "nontoxic", "metrics": metrics}

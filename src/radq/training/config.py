@@ -248,7 +248,7 @@ class RewardTrainingConfig(TrainingConfig):
     """In distillation, compute the teacher's rewards of texts once and store them. By default this is done if texts are
     read more than once."""
     online: bool = False
-    """In distillation, compute the rewards of texts in every step, if the teacher is a reward model."""
+    """In distillation, compute the rewards of texts in every step, if a reward model or a guide teaches."""
     base: str = ""
     """In distillation, the language model that the student will guide: a hub name, a folder, or embedded. It writes
     prefixes, and the student learns to compare its candidates for their next tokens as the teacher does."""
