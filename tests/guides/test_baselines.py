@@ -24,6 +24,7 @@ from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyE
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.guides.gedi import filter_candidates
 from radq.hosts.transformers import GuidedLogitsProcessor
+from radq.models import kv_cache
 
 FAMILIES = ["gpt2", "llama", "gemma3"]
 METHODS = ["dexperts", "gedi"]
@@ -138,6 +139,19 @@ def test_a_text_is_read_once_for_all_its_places(method: str) -> None:
     with count_forwards(guide) as forwards:
         guide.place_rewards(ids, mask, torch.arange(7).expand(4, -1), torch.full((4, 7, 2), 5))
     assert forwards == [1] * len(guide.readers)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_without_padding_reads_one_text_at_a_time(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = make_guide(method, "llama") if method == "dexperts" else GeDiGuide(make_experts("llama")[0], ([20], [22]))
+    places, candidates = torch.tensor([[0, 6], [0, 1], [4, 2], [1, 0]]), torch.stack([CANDIDATES] * 2, dim=1)
+    expected = guide.place_rewards(*padded(TEXTS, left=False), places, candidates)
+    for reader in guide.readers:
+        monkeypatch.setitem(kv_cache._TAKES_PADDING, reader.model, False)
+    with count_forwards(guide) as forwards:
+        found = guide.place_rewards(*padded(TEXTS, left=False), places, candidates)
+    assert forwards == [len(TEXTS)] * len(guide.readers)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -69,8 +69,12 @@ class Expert:
         places: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Places:
-        """Read each text once, and ask for candidates in place of the tokens at some positions, or after the last."""
-        size = max(1, self._rows_per_forward(input_ids.shape[1] + self.reader.overhead) // len(self.codes))
+        """Read each text once, and ask for candidates in place of the tokens at some positions, or after the last.
+
+        A model that takes no padding reads one text at a time.
+        """
+        rows = self._rows_per_forward(input_ids.shape[1] + self.reader.overhead)
+        size = max(1, rows // len(self.codes)) if kv_cache.takes_padding(self.lm) else 1
         batch = (input_ids, attention_mask, places, candidates)
         parts = [self._read_some_places(*part) for part in zip(*(values.split(size) for values in batch), strict=True)]
         return Places(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Places)))
