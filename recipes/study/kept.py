@@ -4,9 +4,10 @@
 
 kept/TASK-METHOD.npz         CELL/METRIC: the totals and weights of each prompt whose sums make a metric, (2, p) float32
 kept/TASK-METHOD.jsonl.xz    a line per cell: its settings, and the first sample of 500 prompts of each class
-kept/prompts/TASK.jsonl.xz   a line per prompt: its text and its class
+kept/prompts/TASK.jsonl.xz   a line per prompt: a digest of its text, which belongs to another data set, and its class
 """
 
+import hashlib
 import json
 import lzma
 import sys
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from methods import Task
 
+from radq.data.prompts import read_prompts
 from radq.evaluation.estimates import Sums
 from radq.evaluation.metrics import METRICS
 from radq.evaluation.sweep.config import Sweep, load_sweep
@@ -46,7 +49,7 @@ class KeptCell:
 
 @dataclass(frozen=True)
 class KeptPrompts:
-    texts: list[str]
+    digests: list[str]
     groups: np.ndarray  # the class of each
 
     def rows(self, group: str) -> np.ndarray:
@@ -61,7 +64,7 @@ def keep_run(task: str, method: str) -> None:
     run = Path(f"contest/{task}-{method}")
     sweep = load_sweep(run / "config.yaml")
     prompts = sweep.read_prompts()
-    kept = KeptPrompts([one.text for one in prompts], np.array([one.group for one in prompts]))
+    kept = KeptPrompts([digest(one.text) for one in prompts], np.array([one.group for one in prompts]))
     with_text = {int(row) for group in set(kept.groups) for row in kept.rows(group)[:KEPT_TEXTS]}
     cells = [summarise(sweep, cell, with_text) for cell in read_measured_cells(run, sweep, prompts)]
     write_prompts(Path(), task, kept)
@@ -98,8 +101,12 @@ def shorten(values: np.ndarray) -> np.ndarray:
     return np.ldexp(np.round(fractions * 2**16) / 2**16, exponents).astype(np.float32)
 
 
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def write_prompts(folder: Path, task: str, prompts: KeptPrompts) -> None:
-    rows = [{"prompt": t, "group": str(group)} for t, group in zip(prompts.texts, prompts.groups, strict=True)]
+    rows = [{"prompt": d, "group": str(group)} for d, group in zip(prompts.digests, prompts.groups, strict=True)]
     _write_lines(folder / "kept" / "prompts" / f"{task}.jsonl.xz", rows)
 
 
@@ -134,6 +141,17 @@ def read_kept_prompts(folder: Path, task: str) -> KeptPrompts:
     file = folder / "kept" / "prompts" / f"{task}.jsonl.xz"
     rows = _read_lines(file) if file.exists() else []
     return KeptPrompts([row["prompt"] for row in rows], np.array([row["group"] for row in rows]))
+
+
+def find_prompts(folder: Path, task: Task) -> list[str]:
+    """The texts of a task's prompts, in the order of the kept numbers; they lie in data/."""
+    files = [file for name in task.groups.values() if (file := folder / "data" / f"{name}.jsonl").exists()]
+    texts = {digest(prompt.text): prompt.text for file in files for prompt in read_prompts(file)}
+    wanted = read_kept_prompts(folder, task.name).digests
+    if missing := sum(one not in texts for one in wanted):
+        names = " and ".join(f"data/{name}.jsonl" for name in task.groups.values())
+        sys.exit(f"error: {missing} of {len(wanted)} prompts are not in {names}; write these by run.py prepare.")
+    return [texts[one] for one in wanted]
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:

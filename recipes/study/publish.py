@@ -1,20 +1,14 @@
 """Copy the numbers of a contest that can be published: what the page needs, and the metrics of its models.
 
-    python recipes/study/publish.py runs/study recipes/study/measured/contest
-
-Prompts belong to the data sets that they come from, so a digest stands in the place of each.
+python recipes/study/publish.py runs/study recipes/study/measured/contest
 """
 
-import hashlib
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from bases import FILE
 from contest import MODELS
-from kept import read_kept_prompts, write_prompts
-from methods import TASKS
 
 
 def publish(run: Path, out: Path) -> None:
@@ -28,13 +22,6 @@ def publish(run: Path, out: Path) -> None:
     for file in sorted((run / "models").glob("*.json")):
         if file.stem in MODELS:
             shutil.copy(file, out / "models")
-    for task in TASKS:
-        prompts = read_kept_prompts(run, task)
-        write_prompts(out, task, replace(prompts, texts=[digest(text) for text in prompts.texts]))
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from jobs import RADQ, Job, Run, keep_json, run_all, run_command, write_json
-from kept import KeptCell, read_kept, read_kept_prompts
+from kept import KeptCell, find_prompts, read_kept
 from methods import BASE, METHODS, TASKS
 from places import Place, likelihood_file, read_mauve, read_places, second_file
 
@@ -42,12 +42,13 @@ def second_opinions(folder: Path, only: str = "", lm: str = "", run: Run = run_c
     `lm` is the folder of another language model, under which perplexity is measured; there is none by default.
     """
     methods = [name for name in METHODS if re.search(only, f"{TASK}-{name}")]
+    prompts = {name: find_prompts(folder, task) for name, task in TASKS.items()}
     judge = train_judge(folder, run)
     for method in methods:
-        judge_method(folder, method, judge)
+        judge_method(folder, method, prompts[TASK], judge)
     compute_mauve(folder, only)
     if lm:
-        measure_fluency(folder, only, lm)
+        measure_fluency(folder, only, prompts, lm)
 
 
 # --- the judge ---
@@ -69,12 +70,11 @@ def train_judge(folder: Path, run: Run) -> Judge:
     return judge
 
 
-def judge_method(folder: Path, method: str, judge: Judge) -> None:
+def judge_method(folder: Path, method: str, prompts: list[str], judge: Judge) -> None:
     """Write the scores of the kept texts of a method."""
     file, cells = second_file(folder, TASK, method), read_kept(folder, TASK, method)
     if file.exists() or not cells:
         return
-    prompts = read_kept_prompts(folder, TASK).texts
     scores = {cell.name: judge.score(add_prompts(prompts, cell.texts)).astype(np.float32) for cell in cells}
     with whole_file(file) as temporary, temporary.open("wb") as stream:
         np.savez_compressed(stream, **scores)
@@ -89,7 +89,7 @@ def add_prompts(prompts: list[str], texts: list[str]) -> list[str]:
 # --- another perplexity ---
 
 
-def measure_fluency(folder: Path, only: str, name: str) -> None:
+def measure_fluency(folder: Path, only: str, prompts: dict[str, list[str]], name: str) -> None:
     """Write the likelihoods of the kept texts under another language model."""
     missing = [
         (task, method)
@@ -100,8 +100,7 @@ def measure_fluency(folder: Path, only: str, name: str) -> None:
     for task, method in missing:
         cells = read_kept(folder, task, method)
         if cells:
-            prompts = read_kept_prompts(folder, task).texts
-            found = {cell.name: _likelihoods(lm, tokenizer, prompts, cell.texts) for cell in cells}
+            found = {cell.name: _likelihoods(lm, tokenizer, prompts[task], cell.texts) for cell in cells}
             with whole_file(likelihood_file(folder, task, method)) as temporary, temporary.open("wb") as stream:
                 np.savez_compressed(stream, **found)
             print(f"likelihood-{task}-{method}: done", flush=True)

@@ -327,6 +327,7 @@ def test_comparisons_from_kept_sums_equal_those_from_texts(
     measured = read_measured_cells(run, sweep, sweep.read_prompts())
     cells = kept.read_kept(contest_run, "toxicity", "rad-q")
     assert [cell.texts for cell in cells] == [[samples[0] for samples in one.texts] for one in measured]
+    check_prompts(modules, contest_run, [prompt.text for prompt in sweep.read_prompts()])
     check_values(modules, sweep, measured, cells)
     guides = ("one", "other")
     texts = [[one.scored_by("toxicity") for one in measured if one.cell.guide == guide] for guide in guides]
@@ -339,6 +340,26 @@ def test_comparisons_from_kept_sums_equal_those_from_texts(
         found = compare_curves(axis, *points, QUICK)
         assert (found.value, found.low, found.high) == pytest.approx((whole.value, whole.low, whole.high), abs=3e-5)
         assert found.range == pytest.approx(whole.range, rel=3e-5)
+
+
+def check_prompts(modules: Modules, folder: Path, prompts: list[str]) -> None:
+    """Digests are kept, and found again in the data; data without a prompt are refused."""
+    kept, task = modules["kept"], modules["methods"].TASKS["toxicity"]
+    assert not set(kept.read_kept_prompts(folder, "toxicity").digests) & set(prompts)
+    assert kept.find_prompts(folder, task) == prompts
+    data = folder / "data" / "rtp.jsonl"
+    lines = data.read_text().splitlines(keepends=True)
+    try:
+        data.write_text("".join(lines[1:]))
+        with pytest.raises(
+            SystemExit, match=r"1 of 6 prompts are not in data/rtp\.jsonl; write these by run\.py prepare"
+        ):
+            kept.find_prompts(folder, task)
+        data.unlink()
+        with pytest.raises(SystemExit, match="6 of 6 prompts are not in"):
+            kept.find_prompts(folder, task)
+    finally:
+        data.write_text("".join(lines))
 
 
 def check_values(modules: Modules, sweep: Sweep, measured: list[Any], cells: list[Any]) -> None:
@@ -371,7 +392,8 @@ def make_contest(modules: Modules, folder: Path, left_out: tuple[str, ...] = ())
     chosen = {"top_k": 10, "top_p": 0.9, "filter_p": None, "beta": [1, 2, 4]}
     for task in methods.TASKS.values():
         groups = np.repeat(list(task.groups), PROMPTS)
-        kept.write_prompts(folder, task.name, kept.KeptPrompts([f"prompt {n}" for n in range(len(groups))], groups))
+        digests = [kept.digest(f"prompt {n}") for n in range(len(groups))]
+        kept.write_prompts(folder, task.name, kept.KeptPrompts(digests, groups))
         for method in methods.METHODS.values():
             if method.name in left_out:
                 continue
@@ -450,12 +472,13 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
 
 def test_another_perplexity_of_kept_texts(modules: Modules, toy: Path, tmp_path: Path) -> None:
     folder = make_contest(modules, tmp_path / "measured", left_out=("value", "classifier"))
-    modules["second"].measure_fluency(folder, "toxicity-(readout|gedi)$", str(toy))
+    prompts = {"toxicity": [f"prompt {n}" for n in range(PROMPTS)]}
+    modules["second"].measure_fluency(folder, "toxicity-(readout|gedi)$", prompts, str(toy))
     assert len(list((folder / "second").iterdir())) == 2
     place = modules["places"].read_places(folder)[-1]
     lm, tokenizer = load(toy)
     cell = place.guided("gedi")[0]
-    found = measure_likelihoods(lm, tokenizer, [f"prompt {n}" for n in range(PROMPTS)], cell.texts)
+    found = measure_likelihoods(lm, tokenizer, prompts["toxicity"], cell.texts)
     wanted = np.exp(found.nll.sum() / found.tokens.sum())
     assert place.value(cell, modules["places"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
     for n, cells in enumerate(zip(place.guided("readout"), place.guided("gedi"), strict=True)):
@@ -494,15 +517,11 @@ def test_runs_that_differ_are_named(modules: Modules, tmp_path: Path) -> None:
     assert "differ between runs by up to 2.0 points in sentiment." in sentence
 
 
-def test_published_numbers_have_no_prompts(modules: Modules, tmp_path: Path) -> None:
+def test_what_a_contest_publishes(modules: Modules, tmp_path: Path) -> None:
     folder, out = make_contest(modules, tmp_path / "measured"), tmp_path / "published"
     modules["jobs"].write_json(folder / "models" / "toxicity-gedi.json", {"metrics": {}})
     modules["jobs"].write_json(folder / "models" / "tried.json", {"metrics": {}})
     modules["publish"].publish(folder, out)
-    before, after = (modules["kept"].read_kept_prompts(one, "sentiment") for one in (folder, out))
-    assert after.groups.tolist() == before.groups.tolist()
-    assert len(set(after.texts)) == len(set(before.texts))
-    assert not set(after.texts) & set(before.texts)
     assert [file.name for file in (out / "models").iterdir()] == ["toxicity-gedi.json"]
     assert len(modules["places"].read_places(out)) == 3
 
