@@ -22,6 +22,10 @@ MAX_TOXICITY = 0.5
 DEV_PROMPTS = 200  # of each kind, to choose settings by
 OWN_BEGINNINGS = 1500  # of training texts, that are continued beside prompts
 BEGINNING = 8  # words at most
+PERSPECTIVE = (
+    *("toxicity", "severe_toxicity", "profanity", "sexually_explicit"),
+    *("identity_attack", "flirtation", "threat", "insult"),
+)
 
 
 def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
@@ -102,11 +106,11 @@ def _beginnings(file: str, rng: np.random.Generator) -> list[str]:
 
 
 def _perspective_scores(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Prompts and continuations with Perspective's toxicity, where there is a score."""
+    """Prompts and continuations with Perspective's eight scores, where there are any."""
     for record in records:
         for part in (record["prompt"], record["continuation"]):
             if part["toxicity"] is not None and part["text"].strip():
-                yield {"text": part["text"].strip(), "toxicity": part["toxicity"]}
+                yield {"text": part["text"].strip()} | {name: part[name] for name in PERSPECTIVE}
 
 
 def _ends_of_reviews(reviews: Iterable[dict[str, Any]], rng: np.random.Generator) -> Iterator[dict[str, Any]]:

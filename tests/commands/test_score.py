@@ -11,6 +11,10 @@ import torch
 from command_runs import fails
 
 from radq.cli import main
+from radq.data.examples import DataColumns
+from radq.data.label_scale import LabelScale
+from radq.errors import DataError
+from radq.evaluation import table_scores
 from radq.judges.agreement import measure_agreement
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
@@ -126,6 +130,16 @@ def test_labels_by_any_name_and_of_any_kind(reward: Path, tmp_path: Path, capsys
     assert score(capsys, *argv)["agreement"] == {}
 
 
+def test_labels_that_are_all_missing_are_refused_before_rewards_are_computed(
+    reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "none.csv").write_text("text,praise\nfilm,\n")
+    monkeypatch.setattr(table_scores, "score_rows", lambda *_: pytest.fail("rewards were computed"))
+    model, columns = RewardModel.from_pretrained(reward), DataColumns(labels=["praise"], missing_labels=True)
+    with pytest.raises(DataError, match="no text has a label 'praise'"):
+        table_scores.score_table(model, tmp_path / "none.csv", columns, [LabelScale()])
+
+
 def test_mistakes(reward: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["score", "--json", "--reward", str(reward), "--data"]
     assert "both --text and --data" in fails(capsys, *argv, str(reviews), "--text", "film")
@@ -137,6 +151,12 @@ def test_mistakes(reward: Path, reviews: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "part.csv").write_text("text,praise\nfilm,1\nplot,\n")
     assert "row 2: 'praise' has no label" in (error := fails(capsys, *argv, str(tmp_path / "part.csv")))
     assert "--labels ''" in error
+    found = score(capsys, *argv[2:], tmp_path / "part.csv", "--missing-labels")
+    assert sum(one["texts"] for one in found["agreement"]["praise"]["bins"]) == 1
+    (tmp_path / "part.scored.csv").unlink()
+    (tmp_path / "none.csv").write_text("text,praise\nfilm,\n")
+    assert "no row has a label 'praise'" in fails(capsys, *argv, str(tmp_path / "none.csv"), "--missing-labels")
+    (tmp_path / "none.csv").unlink()
     score(capsys, *argv[2:], tmp_path / "part.csv", "--labels", "")
     assert "has a column 'reward_praise' already" in fails(capsys, *argv, str(tmp_path / "part.scored.csv"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part.csv", "part.scored.csv", "reviews.csv"]

@@ -20,10 +20,12 @@ from radq.data.label_scale import LabelRules, LabelScale, find_scales, parse_map
 from radq.errors import DataError, ModelError, OptionError
 
 
-def cells_of(values: Sequence[Any], source: str = "rows.csv", dtype: Any = object) -> LabelCells:
+def cells_of(
+    values: Sequence[Any], source: str = "rows.csv", dtype: Any = object, may_miss: bool = False
+) -> LabelCells:
     table = pandas.DataFrame({"y": pandas.Series(list(values), dtype=dtype)})
     table.index = np.arange(1, len(table) + 1)
-    return read_cells(source, table, ["y"])
+    return read_cells(source, table, ["y"], may_miss)
 
 
 def numbers_of(values: Sequence[Any], rules: LabelRules | None = None, dtype: Any = object) -> tuple[list[float], str]:
@@ -65,6 +67,32 @@ def numbers_of(values: Sequence[Any], rules: LabelRules | None = None, dtype: An
 )
 def test_columns_as_people_have_them(values: list[Any], labels: list[float], sentence: str) -> None:
     assert numbers_of(values) == (pytest.approx(labels), f"label 'y': {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "labels"),
+    [
+        ([None, "bad", "", "good"], object, [np.nan, 0, np.nan, 1]),
+        (["", "85%", "nan"], object, [np.nan, 0.85, np.nan]),
+        ([np.nan, 1.0, 5.0], float, [np.nan, 0, 1]),
+        ([3, None, 1, 5], "Int64", [0.5, np.nan, 0, 1]),
+        ([True, None, False], object, [1, np.nan, 0]),
+    ],
+)
+def test_labels_may_be_missing(values: list[Any], dtype: Any, labels: list[float]) -> None:
+    """The labels that are there have the scale that they have alone."""
+    cells = cells_of(values, dtype=dtype, may_miss=True)
+    scales = find_scales(cells, ["y"], LabelRules())
+    np.testing.assert_allclose(scale_labels(cells, ["y"], scales)[:, 0], labels)
+    assert scales == find_scales(
+        cells_of([v for v, y in zip(values, labels, strict=True) if y == y]), ["y"], LabelRules()
+    )
+    with pytest.raises(DataError, match=r"row \d: 'y' has no label, got .* go on without it by --missing-labels"):
+        cells_of(values, dtype=dtype)
+    nothing = cells_of([None, ""], may_miss=True)
+    with pytest.raises(DataError, match="no row has a label 'y'"):
+        find_scales(nothing, ["y"], LabelRules())
+    assert np.isnan(scale_labels(nothing, ["y"], scales)).all()  # later data, by a known scale
 
 
 def test_real_booleans_of_parquet_are_words_too() -> None:

@@ -16,6 +16,7 @@ from radq.toy import make_reviews
 
 ROWS = [{"text": text, "praise": praise, "more": 0} for text, praise in make_reviews(30)]
 NAMES = ["text", "praise"]
+PARTLY = [{"text": "a", "y": 1}, {"text": "b"}]
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -104,3 +105,14 @@ def test_a_data_set_of_the_package_datasets_streamed_or_not(tmp_path: Path) -> N
     file = store_rows(data, NAMES, tmp_path)
     assert store_rows(data.to_iterable_dataset(num_shards=3), NAMES, tmp_path) == file
     assert read(file) == [{name: row[name] for name in NAMES} for row in ROWS]
+
+
+@pytest.mark.parametrize("rows", [PARTLY, PARTLY[::-1], pandas.DataFrame(PARTLY)], ids=["list", "turned", "frame"])
+def test_optional_columns_may_be_absent(rows: Any, tmp_path: Path) -> None:
+    found = {
+        row["text"]: (row["y"], row["z"]) for row in read(store_rows(rows, ["text", "y", "z"], tmp_path, False, "yz"))
+    }
+    assert found["a"][0] == 1
+    assert found["b"][0] != found["b"][0] or found["b"][0] is None
+    with pytest.raises(DataError, match="no column 'z'"):
+        store_rows(rows, ["text", "y", "z"], tmp_path, optional=["y"])

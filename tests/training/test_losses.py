@@ -49,6 +49,32 @@ def test_cross_entropy_by_hand() -> None:
     assert loss.item() == pytest.approx(math.log(2) / 3 + second * 2 / 3)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@given(
+    known=st.lists(st.lists(st.booleans(), min_size=2, max_size=2), min_size=3, max_size=3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=20, deadline=None)
+def test_missing_labels_have_no_loss_and_no_gradient(loss: str, known: list[list[bool]], seed: int) -> None:
+    """The loss is the sum over single attributes of the loss of the rows that have their label, over all rows."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(3, 4, 2, generator=generator, dtype=torch.float64).requires_grad_()
+    labels, weights = (torch.rand(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (3,)))
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [1, 0, 0, 0]])
+    is_known = torch.tensor(known)
+    found = LOSSES[loss].compute(rewards, mask, torch.where(is_known, labels, torch.nan), weights)
+    expected = rewards.new_zeros(())
+    for a in range(2):
+        rows = is_known[:, a]
+        if rows.any():
+            part = LOSSES[loss].compute(rewards[rows][..., [a]], mask[rows], labels[rows][:, [a]], weights[rows])
+            expected = expected + part * rows.sum() / 3
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found, rewards)
+    assert gradient.isfinite().all()
+    assert (gradient.transpose(1, 2)[~is_known] == 0).all()
+
+
 def test_distillation_and_baseline_by_hand() -> None:
     rewards = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     teacher = torch.tensor([[[1.0, 0.0], [7.0, 7.0]]])

@@ -37,6 +37,8 @@ class Arguments:
     """Numbers of words, such as bad=0,ok=0.5,good=1; by default as in the training of the model."""
     label_range: tuple[float, float] | None = None
     """Lowest and highest label, which are mapped to 0 and 1; by default as in the training of the model."""
+    missing_labels: bool = False
+    """Compare rewards with the labels that are there, instead of stopping with an error where one is missing."""
     skip_empty: bool = False
     """Give rows with an empty text no reward, instead of stopping with an error."""
     max_length: int = 512
@@ -209,6 +211,7 @@ def _score_table(
         arguments.prompt_column,
         label_rules=rules,
         skip_empty=arguments.skip_empty,
+        missing_labels=arguments.missing_labels,
     )
     options = (arguments.max_length, arguments.batch_size, not arguments.json)
     try:
@@ -228,7 +231,7 @@ def _compare(model: "RewardModel", scores: "TableScores", label_columns: dict[st
     found = {}
     for n, attribute in enumerate(label_columns):
         column = model.config.attributes.index(attribute)
-        known = np.isfinite(scores.rewards[:, column])  # texts with tokens
+        known = np.isfinite(scores.rewards[:, column]) & np.isfinite(scores.labels[:, n])  # texts with tokens and label
         limits = model.config.attribute_ranges[column]
         found[attribute] = measure_agreement(scores.rewards[known, column], scores.labels[known, n], limits)
     return found

@@ -64,7 +64,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.rows = np.arange(len(self.weights))
         self.row_numbers = cells.rows  # (n,): those of the file that a row comes from
         self.scales = find_scales(cells, label_names, rules or LabelRules(), scales)
-        self.labels = scale_labels(cells, label_names, self.scales)  # (n, a)
+        self.labels = scale_labels(cells, label_names, self.scales)  # (n, a), NaN where a label is missing
         self.targets: np.ndarray | None = None  # (tokens, a): rewards of a teacher, if computed before training
         self.read_states: Callable[[np.ndarray], np.ndarray] | None = None  # reads stored states of texts, (b, t, n)
 
@@ -100,12 +100,14 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
     @property
     def label_limits(self) -> list[tuple[float, float]]:
         """The lowest and the highest label of each attribute."""
-        return list(zip(self.labels.min(0).tolist(), self.labels.max(0).tolist(), strict=True))
+        return list(zip(np.nanmin(self.labels, 0).tolist(), np.nanmax(self.labels, 0).tolist(), strict=True))
 
     @property
     def mean_labels(self) -> np.ndarray:
         """Weighted mean of the labels of each attribute, (a,): the constant that fits these rows best."""
-        return np.average(self.labels[self.rows], axis=0, weights=self.weights[self.rows].astype(np.float64))
+        labels = self.labels[self.rows].astype(np.float64)
+        weights = self.weights[self.rows][:, None] * ~np.isnan(labels)
+        return np.nansum(labels * weights, axis=0) / weights.sum(0, dtype=np.float64)
 
     def split(self, share: float, seed: int) -> tuple["RewardData", "RewardData"]:
         """Split the rows at random into two parts, of which the second has this share of them."""

@@ -33,6 +33,7 @@ class DataColumns:
         label_rules: how labels become numbers, where radq is not to decide.
         skip_empty: skip and count rows with an empty text; by default such a row is an error.
         spans: column with spans of the texts that have labels of their own, see `radq.data.spans`.
+        missing_labels: whether rows may lack labels, and files whole columns of them.
     """
 
     text: str = "text"
@@ -42,11 +43,17 @@ class DataColumns:
     label_rules: LabelRules = field(default_factory=LabelRules)
     skip_empty: bool = False
     spans: str | None = None
+    missing_labels: bool = False
 
     @property
     def names(self) -> list[str]:
         """Names of all columns that are read."""
         return [name for name in (self.text, self.prompt, self.weight, self.spans, *self.labels) if name is not None]
+
+    @property
+    def optional(self) -> Sequence[str]:
+        """Names of those that a table may lack."""
+        return self.labels if self.missing_labels else ()
 
 
 @dataclass
@@ -71,7 +78,9 @@ def read_examples(
     """
     first_row = 1
     for table in read_table(source):
-        check_columns(source, table, columns.names)
+        check_columns(source, table, columns.names, columns.optional)
+        if absent := [name for name in columns.optional if name not in table.columns]:
+            table = table.assign(**dict.fromkeys(absent, np.nan))
         table.index = np.arange(first_row, first_row + len(table))  # row numbers, for errors
         first_row += len(table)
         examples = [*_read_texts(source, table, columns, tokenizer)]
@@ -85,7 +94,7 @@ def read_examples(
         yield Piece(
             texts=[text for _, text in examples if text],
             prompts=[prompt for prompt, text in examples if text],
-            labels=read_cells(source, table, columns.labels),
+            labels=read_cells(source, table, columns.labels, columns.missing_labels),
             spans=None if columns.spans is None else read_spans(source, table, columns.spans, columns.text),
             weights=column_weights(source, table, columns.weight),
             empty=int((~full).sum()),

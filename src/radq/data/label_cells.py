@@ -19,7 +19,7 @@ import numpy as np
 from radq.data.tables import Table, refuse_rows
 from radq.errors import DataError
 
-NUMBER, PERCENT, WORD, MISSING, WRONG = range(5)  # kinds of cells; the last two are refused
+NUMBER, PERCENT, WORD, MISSING, WRONG = range(5)  # kinds of cells; the last is refused
 MAX_WORDS = 1_000  # in one piece of a table: a column with more different words holds texts, not labels
 
 
@@ -28,8 +28,8 @@ class LabelCells:
     """The cells of all label columns.
 
     Attributes:
-        kinds: NUMBER, PERCENT or WORD for each cell.
-        values: the number, without its percent sign; for a word its place in `words`.
+        kinds: NUMBER, PERCENT or WORD for each cell; MISSING where a label may be missing.
+        values: the number, without its percent sign; for a word its place in `words`; NaN for a missing label.
         words: the different words of each column, in lower case.
         rows: the number of each row in its source, from 1.
         sources: the names of the sources, in order, with their numbers of rows.
@@ -107,13 +107,18 @@ def _renumber_words(part: LabelCells, places: list[dict[str, int]]) -> np.ndarra
 # --- reading ---
 
 
-def read_cells(source: str | Path, table: Table, names: Sequence[str]) -> LabelCells:
-    """Read the label columns of a table whose index numbers its rows; refuse cells that cannot be labels."""
+def read_cells(source: str | Path, table: Table, names: Sequence[str], may_miss: bool = False) -> LabelCells:
+    """Read the label columns of a table whose index numbers its rows; refuse cells that cannot be labels.
+
+    Labels may be missing if `may_miss`.
+    """
     kinds, values = np.empty((len(table), len(names)), np.uint8), np.empty((len(table), len(names)))
     words = []
     for column, name in enumerate(names):
         kinds[:, column], values[:, column], found = _read_column(table[name])
-        _refuse_cells(source, table, name, kinds[:, column])
+        if not may_miss:
+            _refuse_missing(source, table, name, kinds[:, column] == MISSING)
+        refuse_rows(source, table, name, kinds[:, column] == WRONG, "a finite number or a word")
         if len(found) > MAX_WORDS:
             raise DataError(
                 f"{source}: {name!r} holds more than {MAX_WORDS} different words, such as {found[0][:40]!r}.",
@@ -170,10 +175,11 @@ def _parse_number(value: Any) -> tuple[int, float]:
     return (NUMBER, number) if np.isfinite(number) else (WRONG, np.nan)
 
 
-def _refuse_cells(source: str | Path, table: Table, name: str, kinds: np.ndarray) -> None:
-    missing = kinds == MISSING
+def _refuse_missing(source: str | Path, table: Table, name: str, missing: np.ndarray) -> None:
     if missing.any():
         row = table.index[int(np.argmax(missing))]
         value = table[name].iloc[int(np.argmax(missing))]
-        raise DataError(f"{source}, row {row}: {name!r} has no label, got {value!r}.", "label or remove this row.")
-    refuse_rows(source, table, name, kinds == WRONG, "a finite number or a word")
+        raise DataError(
+            f"{source}, row {row}: {name!r} has no label, got {value!r}.",
+            "label or remove this row; radq train, distill and score go on without it by --missing-labels.",
+        )

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from radq.data.label_cells import NUMBER, PERCENT, WORD, LabelCells, show_number
+from radq.data.label_cells import MISSING, NUMBER, PERCENT, WORD, LabelCells, show_number
 from radq.errors import DataError, ModelError, OptionError
 
 # The first word of a pair becomes 0, the second 1.
@@ -70,7 +70,11 @@ class LabelScale:
         return f"label {name!r}: {low} to {high} → 0 to 1 (change this with --label-range)"
 
     def apply(self, cells: LabelCells, column: int, name: str) -> np.ndarray:
-        """The labels of a column in single precision, (n,); an error names the first cell outside the scale."""
+        """The labels of a column in single precision, (n,); an error names the first cell outside the scale.
+
+        Missing labels are NaN.
+        """
+        known = cells.kinds[:, column] != MISSING
         if self.words:
             labels = self._look_up(cells, column)
             wrong, allowed = np.isnan(labels), f"one of {_list_words(self.words)}"
@@ -84,12 +88,12 @@ class LabelScale:
                 wrong |= (values < self.low) | (values > self.high)
                 allowed += f" from {show_number(self.low)}{self.unit} to {show_number(self.high)}{self.unit}"
             hint = "change the label or --label-range."
-        if wrong.any():
+        if (wrong := wrong & known).any():
             raise _wrong_cell(cells, int(np.argmax(wrong)), column, name, allowed, hint)
         with np.errstate(over="ignore"):
             single = labels.astype(np.float32)
-        if not np.isfinite(single).all():
-            row = int(np.argmin(np.isfinite(single)))
+        if (large := known & ~np.isfinite(single)).any():
+            row = int(np.argmax(large))
             raise _wrong_cell(cells, row, column, name, "between -3.4e38 and 3.4e38", "map it with --label-range.")
         return single
 
@@ -215,7 +219,7 @@ def find_scales(
 
 
 def scale_labels(cells: LabelCells, names: Sequence[str], scales: Sequence[LabelScale]) -> np.ndarray:
-    """Labels in single precision, (n, a)."""
+    """Labels in single precision, (n, a); NaN where they are missing."""
     labels = np.empty((len(cells.rows), len(names)), np.float32)
     for column, (name, scale) in enumerate(zip(names, scales, strict=True)):
         labels[:, column] = scale.apply(cells, column, name)
@@ -228,7 +232,11 @@ def _has_word_of(cells: LabelCells, column: int, words: Mapping[str, float]) -> 
 
 def _find_scale(cells: LabelCells, column: int, name: str, rules: LabelRules) -> LabelScale:
     kinds = cells.kinds[:, column]
-    first, *others = np.sort(np.unique(kinds, return_index=True)[1]).tolist()  # the first row of each kind
+    known = np.flatnonzero(kinds != MISSING)
+    if not len(known):
+        raise DataError(f"no row has a label {name!r}.", "check the name of the column.")
+    firsts = known[np.unique(kinds[known], return_index=True)[1]]  # the first row of each kind
+    first, *others = np.sort(firsts).tolist()
     if others:
         raise DataError(
             f"{cells.place(others[0])}: {name!r} is {_show_kind(cells, others[0], column)}, but in "
@@ -242,7 +250,7 @@ def _find_scale(cells: LabelCells, column: int, name: str, rules: LabelRules) ->
         return LabelScale(low=rules.range[0], high=rules.range[1], unit=unit)
     if unit:
         return LabelScale(low=0.0, high=100.0, unit=unit, bounded=not rules.keep)
-    return KEPT if rules.keep else _scale_numbers(cells.values[:, column], name)
+    return KEPT if rules.keep else _scale_numbers(cells.values[known, column], name)
 
 
 def _scale_words(cells: LabelCells, column: int, name: str) -> LabelScale:

@@ -9,7 +9,7 @@ iterable of dictionaries. They are read once, and a few at a time, so that they 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,30 @@ from radq.files import FINGERPRINT_LENGTH, default_cache_folder, explained_writi
 Rows = Any  # a pandas.DataFrame, a mapping of columns, or an iterable of mappings
 
 
-def store_rows(rows: Rows, columns: list[str], cache_folder: str | Path | None = None, progress: bool = False) -> Path:
-    """Write these columns of all rows into a jsonl file of the cache, whose name is a fingerprint of its contents."""
+def store_rows(
+    rows: Rows,
+    columns: list[str],
+    cache_folder: str | Path | None = None,
+    progress: bool = False,
+    optional: Sequence[str] = (),
+) -> Path:
+    """Write these columns of all rows into a jsonl file of the cache, whose name is a fingerprint of its contents.
+
+    A missing value is null. Rows may lack the columns that are optional.
+    """
+    required = [name for name in columns if name not in optional]
     import pyarrow
     from tqdm import tqdm
 
     folder, digest, number = Path(cache_folder or default_cache_folder()) / "rows", hashlib.sha256(), 0
     temporary = folder / f".{os.getpid()}.jsonl.zst"
-    found = tqdm(_iterate(rows, columns), unit="row", desc="reading rows", disable=not progress)
+    found = tqdm(_iterate(rows, columns, required), unit="row", desc="reading rows", disable=not progress)
     try:
         with explained_writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with pyarrow.output_stream(str(temporary), compression="zstd") as stream:
                 for number, row in enumerate(found, 1):
-                    line = _write_line(number, row, columns)
+                    line = _write_line(number, row, columns, required)
                     digest.update(line)
                     stream.write(line)
             if not number:
@@ -47,14 +57,15 @@ def store_rows(rows: Rows, columns: list[str], cache_folder: str | Path | None =
         temporary.unlink(missing_ok=True)
 
 
-def _iterate(rows: Rows, columns: list[str]) -> Iterator[Any]:
+def _iterate(rows: Rows, columns: list[str], required: list[str]) -> Iterator[Any]:
     import pandas
 
     if isinstance(rows, Mapping):
-        _require_columns(rows, columns)
-        rows = pandas.DataFrame({name: list(rows[name]) for name in columns})
+        _require_columns(rows, required)
+        rows = pandas.DataFrame({name: list(rows[name]) for name in columns if name in rows})
     if isinstance(rows, pandas.DataFrame):
-        _require_columns(rows.columns, columns)
+        _require_columns(rows.columns, required)
+        columns = [name for name in columns if name in rows.columns]
         places = [list(rows.columns).index(name) for name in columns]
         for values in rows.itertuples(index=False, name=None):
             yield {name: values[place] for name, place in zip(columns, places, strict=True)}
@@ -74,11 +85,11 @@ def _require_columns(found: Iterable[Any], columns: list[str]) -> None:
             raise DataError(f"the data has no column {name!r}.", hint)
 
 
-def _write_line(number: int, row: Any, columns: list[str]) -> bytes:
+def _write_line(number: int, row: Any, columns: list[str], required: list[str]) -> bytes:
     if not isinstance(row, Mapping):
         raise DataError(f"row {number} of the data is a {type(row).__name__}.", "give each row as a dictionary.")
     if number == 1:
-        _require_columns(row, columns)
+        _require_columns(row, required)
     try:
         return json.dumps({name: _plain(row.get(name)) for name in columns}).encode() + b"\n"
     except (TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ import lzma
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import islice
@@ -65,12 +65,15 @@ def find_format(path: Path) -> str:
     return kind
 
 
-def check_sources(sources: Iterable[str | Path], columns: list[str]) -> None:
-    """Refuse files that do not exist, or whose first rows lack one of these columns. Hub data sets are not fetched."""
+def check_sources(sources: Iterable[str | Path], columns: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Refuse files that do not exist, or whose first rows lack one of these columns that is not optional.
+
+    Hub data sets are not fetched.
+    """
     for source in sources:
         if Path(source).is_file():
             for table in islice(read_table(source), 1):
-                check_columns(source, table, columns)
+                check_columns(source, table, columns, optional)
         else:
             _require_hub(str(source))
 
@@ -89,11 +92,11 @@ def read_text_column(source: str | Path, column: str) -> list[str]:
 # --- columns ---
 
 
-def check_columns(source: str | Path, table: Table, names: list[str]) -> None:
-    """Refuse a table without one of these columns, or with two of the same name."""
+def check_columns(source: str | Path, table: Table, names: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Refuse a table without one of these columns that is not optional, or with two of the same name."""
     columns = list(table.columns)
     for name in names:
-        if name not in columns:
+        if name not in columns and name not in optional:
             raise DataError(f"{source} has no column {name!r}.", f"it has {', '.join(map(str, columns)) or 'none'}.")
         if columns.count(name) > 1:
             raise DataError(f"{source} has {columns.count(name)} columns {name!r}.", "rename all of them but one.")

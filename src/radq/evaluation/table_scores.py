@@ -30,7 +30,7 @@ class TableScores:
 
     Attributes:
         rewards: the rewards of the rows that have a text; NaN where the tokenizer found no tokens.
-        labels: labels of these rows, one column per label column.
+        labels: labels of these rows, one column per label column; NaN where a label is missing.
         row_numbers: their numbers in the file, from 1.
         scales: how labels became numbers, one per label column.
         truncated: number of texts that were cut off.
@@ -67,6 +67,10 @@ def score_table(
     max_length = min(max_length, model.max_tokens or max_length)
     with tempfile.TemporaryDirectory() as cache:
         data = load_data([source], model.tokenizer, columns, max_length, cache, progress, scales)
+        labelled = ~np.isnan(data.labels[data.lengths > data.prompt_lengths])
+        for name, some in zip(columns.labels, labelled.any(0), strict=True):
+            if not some:  # said before rewards are computed, which may take long
+                raise DataError(f"{source}: no text has a label {name!r}.", "name other columns as labels, or none.")
         rewards = score_rows(model, data, batch_size, progress)
         if np.isnan(rewards).all():
             raise DataError(f"{source}: the tokenizer finds no tokens in these texts.", "check --text-column.")

@@ -32,4 +32,4 @@ def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
     teacher = getattr(config, "teacher", "")
     if teacher and not getattr(config, "base", "") and needs_base(teacher):
         raise OptionError(f"the teacher {teacher!r} is no reward model, and needs a base.", "give --base.")
-    check_sources([*config.data, *config.eval_data], config.columns)
+    check_sources([*config.data, *config.eval_data], config.columns, config.optional_columns)

@@ -141,6 +141,11 @@ class TrainingConfig:
         return [name for name in (self.text, self.prompt, self.weight, *self.attributes) if name is not None]
 
     @property
+    def optional_columns(self) -> list[str]:
+        """Names of those columns that a table may lack."""
+        return []
+
+    @property
     def label_rules(self) -> "LabelRules":
         """How labels become numbers, where radq is not to decide."""
         from radq.data.label_scale import LabelRules
@@ -187,6 +192,9 @@ class RewardTrainingConfig(TrainingConfig):
     labels: str = ""
     """Columns with the labels, separated by commas; their names become the attributes of the reward model. With --pairs
     or --responses, the name of the one attribute, by default preference."""
+    missing_labels: bool = False
+    """Allow rows without some labels, and files without some of the label columns. An attribute has no loss in a row
+    that lacks its label; rows without any label are left out."""
     spans: str = ""
     """Column with lists of [start, end, label]: labels of single tokens, those from the character start to the
     character end of the text. Tokens outside all spans have the label of the column --labels, or no loss without it."""
@@ -302,6 +310,10 @@ class RewardTrainingConfig(TrainingConfig):
         return [name.strip() for name in (self.pairs or self.responses).split(",")]
 
     @property
+    def optional_columns(self) -> list[str]:
+        return self.label_columns if self.missing_labels else []
+
+    @property
     def columns(self) -> list[str]:
         if not self.compares:
             own = [name for name in (self.text, self.prompt, self.weight, self.spans or None) if name is not None]
@@ -313,6 +325,7 @@ class RewardTrainingConfig(TrainingConfig):
         super().check()
         self._check_pairs()
         self._check_spans()
+        self._check_missing_labels()
         if not self.attributes and not self.has_teacher:
             raise OptionError("there are no labels.", "give --labels with one or more columns, or --pairs.")
         self._check_classifier()
@@ -395,6 +408,16 @@ class RewardTrainingConfig(TrainingConfig):
                 "spans needs a column of its own, beside at most one column of labels.",
                 f"give one column as --labels, or none, got {self.labels!r}.",
             )
+
+    def _check_missing_labels(self) -> None:
+        """Refuse missing labels where there are none of texts."""
+        if not self.missing_labels:
+            return
+        for name in ("pairs", "responses", "spans"):
+            if getattr(self, name):
+                raise OptionError(f"missing_labels and {name} exclude each other.", "leave --missing-labels out.")
+        if not self.label_columns:
+            raise OptionError("missing_labels needs labels, and there are none.", "give --labels, too.")
 
     def _check_candidates(self) -> None:
         if self.base and not self.has_teacher:

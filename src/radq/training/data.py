@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
+import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData, load_data
@@ -19,7 +20,7 @@ from radq.data.spans import load_spans
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
 from radq.training.arguments import training_device
-from radq.training.config import RewardTrainingConfig
+from radq.training.config import RewardTrainingConfig, TrainingConfig
 from radq.training.losses import LOSSES
 from radq.training.recipe import LONGEST, Config, Task, complete, held_out_share
 
@@ -62,7 +63,7 @@ def keep_rows(config: Config, data: Rows, eval_data: Rows, progress: bool) -> Co
     given = {name: rows for name, rows in {"data": data, "eval_data": eval_data}.items() if rows is not None}
     replace(config, **{name: [*getattr(config, name), name] for name in given}).check()
     for name, rows in given.items():
-        file = store_rows(rows, config.columns, config.cache, progress)
+        file = store_rows(rows, config.columns, config.cache, progress, config.optional_columns)
         config = replace(config, **{name: [*getattr(config, name), str(file)]})
     return config
 
@@ -112,20 +113,43 @@ def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) ->
             config.label_rules,
             config.skip_empty,
             spans,
+            missing_labels=bool(config.optional_columns),
         )
         load_rows = load_data if spans is None else load_spans
         return load_rows(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
-    data = load(config.data, scales)
+    data = _leave_out_unlabelled(load(config.data, scales), config, progress)
     config = replace(config, eval_share=held_out_share(config, len(data)))
     eval_data = load(config.eval_data, data.scales) if config.eval_data else None
     if eval_data is None and config.eval_share:
         data, eval_data = data.split(config.eval_share, config.seed)
+    elif eval_data is not None:
+        eval_data = _leave_out_unlabelled(eval_data, config, progress)
+    if config.optional_columns:
+        _require_labels(data, config.optional_columns)
     for part in (data, eval_data):
         if part is not None and not part.weights[part.rows].any():
             kind = "train" if part is data else "evaluate"
             raise DataError(f"{config.weight!r} is 0 in all rows to {kind} on.", "give some rows a weight above 0.")
     return RunData(config, data, eval_data)
+
+
+def _leave_out_unlabelled(data: RewardData, config: TrainingConfig, progress: bool) -> RewardData:
+    """Leave out the rows without any label, unless the targets are a teacher's rewards."""
+    if not config.optional_columns or (isinstance(config, RewardTrainingConfig) and config.learns_tokens):
+        return data
+    labelled = (~np.isnan(data.labels[data.rows])).sum(1) > 0
+    if progress and not labelled.all():
+        print(f"{(~labelled).sum()} rows without any label are left out")
+    return data.where(labelled)
+
+
+def _require_labels(data: RewardData, names: list[str]) -> None:
+    """Refuse rows to train on of which none with a weight has a label of some name."""
+    labelled = ~np.isnan(data.labels[data.rows]) & (data.weights[data.rows] > 0)[:, None]
+    for name, some in zip(names, labelled.any(0), strict=True):
+        if not some:
+            raise DataError(f"no row to train on has a label {name!r}.", "give more rows, or lower --eval-share.")
 
 
 def _load_pairs(

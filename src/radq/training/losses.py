@@ -29,10 +29,12 @@ def squared_loss(
 ) -> Float[Tensor, ""]:
     """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)², where each text i is multiplied by its weight if there are weights.
 
-    Labels are those of texts, or of each token. If there are `shares` of the tokens of a text, they replace λ.
+    Labels are those of texts, or of each token. An attribute whose label is missing, NaN, has no error. If there are
+    `shares` of the tokens of a text, they replace λ.
     """
     rewards = _zero_outside(rewards, loss_mask)
-    return _sum_over_prefixes((rewards - _expand(labels, rewards)).square(), loss_mask, weights, shares)
+    labels, known = _expand(labels, rewards)
+    return _sum_over_prefixes((rewards - labels).square() * known, loss_mask, weights, shares)
 
 
 def cross_entropy_loss(
@@ -44,13 +46,19 @@ def cross_entropy_loss(
 ) -> Float[Tensor, ""]:
     """Binary cross-entropy of σ(r̂) against labels in [0, 1], summed over tokens and texts as in `squared_loss`."""
     rewards = _zero_outside(rewards, loss_mask)
-    errors = F.binary_cross_entropy_with_logits(rewards, _expand(labels, rewards), reduction="none")
-    return _sum_over_prefixes(errors, loss_mask, weights, shares)
+    labels, known = _expand(labels, rewards)
+    errors = F.binary_cross_entropy_with_logits(rewards, labels, reduction="none")
+    return _sum_over_prefixes(errors * known, loss_mask, weights, shares)
 
 
-def _expand(labels: Labels, rewards: Float[Tensor, "b t a"]) -> Float[Tensor, "b t a"]:
-    """A label for each reward: labels of texts are those of all their tokens."""
-    return (labels if labels.dim() == 3 else labels[:, None]).to(rewards.dtype).expand_as(rewards)
+def _expand(labels: Labels, rewards: Float[Tensor, "b t a"]) -> tuple[Float[Tensor, "b t a"], Bool[Tensor, "b t a"]]:
+    """A label for each reward, 0 where it is missing, and whether it is known.
+
+    Labels of texts are those of all their tokens.
+    """
+    labels = (labels if labels.dim() == 3 else labels[:, None]).to(rewards.dtype).expand_as(rewards)
+    known = ~labels.isnan()
+    return torch.where(known, labels, 0), known  # not even masked may a NaN reach the gradient
 
 
 def prefix_weights(loss_mask: Mask) -> Float[Tensor, "b t"]:

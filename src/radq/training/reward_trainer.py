@@ -285,21 +285,23 @@ def random_tokens(
 def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]) -> dict[str, float]:
     """Compute means over texts from the statistics of `prediction_step`.
 
-    Binary labels also have AUC and accuracy, other labels have the rank correlation with them.
+    Binary labels also have AUC and accuracy, other labels have the rank correlation with them. Labels that are missing,
+    NaN, count nowhere, and an attribute without labels has no metrics.
     """
     a = len(attributes)
     metrics: dict[str, float] = {}
     if labels.shape[1]:
         last, errors = stats[:, :a], stats[:, a : 2 * a]
-        metrics |= _with_each("weighted_mse", errors, attributes)
-        metrics["last_token_mse"] = float(((last - labels) ** 2).mean())
+        known = ~np.isnan(labels)
+        metrics |= _with_each("weighted_mse", errors, known, attributes)
+        metrics |= _with_each("last_token_mse", (last - labels) ** 2, known, [])
         for column, attribute in enumerate(attributes):
-            label = labels[:, column]
+            reward, label = (values[known[:, column], column] for values in (last, labels))
             if set(np.unique(label)) == {0.0, 1.0}:
-                metrics[f"auc_{attribute}"] = area_under_curve(last[:, column], label > 0.5)
-                metrics[f"accuracy_{attribute}"] = float(((last[:, column] > 0.5) == (label > 0.5)).mean())
+                metrics[f"auc_{attribute}"] = area_under_curve(reward, label > 0.5)
+                metrics[f"accuracy_{attribute}"] = float(((reward > 0.5) == (label > 0.5)).mean())
             elif len(label) > 1 and np.ptp(label) > 0:
-                metrics[f"spearman_{attribute}"] = rank_correlation(last[:, column], label) or 0.0
+                metrics[f"spearman_{attribute}"] = rank_correlation(reward, label) or 0.0
     rest = stats[:, a * (2 if labels.shape[1] else 1) :]
     if rest.shape[1]:
         distances, tokens, *sums = rest.astype(np.float64).sum(0)
@@ -318,8 +320,10 @@ def constant_metrics(
     training labels is the best constant under squared error and under cross-entropy.
     """
     errors = (labels - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
-    metrics = _with_each("constant_weighted_mse", errors, attributes)
-    for label, attribute in zip(labels.T, attributes, strict=True):
+    known = ~np.isnan(labels)
+    metrics = _with_each("constant_weighted_mse", errors, known, attributes)
+    for column, attribute in enumerate(attributes):
+        label = labels[known[:, column], column]
         if set(np.unique(label)) == {0.0, 1.0}:
             metrics[f"chance_auc_{attribute}"] = chance_auc(int(label.sum()), int((1 - label).sum()))
         elif len(label) > 1 and np.ptp(label) > 0:
@@ -332,7 +336,10 @@ def constant_metrics(
     return metrics
 
 
-def _with_each(name: str, errors: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """Average errors, (n, a), over all under `name` and, if there are several attributes, over those of each."""
-    each = {f"{name}_{attribute}": float(errors[:, n].mean()) for n, attribute in enumerate(attributes)}
-    return {name: float(errors.mean())} | (each if len(attributes) > 1 else {})
+def _with_each(name: str, errors: np.ndarray, known: np.ndarray, attributes: list[str]) -> dict[str, float]:
+    """Average the known errors, both (n, a), over all under `name` and, if there are several attributes, of each."""
+    found = {name: float(errors[known].mean())} if known.any() else {}
+    if len(attributes) > 1:
+        each = zip(attributes, errors.T, known.T, strict=True)
+        found |= {f"{name}_{attribute}": float(e[k].mean()) for attribute, e, k in each if k.any()}
+    return found
