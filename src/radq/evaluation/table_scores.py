@@ -67,9 +67,9 @@ def score_table(
     max_length = min(max_length, model.max_tokens or max_length)
     with tempfile.TemporaryDirectory() as cache:
         data = load_data([source], model.tokenizer, columns, max_length, cache, progress, scales)
-        labelled = ~np.isnan(data.labels[data.lengths > data.prompt_lengths])
-        for name, some in zip(columns.labels, labelled.any(0), strict=True):
-            if not some:  # said before rewards are computed, which may take long
+        with_tokens = data.labels[data.lengths > data.prompt_lengths]
+        for name, labels in zip(columns.labels, with_tokens.T, strict=True):
+            if np.isnan(labels).all():  # said before rewards are computed, which may take long
                 raise DataError(f"{source}: no text has a label {name!r}.", "name other columns as labels, or none.")
         rewards = score_rows(model, data, batch_size, progress)
         if np.isnan(rewards).all():

@@ -22,7 +22,7 @@ from radq.numerics import at_least_float32, constant, texts_per_forward
 
 @dataclass(frozen=True)
 class Places:
-    """What a language model says at some places of texts, about candidates for the token that comes there."""
+    """The answers of a language model at some places of texts, about candidates for the token that comes there."""
 
     logits: Float[Tensor, "rows p k"]  # as those of `candidate_logits`
     normaliser: Float[Tensor, "rows p 1"]  # by which logits become log-probabilities

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 
 from radq.errors import OptionError, RadqError
 from radq.training.arguments import training_device
-from radq.training.config import TrainingConfig
+from radq.training.run_config import TrainingConfig
 
 LONGEST_WAIT = 24 * 3600  # seconds: one process may tokenise or ask a teacher for hours while the others wait
 

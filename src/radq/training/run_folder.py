@@ -21,7 +21,7 @@ from radq.files import MODEL_FILES, explained_writing, require_own_folder, whole
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.settings import read_yaml
 from radq.training.checkpoints import find_checkpoints, find_newest_undamaged
-from radq.training.config import TrainingConfig
+from radq.training.run_config import TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
 

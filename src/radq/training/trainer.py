@@ -45,7 +45,7 @@ from radq.training.arguments import make_arguments
 from radq.training.callbacks import EpochCallback, MetricsCallback, RunCallback, SavingCallback, point_to_best
 from radq.training.capture import CapturedSteps, can_capture
 from radq.training.checkpoints import STATE, find_checkpoints, write_checksums
-from radq.training.config import TrainingConfig
+from radq.training.run_config import TrainingConfig
 
 CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
 STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches
