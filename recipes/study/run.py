@@ -39,7 +39,7 @@ from radq import RewardGuide, RewardModel, generate
 from radq.errors import RadqError
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import ScoredTexts, measure
-from radq.files import read_lines, whole_folder
+from radq.files import read_lines
 from radq.judges.encoders import load_encoder
 from radq.judges.models import load_judge
 from radq.models.gguf import convert_gguf
@@ -291,8 +291,7 @@ def read_excerpt(file: Path) -> dict[tuple[str, str], list[list[str]]]:
 
 def convert(gguf: str) -> None:
     """Write the language model of a GGUF file into the folder that a contest of another base model reads."""
-    with whole_folder(Path(CONVERTED)) as temporary:
-        convert_gguf(gguf, temporary, torch.bfloat16)
+    convert_gguf(gguf, CONVERTED, torch.bfloat16)
 
 
 PIECES: dict[str, Callable[[int], None]] = {

@@ -1,5 +1,6 @@
 """GGUF files: a small one holds the model it was made of; tests/models/test_embedded.py converts a real one."""
 
+import errno
 import os
 from pathlib import Path
 from unittest.mock import Mock
@@ -8,9 +9,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from radq.errors import ModelError
+from radq.errors import ModelError, WriteError
 from radq.models.gguf import convert_gguf
 
 NAMES = {  # of the tensors of a layer, here and in GGUF
@@ -104,6 +105,22 @@ def test_a_file_is_read_once(lm: LlamaForCausalLM, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gguf, "get_tensor_name_map", name_tensors)
     convert_gguf(tmp_path / "small.gguf", tmp_path / "out")
     assert (read.call_count, name_tensors.call_count) == (1, 1)
+
+
+def test_a_folder_is_written_whole_and_for_everybody(
+    lm: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(lm, tmp_path / "small.gguf")
+    out = tmp_path / "out"
+    with monkeypatch.context() as broken:
+        broken.setattr(PreTrainedTokenizerBase, "save_pretrained", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(WriteError, match="cannot write '.*out'"):
+            convert_gguf(tmp_path / "small.gguf", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["small.gguf"]  # the weights were written before
+    convert_gguf(tmp_path / "small.gguf", out)
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+    convert_gguf(tmp_path / "small.gguf", out, torch.bfloat16)
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kept", [0, 0.0001, 0.02, 0.5, 0.999])

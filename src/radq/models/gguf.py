@@ -17,11 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radq.errors import ModelError, first_line, require_package
+from radq.files import MODEL_FILES, whole_folder
 from radq.models.hub import quiet
 
 
 def convert_gguf(source: str | Path, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the model and the tokenizer of a GGUF file into a folder that transformers can load."""
+    """Write the model and the tokenizer of a GGUF file into a folder that transformers can load.
+
+    The folder is written whole or not at all; a model that it holds is replaced.
+    """
     source = Path(source)
     if not source.is_file():
         raise ModelError(f"there is no file {str(source)!r}.", "give a GGUF file.")
@@ -30,14 +34,14 @@ def convert_gguf(source: str | Path, folder: str | Path, dtype: torch.dtype = to
     config = loaded.config
     del config.quantization_config  # what is saved is no longer quantised
     config._name_or_path = ""
-    with quiet():
+    with whole_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
         with torch.device("meta"):  # random weights would take as long as the stored ones
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         weights = {name: values.to(dtype) for name, values in loaded.state_dict().items()}
         model.load_state_dict(weights, assign=True)
         model.tie_weights()
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
 
 
 def _read(source: Path) -> tuple[Any, Any]:
