@@ -20,7 +20,7 @@ from contest import MODELS, READS, RECIPE, own_texts_job
 from jobs import RADQ, Finish, Job, Run, find_needed, keep_json, run_all, run_command, write_json
 from methods import CHOOSING, METHODS, OURS, RUNS, TASKS, Method, Task, contest_sweep, dev_sweeps, model_folder
 from rehearsal import TOY, Rehearsal, run_here
-from second import second_opinions
+from second import forget_opinions, second_opinions
 from trainings import describe_model, training_job
 
 from radq.models.embedded import reward_folder
@@ -119,6 +119,8 @@ def take_untested(task: Task, method: Method, request: Request) -> None:
 
 
 def forget_test(task: Task, method: Method, request: Request) -> None:
+    """Delete the numbers of a test that is made again, and what was measured on its texts."""
+    forget_opinions(Path(), task.name, method.name)
     for made in (keep_job(task, method).makes, testing_job(task, method, request).makes):
         Path(made).unlink(missing_ok=True)
 

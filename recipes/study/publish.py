@@ -1,6 +1,8 @@
 """Copy the numbers of a contest that can be published: what the page needs, and the metrics of its models.
 
-python recipes/study/publish.py runs/study recipes/study/measured/contest
+    python recipes/study/publish.py runs/study recipes/study/measured/contest
+
+The folder of a run that went on from published numbers holds these, too, so they are replaced as a whole.
 """
 
 import shutil
@@ -12,10 +14,11 @@ from contest import MODELS
 
 
 def publish(run: Path, out: Path) -> None:
-    shutil.rmtree(out / "untested", ignore_errors=True)  # what has been tested since
+    shutil.rmtree(out / "untested", ignore_errors=True)  # a run without such choices has tested all
     for name in ("choices", "untested", "kept", "second"):
         if (run / name).exists():
-            shutil.copytree(run / name, out / name, dirs_exist_ok=True)
+            shutil.rmtree(out / name, ignore_errors=True)
+            shutil.copytree(run / name, out / name)
     if (run / FILE).exists():
         shutil.copy(run / FILE, out)
     (out / "models").mkdir(parents=True, exist_ok=True)

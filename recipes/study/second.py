@@ -51,6 +51,17 @@ def second_opinions(folder: Path, only: str = "", lm: str = "", run: Run = run_c
         measure_fluency(folder, only, prompts, lm)
 
 
+def forget_opinions(folder: Path, task: str, method: str) -> None:
+    """Delete what was measured on the kept texts of a method, since these will be others."""
+    for file in (second_file(folder, task, method), likelihood_file(folder, task, method)):
+        file.unlink(missing_ok=True)
+    found = folder / "second" / "mauve.jsonl"
+    if found.exists():
+        lines = [row for row in read_lines(found) if (row["task"], row["method"]) != (task, method)]
+        with whole_file(found) as temporary:
+            temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines))
+
+
 # --- the judge ---
 
 

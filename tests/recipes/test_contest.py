@@ -267,15 +267,26 @@ def test_a_choice_that_was_not_tested_is_told_and_tested_next(
     assert (published / "untested" / untested.name).exists()
     monkeypatch.chdir(folder)
     Path("models").mkdir(exist_ok=True)
+    opinions = [modules["places"].likelihood_file(folder, "toxicity", name) for name in ("dexperts", "gedi")]
+    for opinion in opinions:
+        opinion.parent.mkdir(exist_ok=True)
+        opinion.touch()
+    rows = [{"task": "toxicity", "method": name, "cell": "", "group": "", "value": 1} for name in ("dexperts", "gedi")]
+    Path("second/mauve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ran: list[Any] = []
     monkeypatch.setattr(pieces.Request, "run", lambda request, jobs, finish: ran.extend(jobs))
     pieces.contest(pieces.Request(only="toxicity-dexperts$"))
+    assert [opinion.exists() for opinion in opinions] == [False, True]  # of texts that will be others
+    assert json.loads(Path("second/mauve.jsonl").read_text()) == rows[1]
     assert "contest-toxicity-dexperts" in {job.name for job in ran}
     assert json.loads(file.read_text())["chosen"] == chosen
     assert not untested.exists()
     assert not Path("kept/toxicity-dexperts.npz").exists()
+    (published / "second" / opinions[0].name).parent.mkdir(exist_ok=True)
+    (published / "second" / opinions[0].name).touch()
     modules["publish"].publish(folder, published)
     assert not list(published.glob("untested/*"))
+    assert sorted(path.name for path in (published / "second").iterdir()) == [opinions[1].name, "mauve.jsonl"]
 
 
 def dev_row(guide: str, beta: float | None, ratio: float, attribute: float) -> dict[str, Any]:
