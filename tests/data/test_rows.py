@@ -110,7 +110,8 @@ def test_a_data_set_of_the_package_datasets_streamed_or_not(tmp_path: Path) -> N
 @pytest.mark.parametrize("rows", [PARTLY, PARTLY[::-1], pandas.DataFrame(PARTLY)], ids=["list", "turned", "frame"])
 def test_optional_columns_may_be_absent(rows: Any, tmp_path: Path) -> None:
     found = {
-        row["text"]: (row["y"], row["z"]) for row in read(store_rows(rows, ["text", "y", "z"], tmp_path, False, "yz"))
+        row["text"]: (row["y"], row["z"])
+        for row in read(store_rows(rows, ["text", "y", "z"], tmp_path, optional=["y", "z"]))
     }
     assert found["a"][0] == 1
     assert found["b"][0] != found["b"][0] or found["b"][0] is None

@@ -26,7 +26,7 @@ from radq.data.batches import GlobalBatches
 from radq.data.dataset import load_data
 from radq.data.examples import DataColumns
 from radq.errors import OptionError, StoppedError
-from radq.guides import RewardGuide
+from radq.guides import Guide, RewardGuide
 from radq.models import kv_cache, rad_v
 from radq.models.hub import quiet
 from radq.models.rad_q import RadQ
@@ -182,6 +182,39 @@ def test_the_target_of_a_guide_is_its_shift_per_strength(method: str) -> None:
             shift = guide.advise(guide.start(tokens), torch.from_numpy(candidates[n, p, None]).long().clamp(0)).shift[0]
             wanted = np.where(candidates[n, p] == UNUSED, 0, shift.numpy() / strength)
             np.testing.assert_allclose(targets[n, p, :, 0], wanted, rtol=1e-5, atol=1e-6)
+
+
+class OwnGuide(Guide):
+    """A guide without `place_rewards`, which answers as another one."""
+
+    def __init__(self, other: Guide):
+        self.other, self.beta = other, other.beta
+
+    @property
+    def readers(self) -> Any:
+        return self.other.readers
+
+    def start(self, *args: Any) -> Any:
+        return self.other.start(*args)
+
+    def advise(self, *args: Any) -> Any:
+        return self.other.advise(*args)
+
+    def advance(self, *args: Any) -> Any:
+        return self.other.advance(*args)
+
+
+@pytest.mark.parametrize("method", ["dexperts", "gedi"])
+def test_a_guide_of_ones_own_teaches_the_same(method: str) -> None:
+    """It reads each place anew, so that its rewards of texts are stored."""
+    guide = make_guide(method)
+    sources = [GuideSource(one, ["strength"]) for one in (guide, OwnGuide(guide))]
+    assert [(source.reads_once, source.is_slow) for source in sources] == [(True, False), (False, True)]
+    texts, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    torch.testing.assert_close(*(source.token_rewards(texts, mask) for source in sources))
+    candidates = random_candidates(4)
+    found = [score_places(Teacher([[source]]), PREFIXES, candidates) for source in sources]
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["dexperts", "gedi"])

@@ -32,10 +32,10 @@ def store_rows(
 
     A missing value is null. Rows may lack the columns that are optional.
     """
-    required = [name for name in columns if name not in optional]
     import pyarrow
     from tqdm import tqdm
 
+    required = [name for name in columns if name not in optional]
     folder, digest, number = Path(cache_folder or default_cache_folder()) / "rows", hashlib.sha256(), 0
     temporary = folder / f".{os.getpid()}.jsonl.zst"
     found = tqdm(_iterate(rows, columns, required), unit="row", desc="reading rows", disable=not progress)

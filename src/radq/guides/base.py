@@ -80,6 +80,24 @@ class Adviser(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsOnce(Protocol):
+    """A guide that tells the rewards at all places of a text by reading the text once."""
+
+    def place_rewards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        positions: Int[Tensor, "b p"],
+        candidates: Int[Tensor, "b p k"],
+    ) -> Float[Tensor, "b p k s"]:
+        """Compute what the strengths multiply, of candidates in place of the tokens at some positions of texts.
+
+        The last position may be the one after the end of a text.
+        """
+        ...
+
+
 class Guide(ABC):
     """Steers a base model. A guide implements `readers`, `start`, `advise` and `advance`."""
 
@@ -87,7 +105,6 @@ class Guide(ABC):
     # Whether `advise` and `advance` only compute with tensors, and the same in every step, so that a GPU can repeat
     # them as a CUDA graph, without Python. Guides that count, print or change by themselves leave this False.
     capturable: bool = False
-    reads_once: bool = False  # whether the guide has `place_rewards`
 
     @property
     @abstractmethod
@@ -105,19 +122,6 @@ class Guide(ABC):
         that a guide need not run the base model a second time.
         """
         return self.start(input_ids, attention_mask)
-
-    def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
-    ) -> Float[Tensor, "b p k s"]:
-        """Compute what the strengths multiply, of candidates in place of the tokens at some positions of texts.
-
-        A text is read once for all its positions, of which the last may be the one after its end.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:

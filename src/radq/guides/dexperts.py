@@ -26,7 +26,6 @@ class DExpertsGuide(Guide):
     """
 
     capturable = True
-    reads_once = True
 
     def __init__(
         self,

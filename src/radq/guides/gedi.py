@@ -75,7 +75,6 @@ class GeDiGuide(Guide):
     """
 
     capturable = True
-    reads_once = True
 
     def __init__(
         self,

@@ -140,8 +140,8 @@ def _leave_out_unlabelled(data: RewardData, config: TrainingConfig, progress: bo
     if not config.optional_columns or (isinstance(config, RewardTrainingConfig) and config.learns_tokens):
         return data
     labelled = (~np.isnan(data.labels[data.rows])).sum(1) > 0
-    if progress and not labelled.all():
-        print(f"{(~labelled).sum()} rows without any label are left out")
+    if progress and (left_out := int((~labelled).sum())):
+        print(f"{left_out} row{'s' * (left_out > 1)} without any label {'are' if left_out > 1 else 'is'} left out")
     return data.where(labelled)
 
 

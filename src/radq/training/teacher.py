@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from radq.errors import OptionError, VocabularyError
 from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide
+from radq.guides.base import ReadsOnce
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import find_kind, load_guide, parse_guide
 from radq.models.reward import RewardModel
@@ -35,7 +36,7 @@ class Source(nn.Module):
 
     reads_continuations = False  # whether it reads texts without their prompts
     is_slow = False  # whether the rewards of a text's tokens take a forward pass for each token
-    reads_once = False  # whether it has `place_rewards`
+    reads_once = False  # whether `place_rewards` reads each text once
     attributes: list[str]
     ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
@@ -74,8 +75,13 @@ class Source(nn.Module):
         positions: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
-        """Compute the rewards of candidates in place of the tokens at some positions, by one forward over each text."""
-        raise NotImplementedError
+        """Compute the rewards of candidates in place of the tokens at some positions; by default, read each anew."""
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        anew = [
+            self.candidate_rewards(input_ids, attention_mask * (columns < place[:, None]), asked)
+            for place, asked in zip(positions.T, candidates.unbind(1), strict=True)
+        ]
+        return torch.stack(anew, dim=1)
 
 
 @final
@@ -164,7 +170,11 @@ class GuideSource(Source):
 
     @property
     def reads_once(self) -> bool:
-        return self.guide.reads_once
+        return isinstance(self.guide, ReadsOnce)
+
+    @property
+    def is_slow(self) -> bool:
+        return not self.reads_once
 
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
@@ -180,7 +190,9 @@ class GuideSource(Source):
         positions: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
-        return self.guide.place_rewards(input_ids, attention_mask, positions, candidates)
+        if isinstance(self.guide, ReadsOnce):
+            return self.guide.place_rewards(input_ids, attention_mask, positions, candidates)
+        return super().place_rewards(input_ids, attention_mask, positions, candidates)
 
     @torch.no_grad()
     def candidate_rewards(
