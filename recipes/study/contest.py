@@ -53,8 +53,13 @@ def rad_q(attribute: str) -> dict[str, Any]:
 
 
 def readout_of_gedi(attribute: str) -> dict[str, Any]:
-    """The readout taught GeDi's log-probability of the high class, under the name of GeDi's strength, omega."""
-    settings = readout(attribute, teacher=f"models/{attribute}-gedi:omega={OMEGA:g}")
+    """The readout taught GeDi's log-probability of the high class, under the name of GeDi's strength, omega.
+
+    Beside the base model's candidates it reads the texts that GeDi has learnt from, so that nothing of our own models
+    enters it. They are cut to about the length of guided texts.
+    """
+    teacher, data = f"models/{attribute}-gedi:omega={OMEGA:g}", [f"data/{attribute}.jsonl"]
+    settings = readout(attribute, teacher=teacher, data=data, max_length=48)
     return {name: value for name, value in settings.items() if name != "labels"}
 
 
