@@ -15,7 +15,7 @@ from typing import Any
 
 import tyro
 from bases import EMBEDDED, BaseModel, read_base
-from choices import NUM_BETAS, SPAN, TARGET, read_choice, untested_file
+from choices import NUM_BETAS, SPAN, TARGET, choice_file, read_choice, untested_file
 from contest import RATES
 from kept import KEPT_TEXTS, KeptCell
 from markup import item, markdown_table, wrapped, write_figures
@@ -46,11 +46,12 @@ from radq.report.results import Result
 from radq.report.tables import number
 
 RATIOS = (1.1, TARGET, 1.3)
+RAD_Q, BASELINES = "rad-q", ("dexperts", "gedi")  # RAD-Q is compared with these, too
 # Methods in the figures; asked texts are too far to the right.
-DRAWN = (OURS, "rad-q", "value", "classifier", "gedi", "gedi-small", "dexperts", BEST)
+DRAWN = (OURS, RAD_Q, "classifier", "readout-gedi", "gedi", "gedi-small", "dexperts", BEST)
 REST = ("kl", "dist_2", "repetition")
 PHRASES = {"cannot be told": "not told apart"}
-EXPERTS = ("dexperts", "gedi", "gedi-small")  # the beginnings of their models' names
+EXPERTS = ("dexperts", "gedi", "gedi-small")  # methods whose models are trained at several learning rates
 UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
 SHIPPED = "has learnt from more, and [lowers it further](../src/radq/assets/toxicity/README.md)"
 
@@ -81,6 +82,7 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
         "# The contest\n" if base == EMBEDDED else f"# The contest with {base.title}\n",
         wrapped(f"{_introduction(base)} {_brackets(places)}"),
         "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others() if _was_run(places, name)),
+        *([_headlines_of_rad_q(places, bootstrap)] if _was_run(places, RAD_Q) else []),
         wrapped(" ".join(filter(None, (_closeness(places), _left_out(places))))),
         *(f"![{plot.title}]({base.page}/{plot.name}.svg)\n" for plot in plots),
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
@@ -167,23 +169,38 @@ def _closeness(places: Sequence[Place]) -> str:
 
 def _settings_tried(folder: Path, base: BaseModel) -> str:
     """What dev prompts chose from."""
-    choices = [json.loads(file.read_text()) for file in sorted((folder / "choices").glob("*.json"))]
-    tried = {one["model"] for choice in choices for one in choice["candidates"] if one["model"].startswith(EXPERTS)}
-    rates = [rate for end, rate in RATES.items() if any(model in tried for model in _with_end(end))]
     filters = f"; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}" if base.takes_part("gedi") else ""
-    named = " and ".join(f"{rate:.0e}".replace("e-0", "e-") for rate in rates)
     return (
         f"On 200 other prompts of each kind, every method tried k = {', '.join(map(str, TOP_K))}, each without p and "
         f"with {TOP_P[-1]}{filters}. "
-        + (f"Experts were trained with a learning rate of {named}. " if rates else "")
+        + _rates_tried(folder)
         + f"The best attribute at {TARGET} times the unguided perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} "
         f"values of β from about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. `choices/` has the "
         "rule and all numbers."
     )
 
 
-def _with_end(end: str) -> list[str]:
-    return [name + end for name in EXPERTS]
+def _rates_tried(folder: Path) -> str:
+    """A sentence about the learning rates of experts, and which methods tried more of them; empty if none were."""
+    tried: dict[str, set[str]] = {}  # by method and task: the ends of models' names
+    for task, method in RUNS:
+        file = folder / choice_file(task, method)
+        if method.name in EXPERTS and file.exists():
+            models = {one["model"] for one in json.loads(file.read_text())["candidates"]}
+            tried[f"{method.title} in {task.name}"] = {model.removeprefix(method.name) for model in models}
+    common = set.intersection(*tried.values()) if tried else set()
+    more = [
+        f"{_rate(end)} was tried for {' and '.join(which)}"
+        for end in RATES
+        if (which := [name for name, ends in tried.items() if end in ends - common])
+    ]
+    rates = " and ".join(_rate(end) for end in RATES if end in common)
+    return f"{'; '.join([f'Experts were trained with a learning rate of {rates}', *more])}. " if rates else ""
+
+
+def _rate(end: str) -> str:
+    """The learning rate of models whose names have an end."""
+    return f"{RATES[end]:.0e}".replace("e-0", "e-")
 
 
 def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
@@ -193,10 +210,26 @@ def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
 # --- headlines ---
 
 
-def _headline(places: Sequence[Place], method: Method, bootstrap: Bootstrap) -> str:
-    """How our method stands to another one at equal perplexity and at equal KL, in one sentence."""
+def _headlines_of_rad_q(places: Sequence[Place], bootstrap: Bootstrap) -> str:
+    """How RAD-Q, the method of the paper, stands to the baselines."""
+    intro = "RAD-Q was trained once, so that brackets behind its gains are intervals over prompts alone:"
+    run = [METHODS[name] for name in BASELINES if _was_run(places, name)]
+    points = [item("-", _headline(places, method, bootstrap, (RAD_Q,), "RAD-Q")) for method in run]
+    return f"{wrapped(intro)}\n{''.join(points)}" if points else ""
+
+
+def _headline(
+    places: Sequence[Place],
+    method: Method,
+    bootstrap: Bootstrap,
+    trainings: Sequence[str] = TRAININGS,
+    ours: str = "the readout",
+) -> str:
+    """How a method of ours stands to another one at equal perplexity and at equal KL, in one sentence."""
     found = {
-        AXES[axis].noun: [(p, find_gain(p, method.name, axis, p.task.metric, bootstrap)) for p in places]
+        AXES[axis].noun: [
+            (p, find_gain(p, method.name, axis, p.task.metric, bootstrap, trainings=trainings)) for p in places
+        ]
         for axis in AXES
     }
     known = {noun: [(p, gain) for p, gain in gains if not gain.reason] for noun, gains in found.items()}
@@ -204,7 +237,7 @@ def _headline(places: Sequence[Place], method: Method, bootstrap: Bootstrap) -> 
     apart = {noun: [p.group for p, gain in gains if gain.reason not in ("", NOT_RUN)] for noun, gains in found.items()}
     remarks = [f" They never have the same {noun} ({', '.join(where)})." for noun, where in apart.items() if where]
     verdict = f"is {', and '.join(parts)}" if parts else "cannot be compared"
-    return f"Against **{method.title}** the readout {verdict}.{''.join(remarks)}"
+    return f"Against **{method.title}** {ours} {verdict}.{''.join(remarks)}"
 
 
 def _standings(found: Sequence[tuple[Place, Gain]]) -> str:
@@ -265,8 +298,7 @@ def _settings(chosen: Mapping[str, Any], method: Method) -> str:
     parts += [f"p = {chosen['top_p']:g}"] if chosen.get("top_p") else []
     parts += [f"filter {chosen['filter_p']:g}"] if chosen.get("filter_p") is not None else []
     if len(method.models) > 1 and parts:
-        rate = next(rate for end, rate in reversed(RATES.items()) if chosen["model"].endswith(end))
-        parts.append(f"rate {rate:.0e}".replace("e-0", "e-"))
+        parts.append(f"rate {_rate(next(end for end in reversed(RATES) if chosen['model'].endswith(end)))}")
     return ", ".join(parts)
 
 
@@ -349,7 +381,7 @@ def _limits(folder: Path, places: Sequence[Place]) -> str:
     asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
     base = places[0].base_model
-    candidates = "; RAD-V reads each of k candidates" if base.takes_part("value") else ""
+    candidates = "; RAD-V reads each of k candidates" if base.takes_part("classifier") else ""
     without_choice = (
         f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
         "best n and the better request, at that point alone; the KL of the best of n is an upper bound."

@@ -124,7 +124,6 @@ METHODS = {
         Method(OURS, "readout (ours)", (OURS,), dev_beta=REWARDS),
         Method(OURS_AGAIN, "readout, its student trained again", (OURS_AGAIN,), like=OURS),
         Method("rad-q", "RAD-Q", ("rad-q",), dev_beta=REWARDS, first_forwards=1),
-        Method("value", "RAD-V of values", ("value",), dev_beta=REWARDS, forwards=1, per_candidate=True),
         Method("classifier", "RAD-V of labels", ("classifier",), dev_beta=REWARDS, forwards=1, per_candidate=True),
         Method("readout-gedi", "readout of GeDi", ("readout-gedi",), "omega", OMEGAS_OF_STUDENTS),
         Method("dexperts", "DExperts", _with_rates("dexperts"), "alpha", ALPHAS, forwards=2),
@@ -222,6 +221,6 @@ def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any]) -> dict
 # The order in which methods are tested: those that others are compared with, then slow ones, last the least needed.
 ORDER = (
     *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-small", "rad-q", OURS_AGAIN),
-    *("readout-gedi", ASKED, "value", "classifier"),
+    *("readout-gedi", ASKED, "classifier"),
 )
 RUNS = [(task, METHODS[name]) for name, task in product(ORDER, TASKS.values())]

@@ -162,17 +162,23 @@ class Gain:
 
 
 def find_gain(
-    place: Place, other: str, axis: str, metric: str, bootstrap: Bootstrap, measured_as: str | None = None
+    place: Place,
+    other: str,
+    axis: str,
+    metric: str,
+    bootstrap: Bootstrap,
+    measured_as: str | None = None,
+    trainings: Sequence[str] = TRAININGS,
 ) -> Gain:
     """Compare all trainings of our method with another one; the interval spans those of all trainings.
 
     So it holds what resampled prompts change, and what another training changes. `measured_as` names the kept metric
-    of the axis if it has another name.
+    of the axis if it has another name, and `trainings` the methods that stand for ours.
     """
     across = measured_as or axis
     theirs = _points(place, _compared_cells(place, other), across, metric)
     found, reason = [], NOT_RUN
-    for training in TRAININGS:
+    for training in trainings:
         cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
         ours = _points(place, cells, across, metric)
         if len(ours) < 2 or not theirs:

@@ -49,7 +49,7 @@ def test_every_training_finds_what_it_needs(modules: Modules, tmp_path: Path, mo
     needs = {job.name: set(job.needs) for job in jobs}
     assert needs["own-toxicity"] == {"models/toxicity-classifier.json"}
     assert needs["toxicity-value"] == {"models/toxicity-classifier.json", "data/own-toxicity.jsonl"}
-    assert needs["toxicity-readout-gedi"] == {"models/toxicity-gedi.json", "data/own-toxicity.jsonl"}
+    assert needs["toxicity-readout-gedi"] == {"models/toxicity-gedi.json"}
 
 
 def check_trainings(models: dict[str, dict[str, Any]]) -> None:
@@ -482,7 +482,7 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
 
 
 def test_another_perplexity_of_kept_texts(modules: Modules, toy: Path, tmp_path: Path) -> None:
-    folder = make_contest(modules, tmp_path / "measured", left_out=("value", "classifier"))
+    folder = make_contest(modules, tmp_path / "measured", left_out=("classifier",))
     prompts = {"toxicity": [f"prompt {n}" for n in range(PROMPTS)]}
     modules["second"].measure_fluency(folder, "toxicity-(readout|gedi)$", prompts, str(toy))
     assert len(list((folder / "second").iterdir())) == 2
@@ -539,11 +539,11 @@ def test_what_a_contest_publishes(modules: Modules, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_of_a_partial_contest(modules: Modules, tmp_path: Path) -> None:
-    left_out = ("gedi", "asked", "value")
+    left_out = ("gedi", "asked")
     page = write_page(modules, make_contest(modules, tmp_path / "measured", left_out), tmp_path / "docs")
     text = " ".join(page.split())
     assert "Against **GeDi** " not in page
-    assert "Not run: RAD-V of values; GeDi; asking." in text
+    assert "Not run: GeDi; asking." in text
     assert "Our readout was trained twice" in text
     assert "Asked texts" not in text
 
