@@ -17,6 +17,8 @@ import tyro
 from bases import EMBEDDED, BaseModel, read_base
 from choices import NUM_BETAS, SPAN, TARGET, choice_file, read_choice, untested_file
 from contest import RATES
+from costs import FILE as COSTS
+from costs import ROWS
 from kept import KEPT_TEXTS, KeptCell
 from markup import item, markdown_table, wrapped, write_figures
 from methods import (
@@ -261,7 +263,8 @@ def _gain(gain: Gain) -> str:
 def _table(places: Sequence[Place]) -> str:
     """A row per method: attribute at several perplexities, the rest at the perplexity of comparison."""
     first = places[0]
-    header = ["method", "settings", "layers", *(f"×{ratio:g}" for ratio in RATIOS), "KL", "Dist-2", "repeats", "MAUVE"]
+    cost = ["layers", *(["time"] if first.costs else [])]
+    header = ["method", "settings", *cost, *(f"×{ratio:g}" for ratio in RATIOS), "KL", "Dist-2", "repeats", "MAUVE"]
     rows = [_row(places, method) for method in METHODS.values() if first.cells[method.name]]
     groups = " / ".join(place.group for place in places)
     text = f"On {groups} prompts; {first.task.name} at multiples of the unguided perplexity, the rest at ×{TARGET}."
@@ -279,7 +282,8 @@ def _curve_row(place: Place, method: Method) -> list[str]:
     base = place.base_model
     chosen = place.settings(method.name)
     layers = method.layers_read(chosen.get("top_k", PLAIN_K), base.layers, base.first_layers)
-    return [_settings(chosen, method), str(layers), *map(number, (*attribute, *rest)), _mauve(place, method)]
+    cost = [str(layers), *_time(place, method)]
+    return [_settings(chosen, method), *cost, *map(number, (*attribute, *rest)), _mauve(place, method)]
 
 
 def _cell_row(place: Place, method: Method) -> list[str]:
@@ -290,7 +294,13 @@ def _cell_row(place: Place, method: Method) -> list[str]:
     setting = f"n = {n}" if n else f"request {ask}" if ask else f"k = {PLAIN_K}"
     attribute = f"{number(place.value(cell, place.task.metric))} at ×{place.ratio(cell):.3g}"
     rest = [number(place.value(cell, metric)) for metric in REST]
-    return [setting, str(((n or 1) - 1) * place.base_model.layers), attribute, "", "", *rest, _mauve(place, method)]
+    cost = [str(((n or 1) - 1) * place.base_model.layers), *_time(place, method)]
+    return [setting, *cost, attribute, "", "", *rest, _mauve(place, method)]
+
+
+def _time(place: Place, method: Method) -> list[str]:
+    """The time per token as a multiple of no guide, or a dash; no cell if it was measured for no method."""
+    return [f"{place.costs[method.name]:.2f}" if method.name in place.costs else "–"] if place.costs else []
 
 
 def _settings(chosen: Mapping[str, Any], method: Method) -> str:
@@ -397,6 +407,7 @@ def _limits(folder: Path, places: Sequence[Place]) -> str:
         without_choice,
         *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
         f"Layers are those that a token costs beside the base model's {base.layers}{candidates}.",
+        *_times_measured(folder),
         f"MAUVE compares texts of at most {KEPT_TEXTS} prompts with another seed of the unguided base model, by "
         f"MiniLM, at the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
@@ -405,6 +416,17 @@ def _limits(folder: Path, places: Sequence[Place]) -> str:
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
     ]
     return "".join(item("-", point) for point in points)
+
+
+def _times_measured(folder: Path) -> list[str]:
+    """What the column of times says, if there is one."""
+    file = folder / COSTS
+    if not file.exists():
+        return []
+    return [
+        f"Time is that of a token as a multiple of no guide, with k = {PLAIN_K} and {ROWS} texts at once, "
+        f"on {json.loads(file.read_text())['machine']}; `{COSTS}` has quartiles and commands."
+    ]
 
 
 def _untested(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from bases import BaseModel, read_base
 from choices import TARGET, read_choice
+from costs import read_costs
 from kept import KeptCell, read_kept, read_kept_prompts
 from methods import BASE, METHODS, TASKS, TRAININGS, UNGUIDED, Task
 
@@ -36,6 +37,7 @@ class Place:
     cells: Mapping[str, Sequence[KeptCell]]  # by method; a method that was not run has none
     chosen: Mapping[str, Mapping[str, Any]]  # settings by method
     mauve: Mapping[tuple[str, str], float]  # by method and cell
+    costs: Mapping[str, float]  # time per token by method, as multiples of no guide
 
     @property
     def base(self) -> KeptCell | None:
@@ -99,7 +101,7 @@ def read_places(folder: Path) -> list[Place]:
     """Read all places of a measured contest."""
     if not folder.is_dir():
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a contest.")
-    mauve, base_model = read_mauve(folder), read_base(folder)
+    mauve, base_model, costs = read_mauve(folder), read_base(folder), read_costs(folder)
     places = []
     for task in TASKS.values():
         prompts = read_kept_prompts(folder, task.name)
@@ -107,7 +109,7 @@ def read_places(folder: Path) -> list[Place]:
         chosen = {name: read_choice(folder, task, method) for name, method in METHODS.items()}
         for group in task.groups:
             here = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
-            places.append(Place(base_model, task, group, prompts.rows(group), cells, chosen, here))
+            places.append(Place(base_model, task, group, prompts.rows(group), cells, chosen, here, costs))
     return places
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bases import FILE
 from contest import MODELS
+from costs import FILE as COSTS
 
 
 def publish(run: Path, out: Path) -> None:
@@ -19,8 +20,9 @@ def publish(run: Path, out: Path) -> None:
         if (run / name).exists():
             shutil.rmtree(out / name, ignore_errors=True)
             shutil.copytree(run / name, out / name)
-    if (run / FILE).exists():
-        shutil.copy(run / FILE, out)
+    for file in (FILE, COSTS):
+        if (run / file).exists():
+            shutil.copy(run / file, out)
     (out / "models").mkdir(parents=True, exist_ok=True)
     for file in sorted((run / "models").glob("*.json")):
         if file.stem in MODELS:

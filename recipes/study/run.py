@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import yaml
 from bases import BASES, CONVERTED, EMBEDDED
+from costs import measure_costs
 from jobs import RADQ, Job, keep_json, run_all, write_json
 from pieces import CONTEST_PIECES, Request
 from sklearn.metrics import roc_auc_score
@@ -301,6 +302,7 @@ PIECES: dict[str, Callable[[int], None]] = {
     "measure": measure_stopped,
     "rank": rank,
     "time": time_tokens,
+    "costs": measure_costs,
     "expressivity": expressivity,
     "samples": samples,
     "excerpts": excerpts,

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tyro
 import yaml
 from classifiers import make_classifier
 
 from radq import load
+from radq.benchmark.config import BenchConfig
 from radq.cli import main
 from radq.errors import OptionError
 from radq.evaluation.comparison import compare_at_equal, compare_curves
@@ -449,6 +451,8 @@ def write_page(modules: Modules, folder: Path, out: Path) -> str:
 
 def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     folder = make_contest(modules, tmp_path / "measured")
+    costs = {"machine": "a CPU", "over_unguided": {"gedi": {"median": 1.6543}}}
+    modules["jobs"].write_json(folder / "costs.json", costs)
     for place in modules["places"].read_places(folder):
         cells = [("base", place.base), ("gedi", place.nearest("gedi"))]
         (folder / "second").mkdir(exist_ok=True)
@@ -469,9 +473,9 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     assert text.split("**asking** the readout ")[1].startswith(apart)
     assert "Asked texts have up to 403 times the unguided perplexity" in text
     gedi = [line for line in page.splitlines() if line.startswith("| GeDi |")][1]  # toxicity
-    assert gedi.split(" | ")[1:3] == ["k = 10, p = 0.9, rate 2e-5", "60"]
+    assert gedi.split(" | ")[1:4] == ["k = 10, p = 0.9, rate 2e-5", "60", "1.65"]
     # 0.5 − 0.2 · log(1.1), …; KL is 0.3 + log(1.2), Dist-2 0.8 − 0.1 · log(1.2)
-    numbers = [float(n) for n in gedi.strip("| ").split(" | ")[3:]]
+    numbers = [float(n) for n in gedi.strip("| ").split(" | ")[4:]]
     assert numbers == pytest.approx([0.481, 0.464, 0.448, 0.482, 0.782, 0.782, 0.87], abs=0.004)
     assert "Not run" not in page
     images = re.findall(r"\]\((contest/[^)]+\.svg)\)", page)
@@ -535,6 +539,22 @@ def test_what_a_contest_publishes(modules: Modules, tmp_path: Path) -> None:
     modules["publish"].publish(folder, out)
     assert [file.name for file in (out / "models").iterdir()] == ["toxicity-gedi.json"]
     assert len(modules["places"].read_places(out)) == 3
+
+
+def test_every_method_with_a_strength_has_a_cost(modules: Modules, tmp_path: Path) -> None:
+    costs, methods = modules["costs"], modules["methods"].METHODS
+    spread = {"median": 1.5, "low": 1.4, "high": 1.6}
+    names = {name: ["none", *guides] for name, guides in costs.TIMED.items()}
+    documents = {
+        name: {"machine": "a CPU", "torch": "2", "timings": [{"guide": guide, "ratio": spread} for guide in guides]}
+        for name, guides in names.items()
+    }
+    modules["jobs"].write_json(tmp_path / costs.FILE, costs.summarise(documents))
+    wanted = {method.name for method in methods.values() if method.has_curve}
+    assert costs.read_costs(tmp_path) == dict.fromkeys(wanted, 1.5)
+    for name in names:
+        arguments = tyro.cli(BenchConfig, args=costs.command(name)[len(modules["jobs"].RADQ) + 1 : -1])
+        assert (arguments.rows, arguments.guides) == ([costs.ROWS], names[name][1:])
 
 
 @pytest.mark.slow
