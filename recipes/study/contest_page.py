@@ -300,7 +300,8 @@ def _cell_row(place: Place, method: Method) -> list[str]:
 
 def _time(place: Place, method: Method) -> list[str]:
     """The time per token as a multiple of no guide, or a dash; no cell if it was measured for no method."""
-    return [f"{place.costs[method.name]:.2f}" if method.name in place.costs else "–"] if place.costs else []
+    costs = place.costs and {**place.costs, BASE: 1.0}
+    return [f"{costs[method.name]:.2f}" if method.name in costs else "–"] if costs else []
 
 
 def _settings(chosen: Mapping[str, Any], method: Method) -> str:
