@@ -48,9 +48,10 @@ from radq.report.results import Result
 from radq.report.tables import number
 
 RATIOS = (1.1, TARGET, 1.3)
-RAD_Q, BASELINES = "rad-q", ("dexperts", "gedi")  # RAD-Q is compared with these, too
+# Methods that are compared, too, the first with the second, and how a sentence names the first.
+PAIRS = (("rad-q", "dexperts", "RAD-Q"), ("rad-q", "gedi", "RAD-Q"), ("readout-gedi", "gedi", "the readout of GeDi"))
 # Methods in the figures; asked texts are too far to the right.
-DRAWN = (OURS, RAD_Q, "classifier", "readout-gedi", "gedi", "gedi-small", "dexperts", BEST)
+DRAWN = (OURS, "rad-q", "classifier", "readout-gedi", "gedi", "gedi-small", "dexperts", BEST)
 REST = ("kl", "dist_2", "repetition")
 PHRASES = {"cannot be told": "not told apart"}
 EXPERTS = ("dexperts", "gedi", "gedi-small")  # methods whose models are trained at several learning rates
@@ -84,7 +85,7 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
         "# The contest\n" if base == EMBEDDED else f"# The contest with {base.title}\n",
         wrapped(f"{_introduction(base)} {_brackets(places)}"),
         "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others() if _was_run(places, name)),
-        *([_headlines_of_rad_q(places, bootstrap)] if _was_run(places, RAD_Q) else []),
+        *_headlines_of_pairs(places, bootstrap),
         wrapped(" ".join(filter(None, (_closeness(places), _left_out(places))))),
         *(f"![{plot.title}]({base.page}/{plot.name}.svg)\n" for plot in plots),
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
@@ -212,12 +213,15 @@ def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
 # --- headlines ---
 
 
-def _headlines_of_rad_q(places: Sequence[Place], bootstrap: Bootstrap) -> str:
-    """How RAD-Q, the method of the paper, stands to the baselines."""
-    intro = "RAD-Q was trained once, so that brackets behind its gains are intervals over prompts alone:"
-    run = [METHODS[name] for name in BASELINES if _was_run(places, name)]
-    points = [item("-", _headline(places, method, bootstrap, (RAD_Q,), "RAD-Q")) for method in run]
-    return f"{wrapped(intro)}\n{''.join(points)}" if points else ""
+def _headlines_of_pairs(places: Sequence[Place], bootstrap: Bootstrap) -> list[str]:
+    """How methods that were trained once stand to others; empty if none of the pairs was run."""
+    points = [
+        item("-", _headline(places, METHODS[other], bootstrap, (name,), title))
+        for name, other, title in PAIRS
+        if _was_run(places, name) and _was_run(places, other)
+    ]
+    intro = "Between other methods, each trained once, brackets are intervals over prompts alone:"
+    return [f"{wrapped(intro)}\n{''.join(points)}"] if points else []
 
 
 def _headline(

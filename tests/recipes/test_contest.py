@@ -469,6 +469,9 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     )
     # one training is better and one is worse than 0.29, so that nothing can be told
     assert "Against **DExperts** the readout is not told apart (neutral" in text
+    assert "Against **DExperts** RAD-Q is worse (neutral −" in text
+    for ours in ("RAD-Q", "the readout of GeDi"):
+        assert re.search(rf"\*\*GeDi\*\* {ours} is better \(neutral \+1\.\d ", text)
     apart = "cannot be compared. They never have the same perplexity (neutral, negative, nontoxic)."
     assert text.split("**asking** the readout ")[1].startswith(apart)
     assert "Asked texts have up to 403 times the unguided perplexity" in text
