@@ -37,7 +37,18 @@ from methods import (
     Method,
     Task,
 )
-from places import NOT_RUN, OTHER_PERPLEXITY, SECOND_JUDGE, Gain, Place, find_gain, others, read_places
+from places import (
+    NOT_RUN,
+    OTHER_PAIRS,
+    OTHER_PERPLEXITY,
+    READOUT_PAIRS,
+    SECOND_JUDGE,
+    Gain,
+    Pair,
+    Place,
+    find_gain,
+    read_places,
+)
 
 from radq.errors import RadqError
 from radq.evaluation.comparison import AXES
@@ -48,14 +59,13 @@ from radq.report.results import Result
 from radq.report.tables import number
 
 RATIOS = (1.1, TARGET, 1.3)
-# Methods that are compared, too, the first with the second, and how a sentence names the first.
-PAIRS = (("rad-q", "dexperts", "RAD-Q"), ("rad-q", "gedi", "RAD-Q"), ("readout-gedi", "gedi", "the readout of GeDi"))
 # Methods in the figures; asked texts are too far to the right.
 DRAWN = (OURS, "rad-q", "classifier", "readout-gedi", "gedi", "gedi-small", "dexperts", BEST)
 REST = ("kl", "dist_2", "repetition")
 PHRASES = {"cannot be told": "not told apart"}
 EXPERTS = ("dexperts", "gedi", "gedi-small")  # methods whose models are trained at several learning rates
 UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
+ONCE = "Between other methods, each trained once, brackets are intervals over prompts alone:"
 SHIPPED = "has learnt from more, and [lowers it further](../src/radq/assets/toxicity/README.md)"
 
 
@@ -84,8 +94,8 @@ def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], boo
         "<!-- Written by recipes/study/contest_page.py from the kept numbers: change those, not this file. -->\n",
         "# The contest\n" if base == EMBEDDED else f"# The contest with {base.title}\n",
         wrapped(f"{_introduction(base)} {_brackets(places)}"),
-        "".join(item("-", _headline(places, METHODS[name], bootstrap)) for name in others() if _was_run(places, name)),
-        *_headlines_of_pairs(places, bootstrap),
+        _headlines(places, READOUT_PAIRS, bootstrap),
+        *([f"{wrapped(ONCE)}\n{others}"] if (others := _headlines(places, OTHER_PAIRS, bootstrap)) else []),
         wrapped(" ".join(filter(None, (_closeness(places), _left_out(places))))),
         *(f"![{plot.title}]({base.page}/{plot.name}.svg)\n" for plot in plots),
         *(f"## {task.name.capitalize()}\n\n{_table(_of_task(places, task))}" for task in TASKS.values()),
@@ -213,37 +223,22 @@ def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
 # --- headlines ---
 
 
-def _headlines_of_pairs(places: Sequence[Place], bootstrap: Bootstrap) -> list[str]:
-    """How methods that were trained once stand to others; empty if none of the pairs was run."""
-    points = [
-        item("-", _headline(places, METHODS[other], bootstrap, (name,), title))
-        for name, other, title in PAIRS
-        if _was_run(places, name) and _was_run(places, other)
-    ]
-    intro = "Between other methods, each trained once, brackets are intervals over prompts alone:"
-    return [f"{wrapped(intro)}\n{''.join(points)}"] if points else []
+def _headlines(places: Sequence[Place], pairs: Sequence[Pair], bootstrap: Bootstrap) -> str:
+    """A point for each pair of methods that were run."""
+    return "".join(item("-", _headline(places, pair, bootstrap)) for pair in pairs if pair.was_run(places))
 
 
-def _headline(
-    places: Sequence[Place],
-    method: Method,
-    bootstrap: Bootstrap,
-    trainings: Sequence[str] = TRAININGS,
-    ours: str = "the readout",
-) -> str:
+def _headline(places: Sequence[Place], pair: Pair, bootstrap: Bootstrap) -> str:
     """How a method of ours stands to another one at equal perplexity and at equal KL, in one sentence."""
     found = {
-        AXES[axis].noun: [
-            (p, find_gain(p, method.name, axis, p.task.metric, bootstrap, trainings=trainings)) for p in places
-        ]
-        for axis in AXES
+        AXES[axis].noun: [(p, find_gain(p, pair, axis, p.task.metric, bootstrap)) for p in places] for axis in AXES
     }
     known = {noun: [(p, gain) for p, gain in gains if not gain.reason] for noun, gains in found.items()}
     parts = [f"{_standings(gains)} at equal {noun}" for noun, gains in known.items() if gains]
     apart = {noun: [p.group for p, gain in gains if gain.reason not in ("", NOT_RUN)] for noun, gains in found.items()}
     remarks = [f" They never have the same {noun} ({', '.join(where)})." for noun, where in apart.items() if where]
     verdict = f"is {', and '.join(parts)}" if parts else "cannot be compared"
-    return f"Against **{method.title}** {ours} {verdict}.{''.join(remarks)}"
+    return f"Against **{METHODS[pair.other].title}** {pair.ours} {verdict}.{''.join(remarks)}"
 
 
 def _standings(found: Sequence[tuple[Place, Gain]]) -> str:
@@ -353,8 +348,8 @@ def _times(number: int) -> str:
 
 
 def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) -> str:
-    """The readout against each other method by judges of other families."""
-    table = _gains_table(places, lambda p, name: find_gain(p, name, "perplexity", SECOND_JUDGE[p.task.name], bootstrap))
+    """All pairs of methods by judges of other families."""
+    table = _gains_table(places, lambda p, pair: find_gain(p, pair, "perplexity", SECOND_JUDGE[p.task.name], bootstrap))
     text = (
         "The gains at equal perplexity by other judges: sentiment by a logistic regression on MiniLM's sentence "
         f"embeddings{_quality(folder)}, which reads texts of at most {KEPT_TEXTS} prompts of each kind; toxicity by a "
@@ -364,9 +359,9 @@ def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) 
 
 
 def _other_perplexity(places: Sequence[Place], bootstrap: Bootstrap) -> str:
-    """The readout against each other method at equal perplexity under another language model; empty if not measured."""
+    """All pairs of methods at equal perplexity under another language model; empty if not measured."""
     table = _gains_table(
-        places, lambda p, name: find_gain(p, name, "perplexity", p.task.metric, bootstrap, OTHER_PERPLEXITY)
+        places, lambda p, pair: find_gain(p, pair, "perplexity", p.task.metric, bootstrap, OTHER_PERPLEXITY)
     )
     text = (
         "The gains at equal perplexity under TinyLlama-1.1B-Chat, which shares neither weights nor tokenizer with the "
@@ -375,14 +370,15 @@ def _other_perplexity(places: Sequence[Place], bootstrap: Bootstrap) -> str:
     return f"{wrapped(text)}\n{table}" if table else ""
 
 
-def _gains_table(places: Sequence[Place], find: Callable[[Place, str], Gain]) -> str:
-    """A row per method that can be compared in some place; empty if there are none."""
+def _gains_table(places: Sequence[Place], find: Callable[[Place, Pair], Gain]) -> str:
+    """A row per pair of methods that can be compared in some place; empty if there are none."""
     rows = []
-    for name in others():
-        gains = [find(place, name) for place in places]
+    for pair in (*READOUT_PAIRS, *OTHER_PAIRS):
+        gains = [find(place, pair) for place in places]
         if any(not gain.reason for gain in gains):
-            rows.append([METHODS[name].title, *("–" if gain.reason else _gain(gain) for gain in gains)])
-    return markdown_table(["gain over", *(place.group for place in places)], rows) if rows else ""
+            gained = ["–" if gain.reason else _gain(gain) for gain in gains]
+            rows.append([pair.ours, METHODS[pair.other].title, *gained])
+    return markdown_table(["gain of", "over", *(place.group for place in places)], rows) if rows else ""
 
 
 def _quality(folder: Path) -> str:

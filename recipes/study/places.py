@@ -163,24 +163,38 @@ class Gain:
         return "better" if low > 0 else "worse" if high < 0 else "cannot be told"
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A method of ours, in one or more trainings, and another one that it is compared with."""
+
+    ours: str  # as a sentence names it
+    trainings: Sequence[str]
+    other: str
+
+    def was_run(self, places: Sequence[Place]) -> bool:
+        return all(any(place.cells[name] for place in places) for name in (self.trainings[0], self.other))
+
+
+READOUT_PAIRS = [Pair("the readout", TRAININGS, name) for name in METHODS if name not in (*TRAININGS, BASE)]
+OTHER_PAIRS = [
+    Pair("RAD-Q", ("rad-q",), "dexperts"),
+    Pair("RAD-Q", ("rad-q",), "gedi"),
+    Pair("the readout of GeDi", ("readout-gedi",), "gedi"),
+]
+
+
 def find_gain(
-    place: Place,
-    other: str,
-    axis: str,
-    metric: str,
-    bootstrap: Bootstrap,
-    measured_as: str | None = None,
-    trainings: Sequence[str] = TRAININGS,
+    place: Place, pair: Pair, axis: str, metric: str, bootstrap: Bootstrap, measured_as: str | None = None
 ) -> Gain:
     """Compare all trainings of our method with another one; the interval spans those of all trainings.
 
     So it holds what resampled prompts change, and what another training changes. `measured_as` names the kept metric
-    of the axis if it has another name, and `trainings` the methods that stand for ours.
+    of the axis if it has another name.
     """
     across = measured_as or axis
-    theirs = _points(place, _compared_cells(place, other), across, metric)
+    theirs = _points(place, _compared_cells(place, pair.other), across, metric)
     found, reason = [], NOT_RUN
-    for training in trainings:
+    for training in pair.trainings:
         cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
         ours = _points(place, cells, across, metric)
         if len(ours) < 2 or not theirs:
@@ -207,8 +221,3 @@ def _compared_cells(place: Place, method: str) -> list[KeptCell]:
 def _points(place: Place, cells: Sequence[KeptCell], axis: str, metric: str) -> list[Point]:
     known = [cell for cell in cells if metric in cell.sums and axis in cell.sums]
     return [(cell.take(axis, place.rows), cell.take(metric, place.rows)) for cell in known]
-
-
-def others() -> list[str]:
-    """The methods that ours is compared with."""
-    return [name for name in METHODS if name not in (*TRAININGS, BASE)]

@@ -462,7 +462,7 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
                 stream.write(json.dumps(row) + "\n")
     page = write_page(modules, folder, tmp_path / "docs")
     text = " ".join(page.split())
-    assert len(page.encode()) <= 9_800
+    assert len(page.encode()) <= 10_200
     gain = r"\(neutral \+2\.\d \[\+2\.\d, \+3\.\d\], negative [^)]*, nontoxic [^)]*\)"
     assert re.search(
         rf"\*\*GeDi\*\* the readout is better {gain} at equal perplexity, and better {gain} at equal KL", text
@@ -512,9 +512,10 @@ def test_another_perplexity_of_kept_texts(modules: Modules, toy: Path, tmp_path:
 def test_the_interval_spans_all_trainings(modules: Modules, tmp_path: Path) -> None:
     places, skills = modules["places"], ("readout", "readout-student-again")
     whole = places.read_places(make_contest(modules, tmp_path / "whole"))[0]
-    gain = places.find_gain(whole, "gedi", "perplexity", whole.task.metric, QUICK)
+    pair = next(pair for pair in places.READOUT_PAIRS if pair.other == "gedi")
+    gain = places.find_gain(whole, pair, "perplexity", whole.task.metric, QUICK)
     alone = places.read_places(make_contest(modules, tmp_path / "alone", skills[1:]))[0]
-    narrow = places.find_gain(alone, "gedi", "perplexity", alone.task.metric, QUICK)
+    narrow = places.find_gain(alone, pair, "perplexity", alone.task.metric, QUICK)
     assert gain.estimate.low < narrow.estimate.low <= narrow.estimate.value <= narrow.estimate.high
     assert narrow.estimate.high == gain.estimate.high  # the second training is worse
     mean_log = (0.15 + 0.45) / 2
