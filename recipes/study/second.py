@@ -118,7 +118,7 @@ def measure_fluency(folder: Path, only: str, prompts: dict[str, list[str]], name
 
 
 def _likelihoods(lm: Any, tokenizer: Any, prompts: list[str], texts: list[str]) -> np.ndarray:
-    found = measure_likelihoods(lm, tokenizer, prompts, texts, batch_size=BATCH)
+    found = measure_likelihoods(lm, tokenizer, prompts, texts, batch_size=BATCH, progress=True)
     return np.stack([found.nll, found.tokens]).astype(np.float32)
 
 
