@@ -225,7 +225,8 @@ def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
 
 def _headlines(places: Sequence[Place], pairs: Sequence[Pair], bootstrap: Bootstrap) -> str:
     """A point for each pair of methods that were run."""
-    return "".join(item("-", _headline(places, pair, bootstrap)) for pair in pairs if pair.was_run(places))
+    run = [p for p in pairs if _was_run(places, p.other) and any(_was_run(places, ours) for ours in p.trainings)]
+    return "".join(item("-", _headline(places, pair, bootstrap)) for pair in run)
 
 
 def _headline(places: Sequence[Place], pair: Pair, bootstrap: Bootstrap) -> str:

@@ -171,9 +171,6 @@ class Pair:
     trainings: Sequence[str]
     other: str
 
-    def was_run(self, places: Sequence[Place]) -> bool:
-        return all(any(place.cells[name] for place in places) for name in (self.trainings[0], self.other))
-
 
 READOUT_PAIRS = [Pair("the readout", TRAININGS, name) for name in METHODS if name not in (*TRAININGS, BASE)]
 OTHER_PAIRS = [

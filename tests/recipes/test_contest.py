@@ -540,7 +540,9 @@ def test_what_a_contest_publishes(modules: Modules, tmp_path: Path) -> None:
     folder, out = make_contest(modules, tmp_path / "measured"), tmp_path / "published"
     modules["jobs"].write_json(folder / "models" / "toxicity-gedi.json", {"metrics": {}})
     modules["jobs"].write_json(folder / "models" / "tried.json", {"metrics": {}})
+    modules["jobs"].write_json(folder / "costs.json", {"over_unguided": {"gedi": {"median": 1.5}}})
     modules["publish"].publish(folder, out)
+    assert modules["costs"].read_costs(out) == {"gedi": 1.5}
     assert [file.name for file in (out / "models").iterdir()] == ["toxicity-gedi.json"]
     assert len(modules["places"].read_places(out)) == 3
 
