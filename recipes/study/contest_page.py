@@ -61,7 +61,7 @@ from radq.report.tables import number
 RATIOS = (1.1, TARGET, 1.3)
 # Methods in the figures; asked texts are too far to the right.
 DRAWN = (OURS, "rad-q", "classifier", "readout-gedi", "gedi", "gedi-small", "dexperts", BEST)
-REST = ("kl", "dist_2", "repetition")
+REST = {"kl": "KL", "dist_2": "Dist-2", "repetition": "repeats", "ended": "ended", "length": "tokens"}
 PHRASES = {"cannot be told": "not told apart"}
 EXPERTS = ("dexperts", "gedi", "gedi-small")  # methods whose models are trained at several learning rates
 UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
@@ -264,21 +264,25 @@ def _table(places: Sequence[Place]) -> str:
     """A row per method: attribute at several perplexities, the rest at the perplexity of comparison."""
     first = places[0]
     cost = ["layers", *(["time"] if first.costs else [])]
-    header = ["method", "settings", *cost, *(f"×{ratio:g}" for ratio in RATIOS), "KL", "Dist-2", "repeats", "MAUVE"]
-    rows = [_row(places, method) for method in METHODS.values() if first.cells[method.name]]
+    bases = [place.base for place in places if place.base is not None]
+    rest = [metric for metric in REST if all(metric in base.sums for base in bases)]  # older runs do not know ends
+    titles = [*(f"×{ratio:g}" for ratio in RATIOS), *(REST[metric] for metric in rest), "MAUVE"]
+    header = ["method", "settings", *cost, *titles]
+    rows = [_row(places, method, rest) for method in METHODS.values() if first.cells[method.name]]
     groups = " / ".join(place.group for place in places)
     text = f"On {groups} prompts; {first.task.name} at multiples of the unguided perplexity, the rest at ×{TARGET}."
     return "\n".join([wrapped(text), markdown_table(header, rows)]) if rows else "Not run.\n"
 
 
-def _row(places: Sequence[Place], method: Method) -> list[str]:
-    rows = [_curve_row(place, method) if method.has_curve else _cell_row(place, method) for place in places]
+def _row(places: Sequence[Place], method: Method, rest: Sequence[str]) -> list[str]:
+    make = _curve_row if method.has_curve else _cell_row
+    rows = [make(place, method, rest) for place in places]
     return [method.title, *(" / ".join(dict.fromkeys(same)) for same in zip(*rows, strict=True))]
 
 
-def _curve_row(place: Place, method: Method) -> list[str]:
+def _curve_row(place: Place, method: Method, metrics: Sequence[str]) -> list[str]:
     attribute = [place.at_ratio(method.name, place.task.metric, ratio) for ratio in RATIOS]
-    rest = [place.at_ratio(method.name, metric, TARGET) for metric in REST]
+    rest = [place.at_ratio(method.name, metric, TARGET) for metric in metrics]
     base = place.base_model
     chosen = place.settings(method.name)
     layers = method.layers_read(chosen.get("top_k", PLAIN_K), base.layers, base.first_layers)
@@ -286,14 +290,14 @@ def _curve_row(place: Place, method: Method) -> list[str]:
     return [_settings(chosen, method), *cost, *map(number, (*attribute, *rest)), _mauve(place, method)]
 
 
-def _cell_row(place: Place, method: Method) -> list[str]:
+def _cell_row(place: Place, method: Method, metrics: Sequence[str]) -> list[str]:
     """The row of a method without β: the attribute of its best cell, with its perplexity, in the place of a curve."""
     cell = place.base if method.name == BASE else place.best(method.name)
     assert cell is not None
     n, ask = cell.settings["best_of"], cell.settings["ask"]
     setting = f"n = {n}" if n else f"request {ask}" if ask else f"k = {PLAIN_K}"
     attribute = f"{number(place.value(cell, place.task.metric))} at ×{place.ratio(cell):.3g}"
-    rest = [number(place.value(cell, metric)) for metric in REST]
+    rest = [number(place.value(cell, metric)) for metric in metrics]
     cost = [str(((n or 1) - 1) * place.base_model.layers), *_time(place, method)]
     return [setting, *cost, attribute, "", "", *rest, _mauve(place, method)]
 

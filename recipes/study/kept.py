@@ -74,7 +74,7 @@ def keep_run(task: str, method: str) -> None:
 def summarise(sweep: Sweep, one: MeasuredCell, with_text: set[int]) -> KeptCell:
     """The settings of a cell, the sums of all its metrics, by metric or metric[judge], and its first samples."""
     judged = [(f"{metric}[{judge}]", judge) for judge, use in sweep.judges.items() for metric in use.metrics]
-    keys = [*judged, *((metric, None) for metric in sweep.metrics)]
+    keys = [*judged, *((metric, None) for metric in dict.fromkeys([*sweep.metrics, *one.known_ends]))]
     metrics = {key: METRICS[metric_and_judge(key)[0]].sums for key, _ in keys}
     sums = {key: found(one.scored_by(judge)) for key, judge in keys if (found := metrics[key]) is not None}
     settings = {name: value for name, value in asdict(one.cell).items() if name in SETTINGS}

@@ -21,6 +21,7 @@ TOKENIZER = make_number_tokenizer()
 PROMPTS = ["5 9 3 12 30", "11", ""]
 WEIGHTS = {"nice": 4.0, "rude": -6.0}
 FILTER = {"filter_p": 0.6, "target_p": 0.7}
+STOPS = [EOS, 5, 9]
 
 
 def read_prompt(prompt: str) -> list[int]:
@@ -42,10 +43,11 @@ def gedi_logits(
     guided = [base[token].item() + 6 * math.log(p) for token, p in zip(tokens, wanted, strict=True)]
     kept = oracle.gedi_kept(wanted, guided, **FILTER)
     assert kept.count(True) < len(kept) or top_k == 1
-    chosen = [(token, value) for token, value, keep in zip(tokens, guided, kept, strict=True) if keep]
+    words = {token: value for token, value in zip(tokens, guided, strict=True) if token not in STOPS}
+    allowed = [token for token, keep in zip(tokens, kept, strict=True) if keep and token in words] or list(words)
     filtered = torch.full_like(base, -torch.inf)
-    filtered[[token for token, _ in chosen]] = torch.tensor([value for _, value in chosen], dtype=base.dtype)
-    return filtered
+    filtered[allowed] = torch.tensor([words[token] for token in allowed], dtype=base.dtype)
+    return oracle.ends_held(base, filtered, STOPS)
 
 
 def direct_nll(generation: Generation, logits_after: Any) -> float:
@@ -64,12 +66,12 @@ def test_tokens_have_the_likelihood_of_what_they_were_drawn_from(
     lm, model = make_lm("gpt2").double(), make_reward("q", lm_folders["gpt2"])
     gedi = make_guide("gedi", "gpt2", 6.0, **FILTER)
     assert isinstance(gedi, GeDiGuide)
-    options: dict[str, Any] = {"top_k": top_k, "temperature": temperature, "stop_token_ids": [EOS, 5, 9]}
+    options: dict[str, Any] = {"top_k": top_k, "temperature": temperature, "stop_token_ids": STOPS}
     ways = [
         (None, lambda prefix: unguided_logits(lm, prefix, top_k, temperature)),
         (
             RewardGuide(model, WEIGHTS),
-            lambda prefix: oracle.guided_logits(lm, model, WEIGHTS, prefix, top_k, None, temperature),
+            lambda prefix: oracle.guided_logits(lm, model, WEIGHTS, prefix, top_k, None, temperature, stops=STOPS),
         ),
         (gedi, lambda prefix: gedi_logits(lm, gedi, prefix, top_k, temperature)),
     ]
@@ -98,7 +100,7 @@ def test_the_divergence_of_samples_is_the_exact_one(
     options: dict[str, Any] = {"top_k": top_k, "temperature": temperature}
 
     def step(prefix: list[int]) -> tuple[Tensor, float]:
-        guided = oracle.guided_logits(lm, model, WEIGHTS, prefix, clamp=True, **options).log_softmax(0)
+        guided = oracle.guided_logits(lm, model, WEIGHTS, prefix, clamp=True, stops=(), **options).log_softmax(0)
         gaps = guided - oracle.base_logits(lm, prefix).log_softmax(0)
         return guided.exp(), (guided.exp() * gaps)[guided.isfinite()].sum().item()
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from families import EOS
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -96,8 +97,9 @@ def guided_logits(
     top_p: float | None = None,
     temperature: float = 1.0,
     clamp: bool = True,
+    stops: Sequence[int] = (EOS,),
 ) -> Tensor:
-    """z over the whole vocabulary, −∞ outside the candidates."""
+    """z over the whole vocabulary, −∞ outside the candidates. Stop tokens keep the probability of the base model."""
     logits = base_logits(lm, prefix)
     guided = torch.full_like(logits, -torch.inf)
     tokens = candidates(logits, top_k, top_p)
@@ -106,8 +108,23 @@ def guided_logits(
         low, high = torch.tensor(model.config.attribute_ranges, dtype=wanted.dtype).T
         wanted = wanted.clamp(low, high)
     shift = sum(beta * wanted[:, model.config.attributes.index(name)] for name, beta in betas.items())
-    guided[tokens] = logits[tokens] / temperature + shift
-    return guided
+    base = torch.full_like(logits, -torch.inf)
+    base[tokens] = logits[tokens] / temperature
+    guided[tokens] = base[tokens] + shift
+    return ends_held(base, guided, stops)
+
+
+def ends_held(base: Tensor, guided: Tensor, stops: Sequence[int]) -> Tensor:
+    """Change the guided logits of stop tokens so that these have the probabilities that base logits give them.
+
+    Both logits are −∞ outside the candidates, and the guided ones at words that the guide forbids.
+    """
+    words = [v for v in range(len(base)) if v not in stops and not base[v].isneginf()]
+    odds = base.exp() / base[words].exp().sum()  # of a token against all words
+    held = guided.clone()
+    for stop in stops:
+        held[stop] = (odds[stop] * guided[words].exp().sum()).log() if words else base[stop]
+    return held
 
 
 # --- baselines ---

@@ -23,7 +23,7 @@ def run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run a job in another process.
 
     A job has the base model, guides and options of a `VllmEngine`, and requests: the step at which they come, prompt,
-    arguments, number of tokens, and the number of tokens after which they are cancelled, if they are.
+    arguments, stop tokens, number of tokens, and the number of tokens after which they are cancelled, if they are.
     """
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, __file__, str(folder / "job.json"), str(folder / "answer.json")]
@@ -98,6 +98,7 @@ def decode(engine: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
                 temperature=0,
                 max_tokens=request["max_tokens"],
                 ignore_eos=True,
+                stop_token_ids=request["stops"],
                 detokenize=False,
                 extra_args=request["arguments"],
             )

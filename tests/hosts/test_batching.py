@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from baselines import make_guide as make_baseline
-from families import BOS, VOCAB, make_reward
+from families import BOS, EOS, VOCAB, make_reward
 from gpu import on_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,13 +62,18 @@ def base_logits(text: list[int]) -> Tensor:
     return logits.masked_fill(torch.rand(VOCAB, generator=generator) < 0.2, -torch.inf)
 
 
+def find_stops(guidance: Guidance) -> tuple[int, ...]:
+    """Some requests have no stop tokens, and others up to three."""
+    return (EOS, 7, 20)[: len(guidance.strengths) % 4]
+
+
 def propose_alone(guides: dict[str, Guide], text: list[int], guidance: Guidance) -> Proposal:
     """The proposal for one text, read from scratch by the sum of its guides."""
     used = {name.split(".")[0] for name in guidance.strengths}
     parts = [kind for kind in guides if kind in used]
     betas = [guidance.strengths.get(f"{kind}.{n}", 0.0) for kind in parts for n in range(len(guides[kind].beta))]
     guide = reduce(add, [guides[kind] for kind in parts]) if parts else None
-    strengths = Strengths.stack([guidance.steering], [betas], VOCAB, "cpu")
+    strengths = Strengths.stack([guidance.steering], [betas], VOCAB, "cpu", stops=[find_stops(guidance)])
     state = None if guide is None else guide.start(torch.tensor([text]))
     return propose(base_logits(text)[None], guide, state, strengths)
 
@@ -189,7 +194,8 @@ class Engine:
         guidance = self.params[row]
         if guidance is None:
             return None
-        return Request(guidance, *self.lists[row], ticket=str(self.rng.random()), choice=self.rng.randrange(3))
+        known = {"ticket": str(self.rng.random()), "choice": self.rng.randrange(3), "stops": find_stops(guidance)}
+        return Request(guidance, *self.lists[row], **known)
 
 
 class Unrecorded(StepGraphs):
@@ -370,7 +376,7 @@ def steer_alone(guides: dict[str, Guide], request: Request, logits: Tensor) -> T
 
 def test_a_text_that_cannot_be_read_ends_alone(guides: dict[str, Guide], caplog: pytest.LogCaptureFixture) -> None:
     broken: dict[str, Guide] = {"q": BrokenGuide(guides["q"], raises=True)}
-    requests = {row: Request(FINE, prompt, [], stop=7) for row, prompt in enumerate([[5, 6], [5, 13], [8, 9]])}
+    requests = {row: Request(FINE, prompt, [], end=7) for row, prompt in enumerate([[5, 6], [5, 13], [8, 9]])}
     steerer = make_steerer(broken)
     for step in range(3):
         logits = torch.randn(3, VOCAB)
@@ -394,7 +400,7 @@ def test_a_text_that_cannot_be_read_ends_alone(guides: dict[str, Guide], caplog:
 def test_a_row_without_numbers_ends_alone(guides: dict[str, Guide]) -> None:
     broken: dict[str, Guide] = {"q": BrokenGuide(guides["q"], raises=False)}
     numbers = [Guidance({"q.0": beta}, Steering(5)) for beta in (1.0, 13.0)]
-    requests = {row: Request(guidance, [5, 6], [], stop=7) for row, guidance in enumerate(numbers)}
+    requests = {row: Request(guidance, [5, 6], [], end=7) for row, guidance in enumerate(numbers)}
     logits = torch.randn(2, VOCAB)
     expected = steer_alone(guides, requests[0], logits[0])
     steerer = make_steerer(broken)
@@ -408,7 +414,7 @@ def test_nothing_is_raised_whatever_fails(guides: dict[str, Guide], monkeypatch:
     steerer = make_steerer(guides)
     monkeypatch.setattr(steerer, "_make_groups", lambda *_: 1 / 0)
     logits = base = torch.randn(2, VOCAB)
-    steerer.steer(logits, {0: Request(FINE, [5], [], stop=3)})
+    steerer.steer(logits, {0: Request(FINE, [5], [], end=3)})
     assert logits[0].isfinite().nonzero().tolist() == [[3]]
     assert torch.equal(logits[1], base[1])
 

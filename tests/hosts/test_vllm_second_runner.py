@@ -39,6 +39,7 @@ def make_requests(world: World, kinds: list[str], prompts: list[str], seed: int)
                 "text": prompt,
                 "guide": kind and f"{world.guides[kind].rpartition(':')[0]}:nice={nice},rude={rude}",
                 "arguments": kind and {"radq": {f"{kind}.0": nice, f"{kind}.1": rude, "kl_budget": None, "top_k": 6}},
+                "stops": [3, 9] if number % 4 == 1 else [],
                 "max_tokens": rng.choice([5, NEW_TOKENS]),
                 "cancelled_after": rng.choice([None, None, None, 6]),
             }
@@ -51,9 +52,9 @@ def check(world: World, answer: dict[str, Any], requests: list[dict[str, Any]]) 
     assert answer["runner"] in ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner")
     assert answer["failed"] == 0
     for request, found in zip(requests, answer["texts"], strict=True):
-        (expected,) = world.own(request["guide"], [request["text"]], max_new_tokens=request["max_tokens"])
-        least = request["cancelled_after"] or request["max_tokens"]
-        assert len(found) >= min(least, request["max_tokens"])
+        options = {"max_new_tokens": request["max_tokens"], "stop_token_ids": request["stops"]}
+        (expected,) = world.own(request["guide"], [request["text"]], **options)
+        assert len(found) >= min(request["cancelled_after"] or NEW_TOKENS, len(expected))
         assert found == expected[: len(found)], request
     assert len({str(text) for text in answer["texts"]}) > len(requests) // 2
 

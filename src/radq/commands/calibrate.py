@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
+from radq.decoding.config import Ends
+
 if TYPE_CHECKING:
     from radq.evaluation.calibration import CalibrationPlan
     from radq.models.calibration import Calibration
@@ -57,6 +59,8 @@ class Arguments:
     kl_budget: float | Literal["none"] = 0.5
     """With --by beta, the KL budget of each token under which strengths are measured and later used; none is no
     budget."""
+    ends: Ends = "base"
+    """What decides when a guided text ends: base, or taught for reward models that were taught ends."""
     seed: int = 0
     """Seed of the random numbers."""
     batch_size: int = 100
@@ -151,6 +155,7 @@ SAME = (  # options with the same names in the plan
     "samples",
     "max_new_tokens",
     "top_k",
+    "ends",
     "seed",
     "batch_size",
     "resamples",
@@ -253,9 +258,13 @@ def _show(arguments: Arguments, found: "Calibration", file: Path) -> None:
 
     print(f"{found.metric} of {found.judge} over {found.num_prompts} prompts × {found.samples} samples:")
     print_table(
-        ["β", "KL budget", "score", "gain", "perplexity ratio"],
+        ["β", "KL budget", "score", "gain", "perplexity ratio", "ended", "tokens"],
         [
-            [number(one.beta), number(one.kl_budget), *map(interval, (one.score, one.gain, one.perplexity_ratio))]
+            [
+                *map(number, (one.beta, one.kl_budget)),
+                *map(interval, (one.score, one.gain, one.perplexity_ratio)),
+                *(number(ends and ends[0]) for ends in (one.ended, one.length)),
+            ]
             for one in found.measured
         ],
         words=0,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from radq.decoding.config import Ends
+
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
@@ -45,6 +47,9 @@ class Arguments:
     """Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it, so
     that a β which is too large for a guide does not break sentences. none leaves β as it is. auto is 0.5, or the budget
     with which the strengths of --guide were calibrated."""
+    ends: Ends = "base"
+    """What decides when a text ends. base leaves the probability of stop tokens to the language model, so that guides
+    decide what is said and not when it ends; taught rewards them like words, for reward models that were taught ends."""
     clamp: bool = True
     """Clamp rewards to the range of the labels that the reward model was trained on."""
     num_samples: int = 1
@@ -106,6 +111,7 @@ def run(arguments: Arguments) -> None:
         num_samples=arguments.num_samples,
         seed=arguments.seed,
         kl_budget=_kl_budget(arguments),
+        ends=arguments.ends,
         stop=arguments.stop,
         batch_size=arguments.batch_size,
         logits_processors=_processors(arguments),
@@ -145,7 +151,8 @@ def _print_streams(arguments: Arguments, prompts: list[str], lm: Any, tokenizer:
 def _steering(arguments: Arguments) -> "Steering":
     from radq.decoding.config import Steering
 
-    return Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, _kl_budget(arguments))
+    budget = _kl_budget(arguments)
+    return Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, budget, arguments.ends)
 
 
 def _processors(arguments: Arguments) -> "list[LogitsProcessor]":

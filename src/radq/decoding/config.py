@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from radq.errors import OptionError
+
+Ends = Literal["base", "taught"]
 
 
 @dataclass(frozen=True)
@@ -16,12 +19,16 @@ class Steering:
         temperature: divides the base logits; 0 takes the best candidate of z_LM + shift instead of sampling.
         kl_budget: the shift of each token is scaled down until KL(guided ‖ base model), over the candidates, is at most
             this number of nats; None leaves it as it is.
+        ends: what decides when a text ends. "base": stop tokens keep the probability that the base model gives them, so
+            that a guide decides what is said, and not when it ends. "taught": stop tokens are rewarded like words, for
+            guides whose training had ends among the candidates.
     """
 
     top_k: int | None = 20
     top_p: float | None = None
     temperature: float = 1.0
     kl_budget: float | None = None
+    ends: Ends = "base"
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
@@ -36,6 +43,8 @@ class Steering:
             raise OptionError(
                 f"kl_budget must be 0 or more nats per token, got {self.kl_budget}.", "None sets no such limit."
             )
+        if self.ends not in get_args(Ends):
+            raise OptionError(f"ends must be base or taught, got {self.ends!r}.", "base suits nearly all guides.")
 
 
 DEFAULT_STEERING = Steering()

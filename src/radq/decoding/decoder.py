@@ -9,7 +9,7 @@ Axes: b rows, k candidates, s strengths.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -121,13 +121,16 @@ class Decoder:
         rows: Sequence[int],
         steerings: Sequence[Steering],
         betas: Sequence[Sequence[float]],
+        stops: Sequence[Collection[int]],
         uniforms: np.ndarray,
         capacity: int,
         width: int,
         read: tuple[Any, Any] | None = None,
     ) -> None:
         """Read prompts, and add rows. Each row has the number of its prompt, its settings and its random numbers.
+
         Args:
+            stops: the tokens that end each row.
             capacity: the number of rows for which there should be room.
             width: the number of tokens for which there should be room in each row.
             read: the result of `read_ahead`, if the prompts are read already.
@@ -143,11 +146,11 @@ class Decoder:
                 if read is None:  # after the base model has joined: a graph may write to the same memory
                     state = self.guide.start_beside(self._base_states, input_ids, attention_mask)
                 self._join("state", state, index, capacity, width)
-        strengths = Strengths.stack(steerings, betas, self.reader.vocabulary.size, self.device, self._precision)
+        size = self.reader.vocabulary.size
+        strengths = Strengths.stack(steerings, betas, size, self.device, self._precision, stops)
         first, last = self.count, self.count + len(rows)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
-        for name in ("beta", "top_k", "top_p", "temperature", "kl_budget"):
-            getattr(self._rows, name)[first:last] = getattr(strengths, name)
+        self._write_rows(first, last, strengths)
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
         self._done[first:last] = 0
         self.count = last
@@ -186,21 +189,30 @@ class Decoder:
             settled.compiled = self._compiled[reading.reader.model]
         return settled
 
+    def _write_rows(self, first: int, last: int, strengths: Strengths) -> None:
+        """Write settings of requests into rows, in which there may be room for more stop tokens than these have."""
+        assert self._rows is not None
+        self._rows.stops[first:last] = -1
+        for name, values in strengths.columns.items():
+            rows = getattr(self._rows, name)[first:last]
+            (rows if values.dim() == 1 else rows[:, : values.shape[1]])[:] = values
+
     def _grow_rows(self, capacity: int, steps: int, like: Strengths) -> None:
-        """Make the tensors of settings and random numbers large enough."""
-        if self._rows is None or capacity > len(self._done) or steps > self._uniforms.shape[1]:
-            before, kept = self._rows, self.count
-            capacity, steps = max(capacity, len(self._done)), max(steps, self._uniforms.shape[1])
+        """Make the tensors of settings, stop tokens and random numbers large enough."""
+        before, kept = self._rows, self.count
+        held = (0, 0, 0) if before is None else (len(self._done), self._uniforms.shape[1], before.stops.shape[1])
+        capacity, steps, ends = map(max, held, (capacity, steps, like.stops.shape[1]))
+        if before is None or (capacity, steps, ends) != held:
             uniforms, done = self._uniforms, self._done
-            self._rows = like.map(lambda values: values.new_zeros(capacity, *values.shape[1:]))
+            rows = like.map(lambda values: values.new_zeros(capacity, *values.shape[1:]))
+            self._rows = replace(rows, stops=rows.stops.new_full((capacity, ends), -1))
             self._rows.temperature.fill_(1.0)
             self._rows.top_k.fill_(1)
             self._uniforms = uniforms.new_zeros(capacity, steps)
             self._done = done.new_zeros(capacity)
             self.captures.clear()
             if before is not None:
-                for name in ("beta", "top_k", "top_p", "temperature", "kl_budget"):
-                    getattr(self._rows, name)[:kept] = getattr(before, name)[:kept]
+                self._write_rows(0, kept, before.map(lambda values: values[:kept]))
                 self._uniforms[:kept, : uniforms.shape[1]] = uniforms[:kept]
                 self._done[:kept] = done[:kept]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.config import DEFAULT_STEERING, Steering, check_counts, check_stop
+from radq.decoding.config import DEFAULT_STEERING, Ends, Steering, check_counts, check_stop
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine
 from radq.decoding.kept import keep_engine, take_engine
@@ -104,6 +104,7 @@ def generate(
     *,
     beta: Sequence[float] | None = None,
     kl_budget: float | None = None,
+    ends: Ends = "base",
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
     batch_size: int | None = None,
@@ -138,6 +139,8 @@ def generate(
             strengths alone use the same captured steps.
         kl_budget: the most nats per token between the guided distribution and that of the base model; the shift of each
             token is scaled down to it. None leaves it as it is.
+        ends: "base" leaves the probability of stop tokens to the base model, so that the guide decides what is said and
+            not when it ends; "taught" rewards them like words, for guides that were taught ends.
         stop_token_ids: tokens that end a text; by default the model's end-of-text tokens.
         stop: texts that end a continuation before them.
         batch_size: the most rows (prompts × samples) that are decoded together; by default as many as fit into free
@@ -150,7 +153,7 @@ def generate(
             same texts as for the whole list.
         progress: show a progress bar on standard error, if it takes more than a second.
     """
-    steering = Steering(top_k, top_p, temperature, kl_budget)
+    steering = Steering(top_k, top_p, temperature, kl_budget, ends)
     stops = find_stops(lm, tokenizer, stop_token_ids)
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     engine, tickets = _submit(
@@ -238,7 +241,7 @@ def stream(
 
     Args:
         lm, tokenizer, prompts, guide: as for `generate`.
-        steering: top_k, top_p, temperature and kl_budget.
+        steering: top_k, top_p, temperature, kl_budget and ends.
         max_new_tokens, num_samples, seed, stop_token_ids, batch_size, first_prompt: as for `generate`.
     """
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)

@@ -82,12 +82,14 @@ def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int) -
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def find_stops(lm: Wrappable, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] | None) -> list[int]:
+def find_stops(
+    lm: Wrappable | None, tokenizer: PreTrainedTokenizerBase | None, stop_token_ids: Sequence[int] | None
+) -> list[int]:
+    """Find the tokens that end a text: those that are given, else those of the language model or its tokenizer."""
     if stop_token_ids is not None:
         return list(stop_token_ids)
-    generation_config = getattr(lm, "generation_config", None)
-    for end in (getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id):
-        if end is not None:
+    for one in (getattr(lm, "generation_config", None), tokenizer, getattr(lm, "config", None)):
+        if (end := getattr(one, "eos_token_id", None)) is not None:
             return list(end) if isinstance(end, Sequence) else [end]
     return []
 

@@ -2,14 +2,15 @@
 
     z(v) = z_LM(v) / T + shift(v) for the candidates v, −∞ elsewhere
 
+A guide decides what is said, not when it ends: stop tokens keep the probability that the base model gives them.
 The base model's logits z_LM alone decide on the candidates. The temperature T divides z_LM and not the shift, so that β
 has the same effect on z at every T.
-Axes: b rows, k candidates, v vocabulary.
+Axes: b rows, k candidates, v vocabulary, e stop tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -44,6 +45,7 @@ class Plan:
     greedy: bool  # whether some row takes the best candidate
     sampled: bool  # whether some row draws one
     budgeted: bool  # by KL, in some row
+    holds_ends: bool  # whether some row leaves the probability of stop tokens to the base model
 
     @classmethod
     def of(cls, steerings: Iterable[Steering]) -> "Plan":
@@ -57,6 +59,7 @@ class Plan:
             greedy=any(steering.temperature == 0 for steering in found),
             sampled=any(steering.temperature != 0 for steering in found),
             budgeted=any(steering.kl_budget is not None for steering in found),
+            holds_ends=any(steering.ends == "base" for steering in found),
         )
 
 
@@ -70,6 +73,7 @@ class Strengths:
     top_p: Float[Tensor, " b"]  # infinite where there is no limit
     temperature: Float[Tensor, " b"]
     kl_budget: Float[Tensor, " b"]  # infinite where there is no budget
+    stops: Int[Tensor, "b e"]  # tokens whose probability is left to the base model, filled with −1
 
     @classmethod
     def stack(
@@ -79,13 +83,22 @@ class Strengths:
         vocab_size: int,
         device: torch.device | str,
         dtype: torch.dtype = torch.float64,
+        stops: Sequence[Collection[int]] | None = None,
     ) -> "Strengths":
-        """Make the rows from the steering and the β of each request, in the data type that the guide computes with."""
+        """Make the rows from the steering, the β and the stop tokens of each request.
+
+        Args:
+            dtype: the data type of β, which is that of the guide's own numbers.
+        """
 
         def column(values: Iterable[float | None], default: float) -> Tensor:
             numbers = [default if value is None else value for value in values]
             return torch.tensor(numbers, dtype=torch.float64, device=device)
 
+        ends = [()] * len(steerings) if stops is None else stops
+        held = [sorted(own) if one.ends == "base" else [] for one, own in zip(steerings, ends, strict=True)]
+        widest = max(map(len, held), default=0)
+        filled = [own + [-1] * (widest - len(own)) for own in held]
         return cls(
             plan=Plan.of(steerings),
             beta=torch.tensor(beta, dtype=dtype, device=device).view(len(steerings), -1),
@@ -93,18 +106,26 @@ class Strengths:
             top_p=column((steering.top_p for steering in steerings), torch.inf),
             temperature=column((steering.temperature for steering in steerings), 1.0),
             kl_budget=column((steering.kl_budget for steering in steerings), torch.inf),
+            stops=torch.tensor(filled, dtype=torch.long, device=device).view(len(steerings), -1 if widest else 0),
         )
 
     @classmethod
-    def repeat(cls, steering: Steering, guide: Guide | None, logits: Float[Tensor, "b v"]) -> "Strengths":
-        """Give every row of a batch of logits the same steering and the guide's own β."""
+    def repeat(
+        cls, steering: Steering, guide: Guide | None, logits: Float[Tensor, "b v"], stops: Collection[int] = ()
+    ) -> "Strengths":
+        """Give every row of a batch of logits the same steering and stop tokens, and the guide's own β."""
+        n, v = logits.shape
         beta = () if guide is None else guide.beta
-        return cls.stack([steering] * len(logits), [beta] * len(logits), logits.shape[1], logits.device)
+        return cls.stack([steering] * n, [beta] * n, v, logits.device, stops=[stops] * n)
 
     def map(self, change: Callable[[Tensor], Tensor], plan: Plan | None = None) -> "Strengths":
         """Return the same settings with changed tensors, such as the first rows of all of them."""
-        rows = (self.beta, self.top_k, self.top_p, self.temperature, self.kl_budget)
-        return Strengths(plan or self.plan, *map(change, rows))
+        return Strengths(plan or self.plan, *map(change, self.columns.values()))
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """The tensors with one row for each request, by their names."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
 
 
 @dataclass(frozen=True)
@@ -210,13 +231,41 @@ def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: Any, str
     advice = guide.advise(state, candidates, strengths.beta)
     finite = torch.linalg.vector_norm(advice.shift, torch.inf, dim=-1) < torch.inf  # fewer kernels than isfinite has
     shift = torch.where(finite[:, None], advice.shift.to(base.dtype), constant((0.0,), base.dtype, base.device))
-    barrier = None if advice.allowed is None else _barrier(base, advice.allowed(base + shift))
+    stops = _find_stops(candidates, strengths)
+    words = base if stops is None else base.masked_fill(stops, -torch.inf)
+    barrier = None if advice.allowed is None else _barrier(words, advice.allowed(base + shift))
     if strengths.plan.budgeted:
-        barrier, scale = fit_budget(base, shift, barrier, strengths.kl_budget)
+        budget = strengths.kl_budget if stops is None else strengths.kl_budget / _share_of_words(words, base)
+        barrier, scale = fit_budget(words, shift, barrier, budget)
         shift = shift * scale[:, None]
     shift = shift if barrier is None else shift + barrier
+    shift = shift if stops is None else hold_ends(words, shift, stops)
     clipped = _share(advice.clipped, base, strengths.plan)
     return Proposal(candidates, base, shift, clipped, finite, advice.state, advice.rewards)
+
+
+def _find_stops(candidates: Int[Tensor, "b k"], strengths: Strengths) -> Bool[Tensor, "b k"] | None:
+    """Find the candidates whose probability is left to the base model; None if no row has such stop tokens."""
+    if not strengths.plan.holds_ends or not strengths.stops.shape[1]:
+        return None
+    return (candidates[:, :, None] == strengths.stops[:, None]).any(-1)
+
+
+def _share_of_words(words: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
+    """Compute the base model's probability of a word. KL(guided ‖ base) is this times the divergence of the words."""
+    return (words.double().logsumexp(-1) - base.double().logsumexp(-1)).exp()
+
+
+def hold_ends(
+    words: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], stops: Bool[Tensor, "b k"]
+) -> Float[Tensor, "b k"]:
+    """Give stop tokens the shift log Σ_w p(w | not stop)·e^shift(w), so that they keep their probability.
+
+    Args:
+        words: the base logits, with −∞ in place of those of stop tokens.
+    """
+    common = (words + shift).logsumexp(-1, keepdim=True) - words.logsumexp(-1, keepdim=True)
+    return torch.where(stops, common.nan_to_num(nan=0.0), shift)  # where there are only stops, nothing shifts them
 
 
 def _share(clipped: Bool[Tensor, "b k"] | None, base: Float[Tensor, "b k"], plan: Plan) -> Float[Tensor, " b"]:

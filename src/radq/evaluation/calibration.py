@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from radq.data.prompts import Prompt
+from radq.decoding.config import Ends
 from radq.errors import OptionError
 from radq.evaluation.estimates import TRUSTED_PROMPTS, Bootstrap, Estimate
 from radq.evaluation.metrics import METRICS, corpus_perplexity
@@ -61,6 +62,7 @@ class CalibrationPlan:
         levels: the absolute values of β, or the KL budgets, that are tried; chosen from the model's rewards if empty.
         limit: largest number of prompts.
         kl_budget: the KL budget of each token where strengths differ in β; None for no budget.
+        ends: what decides when a guided text ends, see `radq.Steering`.
     """
 
     folder: str
@@ -79,6 +81,7 @@ class CalibrationPlan:
     max_new_tokens: Annotated[int, COUNT] = 20
     top_k: Annotated[int, COUNT] = 20
     kl_budget: Annotated[float, Range(0, without_low=True)] | None = 0.5
+    ends: Ends = "base"
     seed: Annotated[int, Range(0)] = 0
     batch_size: Annotated[int, COUNT] = 100
     resamples: Annotated[int, COUNT] = 1000
@@ -120,6 +123,7 @@ class CalibrationPlan:
             max_new_tokens=self.max_new_tokens,
             top_k=[self.top_k],
             kl_budget=[self.kl_budget] if self.by == "beta" else [*self.levels],
+            ends=self.ends,
             seeds=[self.seed],
             batch_size=self.batch_size,
             resamples=self.resamples,
@@ -165,12 +169,12 @@ def calibrate(
     score = METRICS[plan.metric].sums
     assert score is not None
     levels = []
-    for one in cells:
+    for one in sorted(cells, key=lambda one: plan.level(one.cell)):
         texts = one.scored_by(JUDGE)
         assert texts.nll is not None
         assert texts.tokens is not None
-        levels.append(Level(plan.level(one.cell), score(texts), corpus_perplexity(texts.nll, texts.tokens)))
-    levels.sort(key=lambda level: level.place)
+        ends = {name: METRICS[name].estimate(texts, Bootstrap(plan.resamples)) for name in one.known_ends}
+        levels.append(Level(plan.level(one.cell), score(texts), corpus_perplexity(texts.nll, texts.tokens), ends))
     found = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, Bootstrap(plan.resamples))
     (largest,) = sweep.guides[GUIDE].beta[-1:]
     return _describe(plan, found, largest, fingerprint_prompts(prompts), len(prompts), command)
@@ -202,6 +206,7 @@ def _describe(
         MeasuredPoint(
             *_rounded((0.0, plan.kl_budget) if one.place == 0 else plan.setting(one.place, largest)),
             *map(_interval, (one.score, one.gain, one.ratio)),
+            **{name: _interval(estimate) for name, estimate in one.ends.items()},
         )
         for one in found.measured
     ]

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from radq.errors import OptionError
 from radq.evaluation.estimates import DEFAULT_BOOTSTRAP, Bootstrap, Estimate, Sums, estimate
@@ -39,6 +39,8 @@ class ScoredTexts:
             from, as `Generation.drawn_nll`. `nll` must then be that of the base model.
         features: sentence embeddings; NaN for blank texts.
         reference: sentence embeddings of the unguided samples of the same prompts.
+        ended: whether each continuation ended by itself, before the largest number of tokens.
+        length: the number of tokens that were drawn for each continuation, without a stop token.
     """
 
     texts: Sequence[Sequence[str]]
@@ -48,6 +50,8 @@ class ScoredTexts:
     drawn_nll: Float[np.ndarray, "p n"] | None = None
     features: Float[np.ndarray, "p n d"] | None = None
     reference: Float[np.ndarray, "p m d"] | None = None
+    ended: Bool[np.ndarray, "p n"] | None = None
+    length: Int[np.ndarray, "p n"] | None = None
 
     def __post_init__(self) -> None:
         sizes = sorted({len(samples) for samples in self.texts})
@@ -58,7 +62,7 @@ class ScoredTexts:
                 f"all prompts must have the same number of samples, got {sizes[0]} to {sizes[-1]}.",
                 "generate the missing samples.",
             )
-        for name in ("scores", "nll", "tokens", "drawn_nll", "features"):
+        for name in ("scores", "nll", "tokens", "drawn_nll", "features", "ended", "length"):
             values = getattr(self, name)
             if values is not None and values.shape[:2] != (len(self.texts), sizes[0]):
                 raise OptionError(
@@ -69,7 +73,7 @@ class ScoredTexts:
 
     def take(self, rows: Sequence[int] | Int[np.ndarray, " q"]) -> "ScoredTexts":
         """Keep some of the prompts, such as those of one class."""
-        names = ("scores", "nll", "tokens", "drawn_nll", "features", "reference")
+        names = ("scores", "nll", "tokens", "drawn_nll", "features", "reference", "ended", "length")
         known = {name: getattr(self, name) for name in names}
         values = {name: array[list(rows)] for name, array in known.items() if array is not None}
         return replace(self, texts=[self.texts[row] for row in rows], **values)
@@ -164,6 +168,14 @@ def perplexities(nll: Float[np.ndarray, "*s"], tokens: Int[np.ndarray, "*s"]) ->
     """The perplexity of each continuation; NaN without tokens, infinite where the model excludes one of its tokens."""
     with np.errstate(over="ignore"):
         return np.exp(np.divide(nll, tokens, out=np.full(nll.shape, np.nan), where=tokens > 0))
+
+
+# --- ends ---
+
+
+def mean_of_samples(values: Bool[np.ndarray, "p n"] | Int[np.ndarray, "p n"]) -> Sums:
+    """The mean over all samples, blank ones included."""
+    return Sums(values.sum(1).astype(float), np.full(len(values), float(values.shape[1])))
 
 
 # --- diversity ---
@@ -302,6 +314,16 @@ METRICS: dict[str, Metric] = {
     "dist_3": Metric("distinct trigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 3)),
     "repetition": Metric(
         "the share of a sample's bigrams that it has had before", ("texts",), lambda t: repetition(t.texts)
+    ),
+    "ended": Metric(
+        "the share of samples that ended by themselves, before the largest number of tokens",
+        ("ended",),
+        lambda t: mean_of_samples(t.ended),
+    ),
+    "length": Metric(
+        "the tokens of a sample, without a stop token, averaged over samples",
+        ("length",),
+        lambda t: mean_of_samples(t.length),
     ),
     "mauve": Metric(
         "how close samples are to the unguided ones, by their features",

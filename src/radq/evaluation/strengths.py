@@ -8,7 +8,7 @@ Axes of arrays: l levels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -32,11 +32,15 @@ Limit = Literal["judge", "perplexity", "range"]
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a guide, and the sums of the metrics of its texts. Level 0 is the unguided base model."""
+    """A level of a guide, and the sums of the metrics of its texts. Level 0 is the unguided base model.
+
+    `ends` are metrics of when texts end, by name; they decide nothing.
+    """
 
     place: float
     score: Sums
     perplexity: Sums
+    ends: dict[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class MeasuredLevel:
     score: Estimate
     gain: Estimate
     ratio: Estimate
+    ends: dict[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def find_strengths(
             estimate(level.score, bootstrap),
             _gain(level, levels[0], sign, bootstrap),
             estimate_ratio(level.perplexity, levels[0].perplexity, bootstrap),
+            level.ends,
         )
         for level in levels
     ]

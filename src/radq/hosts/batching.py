@@ -39,7 +39,8 @@ class Request(Text):
     guidance: Guidance
     prompt: Sequence[int]
     output: list[int]
-    stop: int = 0  # the token that ends the text
+    end: int = 0  # the token that a request draws which cannot be guided
+    stops: tuple[int, ...] = ()  # the tokens that end the text
     ticket: str | None = None  # under which the server asks for figures about it
     choice: int = 0  # its number among the texts with this ticket
     ended: bool = field(default=False, init=False)  # whether it ends, since it cannot be guided
@@ -71,7 +72,8 @@ class DeviceRequest(Text):
     guidance: Guidance
     source: Any  # the engine's tokens: `source.gpu` has a row for each slot
     slot: int
-    stop: int = 0
+    end: int = 0
+    stops: tuple[int, ...] = ()
     ticket: str | None = None
     choice: int = 0
     size: int = 0  # the number of tokens
@@ -134,7 +136,7 @@ class _Group:
     places: Int[Tensor, " b"]  # their rows of the logits
     strengths: Strengths
     temperature: Float[Tensor, "b 1"]  # 1 where the best token is taken
-    stops: Int[Tensor, "b 1"]
+    ends: Int[Tensor, "b 1"]
     members: "list[_Member]"
     sums: Float[Tensor, "b n"]  # figures of the steps that were not counted yet
     told: dict[int, dict[str, int]]  # rows with details: the places of their guides among the strengths
@@ -253,7 +255,7 @@ class Steerer:
         for row, request in requests.items():
             if request.ended:
                 logits[row] = -torch.inf
-                logits[row, request.stop] = 0.0
+                logits[row, request.end] = 0.0
 
     def _steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Tensor | None) -> None:
         self._follow({request: row for row, request in requests.items() if not request.ended}, last)
@@ -331,7 +333,8 @@ class Steerer:
         sizes = {number: len(self.followers[number].guide.beta) for number in used}
         numbers = [[beta for n in used for beta in own.get(n, [0.0] * sizes[n])] for own in betas]
         steerings = [limit_width(request.guidance.steering, vocab_size) for request in requests]
-        strengths = Strengths.stack(steerings, numbers, vocab_size, self.device)
+        stops = [request.stops for request in requests]
+        strengths = Strengths.stack(steerings, numbers, vocab_size, self.device, stops=stops)
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
         members, first = [], 0
         columns: dict[int, slice] = {}
@@ -340,14 +343,14 @@ class Steerer:
             texts = [self.followers[number].rows[requests[row]] for row in own]
             columns[number] = slice(first, first := first + sizes[number])
             members.append(_Member(self.followers[number], self._index(own), self._index(texts), columns[number]))
-        stops = self._index([request.stop for request in requests])[:, None]
+        ends = self._index([request.end for request in requests])[:, None]
         sums = torch.zeros(len(requests), len(NAMES), dtype=torch.float64, device=self.device)
         told = {
             row: {name: columns[number].start + place for name, (number, place) in self._places(request).items()}
             for row, request in enumerate(requests)
             if request.guidance.details and request.ticket is not None
         }
-        return _Group(requests, self._index(list(rows)), strengths, temperature, stops, members, sums, told)
+        return _Group(requests, self._index(list(rows)), strengths, temperature, ends, members, sums, told)
 
     def _places(self, request: Any) -> dict[str, tuple[int, int]]:
         """Find the guide of each name that a request uses, and the place of its strength there."""
@@ -359,7 +362,7 @@ class Steerer:
     def _steer_group(self, logits: Float[Tensor, "b v"], group: _Group) -> None:
         base = logits[group.places]
         proposal = propose(base.float(), group, None, group.strengths)
-        logits[group.places] = self._write(base, proposal, group.temperature, group.stops)
+        logits[group.places] = self._write(base, proposal, group.temperature, group.ends)
         self._sum_up(group, proposal)
         if group.told:
             self._record(group, base, proposal)
@@ -369,7 +372,7 @@ class Steerer:
         base: Float[Tensor, "b v"],
         proposal: Proposal,
         temperature: Float[Tensor, "b 1"],
-        stops: Int[Tensor, "b 1"],
+        ends: Int[Tensor, "b 1"],
     ) -> Float[Tensor, "b v"]:
         """Write the guided logits of all tokens, multiplied by the temperature.
 
@@ -378,7 +381,7 @@ class Steerer:
         fine = proposal.finite[:, None]
         scaled = torch.where(fine, proposal.logits * temperature, -torch.inf)
         guided = torch.full_like(base, -torch.inf).scatter_(1, proposal.candidates, scaled.to(base.dtype))
-        return guided.scatter_(1, stops, torch.where(fine, guided.gather(1, stops), 0.0))
+        return guided.scatter_(1, ends, torch.where(fine, guided.gather(1, ends), 0.0))
 
     def _sum_up(self, group: _Group, proposal: Proposal) -> None:
         fine = proposal.finite.double()

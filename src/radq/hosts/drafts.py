@@ -168,7 +168,7 @@ class DraftSteerer(Steerer):
             self._end(dict.fromkeys(requests.values(), error))
         for slot, request in requests.items():
             if request.ended:
-                end = torch.full_like(logits[:1], -torch.inf).index_fill_(1, self._index([request.stop]), 0.0)
+                end = torch.full_like(logits[:1], -torch.inf).index_fill_(1, self._index([request.end]), 0.0)
                 logits.copy_(torch.where((drafts.slots == slot)[:, None], end, logits))
 
     def _find_table(self, requests: Mapping[int, DraftRequest], vocab_size: int) -> "_Table":
@@ -188,8 +188,8 @@ class DraftSteerer(Steerer):
         followers = [one for one in self.followers if isinstance(one, DraftFollower) and one.texts]
         return _Table(
             self._by_slot({slot: place for place, slot in enumerate(requests)}),
-            Strengths.stack(steerings, numbers, vocab_size, self.device),
-            self._index([request.stop for request in listed]),
+            Strengths.stack(steerings, numbers, vocab_size, self.device, stops=[one.stops for one in listed]),
+            self._index([request.end for request in listed]),
             {
                 one: self._by_slot({text.slot: one.rows[text] for text in listed if text in one.rows})
                 for one in followers
@@ -208,7 +208,7 @@ class DraftSteerer(Steerer):
         members = {follower: texts[slots] for follower, texts in table.texts.items()}
         proposal = propose(logits.float(), _Members(self.followers, members, drafts), None, strengths)
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
-        guided = self._write(logits, proposal, temperature, table.stops[rows][:, None])
+        guided = self._write(logits, proposal, temperature, table.ends[rows][:, None])
         logits.copy_(torch.where((which >= 0)[:, None], guided, logits))
 
 
@@ -218,7 +218,7 @@ class _Table:
 
     places: Int[Tensor, " slots"]  # of each slot's request among these, or −1
     strengths: Strengths  # of these requests
-    stops: Int[Tensor, " b"]
+    ends: Int[Tensor, " b"]  # the tokens that end texts which cannot be guided
     texts: dict[DraftFollower, Int[Tensor, " slots"]]  # for each guide, its row of each slot's text, or −1
 
 

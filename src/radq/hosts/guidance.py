@@ -82,6 +82,7 @@ class Registry:
             top_p=_read_number(given.get("radq_top_p"), "radq_top_p"),
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             kl_budget=settings["kl_budget"],
+            ends=self.config.defaults.ends,
         )
         details = bool(settings["details"])
         if details and TICKET not in arguments:

@@ -10,6 +10,7 @@ and prompt after prompt, and never has to be reset.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from radq.decoding.steering import Steering, Strengths, propose
+from radq.decoding.config import Ends, Steering
+from radq.decoding.prompts import find_stops
+from radq.decoding.steering import Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.guides.base import BaseStates
@@ -39,6 +42,9 @@ class GuidedLogitsProcessor(LogitsProcessor):
         tokenizer: the tokenizer of the base model, to compare vocabularies token by token and not by size alone.
         lm: the base model. Guides that read its hidden states then take them from its own forwards, instead of running
             it a second time; this does not work with assisted decoding.
+        ends: see `Steering`.
+        stop_token_ids: the tokens that end a text, as `generate` knows them; by default those of `lm` or `tokenizer`,
+            and without these the ends of the guide's own models.
     """
 
     def __init__(
@@ -51,13 +57,19 @@ class GuidedLogitsProcessor(LogitsProcessor):
         kl_budget: float | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         lm: Wrappable | None = None,
+        ends: Ends = "base",
+        stop_token_ids: Sequence[int] | None = None,
     ):
         if temperature == 0:
             raise OptionError(
                 "temperature must be above 0, got 0.", "for greedy decoding, call generate with do_sample=False."
             )
         self.guide = guide
-        self.steering = Steering(top_k, top_p, temperature, kl_budget)
+        self.steering = Steering(top_k, top_p, temperature, kl_budget, ends)
+        known = find_stops(lm, tokenizer, stop_token_ids)
+        if lm is None and tokenizer is None and stop_token_ids is None:
+            known = [end for one in guide.readers for end in find_stops(one.model, one.tokenizer, None)]
+        self._stops = set(known)
         self.tokenizer = tokenizer
         self.attention_mask = attention_mask
         self._prompts: Tensor | None = None  # (b, t): the prompts that the attention mask belongs to
@@ -78,7 +90,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
         if self._watch is not None:
             self._watch.check(input_ids)
         self._follow(self._with_padding(input_ids))
-        strengths = Strengths.repeat(self.steering, self.guide, scores)
+        strengths = Strengths.repeat(self.steering, self.guide, scores, self._stops)
         proposal = propose(scores.float(), self.guide, self._state, strengths).require_finite()
         self._state = proposal.state
         guided = torch.full_like(scores, -torch.inf)

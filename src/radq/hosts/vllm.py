@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import yaml
 
+from radq.decoding.config import Ends
 from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import parse_guide
@@ -147,7 +148,7 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         if guidance is None:
             return None
         text = (prompt or [], output)
-        return Request(guidance, *text, self._find_stop(params), _find_ticket(params), _find_choice(params))
+        return Request(guidance, *text, *self._find_stops(params), _find_ticket(params), _find_choice(params))
 
     # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
@@ -156,9 +157,9 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         request = None
         if guidance is not None:
             make = partial(DraftRequest, lengths=self._states.total_len) if self._drafts else DeviceRequest
-            stop, ticket = self._find_stop(sampling_params), _find_ticket(sampling_params)
+            ends, ticket = self._find_stops(sampling_params), _find_ticket(sampling_params)
             choice = _find_choice(sampling_params)
-            request = make(guidance, self._states.all_token_ids, req_idx, stop, ticket, choice)
+            request = make(guidance, self._states.all_token_ids, req_idx, *ends, ticket, choice)
         self._slots.update([], [(req_idx, request)], [])
         return request is not None
 
@@ -176,10 +177,10 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
                 rows[row] = request
         return rows
 
-    def _find_stop(self, params: Any) -> int:
-        """Find a token that ends the text of a request."""
-        known = [params.eos_token_id, *(params.stop_token_ids or ())]
-        return next((token for token in known if token is not None), self._end)
+    def _find_stops(self, params: Any) -> tuple[int, tuple[int, ...]]:
+        """Find a token that ends the text of a request, and all tokens that do, of which there may be none."""
+        stops = tuple(token for token in (params.eos_token_id, *(params.stop_token_ids or ())) if token is not None)
+        return (stops or (self._end,))[0], stops
 
 
 def _find_ticket(params: Any) -> str | None:
@@ -279,6 +280,7 @@ class VllmEngine:
         guides: for each name, the specification of a guide or a list of them: {"toxicity": "DIR:toxicity=-50"}.
         max_model_len: the most tokens of a text, prompt included; by default as many as base model and guides have
             room for, but at most 2048.
+        ends: what decides when a guided text ends, see `radq.Steering`.
         options: arguments of `vllm.LLM`. Lower its `gpu_memory_utilization`, since guides need memory too.
     """
 
@@ -287,6 +289,7 @@ class VllmEngine:
         base: str | Path,
         guides: Mapping[str, str | Sequence[str]] | None = None,
         max_model_len: int | None = None,
+        ends: Ends = "base",
         **options: Any,
     ):
         self.guides = split_guides(guides or {})
@@ -300,7 +303,7 @@ class VllmEngine:
         if guides:
             path = Path(self._folder.name) / "guides.yaml"
             entries = {name: entry for parts in self.guides.values() for name, entry in parts.items()}
-            config = {"guides": entries, "limits": {"top_k": WIDEST}}
+            config = {"guides": entries, "limits": {"top_k": WIDEST}, "defaults": {"ends": ends}}
             path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
             self._registry = Registry.read(path)
             processors = {"logits_processors": [f"radq.hosts.vllm:{processor_name(str(path))}"]}

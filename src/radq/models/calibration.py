@@ -52,13 +52,19 @@ class StrengthPoint:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A setting that was measured. The gain is the judge's improvement over the unguided base model."""
+    """A setting that was measured. The gain is the judge's improvement over the unguided base model.
+
+    `ended` is the share of texts that ended by themselves, and `length` the mean number of their tokens; older
+    calibrations have neither.
+    """
 
     beta: float
     kl_budget: float | None
     score: Interval
     gain: Interval
     perplexity_ratio: Interval
+    ended: Interval | None = None
+    length: Interval | None = None
 
 
 @dataclass(frozen=True)

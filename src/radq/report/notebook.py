@@ -21,12 +21,14 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from radq.decoding.config import Ends
 from radq.decoding.generate import generate
 from radq.errors import OptionError, require_package
 from radq.evaluation.estimates import Bootstrap
 from radq.evaluation.metrics import METRICS, check_metric
 from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
-from radq.evaluation.sweep.measure import Instruments, MeasuredCell
+from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
+from radq.evaluation.sweep.engines import measure_ends
 from radq.guides import Guide
 from radq.guides.spec import find_budget, load_guide
 from radq.judges.base import Judge
@@ -35,7 +37,7 @@ from radq.models.loading import Wrappable
 from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, make_figure, plot_style, render
 
 Estimates = dict[str, dict[str, float | None]]  # value, low and high of each metric
-PLAIN_METRICS = ("corpus_perplexity", "kl", "dist_2", "repetition")
+PLAIN_METRICS = ("corpus_perplexity", "kl", "dist_2", "repetition", *ENDS)
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def evaluate(
     top_k: int | None = 20,
     top_p: float | None = None,
     kl_budget: float | None = 0.5,
+    ends: Ends = "base",
     seed: int = 0,
     batch_size: int | None = None,
     resamples: int = 1000,
@@ -156,6 +159,7 @@ def evaluate(
         judge_metrics: the metrics of their scores, such as mean_score, positive_rate or avg_max.
         reads: what judges read: continuations, or prompts with continuations.
         kl_budget: the KL budget of each token, None for none; calibrated strengths have their own.
+        ends: what decides when a guided text ends, see `Steering`.
         resamples: the number of resamples of the prompts, for the intervals.
     """
     for name in judge_metrics:
@@ -184,7 +188,7 @@ def evaluate(
     for name, guide in {UNGUIDED: None, **guides}.items():
         steer = load_guide(guide, device, lm=lm) if isinstance(guide, str) else guide
         budget = find_budget([guide], kl_budget) if isinstance(guide, str) else kl_budget
-        drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=None if steer is None else budget)
+        drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=None if steer is None else budget, ends=ends)
         cell = _measure(SweepCell(name, None, top_k, top_p, None, seed), drawn, prompts, instruments, progress)
         changes = {} if unguided is None else cell.estimate_changes(unguided, *asked)
         unguided = unguided or cell
@@ -204,4 +208,6 @@ def _measure(
     for name, field_name in (("nll", "nll"), ("drawn_nll", "drawn_nll"), ("tokens", "num_text_tokens")):
         values = np.array([[getattr(one, field_name) for one in row] for row in rows])
         arrays[name] = np.where(blank, np.zeros_like(values), values)
+    ends = [measure_ends(row) for row in rows]
+    arrays |= {name: np.array([one[name] for one in ends]) for name in ENDS}
     return MeasuredCell(cell, texts, arrays)

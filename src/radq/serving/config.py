@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from radq.decoding.config import Steering
+from radq.decoding.config import Ends, Steering
 from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
 from radq.models.calibration import Calibration, find_calibration
@@ -160,6 +160,9 @@ class Defaults:
 
     kl_budget: Annotated[float, Range(0)] | None = 0.5
     """Largest KL divergence per token, in nats, to which strengths are scaled down; null leaves them as they are."""
+    ends: Ends = "base"
+    """What decides when a text ends: base leaves the probability of stop tokens to the base model; taught lets guides
+    reward them like words, for reward models that were taught ends."""
     top_k: Annotated[int, Range(1)] = 20
     """Number of candidates of a token."""
     max_tokens: Annotated[int, Range(1)] = 64

@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from radq.data.prompts import Prompt, read_prompts
+from radq.decoding.config import Ends
 from radq.errors import OptionError
 from radq.evaluation.estimates import MAX_RESAMPLES
 from radq.evaluation.metrics import METRICS, check_metric
@@ -107,6 +108,7 @@ class Sweep:
     top_k: list[int | None] = field(default_factory=lambda: [20])
     top_p: list[float | None] = field(default_factory=lambda: [None])
     kl_budget: list[Annotated[float, Range(0)] | None] = field(default_factory=lambda: [None])
+    ends: Ends = "base"  # what decides when a guided text ends, see `Steering`
     seeds: list[int] = field(default_factory=lambda: [0])
     batch_size: Annotated[int, COUNT] = 100  # texts decoded together
     resamples: Annotated[int, Range(1, MAX_RESAMPLES)] = 1000  # of the prompts, for the intervals

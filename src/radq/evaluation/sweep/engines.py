@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from radq.decoding.best_of_n import best_of_n
 from radq.decoding.generate import Generation, generate
 from radq.errors import OptionError, require_package
@@ -48,6 +50,12 @@ class Engine(ABC):
             "num_samples": self.sweep.samples,
             "seed": cell.seed,
         }
+
+
+def measure_ends(samples: Sequence[Continuation]) -> dict[str, np.ndarray]:
+    """Measure whether each text ended by itself, at a stop token, and the number of its other tokens: (n,)."""
+    ended = np.array([sample.finish_reason == "stop" for sample in samples])
+    return {"ended": ended, "length": np.array([len(sample.token_ids) for sample in samples]) - ended}
 
 
 class TransformersEngine(Engine):
@@ -107,7 +115,7 @@ class TransformersEngine(Engine):
     def _guided(self, cell: SweepCell) -> Produce:
         guide = self.sweep.guides[cell.guide]
         meter = self._load(cell.guide, lambda: self._load_guide(guide))
-        options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget}
+        options: dict[str, Any] = self.options(cell) | {"kl_budget": cell.kl_budget, "ends": self.sweep.ends}
         options["beta"] = [weight * (cell.beta or 0.0) for weight in meter.beta]
 
         def produce(prompts: Sequence[str], first: int) -> tuple[list[Generation], Usage]:
@@ -168,7 +176,7 @@ class VllmSweepEngine(Engine):
             for name, guide in sweep.guides.items()
         }
         dtype = {} if sweep.dtype == "auto" else {"dtype": sweep.dtype}
-        self.engine = VllmEngine(sweep.base, specifications, **dtype, **sweep.vllm)
+        self.engine = VllmEngine(sweep.base, specifications, ends=sweep.ends, **dtype, **sweep.vllm)
 
     def prepare(self, cell: SweepCell) -> Produce:
         options = self.options(cell)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from radq.data.prompts import Prompt
 from radq.evaluation.sweep.config import WHILE_DECODING, Sweep, SweepCell
 from radq.evaluation.sweep.costs import describe_cost
-from radq.evaluation.sweep.engines import Continuation, load_engine
+from radq.evaluation.sweep.engines import Continuation, load_engine, measure_ends
 from radq.files import append_lines, drop_partial_last_line
 from radq.numerics import require_memory_for_texts, same_kernels
 
@@ -111,5 +111,6 @@ def _make_lines(chunk: Chunk, generations: Sequence[Continuation], sweep: Sweep)
             line["nll"] = [round(sample.nll, 4) if sample.text.strip() else 0.0 for sample in samples]
             line["drawn_nll"] = [round(sample.drawn_nll, 4) if sample.text.strip() else 0.0 for sample in samples]
             line["tokens"] = [sample.num_text_tokens if sample.text.strip() else 0 for sample in samples]
+        line |= {name: values.tolist() for name, values in measure_ends(samples).items()}
         lines.append(line)
     return lines

@@ -32,6 +32,7 @@ from radq.judges.pairs import load_pair_judge, score_pairs
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
+ENDS = ("ended", "length")  # of every text; no model is needed to measure them
 Reads = Literal["continuation", "text", "pair"]
 
 
@@ -41,12 +42,17 @@ class MeasuredCell:
 
     cell: SweepCell
     texts: list[list[str]]
-    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll: (p, n)
+    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll, ended, length: (p, n)
 
     def scored_by(self, judge: str | None) -> ScoredTexts:
         """The texts with the scores of one judge, or with none."""
         scores = None if judge is None else self.arrays[f"scores[{judge}]"]
-        return ScoredTexts(self.texts, scores, *(self.arrays.get(name) for name in LIKELIHOODS))
+        return ScoredTexts(self.texts, scores, **{name: self.arrays.get(name) for name in (*LIKELIHOODS, *ENDS)})
+
+    @property
+    def known_ends(self) -> list[str]:
+        """The metrics of ends, unless the texts are older than these."""
+        return [name for name in ENDS if name in self.arrays]
 
     def estimate(
         self,
@@ -130,7 +136,7 @@ def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> l
 
 
 def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
-    noted = [name for name in LIKELIHOODS if all(name in row for row in rows)]  # older runs lack drawn_nll
+    noted = [name for name in (*LIKELIHOODS, *ENDS) if all(name in row for row in rows)]  # older runs lack some
     arrays = {name: np.array([row[name] for row in rows]) for name in noted}
     return MeasuredCell(cell, [row["continuations"] for row in rows], arrays)
 
@@ -263,6 +269,7 @@ def _metrics_row(
     other = sweep.mauve_reference(one.cell)
     pair = (None, None) if features is None or other is None else features.encode_pair(one.cell, other)
     metrics = [name for name in sweep.metrics if other is not None or not METRICS[name].needs_encoder]
+    metrics += [name for name in one.known_ends if name not in metrics]
     asked = (sweep.judges, metrics, chosen, Bootstrap(sweep.resamples))
     return {
         "cell": one.cell.name,
