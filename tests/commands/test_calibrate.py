@@ -84,7 +84,8 @@ def test_a_killed_calibration_goes_on(call: Any, world: Path, capsys: pytest.Cap
 @pytest.mark.filterwarnings("ignore:the judge")
 def test_an_attribute_is_reduced_by_kl(call: Any, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     levels = ["--levels", "0.1", "0.8"]
-    judged = call("--reduce", "--by", "kl", "--attribute", "praise", model="two", judge="reward:{world}/two#praise")
+    words = ("--reduce", "--by", "kl", "--attribute", "praise", "--ends", "taught")
+    judged = call(*words, model="two", judge="reward:{world}/two#praise")
     place = judged.index("--levels")
     found = run([*judged[:place], *levels, *judged[place + 3 :]], capsys)
     table = found["table"]

@@ -175,7 +175,7 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
     calls = [[5, 9], [5, 9, START], [5, 9, START, 7], [5, 9, START, 7, END], [5, 9, START, 8], [5, 9, 4], [5, 9, 4, 4]]
     places = {str(place): (0, place) for place in range(len(guide.beta))}
     strengths = {str(place): beta for place, beta in enumerate(guide.beta)}
-    request = Request(Guidance(strengths, Steering(None)), [5, 9], [])
+    request = Request(Guidance(strengths, Steering(None)), [5, 9], [], stops=(tokenizer.eos_token_id,))
     steerer = Steerer(Panel([guide], places), 1, 30)
     for text in calls:
         scores = oracle.base_logits(base, text)[None]

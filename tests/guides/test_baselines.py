@@ -254,7 +254,7 @@ def test_every_step_of_filtered_decoding_equals_brute_force(family: str) -> None
     guide = make_guide("gedi", "llama", 6.0, filter_p=0.6, target_p=0.7)
     texts = [[int(word) for word in prompt.split()] or [BOS] for prompt in PROMPTS for _ in range(2)]
     forbidden = 0
-    options: dict[str, Any] = {"max_new_tokens": 3, "num_samples": 2, "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 3, "num_samples": 2, "seed": 3, "stop_token_ids": []}
     for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(top_k=6, temperature=0.8), **options):
         proposal = step.proposal
         for i, row in enumerate(step.rows.tolist()):

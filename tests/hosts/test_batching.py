@@ -298,7 +298,8 @@ def test_memory_that_captured_steps_use_stays_for_others(guides: dict[str, Guide
     steerer = make_steerer({"q": guides["q"]})
     prepare_steps(steerer)
     for text in ([5, 6], [7], [8, 9, 10]):
-        request = Request(Guidance({"q.0": 1.0}, Steering(5)), text, [])
+        guidance = Guidance({"q.0": 1.0}, Steering(5))
+        request = Request(guidance, text, [], stops=find_stops(guidance))
         logits = base_logits(text)[None].clone()
         steerer.steer(logits, {0: request})
         torch.testing.assert_close(logits[0], alone({"q": guides["q"]}, text, request.guidance), atol=1e-4, rtol=1e-4)
@@ -433,7 +434,8 @@ def test_tokens_on_the_device_are_read_as_those_of_the_host(guides: dict[str, Gu
         tokens[slot] = torch.randint(3, VOCAB, (LENGTH,))
         numbers = {name: rng.choice([-2.0, 3.0]) for name in rng.sample(names, 2)}
         guidance = Guidance(numbers, Steering(6), details=rng.random() < 0.5)
-        return DeviceRequest(guidance, source, slot, ticket=str(rng.random()), size=rng.randint(1, 6))
+        known = {"stops": find_stops(guidance), "ticket": str(rng.random()), "size": rng.randint(1, 6)}
+        return DeviceRequest(guidance, source, slot, **known)
 
     requests, steerer = [come(slot) for slot in range(4)], make_steerer(guides, capacity=4)
     for step in range(12):
@@ -475,7 +477,8 @@ def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: boo
         tokens[slot, : int(lengths[slot])] = torch.tensor([rng.randrange(3, VOCAB) for _ in range(int(lengths[slot]))])
         numbers = {name: rng.choice([-2.0, 3.0]) for name in rng.sample(["q.0", "q.1", "dexperts.0"], 2)}
         guidance = Guidance(numbers, rng.choice([Steering(6), Steering(4, temperature=0.5, kl_budget=0.2)]))
-        request = DraftRequest(guidance, SimpleNamespace(gpu=tokens), slot, lengths=SimpleNamespace(gpu=lengths))
+        known = {"stops": find_stops(guidance), "lengths": SimpleNamespace(gpu=lengths)}
+        request = DraftRequest(guidance, SimpleNamespace(gpu=tokens), slot, **known)
         requests[slot] = request if rng.random() < 0.8 else None
 
     for slot in range(4):

@@ -111,7 +111,7 @@ def test_greedy_agrees_with_our_own_loop(kind: str, lm_folders: dict[str, Path])
     lm, model = make(kind, lm_folders, "gemma3")
     guide = RewardGuide(model, WEIGHTS)
     own = generate(lm, TOKENIZER, PROMPTS, guide, temperature=0, max_new_tokens=6, stop_token_ids=[])
-    processor = GuidedLogitsProcessor(guide, encode(PROMPTS)["attention_mask"])
+    processor = GuidedLogitsProcessor(guide, encode(PROMPTS)["attention_mask"], stop_token_ids=[])
     assert run(lm, processor, PROMPTS, do_sample=False) == [g.token_ids for g in own]
 
 

@@ -105,7 +105,9 @@ def test_the_whole_vocabulary_is_read_in_parts(lm_folders: dict[str, Path], monk
 
 
 def generate_from(lm: Any, guide: Any, **options: Any) -> list[Generation]:
-    return generate(lm, TOKENIZER, PROMPTS, guide, num_samples=2, max_new_tokens=9, seed=4, **options)
+    return generate(
+        lm, TOKENIZER, PROMPTS, guide, num_samples=2, max_new_tokens=9, seed=4, stop_token_ids=[], **options
+    )
 
 
 @pytest.mark.parametrize("in_slots", [True, False])

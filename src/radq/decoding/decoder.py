@@ -121,18 +121,18 @@ class Decoder:
         rows: Sequence[int],
         steerings: Sequence[Steering],
         betas: Sequence[Sequence[float]],
-        stops: Sequence[Collection[int]],
         uniforms: np.ndarray,
         capacity: int,
         width: int,
+        stops: Sequence[Collection[int]] | None = None,
         read: tuple[Any, Any] | None = None,
     ) -> None:
         """Read prompts, and add rows. Each row has the number of its prompt, its settings and its random numbers.
 
         Args:
-            stops: the tokens that end each row.
             capacity: the number of rows for which there should be room.
             width: the number of tokens for which there should be room in each row.
+            stops: the tokens that end each row.
             read: the result of `read_ahead`, if the prompts are read already.
         """
         self._steerings += steerings

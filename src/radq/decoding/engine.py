@@ -277,10 +277,10 @@ class Engine:
             [joining.prompts[tuple(request.prompt)] for request in requests],
             [request.steering for request in requests],
             [self._strengths(request) for request in requests],
-            [request.stops for request in requests],
             uniforms,
             capacity=min(self._room(), len(self.running) + len(self.waiting)),
             width=max(map(len, joining.prompts)) + steps + overhead,
+            stops=[request.stops for request in requests],
             read=joining.parts.result,
         )
         return len(chosen)

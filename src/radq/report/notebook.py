@@ -188,7 +188,9 @@ def evaluate(
     for name, guide in {UNGUIDED: None, **guides}.items():
         steer = load_guide(guide, device, lm=lm) if isinstance(guide, str) else guide
         budget = find_budget([guide], kl_budget) if isinstance(guide, str) else kl_budget
-        drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=None if steer is None else budget, ends=ends)
+        drawn = generate(
+            lm, tokenizer, prompts, steer, **options, kl_budget=None if steer is None else budget, ends=ends
+        )
         cell = _measure(SweepCell(name, None, top_k, top_p, None, seed), drawn, prompts, instruments, progress)
         changes = {} if unguided is None else cell.estimate_changes(unguided, *asked)
         unguided = unguided or cell

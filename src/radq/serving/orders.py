@@ -100,7 +100,9 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     return Order(
         model=model,
         prompts=prompts,
-        steering=Steering(top_k, None if body.top_p in (None, 1) else body.top_p, temperature, budget, config.defaults.ends),
+        steering=Steering(
+            top_k, None if body.top_p in (None, 1) else body.top_p, temperature, budget, config.defaults.ends
+        ),
         strengths=strengths,
         max_tokens=max_tokens,
         n=n,
