@@ -49,7 +49,7 @@ class Arguments:
     with which the strengths of --guide were calibrated."""
     ends: Ends = "base"
     """What decides when a text ends. base leaves the probability of stop tokens to the language model, so that guides
-    decide what is said and not when it ends; taught rewards them like words, for reward models that were taught ends."""
+    decide what is said and not when it ends; taught rewards them like words, for models that were taught ends."""
     clamp: bool = True
     """Clamp rewards to the range of the labels that the reward model was trained on."""
     num_samples: int = 1

@@ -27,8 +27,8 @@ from radq.errors import OptionError, require_package
 from radq.evaluation.estimates import Bootstrap
 from radq.evaluation.metrics import METRICS, check_metric
 from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
-from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
 from radq.evaluation.sweep.engines import measure_ends
+from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
 from radq.guides import Guide
 from radq.guides.spec import find_budget, load_guide
 from radq.judges.base import Judge
