@@ -17,6 +17,7 @@ from radq.data.dataset import pad_batch
 from radq.data.pairs import PairData, ResponseColumns, find_pairs, load_pairs
 from radq.data.tokens import share_beginnings
 from radq.errors import DataError
+from radq.training.losses import prefix_weights
 
 PAIR = ResponseColumns(["chosen", "rejected"])
 PROMPTED = ResponseColumns(["chosen", "rejected"], prompt="prompt")
@@ -45,6 +46,7 @@ def load(tmp_path: Path, toy_tokenizer: PreTrainedTokenizerBase) -> Any:
             table.to_csv(file, index=False)
         return load_pairs([file], tokenizer, columns, cache_folder=tmp_path / "cache", **more)
 
+    load_rows.tokenizer = tokenizer  # type: ignore[attr-defined]
     return load_rows
 
 
@@ -208,6 +210,38 @@ def test_shared_beginnings_move_to_the_prompts(rows: list[list[list[int]]]) -> N
         shortest = min(map(len, parts))
         assert shortest == 0 or shortest == 1 or len({part[0] for part in parts}) > 1  # one token stays
         assert length == 0 or shortest > 0
+
+
+END = "<|endoftext|>"
+SHORT, LONG = "the film was good .", "the film was bad and dull and poor ."
+
+
+@pytest.mark.parametrize("form", ["texts", "list", "chats"])
+@pytest.mark.parametrize(("max_length", "counted"), [(20, True), (4, False)])
+def test_an_end_does_not_count_beside_an_answer_that_is_cut(
+    form: str, max_length: int, counted: bool, load: Any, toy_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    texts = [SHORT, LONG] if form == "chats" else [SHORT + END, LONG + END]
+    if form == "chats":
+        template = "{% for m in messages %}{{ m.content }} <|endoftext|>{% endfor %}"
+        load.tokenizer.chat_template = template
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    names = ResponseColumns(["chosen", "rejected"])
+    row: dict[str, Any] = dict(zip(("chosen", "rejected"), texts, strict=True))
+    if form == "list":
+        names, row = LIST, {"answers": texts, "grades": [1, 0]}
+    batch = load([row], names, max_length=max_length).batch([0])
+    for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+        assert (toy_tokenizer.eos_token_id in ids[mask.bool()].tolist()) == counted
+    assert toy_tokenizer.decode(batch["input_ids"][0][batch["loss_mask"][0].bool()]).startswith("good .")
+    weights = prefix_weights(batch["loss_mask"])
+    assert weights.sum(1).tolist() == pytest.approx([1, 1])
+
+
+def test_rows_without_a_cut_answer_keep_their_ends(load: Any, toy_tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"chosen": SHORT + END, "rejected": text + END} for text in (LONG, "the film was bad .")]
+    data = load(rows, PAIR, max_length=5)
+    assert [rest.endswith(END) for _, rest in read(data, toy_tokenizer)] == [False, False, True, True]
 
 
 def test_a_batch_has_two_texts_for_each_pair(load: Any) -> None:

@@ -22,7 +22,7 @@ from radq.data.tables import split_hub_name
 from radq.errors import DataError, OptionError
 from radq.files import default_cache_folder, fingerprint_values, whole_folder
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 COUNTS = "counts.json"  # the file that is written last
 
 
@@ -121,6 +121,7 @@ def _tokenise(
         for piece in pieces:
             whole, prompts = _encode(tokenizer, piece.texts), _encode(tokenizer, piece.prompts)
             if piece.compares:
+                whole = leave_out_ends(whole, prompts, piece.labels.rows, tokenizer, max_length)
                 whole, prompts = share_beginnings(whole, prompts, piece.labels.rows)
             texts = [ids[:max_length] for ids in whole]
             # a prompt that is too long loses its beginning
@@ -159,6 +160,36 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     if backend is None:
         return tokenizer(texts, add_special_tokens=False).input_ids
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]  # on all cores
+
+
+def leave_out_ends(
+    texts: list[list[int]],
+    prompts: list[list[int]],
+    rows: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> list[list[int]]:
+    """Take the end of turn off all texts of a row of which one will be cut at `max_length`.
+
+    The cut text has lost its end, which weighs most in a text, and beside the others it would teach that ends are bad,
+    or good. Texts of a row have the same number in `rows`, (n,).
+    """
+    rest, _ = share_beginnings(texts, prompts, rows)
+    cut = {int(row) for row, ids in zip(rows, rest, strict=True) if len(ids) > max_length}
+    if not cut:
+        return texts
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+
+    def leave_out(ids: list[int]) -> list[int]:
+        body = len(ids)
+        while body and ids[body - 1] in special:
+            body -= 1
+        while 0 < body < len(ids) and not str(tokenizer.decode(ids[body - 1 : body])).strip():
+            body -= 1  # a template's space before the end
+        return ids[:body]
+
+    return [leave_out(ids) if row in cut else ids for row, ids in zip(rows.tolist(), texts, strict=True)]
 
 
 def share_beginnings(
