@@ -70,10 +70,12 @@ def make_config(folder: Path, **changes: Any) -> ServeConfig:
 
 
 @contextmanager
-def serving(config: ServeConfig, api_key: str | None = None, address: str = "127.0.0.1") -> Iterator[Running]:
-    """Serve on a free port until the end of the block."""
+def serving(
+    config: ServeConfig, api_key: str | None = None, address: str = "127.0.0.1", port: int = 0
+) -> Iterator[Running]:
+    """Serve until the end of the block, on a free port if none is given."""
     app = make_app(Served(config), api_key, address)
-    options = uvicorn.Config(app, address, port=0, log_level="warning", timeout_graceful_shutdown=5)
+    options = uvicorn.Config(app, address, port=port, log_level="warning", timeout_graceful_shutdown=5)
     listener = uvicorn.Server(options)
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
     thread.start()

@@ -1,6 +1,7 @@
 """The page in a headless browser, with a real server and tiny models."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -214,6 +216,9 @@ def test_pointing_at_a_token_shows_why(page: Page, running: Running, seed: int) 
     page.point_at(page.all(".guided .token")[3])
     page.until(page.inspector.is_displayed)
     detail = complete(running, seed)["logprobs"]["radq"][3]
+    (chosen,) = [one for one in detail["candidates"] if one["id"] == detail["id"]]
+    shared = sum(one["base_probability"] * math.exp(one["shift"]) for one in detail["candidates"])
+    assert shift_of(page) == pytest.approx(chosen["shift"] - math.log(shared), abs=0.006)
     rows = page.all("#inspector tbody tr")
     assert len(rows) >= 8
     for row, candidate in zip(rows[:8], detail["candidates"], strict=False):
@@ -226,6 +231,27 @@ def test_pointing_at_a_token_shows_why(page: Page, running: Running, seed: int) 
             assert text == "<0.1%" or abs(float(text.rstrip("%")) - 100 * value) < 0.51
     page.point_at(page.find("h1"))
     page.until(lambda: not page.inspector.is_displayed())
+
+
+def shift_of(page: Page) -> float:
+    """The shift that the panel shows, whose exponential it shows beside it."""
+    facts = dict(fact.text.split("\n") for fact in page.all("#inspector .facts div"))
+    shift = float(facts["Shift"].replace("−", "-"))
+    ratio = facts["Likelihood"]
+    assert math.log(float(ratio[1:])) * (-1 if ratio[0] == "÷" else 1) == pytest.approx(shift, abs=0.05)
+    return shift
+
+
+def test_texts_from_right_to_left_are_set_so(page: Page) -> None:
+    for field in ("#prompt", "#score-text", "#message-0"):
+        assert page.open("&mode=chat").find(field).get_attribute("dir") == "auto"
+    page.open("&prompt=" + quote("הסרט היה"))
+    page.generate()
+    direction = "return getComputedStyle(document.querySelector(arguments[0])).direction"
+    assert page.run(direction, "#prompt") == page.run(direction, ".guided .token-text") == "rtl"
+    page.run("document.querySelector('.guided .token').focus()")
+    page.press(Keys.ARROW_LEFT)
+    assert page.focused() == page.all(".guided .token")[1]
 
 
 def test_a_candidate_branches_and_can_be_undone(page: Page, running: Running, seed: int) -> None:
@@ -476,8 +502,26 @@ def test_a_server_that_is_gone_is_noticed(driver: Any, models: Path) -> None:
     with serving(make_config(models)) as found:
         page = Page(driver, found.address, f"tokens={TOKENS}").open()
         page.generate()
+        text = page.text(".guided")
     page.generate()
-    assert "cannot be reached" in page.until(lambda: page.find("#problem").text)
+    assert "connection broke" in page.until(lambda: page.find("#problem").text)
+    with serving(make_config(models), port=int(found.address.rpartition(":")[2])):
+        page.find("#retry").click()
+        page.until(lambda: not page.find("#problem").is_displayed())
+        page.wait()
+        assert page.text(".guided") == text
+    driver.get_log("browser")
+
+
+def test_a_page_that_found_no_server_starts_with_retry(driver: Any, models: Path) -> None:
+    with serving(make_config(models), api_key="s3cret") as found:
+        page = Page(driver, found.address).open()
+    page.find("#key").send_keys("s3cret", Keys.ENTER)
+    assert "connection broke" in page.until(lambda: page.find("#problem").text)
+    with serving(make_config(models), port=int(found.address.rpartition(":")[2])):
+        page.find("#retry").click()
+        page.until(page.find("#controls").is_displayed)
+        page.run("sessionStorage.clear()")
     driver.get_log("browser")
 
 

@@ -300,9 +300,17 @@ READ = """(async () => {
 })()"""
 
 
+BROKE = "The connection broke before the text was complete."
+
+
 def test_a_stream_without_its_end_has_broken_off(call: Call) -> None:
     assert one(call, READ, 'data: {"a":"é"}\n\ndata: [DONE]\n\n') == [{"a": "é"}]
-    assert one(call, READ, 'data: {"a":1}\n\n') == [{"a": 1}, "The answer broke off before it was complete."]
+    assert one(call, READ, 'data: {"a":1}\n\n') == [{"a": 1}, BROKE]
+    broken = "m.readEvents(new ReadableStream({ start: (c) => c.error(new TypeError('network error')) }))"
+    assert one(call, f"{broken}.next().catch((error) => [error.message, error instanceof m.ConnectionBroke])") == [
+        BROKE,
+        True,
+    ]
 
 
 def test_events_of_completions_and_chats_are_read_alike(call: Call) -> None:

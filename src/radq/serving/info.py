@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.serving.config import ServeConfig
 
 VERSION = version("radq")
@@ -37,6 +38,7 @@ def describe_server(
     return {
         "version": VERSION,
         "base": base,
+        "title": HUB_NAME.rpartition("/")[2] if base == EMBEDDED else base,
         "chat": chat,
         "context": context,
         "needs_key": needs_key,

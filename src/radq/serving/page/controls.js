@@ -169,6 +169,6 @@ function makeMessage(message, index, count, store) {
     "li",
     { class: message.role },
     make("div", { class: "row small" }, make("label", { for: id }, ROLES[message.role]), count > 1 ? remover : null),
-    make("textarea", { id, rows: message.role === "system" ? 2 : 3, spellcheck: "false", on: { input: write } }),
+    make("textarea", { id, dir: "auto", rows: message.role === "system" ? 2 : 3, spellcheck: "false", on: { input: write } }),
   );
 }

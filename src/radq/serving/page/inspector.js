@@ -1,6 +1,6 @@
 // The panel that shows why a token was chosen: each candidate's base probability, rewards and guided probability.
 import { find, make } from "./dom.js";
-import { formatNumber, formatProbability, formatRatio } from "./numbers.js";
+import { formatNumber, formatProbability, formatRatio, formatSigned } from "./numbers.js";
 import { chosenCandidate, leanOfReward, logRatio } from "./scale.js";
 import { visibleElements } from "./token_text.js";
 import { shownText } from "./visible.js";
@@ -145,7 +145,7 @@ function describe(detail, attributes, choose, whole, showAll, close) {
   const title = make(
     "h3",
     { id: "inspector-title" },
-    make("span", { class: "quoted" }, ...visibleElements(text, true)),
+    make("span", { class: "quoted", dir: "auto" }, ...visibleElements(text, true)),
   );
   const closer = make("button", { type: "button", class: "close", "aria-label": "Close", on: { click: close } }, "×");
   const parts = [make("div", { class: "inspector-head" }, title, closer), facts(detail, attributes)];
@@ -163,8 +163,10 @@ function facts(detail, attributes) {
   const list = make("dl", { class: "facts" });
   const add = (name, value) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
   const candidate = chosenCandidate(detail);
-  if (candidate) add("Likelihood", formatRatio(logRatio(candidate)));
-  if (Number.isFinite(detail.shift)) add("Shift", formatNumber(detail.shift));
+  if (candidate) {
+    add("Likelihood", formatRatio(logRatio(candidate)));
+    add("Shift", formatSigned(logRatio(candidate)));
+  }
   if (Number.isFinite(detail.kl)) add("KL", `${formatNumber(detail.kl)} nats`);
   if (candidate) return list;
   for (const name of Object.keys(detail.rewards ?? {})) add(name, rewardChip(detail.rewards[name], attributes[name]));
@@ -220,7 +222,7 @@ function candidateTable(detail, attributes, choose, whole) {
 
 // A button where candidates can be chosen.
 function candidateLabel(candidate, chosen, choose) {
-  const text = make("span", { class: "quoted" }, ...visibleElements(candidate.token, true));
+  const text = make("span", { class: "quoted", dir: "auto" }, ...visibleElements(candidate.token, true));
   const parts = chosen ? [text, make("span", { class: "tick" }, "chosen")] : [text];
   if (!choose) return make("span", { class: "candidate" }, ...parts);
   return make("button", { type: "button", class: "candidate", on: { click: () => choose(candidate) } }, ...parts);

@@ -8,6 +8,7 @@ import { createInspector } from "./inspector.js";
 import { legendOf, SHIFT, SURPRISE } from "./scale.js";
 import { createScore } from "./score.js";
 import { getInfo } from "./server.js";
+import { ConnectionBroke } from "./sse.js";
 import { toAddress } from "./state.js";
 import { createStore } from "./store.js";
 
@@ -16,10 +17,17 @@ const TITLES = { compare: "radq", score: "Score · radq", grid: "Grid · radq" }
 let running = null; // the controller of the work in progress, which can stop it
 let ended = Promise.resolve(); // when the work before has ended
 
-function showProblem(text) {
+let retry = null; // what the button beside a problem does
+
+// A problem that may pass has a button that tries again.
+function showProblem(text, again = null) {
   find("problem-text").textContent = text;
   find("problem").hidden = text === "";
+  find("retry").hidden = again === null;
+  retry = again;
 }
+
+const againAfter = (error, again) => (error instanceof ConnectionBroke ? again : null);
 
 // Run one work at a time: a new one stops the one before.
 function run(work) {
@@ -36,7 +44,7 @@ async function perform(work, controller) {
     await work(controller.signal);
   } catch (error) {
     if (error.name === "AbortError") announce("Stopped.");
-    else showProblem(error.message);
+    else showProblem(error.message, againAfter(error, () => run(work)));
     controller.abort();
   } finally {
     if (running === controller) {
@@ -84,7 +92,7 @@ function showLegend(state, info) {
 }
 
 function start(info) {
-  find("tagline").textContent = `A small reward model steers a language model, token by token. Here: ${info.base}.`;
+  find("tagline").textContent = `A small reward model steers a language model, token by token. Here: ${info.title}.`;
   const store = createStore(info, showProblem);
   const inspector = createInspector(info.attributes);
   const parts = { info, store, inspector, run };
@@ -117,6 +125,15 @@ find("skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address holds the state
   find("stage").focus();
 });
-getInfo()
-  .then(start)
-  .catch((error) => showProblem(error.message));
+find("retry").addEventListener("click", () => {
+  const again = retry;
+  showProblem("");
+  again();
+});
+
+function load() {
+  getInfo()
+    .then(start)
+    .catch((error) => showProblem(error.message, againAfter(error, load)));
+}
+load();

@@ -8,6 +8,8 @@ export function formatNumber(value, digits = 2) {
   return signed(Number(text) === 0 ? text.replace("-", "") : text); // no minus before zero
 }
 
+export const formatSigned = (value) => (value > 0 ? `+${formatNumber(value)}` : formatNumber(value));
+
 export const formatStrength = (value) => signed(String(value));
 
 export function formatProbability(value) {

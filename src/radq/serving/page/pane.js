@@ -115,6 +115,7 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
     const ids = [...promptIds, ...kept.map((detail) => detail.id), forced.id];
     const left = Math.max(body.max_tokens - index - 1, 1);
     run(async (signal) => {
+      tokens.cut(index + 1); // of what came before the connection broke
       await stream(continuedRequest(request, ids, left), signal);
       announce(`The text goes on: ${status.textContent}.`);
     });

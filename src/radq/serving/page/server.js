@@ -1,18 +1,19 @@
 // The server behind the page: requests with the key, answers, and errors in plain words.
 import { askForKey } from "./key.js";
-import { readChoices, readEvents } from "./sse.js";
+import { ConnectionBroke, readChoices, readEvents } from "./sse.js";
 
 const STORED_KEY = "radq-key"; // in the session only: closing the tab forgets it
+const BUSY = [429, 502, 503, 504]; // states of the server that pass
 let asking = null; // one question at a time, however many requests were refused
 
 export class ServerError extends Error {}
 
 export async function getInfo() {
-  return (await send("radq/info", null, null)).json();
+  return readJson(await send("radq/info", null, null));
 }
 
 export async function scoreText(text, signal) {
-  return (await send("radq/score", { text }, signal)).json();
+  return readJson(await send("radq/score", { text }, signal));
 }
 
 // The choices of a streamed answer, as they come.
@@ -28,6 +29,7 @@ async function send(path, body, signal) {
   for (;;) {
     const answer = await fetchWithKey(path, body, signal);
     if (answer.ok) return answer;
+    if (BUSY.includes(answer.status)) throw new ConnectionBroke(await readError(answer));
     if (answer.status !== 401) throw new ServerError(await readError(answer));
     asking ??= askForKey(sessionStorage.getItem(STORED_KEY) !== null).finally(() => (asking = null));
     const key = await asking;
@@ -45,7 +47,15 @@ async function fetchWithKey(path, body, signal) {
     return await fetch(path, { ...asked, headers, signal, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server cannot be reached. Is it still running?");
+    throw new ConnectionBroke("The connection broke: the server cannot be reached. Is it still running?");
+  }
+}
+
+async function readJson(answer) {
+  try {
+    return await answer.json();
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ConnectionBroke("The connection broke before the answer was complete.");
   }
 }
 

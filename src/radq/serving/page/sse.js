@@ -2,6 +2,9 @@
 
 export const DONE = "[DONE]";
 
+// The server is gone, or is too busy: the same request may succeed later.
+export class ConnectionBroke extends Error {}
+
 // A parser that takes pieces of a stream, cut anywhere, and returns the data of each event that is complete.
 export function createParser() {
   let rest = "";
@@ -30,12 +33,22 @@ export async function* readEvents(body) {
   const reader = body.getReader();
   const decoder = new TextDecoder();
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await read(reader);
     for (const data of feed(done ? `${decoder.decode()}\n\n` : decoder.decode(value, { stream: true }))) {
       if (data === DONE) return;
       yield JSON.parse(data);
     }
-    if (done) throw new Error("The answer broke off before it was complete.");
+    if (done) throw new ConnectionBroke(BROKE);
+  }
+}
+
+const BROKE = "The connection broke before the text was complete.";
+
+async function read(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ConnectionBroke(BROKE);
   }
 }
 

@@ -10,7 +10,7 @@ const HOVER = matchMedia("(min-width: 641px)");
 export function createTokenText(label, listener) {
   const given = make("span", { class: "given" });
   const tokens = make("span", { class: "tokens" });
-  const element = make("div", { class: "token-text", role: "group", "aria-label": label }, given, tokens);
+  const element = make("div", { class: "token-text", dir: "auto", role: "group", "aria-label": label }, given, tokens);
   const details = [];
   let paint = () => ({ side: "none", amount: 0 });
 
@@ -39,7 +39,8 @@ export function createTokenText(label, listener) {
   tokens.addEventListener("keydown", (event) => {
     const index = indexOf(event.target);
     const last = tokens.children.length - 1;
-    const places = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: last };
+    const ahead = getComputedStyle(element).direction === "rtl" ? -1 : 1;
+    const places = { ArrowRight: index + ahead, ArrowLeft: index - ahead, Home: 0, End: last };
     if (event.key in places) tokens.children[Math.min(Math.max(places[event.key], 0), last)].focus();
     else if (["Enter", " ", "ArrowDown"].includes(event.key)) listener.enter();
     else if (event.key === "Escape") listener.close();
