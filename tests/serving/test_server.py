@@ -18,6 +18,7 @@ from serving import Running, make_config, serving
 import radq
 from radq.errors import RadqError
 from radq.models.prompt_parts import PartlyRead
+from radq.serving import app as app_module
 from radq.serving import scheduler as scheduler_module
 from radq.serving.config import Limits
 
@@ -494,6 +495,24 @@ def test_names_of_json(running: Running, kind: str) -> None:
 def test_bodies_that_are_too_long(running: Running) -> None:
     answer = post(running, prompt="x" * 2**20)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_long_bodies_do_not_hold_up_short_ones(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, read = threading.Event(), threading.Event(), app_module.read_order
+
+    def read_slowly(body: Any, served: Any) -> Any:
+        if len(body.prompt) > 10**4:
+            begun.set()
+            assert go.wait(30)
+        return read(body, served)
+
+    monkeypatch.setattr(app_module, "read_order", read_slowly)
+    with ThreadPoolExecutor(16) as pool:
+        long = [pool.submit(post, running, prompt="the film " * 10**4) for _ in range(16)]
+        assert begun.wait(30)
+        assert post(running, prompt=PROMPT, max_tokens=2).status_code == 200
+        go.set()
+        assert {answer.result().status_code for answer in long} == {400}
 
 
 def test_images_and_tools_are_refused(running: Running) -> None:

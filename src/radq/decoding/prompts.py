@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from radq.errors import ContextLengthError, OptionError
 from radq.models.loading import Wrappable, max_positions, name_positions
-from radq.models.vocabulary import find_bos, tokenise
+from radq.models.vocabulary import exceeds, find_bos, tokenise
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -24,22 +24,31 @@ def encode_prompts(
     prompts: Sequence[Prompt],
     max_new_tokens: int,
     context: int | None = None,
+    longest: int | None = None,
 ) -> list[list[int]]:
     """Tokenise prompts, with the special tokens that the base model expects; an empty prompt becomes a BOS.
+
+    A text that is too long for any tokens is refused before it is tokenised.
 
     Args:
         config: the base model's.
         context: the longest text that is allowed, with the new tokens; by default what the base model has room for.
+        longest: the most tokens of a prompt; by default there is no other limit than `context`.
     """
     if isinstance(prompts, str) or not prompts:
         raise OptionError(
             f"prompts must be a list of one or more texts, got {prompts!r}.", "put a single prompt into a list."
         )
     bos = find_bos(config, tokenizer)
-    encoded = [ids or [bos] for ids in _tokens_of(prompts, tokenizer, bos, config.get_text_config().vocab_size)]
     positions, room = max_positions(config), name_positions(config)
     if context is not None:
         positions, room = context, f"context of {context} tokens"
+    rooms = [longest, None if positions is None else positions - max_new_tokens]
+    most = min((one for one in rooms if one is not None), default=None)
+    encoded = [ids or [bos] for ids in _tokens_of(prompts, tokenizer, bos, config.get_text_config().vocab_size, most)]
+    too_long = max(map(len, encoded))
+    if longest is not None and too_long > longest:
+        raise ContextLengthError(f"a prompt may have at most {longest} tokens, got {too_long}.", "shorten it.")
     for number, ids in enumerate(encoded):
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ContextLengthError(
@@ -51,15 +60,18 @@ def encode_prompts(
 
 
 def _tokens_of(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, bos: int, vocab_size: int
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, bos: int, vocab_size: int, most: int | None
 ) -> Iterator[list[int]]:
-    """The tokens of texts, of lists of token ids, and of chats."""
-    texts = iter(tokenise(tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)], bos))
+    """The tokens of texts, of lists of token ids, and of chats; `most` is the number that a prompt may have."""
+    written = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in written:
+        check_size(tokenizer, text, most)
+    texts = iter(tokenise(tokenizer, written, bos))
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             yield next(texts)
         elif all(isinstance(message, Mapping) for message in prompt) and prompt:
-            yield _read_chat(tokenizer, prompt, number)
+            yield _read_chat(tokenizer, prompt, number, most)
         elif all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
             yield [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         else:
@@ -70,7 +82,15 @@ def _tokens_of(
             )
 
 
-def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int) -> list[int]:
+def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) -> None:
+    """Refuse a text that has more than so many tokens for certain, without tokenising it."""
+    if most is not None and exceeds(tokenizer, text, most):
+        raise ContextLengthError(
+            f"a text of {len(text)} characters has more than the {most} tokens that are allowed.", "shorten it."
+        )
+
+
+def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int, most: int | None) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise OptionError(
             f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
@@ -79,6 +99,7 @@ def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int) -
         text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise errors of their own about roles and their order
         raise OptionError(f"the chat template refuses prompt {number}: {error}.", "check its messages.") from error
+    check_size(tokenizer, text, most)
     return tokenizer(text, add_special_tokens=False).input_ids
 
 

@@ -1,8 +1,9 @@
 """Vocabularies: a fingerprint that tells whether two models have the same tokens, and the special tokens."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -81,6 +82,47 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: int)
             if 1 <= _count_leading(written, bos) < _count_leading(row, bos):
                 rows[number] = row[1:]
     return rows
+
+
+# Pre-tokenizers of tokenizers that leave no character out.
+KEEPING = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
+
+
+def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> bool:
+    """Whether a text has more than so many tokens for certain. Its length tells, so that it need not be tokenised."""
+    longest = _find_longest_token(tokenizer)
+    if longest is None or len(text) <= longest * tokens:
+        return False
+    normalizer: Any = tokenizer.backend_tokenizer.normalizer  # pyright: ignore[reportAttributeAccessIssue]
+    return normalizer is None or len(normalizer.normalize_str(text)) > longest * tokens
+
+
+_LONGEST: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, int | None]] = WeakKeyDictionary()
+
+
+def _find_longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The most characters of a normalised text that one token can stand for; None where there is no such number."""
+    known, key = _LONGEST.setdefault(tokenizer, {}), len(tokenizer)
+    if key not in known:
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        bounded = backend is not None and _is_bounded(json.loads(backend.to_str()))
+        known[key] = max(map(len, tokenizer.get_vocab())) if bounded else None
+    return known[key]
+
+
+def _is_bounded(described: Mapping[str, Any]) -> bool:
+    """Whether no token stands for an unlimited number of characters, and no character is left out."""
+    model, pre = described["model"], described["pre_tokenizer"]
+    writes_bytes = "ByteLevel" in json.dumps([pre, described["normalizer"]])
+    one_by_one = not model.get("fuse_unk", True) and (writes_bytes or model["unk_token"] is not None)
+    strips = any(token["lstrip"] or token["rstrip"] for token in described["added_tokens"])
+    return (one_by_one or bool(model.get("byte_fallback"))) and not strips and _keeps(pre)
+
+
+def _keeps(pre: Mapping[str, Any] | None) -> bool:
+    if pre is None or pre["type"] == "Sequence":
+        return all(_keeps(part) for part in (pre or {}).get("pretokenizers", []))
+    return pre["type"] in KEEPING and pre.get("behavior") != "Removed"
 
 
 def _count_leading(row: Sequence[int], token: int) -> int:

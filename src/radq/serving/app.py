@@ -7,7 +7,8 @@ and /metrics are for operators; / is the page.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,9 +26,10 @@ from radq.serving.orders import read_order
 from radq.serving.page_files import add_page
 from radq.serving.problems import ERRORS, add_handlers, answer_problem, check_unicode
 from radq.serving.scheduler import Scheduler
-from radq.serving.scores import check_scored
 from radq.serving.served import Served
 from radq.serving.streams import TextStream, unless_gone, write_events
+
+LONG_BODY = 2**15  # bytes; larger bodies take a while to tokenise, and wait for each other
 
 
 class Server:
@@ -37,12 +39,23 @@ class Server:
         self.served, self.config, self.api_key = served, served.config, api_key
         self.metrics = Metrics()
         self.scheduler = Scheduler(served, self.metrics)
+        self._readers = ThreadPoolExecutor(4, "radq-reader"), ThreadPoolExecutor(1, "radq-long-reader")
+
+    async def close(self) -> None:
+        self.scheduler.close()
+        await asyncio.to_thread(self.scheduler.join)
+        for pool in self._readers:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # --- texts ---
 
+    async def read(self, request: Request, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Tokenise and check a request in a thread. Long bodies have one of their own, so that no short one waits."""
+        pool = self._readers[len(await request.body()) > LONG_BODY]
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+
     async def complete(self, kind: Kind, body: CompletionBody | ChatBody, request: Request) -> Response:
-        check_unicode(body.model_dump())
-        order = await asyncio.to_thread(read_order, body, self.served)
+        order = await self.read(request, read_order, body, self.served)
         stream = TextStream(order, self.served, self.scheduler)
         answer = Answer(kind, order, self.served, stream.texts)
         self.scheduler.submit(stream.texts)
@@ -59,11 +72,9 @@ class Server:
             return answer_problem(503, errors[0])
         return JSONResponse(answer.whole(ends))
 
-    async def score(self, body: ScoreBody) -> dict[str, Any]:
+    async def score(self, body: ScoreBody, request: Request) -> dict[str, Any]:
         check_unicode(body.text)
-        ids = await asyncio.to_thread(self.served.encode, body.text)
-        limit = min(self.config.limits.prompt_tokens, self.served.context)
-        check_scored(body.text, ids, limit)
+        ids = await self.read(request, self.served.encode, body.text)
         return await asyncio.wrap_future(self.scheduler.call(lambda: self.served.score(ids)))
 
     # --- descriptions ---
@@ -110,8 +121,7 @@ def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        server.scheduler.close()
-        await asyncio.to_thread(server.scheduler.join)
+        await server.close()
 
     app = FastAPI(title="radq", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
@@ -137,8 +147,8 @@ def _add_texts(app: FastAPI, server: Server) -> None:
         return await server.complete("chat", body, request)
 
     @app.post("/radq/score", **guarded)
-    async def score(body: ScoreBody) -> dict[str, Any]:
-        return await server.score(body)
+    async def score(body: ScoreBody, request: Request) -> dict[str, Any]:
+        return await server.score(body, request)
 
 
 def _add_descriptions(app: FastAPI, server: Server) -> None:

@@ -12,6 +12,7 @@ from radq.decoding.text import GrowingText
 from radq.errors import ContextLengthError, OptionError
 from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
 from radq.serving.config import ServeConfig
+from radq.serving.problems import check_unicode
 from radq.serving.served import Served
 from radq.serving.strengths import MISSPELLED, SETTINGS
 from radq.serving.texts import Delivery, Text
@@ -79,6 +80,7 @@ def _processors(penalty: float) -> tuple[Any, ...]:
 
 def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     """Check a body and turn it into an order; refuse a body that asks for something that cannot be done."""
+    check_unicode(body.model_dump())
     config = served.config
     _refuse_unsupported(body, config)
     model, asked = _read_steering(body, config)
@@ -192,12 +194,9 @@ def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> tuple[int,
     given: Sequence[Prompt] = _prompts(body)
     if len(given) > config.limits.choices:
         raise OptionError(f"a request may have at most {config.limits.choices} prompts.", "send several requests.")
-    prompts = encode_prompts(served.lm.config, served.tokenizer, given, 1, served.context)
+    most = config.limits.prompt_tokens
+    prompts = encode_prompts(served.lm.config, served.tokenizer, given, 1, served.context, most)
     longest = max(map(len, prompts))
-    if longest > config.limits.prompt_tokens:
-        raise ContextLengthError(
-            f"a prompt may have at most {config.limits.prompt_tokens} tokens, got {longest}.", "shorten it."
-        )
     if asked is None:
         return min(config.defaults.max_tokens, config.limits.max_tokens, served.context - longest), prompts
     if longest + asked > served.context:

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from radq.decoding.prompts import check_size
 from radq.models.loading import Wrappable, find_device, load, max_positions, num_logits
 from radq.models.trial import choose_dtype
 from radq.models.vocabulary import find_bos, tokenise
 from radq.numerics import log_probabilities
 from radq.serving.config import ServeConfig
 from radq.serving.panel import Panel
-from radq.serving.scores import describe_scores
+from radq.serving.scores import check_scored, describe_scores
 from radq.serving.token_texts import TokenTexts
 
 UNLIMITED = 2**31  # tokens of a text, where no model has a limit
@@ -43,7 +44,12 @@ class Served:
     # --- scores of texts ---
 
     def encode(self, text: str) -> list[int]:
-        return tokenise(self.tokenizer, [text], find_bos(self.lm.config, self.tokenizer))[0]
+        """Tokenise a text to be scored, unless it is too long."""
+        limit = min(self.config.limits.prompt_tokens, self.context)
+        check_size(self.tokenizer, text, limit)
+        ids = tokenise(self.tokenizer, [text], find_bos(self.lm.config, self.tokenizer))[0]
+        check_scored(text, ids, limit)
+        return ids
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> dict[str, Any]:
