@@ -1,5 +1,6 @@
 """The demonstration: same prompts and seed with and without guidance, numbers that can be recomputed, clear words."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -217,12 +218,24 @@ def test_what_is_missing_is_one_line(
 
 
 def test_half_a_cache_is_converted_anew(package: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (package / "smollm2-135m-instruct-7").mkdir(parents=True)
-    (package / "smollm2-135m-instruct-7" / "model.safetensors").write_bytes(b"half")
+    half = package / f"smollm2-135m-instruct-{hashlib.sha256(b'weights').hexdigest()[:16]}"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
     monkeypatch.setattr(
         gguf, "convert_gguf", lambda source, folder: shutil.copytree(toy, folder, dirs_exist_ok=True) and None
     )
     assert load_causal_lm("embedded").config.vocab_size == load_causal_lm(toy).config.vocab_size
+    assert (half / "config.json").is_file()
+
+
+def test_another_gguf_file_of_the_same_size_is_converted(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(source: Path, folder: Path) -> None:
+        (folder / "config.json").write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(gguf, "convert_gguf", convert)
+    for content in (b"weights", b"WEIGHTS"):
+        embedded.find_embedded().write_bytes(content)
+        assert (embedded.base_folder() / "config.json").read_bytes() == content
 
 
 # --- the judges that come along ---

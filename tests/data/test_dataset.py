@@ -385,6 +385,23 @@ def test_a_folder_is_known_by_its_place_and_content(
     assert label("two", "reviews:train") == 0.5
 
 
+def test_a_hub_data_set_is_known_by_its_revision(
+    toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = {"revision": "first", "praise": 0.0}  # in place of the package `datasets`
+    monkeypatch.setattr("radq.data.tokens.find_revision", lambda name: hub["revision"])
+    monkeypatch.setattr("radq.data.examples.read_table", lambda source: [table().assign(praise=hub["praise"])])
+
+    def label() -> float:
+        return load_data(["someone/reviews"], toy_tokenizer, PRAISE, cache_folder=tmp_path).labels[0, 0]
+
+    assert label() == 0
+    hub["praise"] = 1.0
+    assert label() == 0  # the same revision is not read again
+    hub["revision"] = "second"
+    assert label() == 1
+
+
 def test_damaged_tokens_are_named(toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     table().to_csv(tmp_path / "reviews.csv", index=False)
     for name in ("tokens.bin", "label_values.npy", "labels.json", "counts.json"):

@@ -17,8 +17,9 @@ from radq.judges.encoders import load_encoder
 from radq.judges.labels import choose_label, read_labels
 from radq.judges.linear import Card, LinearModel, split_rows
 from radq.judges.models import JUDGES, InvertedJudge, RewardJudge, UnitJudge, load_judge
-from radq.judges.readers import TransformersReader, identify
+from radq.judges.readers import TransformersReader
 from radq.models.embedded import reward_folder
+from radq.models.fingerprints import identify
 from radq.models.rad_v import RadV
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]

@@ -18,10 +18,10 @@ from radq.models.calibration import (
     Setting,
     find_calibration,
     find_setting,
-    fingerprint_base,
     read_calibrations,
     write_calibration,
 )
+from radq.models.fingerprints import fingerprint_model
 from radq.models.rad_q import RadQ
 
 
@@ -104,7 +104,7 @@ def test_a_calibration_replaces_that_of_the_same_attribute_and_base(model: Path)
 def test_another_base_is_named(model: Path, toy: Path) -> None:
     with pytest.warns(UserWarning, match="calibrated over 'toy'"):
         assert find_calibration(model, "praise", str(toy)) == PRAISE
-    own = replace(PRAISE, base_fingerprint=fingerprint_base(str(toy)))
+    own = replace(PRAISE, base_fingerprint=fingerprint_model(toy))
     write_calibration(model, own)
     write_calibration(model, replace(PRAISE, seed=1))
     with warnings.catch_warnings():

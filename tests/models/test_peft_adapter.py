@@ -15,8 +15,7 @@ from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import ModelError
 from radq.judges.classifiers import load_classifier
-from radq.judges.readers import identify
-from radq.models.calibration import fingerprint_base
+from radq.models.fingerprints import fingerprint_model, identify
 from radq.models.hub import quiet
 from radq.models.loading import load_tokenizer
 from radq.models.origins import fingerprint_weights
@@ -106,7 +105,7 @@ def test_scale_adapter_and_base_model_are_in_the_fingerprints(adapter: Path, toy
     shutil.copy(toy / "tokenizer.json", tmp_path / "base")
     settings["base_model_name_or_path"] = str(tmp_path / "base")
     (other / "adapter_config.json").write_text(json.dumps(settings))
-    for name in (fingerprint_weights, lambda one: fingerprint_base(str(one)), identify):
+    for name in (fingerprint_weights, fingerprint_model, identify):
         assert len({name(one) for one in (toy, adapter, scaled, other)}) == 4
 
 

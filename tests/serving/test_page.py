@@ -19,7 +19,8 @@ from browser import PATIENCE, By, Keys, Page, start_browser
 from calibrations import PRAISE
 from serving import Running, make_config, make_models, serving
 
-from radq.models.calibration import fingerprint_base, write_calibration
+from radq.models.calibration import write_calibration
+from radq.models.fingerprints import fingerprint_model
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Path:
 def running(models: Path) -> Iterator[Running]:
     praise = {"guide": f"{models / 'q'}:praise", "range": [-50, 50], "suggested": 10, "safe": [-20, 30]}
     guides = {"praise": praise, "calm": f"{models / 'q'}:calm=5", "length": f"{models / 'v'}:length=3"}
-    calibration = replace(PRAISE, attribute="calm", base_fingerprint=fingerprint_base(str(models / "toy")))
+    calibration = replace(PRAISE, attribute="calm", base_fingerprint=fingerprint_model(models / "toy"))
     write_calibration(models / "q", calibration)
     with serving(make_config(models, guides=guides)) as found:
         yield found

@@ -87,8 +87,8 @@ def describe_answers(
     """All that answers depend on: fingerprints of the questions and of the files of the models, and the numbers."""
     from radq.files import fingerprint_values
     from radq.guides.spec import parse_guide
-    from radq.judges.readers import identify
     from radq.models.calibration import calibrated_folder
+    from radq.models.fingerprints import identify
 
     parsed = [parse_guide(guide, base) for guide in guides]
     folders = {str(calibrated_folder(folder, name)) for folder, numbers in parsed for name in numbers}

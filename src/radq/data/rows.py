@@ -50,7 +50,7 @@ def store_rows(
             if not number:
                 raise DataError("the data has no rows.", "give one row or more.")
             file = folder / f"{digest.hexdigest()[:FINGERPRINT_LENGTH]}.jsonl.zst"
-            if not file.exists():  # else it has the same contents, and the cache of tokens knows its times
+            if not file.exists():  # else it has the same contents
                 temporary.replace(file)
             return file
     finally:

@@ -253,6 +253,23 @@ def split_hub_name(source: str) -> tuple[str, str]:
     return name, split or "train"
 
 
+def find_revision(name: str) -> str:
+    """The revision of a hub data set that would be read now; without a network, that of the copy in the cache."""
+    _require_hub(name)
+    import datasets  # pyright: ignore[reportMissingImports]
+
+    with _explained_hub(name):
+        return str(datasets.load_dataset_builder(name).hash)
+
+
+@contextmanager
+def _explained_hub(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the library raises errors of many types
+        raise DataError(f"there is neither a file nor a data set {name!r}: {error}.", "check the name.") from error
+
+
 def _require_hub(source: str) -> None:
     """Refuse a file that is not there: a source that cannot be a data set, or where `datasets` is not installed."""
     if Path(source).suffix.lower() in (*FORMATS, *COMPRESSIONS) or find_spec("datasets") is None:
@@ -265,10 +282,8 @@ def _read_hub(source: str) -> Iterator[Table]:
     import datasets  # pyright: ignore[reportMissingImports]
 
     name, split = split_hub_name(source)
-    try:
+    with _explained_hub(name):
         table = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the library raises errors of many types
-        raise DataError(f"there is neither a file nor a data set {name!r}: {error}.", "check the name.") from error
     for first in range(0, len(table), ROWS_PER_PIECE):
         yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.examples import DataColumns, Piece, read_examples
 from radq.data.label_cells import join_cells
 from radq.data.span_cells import SpanWriter
-from radq.data.tables import split_hub_name
+from radq.data.tables import find_revision, split_hub_name
 from radq.errors import DataError, OptionError
-from radq.files import default_cache_folder, fingerprint_values, whole_folder
+from radq.files import default_cache_folder, fingerprint_file, fingerprint_values, whole_folder
 
 CACHE_FORMAT = 4
 COUNTS = "counts.json"  # the file that is written last
@@ -81,16 +81,16 @@ def tokenise_once(
 
 
 def _identify(source: str | Path) -> list[object]:
-    """Place, sizes and times of the files of a source; for a hub data set, its name."""
-    path, split = Path(source), ""
-    if not path.is_file():
-        name, split = split_hub_name(str(source))
-        path = Path(name)
-        if not path.is_dir():
-            return [str(source)]
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    stats = [(file.as_posix(), file.stat()) for file in files]
-    return [path.resolve().as_posix(), split, *((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)]
+    """Names and contents of the files of a source; for a hub data set, its name and revision."""
+    path = Path(source)
+    if path.is_file():
+        return [path.name, fingerprint_file(path)]
+    name, split = split_hub_name(str(source))
+    path = Path(name)
+    if not path.is_dir():
+        return [name, split, find_revision(name)]
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return [split, *((file.relative_to(path).as_posix(), fingerprint_file(file)) for file in files)]
 
 
 def _identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

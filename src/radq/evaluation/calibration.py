@@ -33,8 +33,8 @@ from radq.models.calibration import (
     MeasuredPoint,
     StrengthPoint,
     calibrated_folder,
-    fingerprint_base,
 )
+from radq.models.fingerprints import fingerprint_model
 from radq.models.stored import read_config
 from radq.settings import COUNT, Range, check_values
 
@@ -189,7 +189,7 @@ def read_enough_prompts(sweep: Sweep) -> list[Prompt]:
 
 def find_work_folder(plan: CalibrationPlan, sweep: Sweep, prompts: list[Prompt], cache: Path | None) -> Path:
     """The folder of the cache in which the texts of this plan are kept: another one if any model has changed."""
-    models = fingerprint_base(plan.base), fingerprint_base(str(calibrated_folder(plan.folder, plan.attribute)))
+    models = fingerprint_model(plan.base), fingerprint_model(str(calibrated_folder(plan.folder, plan.attribute)))
     key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models)
     return (cache or default_cache_folder()) / "calibrations" / key
 
@@ -213,7 +213,7 @@ def _describe(
     return Calibration(
         attribute=plan.attribute,
         base=plan.base if not Path(plan.base).is_dir() else Path(plan.base).resolve().name,
-        base_fingerprint=fingerprint_base(plan.base),
+        base_fingerprint=fingerprint_model(plan.base),
         by=plan.by,
         reduce=plan.reduce,
         judge=plan.judge,

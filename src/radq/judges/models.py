@@ -20,8 +20,9 @@ from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.labels import choose_label, find_link
 from radq.judges.linear import LinearModel
 from radq.judges.llm import load_rubric_judge
-from radq.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader, identify
+from radq.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader
 from radq.models.embedded import EMBEDDED, judge_folder
+from radq.models.fingerprints import identify
 from radq.models.reward import RewardModel
 from radq.numerics import same_kernels
 

@@ -6,7 +6,6 @@ Outputs come in the order that suits the model, with the positions of their text
 can read is cut, and counted in `truncated`. Axes: b texts, t tokens, l labels, d hidden.
 """
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,10 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
 from radq.judges.labels import read_labels
-from radq.models.embedded import EMBEDDED, base_name
-from radq.models.hub import find_snapshot
-from radq.models.loading import load_config, load_tokenizer, load_weights, resolve, truncate
-from radq.models.peft_adapter import find_adapter
+from radq.models.fingerprints import identify
+from radq.models.loading import load_config, load_tokenizer, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
 
 BATCH_SIZE = 64  # texts in one forward
@@ -229,23 +226,6 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sourc
             model.config.pad_token_id = token
             return token
     raise ModelError(f"{source!r} has no padding token.", "set pad_token_id in its config.json.")
-
-
-def identify(source: str | Path) -> str:
-    """Name a model by its content: with the commit on the hub, or a digest of the folder's files."""
-    if source == EMBEDDED:
-        return base_name()
-    source = resolve(source)
-    if not Path(source).is_dir():
-        return f"{source}@{find_snapshot(str(source)).name}"
-    digest = hashlib.sha256()
-    for file in sorted(Path(source).iterdir()):
-        if file.suffix in (".json", ".txt", ".safetensors", ".onnx"):
-            with file.open("rb") as stream:
-                digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
-    own = f"{Path(source).resolve().name}@{digest.hexdigest()[:16]}"
-    adapter = find_adapter(source)
-    return own if adapter is None else f"{own}+{identify(adapter.base)}"
 
 
 def _read_json(file: Path) -> dict[str, Any]:

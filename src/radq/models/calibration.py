@@ -7,7 +7,6 @@ A strength is written as a name (weak, medium, strong), as a percentage (60%), o
 a number is a strength only where the model is calibrated; with a sign before it (+0.6), it is always β.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -19,15 +18,14 @@ from typing import Any, Literal
 import numpy as np
 
 from radq.errors import ModelError, OptionError, UnknownAttributeError
-from radq.files import explained_writing, fingerprint_values, whole_file
-from radq.models.embedded import EMBEDDED, base_name, reward_folder
+from radq.files import explained_writing, whole_file
+from radq.models.embedded import EMBEDDED, reward_folder
+from radq.models.fingerprints import fingerprint_model
 from radq.models.hub import find_file
-from radq.models.peft_adapter import CONFIG_FILE, find_adapter
 from radq.settings import build
 
 CALIBRATION = "calibration.json"
 NAMED = {"weak": 0.33, "medium": 0.67, "strong": 1.0}
-SAMPLED_BYTES = 2**20  # of each end of a weight file: two trainings differ everywhere
 Interval = tuple[float, float, float]  # a value with the lower and the upper end of its interval
 
 
@@ -73,7 +71,7 @@ class Calibration:
 
     Attributes:
         base: the name of the base model.
-        base_fingerprint: tells base models apart, see `fingerprint_base`.
+        base_fingerprint: tells base models apart, see `radq.models.fingerprints`.
         by: whether strengths differ in β, or in the KL budget.
         reduce: whether strengths reduce the attribute.
         max_perplexity_ratio: the bound that the perplexity ratio keeps, with its interval.
@@ -198,7 +196,7 @@ def find_calibration(
     found = [one for one in known if one.attribute == attribute]
     if not found or base is None:
         return found[-1] if found else None
-    fingerprint = fingerprint_base(base)
+    fingerprint = fingerprint_model(base)
     same = [one for one in found if one.base_fingerprint == fingerprint]
     if not same:
         warnings.warn(
@@ -207,23 +205,6 @@ def find_calibration(
             stacklevel=2,
         )
     return (same or found)[-1]
-
-
-def fingerprint_base(name: str) -> str:
-    """Tell base models apart by config.json and both ends of their weight files, so that large ones take no time."""
-    if name == EMBEDDED:
-        return base_name()
-    parts: list[object] = []
-    if (adapter := find_adapter(name)) is not None:
-        parts.append(fingerprint_base(adapter.base))
-    config = find_file(name, "config.json" if adapter is None else CONFIG_FILE)
-    for file in sorted([config, *config.parent.glob("*.safetensors")]):
-        with file.open("rb") as stream:
-            ends = stream.read(SAMPLED_BYTES)
-            stream.seek(max(0, file.stat().st_size - SAMPLED_BYTES))
-            ends += stream.read(SAMPLED_BYTES)
-        parts += [file.name, file.stat().st_size, hashlib.sha256(ends).hexdigest()]
-    return fingerprint_values(*parts)
 
 
 # --- strengths as text ---

@@ -8,13 +8,12 @@ the user's cache; `embedded` then is a name like any other. The reward models (`
 `linear:embedded:toxicity`) are linear ones over its hidden states.
 """
 
-import hashlib
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 from radq.errors import ModelError, UnknownAttributeError, install_hint
-from radq.files import default_cache_folder, whole_folder
+from radq.files import default_cache_folder, fingerprint_file, whole_folder
 
 EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -47,7 +46,7 @@ def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
 def base_folder() -> Path:
     """The folder of the converted model. The first call converts it, which takes a quarter of a minute."""
     source = find_embedded()
-    folder = default_cache_folder() / f"smollm2-135m-instruct-{source.stat().st_size}"
+    folder = default_cache_folder() / f"smollm2-135m-instruct-{fingerprint_file(source)[:16]}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
         from radq.models.gguf import convert_gguf  # transformers takes seconds to import
 
@@ -59,8 +58,7 @@ def base_folder() -> Path:
 
 def base_name() -> str:
     """A name that identifies the base by its GGUF file, since converted files may differ between machines."""
-    with find_embedded().open("rb") as stream:
-        return f"{EMBEDDED}@{hashlib.file_digest(stream, 'sha256').hexdigest()[:16]}"
+    return f"{EMBEDDED}@{fingerprint_file(find_embedded())[:16]}"
 
 
 def find_embedded() -> Path:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from radq.errors import ModelError
-from radq.files import fingerprint_tensors, fingerprint_values
+from radq.files import fingerprint_tensors, fingerprint_values, remember
 from radq.models.embedded import EMBEDDED, base_name
 from radq.models.hub import explained, find_snapshot
 from radq.models.peft_adapter import find_adapter
@@ -109,14 +109,13 @@ def fingerprint_weights(folder: Path) -> str:
 
 
 def _fingerprint_files(files: list[Path]) -> str:
-    places = {name: file for file in files for name in _tensor_names(file)}
-
     def tensors() -> Iterator[tuple[str, Tensor]]:
+        places = {name: file for file in files for name in _tensor_names(file)}
         for name in sorted(places):
             with safe_open(places[name], "pt") as stored:
                 yield name, stored.get_tensor(name)
 
-    return fingerprint_tensors(tensors())
+    return remember("tensors", files, lambda: fingerprint_tensors(tensors()))
 
 
 def _weight_files(folder: Path) -> list[Path]:
