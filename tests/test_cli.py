@@ -115,7 +115,7 @@ def test_generate_prints_json(toy: Path, reward: Path, value_reward: Path, capsy
 
 
 def test_generate_prints_a_table(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "prompts.txt").write_text("the film\nthis plot was\n")
+    (tmp_path / "prompts.txt").write_text("the film\n\n  \nthis plot was\n")
     argv = [
         "generate",
         "--base",
@@ -129,6 +129,10 @@ def test_generate_prints_a_table(toy: Path, reward: Path, tmp_path: Path, capsys
     text = capsys.readouterr().out
     assert "this plot was" in text
     assert "KL/token" in text
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == 0
+    texts = json.loads(capsys.readouterr().out)["generations"]
+    assert [text["prompt"] for text in texts] == ["the film", "this plot was"]  # blank lines are no prompts
 
 
 def test_generate_without_a_guide(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,9 @@ def test_texts_and_metrics_are_those_of_each_guide(
         told = [one for one in drawn if one.text.strip()]
         perplexity = math.exp(sum(one.nll for one in told) / sum(one.num_text_tokens for one in told))
         assert row.metrics["corpus_perplexity"]["value"] == pytest.approx(perplexity)
+        kl = sum(one.kl * one.num_text_tokens for one in told) / sum(one.num_text_tokens for one in told)
+        assert row.metrics["kl"]["value"] == pytest.approx(kl, abs=1e-6)
+    assert found.guides[0].metrics["kl"]["value"] == 0 < (found.guides[1].metrics["kl"]["value"] or 0)
     before, after = (row.metrics["mean_score[good]"]["value"] for row in found.guides)
     assert before is not None
     assert after is not None

@@ -64,14 +64,16 @@ def test_models(client: Any) -> None:
 
 def test_completions_are_those_of_generate(client: Any, running: Running) -> None:
     answer = client.completions.create(
-        model="toy", prompt=[PROMPT, "this plot"], n=2, max_tokens=8, seed=5, extra_body={"radq": {"praise": 10}}
+        model="toy", prompt=[PROMPT, "this plot"], n=2, max_tokens=4, seed=5, extra_body={"radq": {"praise": 10}}
     )
-    texts = expected(running, [PROMPT, "this plot"], {"praise": 10}, num_samples=2, seed=5)
+    texts = expected(running, [PROMPT, "this plot"], {"praise": 10}, num_samples=2, seed=5, max_new_tokens=4)
     assert [choice.text for choice in answer.choices] == [one.text for one in texts]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.finish_reason for choice in answer.choices] == [one.finish_reason for one in texts]
     assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in texts)
-    assert answer.choices[0].radq["kl"] == pytest.approx(texts[0].kl, abs=1e-6)
+    cut = [n for n, text in enumerate(texts) if text.finish_reason == "length"]  # the server's means have no stop token
+    assert cut
+    assert [answer.choices[n].radq["kl"] for n in cut] == pytest.approx([texts[n].kl for n in cut], abs=1e-6)
     assert answer.radq == {"seed": 5, "strengths": {"praise": 10.0}, "kl_budget": 0.5, "top_k": 20}
 
 
@@ -160,9 +162,9 @@ def test_details_are_the_candidates_and_their_rewards(running: Running) -> None:
         weights = [each["base_probability"] * math.exp(each["shift"]) for each in candidates]
         for each, weight in zip(candidates, weights, strict=True):
             assert each["probability"] == pytest.approx(weight / sum(weights), rel=1e-4)
-            assert each["shift"] == pytest.approx(
-                10 * each["rewards"]["praise"] - 4 * each["rewards"]["calm"], abs=1e-4
-            )
+            if each["id"] != running.served.tokenizer.eos_token_id:  # whose probability is left to the base model
+                shift = 10 * each["rewards"]["praise"] - 4 * each["rewards"]["calm"]
+                assert each["shift"] == pytest.approx(shift, abs=1e-4)
         chosen = next(each for each in candidates if each["id"] == one["id"])
         assert logprob == one["logprob"] == pytest.approx(math.log(chosen["probability"]), abs=1e-4)
         kl = sum(each["probability"] * math.log(each["probability"] / each["base_probability"]) for each in candidates)
@@ -171,6 +173,18 @@ def test_details_are_the_candidates_and_their_rewards(running: Running) -> None:
     assert choice["radq"]["perplexity"] == pytest.approx(
         math.exp(-np.mean([one["base_logprob"] for one in logprobs["radq"]]))
     )
+
+
+def test_a_completion_ends_with_the_means_of_its_rewards(running: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 6, "seed": 4, "logprobs": 0}
+    plain = post(running, **body, radq={"praise": 10, "calm": -4}).json()["choices"][0]
+    told = post(running, **body, radq={"praise": 10, "calm": -4, "details": True}).json()["choices"][0]
+    for name in ("praise", "calm"):
+        mean = np.mean([one["rewards"][name] for one in told["logprobs"]["radq"]])
+        assert plain["radq"]["rewards"][name] == pytest.approx(mean, abs=1e-6)
+    assert plain["radq"] == told["radq"]
+    unguided = post(running, **body).json()["choices"][0]
+    assert unguided["radq"]["rewards"] == {}
 
 
 def test_a_strength_of_zero_measures_and_does_not_steer(running: Running) -> None:

@@ -1,7 +1,6 @@
 """radq generate --base gpt2 --guide DIR:toxicity=-50 --prompt TEXT: continue prompts, steered or not."""
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -35,8 +34,9 @@ class Arguments:
     Repeat the option to add guides; without it, the language model is not steered."""
     prompt: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to continue; repeat the option for more texts. With an empty text the model starts from its BOS token."""
-    prompts: Path | None = None
-    """Text file with one prompt per line."""
+    prompts: str | None = None
+    """File of prompts, one per line, or with a column prompt or text (csv, tsv, jsonl, parquet, also compressed). Blank
+    lines are skipped."""
     top_k: int = 20
     """Choose each token among the k that are most likely without steering; 0 takes the whole vocabulary."""
     top_p: float | None = None
@@ -196,17 +196,12 @@ def _check(arguments: Arguments) -> list[str]:
 
 
 def _read_prompts(arguments: Arguments) -> list[str]:
-    from radq.errors import DataError, OptionError
+    from radq.data.prompts import read_prompts
+    from radq.errors import OptionError
 
     prompts = list(arguments.prompt)
     if arguments.prompts is not None:
-        try:
-            prompts += arguments.prompts.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{str(arguments.prompts)!r} is not a text file in UTF-8: {error}.",
-                "give a text file with one prompt per line.",
-            ) from error
+        prompts += [prompt.text for prompt in read_prompts(arguments.prompts)]
     if not prompts:
         raise OptionError("there is no prompt.", "give --prompt TEXT, or --prompts FILE with one per line.")
     return prompts

@@ -51,7 +51,7 @@ class Drawn:
     proposal: Proposal
     choice: Int[Tensor, " b"]  # the index of the chosen candidate
     tokens: Int[Tensor, " b"]
-    numbers: Float[Tensor, "b 7"]  # in the order of `NUMBERS`
+    numbers: Float[Tensor, "b n"]  # in the order of `NUMBERS`, then the reward behind each strength, if guides tell
 
     def copy(self, rows: int) -> "Drawn":
         """Copy the first rows into memory of their own, which the next step does not change."""
@@ -369,7 +369,7 @@ class Decoder:
 
 def _measure(
     proposal: Proposal, choice: Int[Tensor, " b"], tokens: Int[Tensor, " b"], logits: Float[Tensor, "b v"], guided: bool
-) -> Float[Tensor, "b 7"]:
+) -> Float[Tensor, "b n"]:
     """Compute the numbers about each token; log-probabilities are those of the base model alone and of the candidates.
 
     All of them are exact in float32: no vocabulary has more than 2²⁴ tokens.
@@ -384,7 +384,11 @@ def _measure(
         proposal.log_probabilities.gather(1, choice[:, None]).squeeze(1),
         proposal.finite,
     )
-    return torch.stack([column.to(proposal.base.dtype) for column in columns], dim=1)
+    numbers = torch.stack([column.to(proposal.base.dtype) for column in columns], dim=1)
+    if proposal.rewards is None:
+        return numbers
+    rows = torch.arange(len(choice), device=choice.device)
+    return torch.cat([numbers, *(part.to(numbers)[rows, choice] for part in proposal.rewards)], dim=1)
 
 
 def _round_rows(count: int, capacity: int) -> int:

@@ -67,7 +67,7 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A result holds what one step has drawn: the tickets of its rows, and the numbers about their tokens, (b, 7)."""
+    """A result holds what one step has drawn: the tickets of its rows, and the numbers about their tokens, (b, n)."""
 
     tickets: list[Ticket]
     numbers: np.ndarray

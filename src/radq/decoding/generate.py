@@ -197,7 +197,7 @@ def warn_of_errors(tickets: Sequence[Ticket]) -> None:
 
 
 def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int]) -> Generation:
-    numbers = np.array(ticket.rows).reshape(-1, len(NUMBERS))
+    numbers = np.array(ticket.rows)[:, : len(NUMBERS)] if ticket.rows else np.zeros((0, len(NUMBERS)))
     stopped = bool(token_ids) and token_ids[-1] in ticket.request.stops
     counted = max(1, len(token_ids))
     of_text = numbers[: len(numbers) - stopped]

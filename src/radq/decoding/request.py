@@ -74,7 +74,7 @@ class Ticket:
 
     engine: Continues
     request: Request
-    rows: list[np.ndarray] = field(default_factory=list)  # of numbers, (7,) each
+    rows: list[np.ndarray] = field(default_factory=list)  # of numbers, as in `Drawn`
     finish_reason: FinishReason | None = None
     place: int | None = None  # its row, while it runs
     watched: int = 0  # tokens that the request's own function has seen; a text may have begun again

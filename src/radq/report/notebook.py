@@ -153,6 +153,9 @@ def evaluate(
 ) -> Evaluation:
     """Continue prompts without a guide and under each guide, judge the texts, and compute metrics with intervals.
 
+    The metric kl is the mean of `Generation.kl` over all tokens: the divergence from unguided texts with the same
+    candidates, so that of the unguided texts is 0. The metric of `radq eval` counts what top_k and top_p take, too.
+
     Args:
         guides: guides by name, as objects or as texts such as "embedded:sentiment=strong".
         judges: judges by name, as objects or as texts such as "linear:embedded:sentiment".
@@ -201,15 +204,17 @@ def evaluate(
 def _measure(
     cell: SweepCell, drawn: Sequence[Any], prompts: Sequence[str], instruments: Instruments, progress: bool
 ) -> MeasuredCell:
-    """Judge the texts of a guide; their likelihoods are those that decoding has noted."""
+    """Judge the texts of a guide; their likelihoods and divergences are those that decoding has noted."""
     samples = len(drawn) // len(prompts)
     rows = [drawn[first : first + samples] for first in range(0, len(drawn), samples)]
     texts = [[one.text for one in row] for row in rows]
     blank = np.array([[not text.strip() for text in row] for row in texts])
     arrays = instruments.measure(prompts, texts, progress)
-    for name, field_name in (("nll", "nll"), ("drawn_nll", "drawn_nll"), ("tokens", "num_text_tokens")):
+    for name, field_name in (("nll", "nll"), ("kl", "kl"), ("tokens", "num_text_tokens")):
         values = np.array([[getattr(one, field_name) for one in row] for row in rows])
         arrays[name] = np.where(blank, np.zeros_like(values), values)
+    # All texts have the same candidates, so the divergence is that of the guide alone, which is 0 without one.
+    arrays["drawn_nll"] = arrays["nll"] - arrays.pop("kl") * arrays["tokens"]
     ends = [measure_ends(row) for row in rows]
     arrays |= {name: np.array([one[name] for one in ends]) for name in ENDS}
     return MeasuredCell(cell, texts, arrays)

@@ -117,7 +117,7 @@ class StepNumbers:
 
 
 def summarise(drawn: Sequence[Drawn], names: Sequence[str]) -> dict[str, Any]:
-    """Compute means over the tokens of a text, and those of rewards where the details have them."""
+    """Compute means over the tokens of a text, and those of rewards where the guides tell them."""
     n = max(1, len(drawn))
     rewards = {
         name: sum(one.rewards[name] for one in drawn if one.rewards) / n

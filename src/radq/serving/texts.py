@@ -45,7 +45,7 @@ class Text:
     drawn: list[Drawn] = field(default_factory=list)
     count: int = 0  # tokens, with a stop token
     _pieces: list[str] = field(default_factory=list)
-    _told: list[tuple[dict[str, float], list[Candidate]]] = field(default_factory=list)  # of each token, in detail
+    _told: list[list[Candidate]] = field(default_factory=list)  # of each token, where the request has details
 
     def request(self) -> Request:
         beta = self.selection.strengths if self.selection.guides else None
@@ -69,8 +69,9 @@ class Text:
         """Take the tokens that have come since the last call; a stop token is not one of them."""
         fresh = []
         for place in range(len(self.drawn), len(self._pieces)):
-            token, shift, kl, _, base, guided, _ = ticket.rows[place].tolist()
-            rewards, candidates = self._told[place] if place < len(self._told) else (None, None)
+            token, shift, kl, _, base, guided, _, *told = ticket.rows[place].tolist()
+            rewards = {name: told[column] for name, column in self.selection.places.items()} if told else None
+            candidates = self._told[place] if place < len(self._told) else None
             fresh.append(Drawn(int(token), self._pieces[place], shift, kl, base, guided, rewards, candidates))
         self.drawn += fresh
         self.count = max(self.count, len(ticket.rows))
@@ -79,7 +80,7 @@ class Text:
     def tell(self, ticket: Ticket, row: int, chosen: int, numbers: StepNumbers) -> None:
         """Note the candidates of a token, unless the text has begun again and this is known already."""
         if len(self._told) < len(ticket.rows):
-            self._told.append(numbers.row(row, self.selection.places).tell(chosen))
+            self._told.append(numbers.row(row, self.selection.places).tell(chosen)[1])
 
     def summary(self) -> dict[str, Any]:
         """Compute means over the tokens of the text."""
