@@ -450,7 +450,6 @@ WRONG = [
     ({"prompt": "\ud800"}, 400, "Unicode"),
     ({"prompt": None}, 400, "prompt"),
     ({"stop": ["x"] * 10_000}, 400, "stop"),
-    ({"stop": ""}, 400, "stop"),
     ({"temperature": -1}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
     ({"echo": True}, 400, "echo"),
@@ -538,8 +537,8 @@ def test_images_and_tools_are_refused(running: Running) -> None:
 
 
 def test_ignored_fields_are_named(running: Running) -> None:
-    answer = post(running, prompt=PROMPT, max_tokens=2, mirostat=2, user="me").json()
-    assert answer["radq"]["ignored"] == ["mirostat"]
+    answer = post(running, prompt=PROMPT, max_tokens=2, chat_id=2, user="me").json()
+    assert answer["radq"]["ignored"] == ["chat_id"]
 
 
 def test_the_request_of_open_webui(running: Running) -> None:

@@ -14,18 +14,24 @@ class StreamOptions(BaseModel):
 
 
 class TextBody(BaseModel):
-    """The fields that completions and chat completions have in common. The answer names fields that are not known."""
+    """The fields that completions and chat completions have in common; see `radq.serving.fields` for all others."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = Field(None, description="A model of /v1/models; by default the base model.")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="The newer name of max_tokens."
+    )
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(description="The number of candidates of each token.")] | None = None
     n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="The number of alternatives that are told about each token."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
@@ -40,11 +46,6 @@ class TextBody(BaseModel):
     vllm_xargs: Annotated[
         dict[str, Any] | None, Field(description="An object with the field radq, where requests to vLLM have it.")
     ] = None
-    # These are refused unless they change nothing.
-    use_beam_search: bool | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: dict[str, Any] | None = None
 
 
 class CompletionBody(TextBody):
@@ -52,9 +53,6 @@ class CompletionBody(TextBody):
         description="One or more texts, or lists of token ids."
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
 
 
 class Part(BaseModel):
@@ -73,12 +71,7 @@ class Message(BaseModel):
 
 class ChatBody(TextBody):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class ScoreBody(BaseModel):

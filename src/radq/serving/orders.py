@@ -12,13 +12,11 @@ from radq.decoding.text import GrowingText
 from radq.errors import ContextLengthError, OptionError
 from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
 from radq.serving.config import ServeConfig
+from radq.serving.fields import FieldError, find_ignored, reading
 from radq.serving.problems import check_unicode
 from radq.serving.served import Served
 from radq.serving.strengths import MISSPELLED, SETTINGS
 from radq.serving.texts import Delivery, Text
-
-# Fields that other clients send and that change no text.
-HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,16 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     """Check a body and turn it into an order; refuse a body that asks for something that cannot be done."""
     check_unicode(body.model_dump())
     config = served.config
-    _refuse_unsupported(body, config)
+    _refuse_misspelled(body, config)
+    ignored = find_ignored(body)
     model, asked = _read_steering(body, config)
     strengths = _read_strengths(asked, config)
-    max_tokens, prompts = _read_prompts(body, served)
+    with reading("prompt" if isinstance(body, CompletionBody) else "messages"):
+        max_tokens, prompts = _read_prompts(body, served)
     n = body.n or 1
     if len(prompts) * n > config.limits.choices:
-        raise OptionError(
+        raise FieldError(
+            "n",
             f"a request may ask for at most {config.limits.choices} texts, got {len(prompts)} prompts times {n}.",
             "send several requests.",
         )
@@ -98,7 +99,7 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     details = bool(asked.get("details"))
     logprobs = _count_logprobs(body)
     if details and logprobs is None:
-        raise OptionError("radq tells details together with logprobs alone.", "ask for logprobs too.")
+        raise FieldError("radq", "radq tells details together with logprobs alone.", "ask for logprobs too.")
     return Order(
         model=model,
         prompts=prompts,
@@ -116,31 +117,18 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
         usage=body.stream_options is not None and body.stream_options.include_usage,
-        ignored=sorted(set(body.model_extra or {}) - HARMLESS),
+        ignored=ignored,
     )
 
 
-def _refuse_unsupported(body: CompletionBody | ChatBody, config: ServeConfig) -> None:
-    """Refuse unsupported fields that would change texts, and fields that look like steering."""
-    unsupported: dict[str, Any] = {
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "logit_bias": body.logit_bias,
-        "use_beam_search": body.use_beam_search,
-    }
-    if isinstance(body, CompletionBody):
-        best_of = None if body.best_of in (None, body.n or 1) else body.best_of
-        unsupported |= {"echo": body.echo, "suffix": body.suffix, "best_of": best_of}
-    else:
-        plain = body.response_format is None or body.response_format.get("type") == "text"
-        unsupported |= {"tools": body.tools, "functions": body.functions, "response_format": None if plain else True}
-    for name, value in unsupported.items():
-        if value:
-            raise OptionError(f"this server does not support {name}.", f"leave {name} out.")
+def _refuse_misspelled(body: TextBody, config: ServeConfig) -> None:
+    """Refuse unknown fields that look like steering."""
     for name in body.model_extra or {}:
         if "radq" in name.lower() or name in (*config.guides, *SETTINGS, *MISSPELLED):
-            raise OptionError(
-                f"{ascii(name)[:60]} is no field of a request.", 'write strengths as "radq": {"sentiment": 20}.'
+            raise FieldError(
+                name[:60],
+                f"{ascii(name)[:60]} is no field of a request.",
+                'write strengths as "radq": {"sentiment": 20}.',
             )
 
 
@@ -148,11 +136,14 @@ def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, 
     """Read the name of the model, and all strengths and settings: those of the request replace those of the model."""
     model = body.model or config.base_id
     own = config.model_strengths(model)
-    given = _find_steering(body)
-    asked = {} if given is None else config.read_strengths(given)
+    with reading("radq" if body.radq is not None or body.vllm_xargs is None else "vllm_xargs"):
+        given = _find_steering(body)
+        asked = {} if given is None else config.read_strengths(given)
+        config.check_strengths(asked)
     if body.top_k is not None:
         asked["top_k"] = float(body.top_k)
-    config.check_strengths(asked)
+        with reading("top_k"):
+            config.check_strengths({"top_k": asked["top_k"]})
     return model, {**own, **asked}
 
 
@@ -184,12 +175,12 @@ def _read_strengths(asked: dict[str, float | None], config: ServeConfig) -> dict
 def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> tuple[int, list[list[int]]]:
     """Read the largest number of tokens of a text, and the tokens of the prompts."""
     config = served.config
-    asked = body.max_tokens
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked = body.max_completion_tokens
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if asked is not None and asked > config.limits.max_tokens:
-        raise OptionError(
-            f"max_tokens must be at most {config.limits.max_tokens}, got {asked}.", "give a smaller max_tokens."
+        raise FieldError(
+            "max_tokens",
+            f"max_tokens must be at most {config.limits.max_tokens}, got {asked}.",
+            "give a smaller max_tokens.",
         )
     given: Sequence[Prompt] = _prompts(body)
     if len(given) > config.limits.choices:
@@ -227,20 +218,22 @@ def _content(message: Message) -> str:
 
 
 def _read_stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if len(stops) > most or any(not 0 < len(one) <= 256 for one in stops):
-        raise OptionError(
-            f"stop must be at most {most} texts of 1 to 256 characters, got {len(stops)}.",
+    """Read stop texts; empty ones, which some clients send in place of none, stop nothing."""
+    stops = [one for one in ([stop] if isinstance(stop, str) else stop or []) if one]
+    if len(stops) > most or any(len(one) > 256 for one in stops):
+        raise FieldError(
+            "stop",
+            f"stop must be at most {most} texts of up to 256 characters, got {len(stops)}.",
             "give fewer or shorter ones.",
         )
     return tuple(stops)
 
 
 def _count_logprobs(body: CompletionBody | ChatBody) -> int | None:
+    """Read how many alternatives are told about each token; None if nothing is told."""
+    top = body.top_logprobs
     if isinstance(body, CompletionBody):
-        return body.logprobs
-    if not body.logprobs:
-        if body.top_logprobs:
-            raise OptionError("top_logprobs needs logprobs.", 'add "logprobs": true.')
-        return None
-    return body.top_logprobs or 0
+        return body.logprobs if top is None else max(top, body.logprobs or 0)
+    if top and not body.logprobs:
+        raise FieldError("top_logprobs", "top_logprobs needs logprobs.", 'add "logprobs": true.')
+    return top or 0 if body.logprobs else None

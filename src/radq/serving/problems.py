@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from radq.errors import ContextLengthError, OptionError, RadqError
 from radq.serving.bodies import ErrorBody
 from radq.serving.config import UnknownModelError
+from radq.serving.fields import FieldError
 from radq.serving.scheduler import BusyError, ClosingError
 
 LOGGER = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ async def _on_radq_error(_: Request, error: Exception) -> Response:
     status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 400)
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     code = "model_not_found" if isinstance(error, UnknownModelError) else code
-    return answer_problem(status, str(error), code=code)
+    param = error.field if isinstance(error, FieldError) else "model" if isinstance(error, UnknownModelError) else None
+    return answer_problem(status, str(error), param, code)
 
 
 async def _on_invalid(_: Request, error: Exception) -> Response:

@@ -1,0 +1,95 @@
+"""Every field of a request is honoured, refused by its name, or changes no text."""
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import pytest
+from serving import Running
+
+from radq.serving import fields
+from radq.serving.bodies import Kind
+
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+ROUTES = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
+WELL_FORMED: dict[str, dict[str, Any]] = {
+    "completion": {"prompt": "the film was"},
+    "chat": {"messages": [{"role": "user", "content": "film"}]},
+}
+MEANINGFUL = ("x", 7, [7], {"x": 7}, True, False)
+
+# The fields of OpenAI's reference and of vLLM's, in version 0.32.
+OPENAI = (
+    "audio best_of echo frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens "
+    "messages metadata modalities model n parallel_tool_calls prediction presence_penalty prompt prompt_cache_key "
+    "prompt_cache_retention reasoning_effort response_format safety_identifier seed service_tier stop store stream "
+    "stream_options suffix temperature tool_choice tools top_logprobs top_p user verbosity web_search_options"
+)
+VLLM = (
+    "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template "
+    "chat_template_kwargs continue_final_message documents guided_json ignore_eos include_reasoning "
+    "include_stop_str_in_output length_penalty logits_processors min_p min_tokens mm_processor_kwargs priority "
+    "prompt_embeds prompt_logprobs repetition_penalty request_id return_token_ids return_tokens_as_token_ids "
+    "skip_special_tokens spaces_between_special_tokens stop_token_ids structural_tag structured_outputs "
+    "thinking_token_budget top_k truncate_prompt_tokens typical_p use_beam_search vllm_xargs"
+)
+
+
+def ask(running: Running, kind: str, **fields: Any) -> httpx.Response:
+    body = WELL_FORMED[kind] | {"max_tokens": 1} | fields
+    return httpx.post(running.address + ROUTES[kind], json=body, timeout=60)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_fields_of_openai_and_vllm_are_known(kind: Kind) -> None:
+    known = {*fields.honoured(kind), *fields.refused(kind), *fields.HARMLESS}
+    assert set(f"{OPENAI} {VLLM}".split()) <= known
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_refused_fields_are_named(running: Running, kind: Kind) -> None:
+    for name, nothing in fields.refused(kind).items():
+        meaningful = next(value for value in MEANINGFUL if not any(fields.same(value, one) for one in nothing))
+        answer = ask(running, kind, **{name: meaningful})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        assert name in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_refused_fields_may_say_nothing(running: Running, kind: Kind) -> None:
+    table = fields.refused(kind)
+    harmless = {name: nothing[0] for name, nothing in table.items() if nothing} | dict.fromkeys(fields.HARMLESS, "x")
+    for given in (harmless, dict.fromkeys(table)):
+        answer = ask(running, kind, **given)
+        assert answer.status_code == 200, answer.text
+        assert "ignored" not in answer.json()["radq"]
+
+
+def test_docs_list_all_fields() -> None:
+    """The docs name the fields of each part of the table, in its order."""
+    text = DOCS.read_text(encoding="utf-8")
+    begin, end = text.index("### Fields"), text.index("### The length of texts")
+    listed = dict(re.findall(r"^- \*\*(\w+)[^*]*\*\*((?:.|\n  )*)", text[begin:end], re.MULTILINE))
+    named = {part: re.findall(r"`(\w+)`", names) for part, names in listed.items()}
+    both = set(fields.honoured("completion")) & set(fields.honoured("chat"))
+    assert named == {
+        "Honoured": sorted(both),
+        "Completions": sorted(set(fields.honoured("completion")) - both),
+        "Chats": sorted(set(fields.honoured("chat")) - both),
+        "Refused": sorted(fields.REFUSED),
+        "Harmless": sorted(fields.HARMLESS),
+    }
+
+
+@pytest.mark.parametrize("stop", ["", [""], []])
+def test_no_stop_text_stops_nothing(running: Running, stop: Any) -> None:
+    settings = {"max_tokens": 8, "seed": 3}
+    texts = [ask(running, "completion", **settings, **more).json()["choices"] for more in ({}, {"stop": stop})]
+    assert texts[0][0]["text"] == texts[1][0]["text"] != ""
+
+
+def test_new_names_work_in_completions(running: Running) -> None:
+    answer = ask(running, "completion", max_completion_tokens=3, ignore_eos=False, top_logprobs=2).json()
+    assert answer["usage"]["completion_tokens"] <= 3
+    assert all(len(one) == 2 for one in answer["choices"][0]["logprobs"]["top_logprobs"])
