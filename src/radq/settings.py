@@ -123,6 +123,11 @@ def _convert(value: Any, wanted: Any, place: str) -> Any:
     return CONVERSIONS[origin or wanted](value, parts, place)
 
 
+def exact(number: float) -> str:
+    """Write a number with all its digits, so that different numbers have different texts: 10.0 is 10, as in YAML."""
+    return str(int(number)) if float(number).is_integer() else repr(float(number))
+
+
 def _wrong(place: str, value: Any, allowed: str, hint: str) -> OptionError:
     return OptionError(f"{place} must be {allowed}, got {value!r}.", hint)
 

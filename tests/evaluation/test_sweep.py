@@ -13,6 +13,8 @@ import yaml
 from chat_servers import faking, read_text, say
 from classifiers import make_classifier
 from command_runs import fails
+from hypothesis import given
+from hypothesis import strategies as st
 from kills import run_and_kill
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,6 +30,7 @@ from radq.judges.encoders import load_encoder
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
+from radq.settings import exact
 
 PROMPTS = ["the film was", "the plot", "this movie is", "a story of love", "the acting", "it was"]
 
@@ -153,6 +156,12 @@ def test_yaml_numbers_and_single_items(write: Any) -> None:
         ),
         ({"guides": {"g": {"weights": {"a": 1}, "beta": 1}}}, "has no 'folder'"),
         ({"samples": 0}, "samples must be at least 1.*got 0"),
+        ({"seeds": [1, 1]}, "seeds must be different values, got 1 twice"),
+        ({"kl_budget": [None, None]}, "kl_budget must be different values, got None twice"),
+        (
+            {"guides": {"g": {"folder": "q", "weights": {"a": 1}, "beta": [1, 1.0]}}},
+            "beta of guide 'g' must be different values, got 1 twice",
+        ),
         ({"seeds": []}, "seeds must have at least one item"),
         ({"samples": True}, "must be a whole number"),
         ({"samples": 2.5}, "must be a whole number"),
@@ -561,3 +570,15 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
 
 def test_names_of_cells() -> None:
     assert SweepCell("rad-q", 0.5, None, 0.9, None, 3).name == "rad-q β=0.5 p=0.9 seed=3"
+    assert SweepCell("rad-q", -10.0, 20, None, 1e-5, 0).name == "rad-q β=-10 k=20 kl=1e-05 seed=0"
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 2**63), min_size=2, unique=True))
+def test_different_numbers_have_different_names(numbers: list[float]) -> None:
+    assert len({exact(number) for number in numbers}) == len(numbers)
+
+
+def test_seeds_that_differ_in_the_last_of_many_digits(write: Any, tmp_path: Path) -> None:
+    guides = {"q": describe(tmp_path, tmp_path)["guides"]["rad-q"] | {"beta": [1000000.25, 1000000.5]}}
+    cells = load_sweep(write(seeds=[20240101, 20240102], guides=guides)).cells()
+    assert len({cell.name for cell in cells}) == len(cells) == 2 + 2 * 2

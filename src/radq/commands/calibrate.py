@@ -199,6 +199,8 @@ def _write_command(arguments: Arguments) -> str:
     """Write the command with the options that differ from their defaults."""
     import shlex
 
+    from radq.settings import exact
+
     words = ["radq", "calibrate", arguments.model]
     for option in fields(arguments):
         value = getattr(arguments, option.name)
@@ -207,7 +209,7 @@ def _write_command(arguments: Arguments) -> str:
             continue
         flag = f"--{option.name.replace('_', '-')}"
         values = value if isinstance(value, list) else [] if value is True else [value]
-        words += [flag, *(f"{one:g}" if isinstance(one, float) else str(one) for one in values)]
+        words += [flag, *(exact(one) if isinstance(one, float) else str(one) for one in values)]
     return shlex.join(words)
 
 

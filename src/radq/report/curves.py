@@ -13,6 +13,7 @@ from statistics import fmean
 
 from radq.evaluation.estimates import Estimate
 from radq.report.results import NAN, Result
+from radq.settings import exact
 
 BUDGET = "KL budget"  # the setting of a curve that runs over it
 
@@ -102,8 +103,8 @@ def _find_over_budget(results: Sequence[Result]) -> set[tuple[str, int | None, f
 def _curve_setting(result: Result, over_budget: bool) -> str:
     parts = [
         None if result.top_k is None else f"k={result.top_k}",
-        None if result.top_p is None else f"p={result.top_p:g}",
-        None if result.kl_budget is None else BUDGET if over_budget else f"KL≤{result.kl_budget:g}",
+        None if result.top_p is None else f"p={exact(result.top_p)}",
+        None if result.kl_budget is None else BUDGET if over_budget else f"KL≤{exact(result.kl_budget)}",
     ]
     return ", ".join(part for part in parts if part is not None)
 
@@ -115,12 +116,12 @@ def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
 
     def label(result: Result) -> str:
         if over_budget:
-            return f"KL {result.kl_budget:g}"
+            return f"KL {exact(result.kl_budget)}"
         if result.best_of is not None:
             return f"n={result.best_of}"
         if result.ask is not None:
             return f"ask={result.ask}"
-        return "" if result.beta is None else f"{result.beta:g}"
+        return "" if result.beta is None else exact(result.beta)
 
     found: dict[str, list[Result]] = {}
     for result in sorted(results, key=position):

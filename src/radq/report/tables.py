@@ -15,6 +15,7 @@ from math import isinf, isnan
 from radq.evaluation.estimates import Estimate
 from radq.evaluation.metrics import METRICS
 from radq.report.results import Result, metric_and_judge, unique
+from radq.settings import exact
 
 SETTINGS = ("beta", "best_of", "ask", "top_k", "top_p", "kl_budget")
 SETTING_TITLES = {
@@ -88,7 +89,7 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
     rows = []
     for result in results:
         numbers = [getattr(result, name) for name in settings]
-        row = [Entry(result.guide), *(Entry("–" if number is None else f"{number:g}") for number in numbers)]
+        row = [Entry(result.guide), *(Entry("–" if number is None else exact(number)) for number in numbers)]
         row += [Entry(str(result.seed)), *(_entry(result.metrics.get(key)) for key in keys)]
         rows.append([*row, *(_cost(name, result.cost.get(name)) for name in costs)])
     return Table(title, header, rows)

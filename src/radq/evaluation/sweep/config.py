@@ -33,7 +33,7 @@ from radq.evaluation.estimates import MAX_RESAMPLES
 from radq.evaluation.metrics import METRICS, check_metric
 from radq.guides.spec import check_guide
 from radq.models.stored import check_language_model, check_reward_model
-from radq.settings import COUNT, Range, check_values, read_yaml
+from radq.settings import COUNT, Range, check_values, exact, read_yaml
 
 UNGUIDED = "none"
 WHILE_DECODING = "base"  # perplexity under the base model, from the logits that each token was chosen by
@@ -186,7 +186,9 @@ class SweepCell:
             "kl": self.kl_budget,
             "seed": self.seed,
         }
-        return " ".join([self.guide, *(f"{name}={value:g}" for name, value in numbers.items() if value is not None)])
+        return " ".join(
+            [self.guide, *(f"{name}={exact(value)}" for name, value in numbers.items() if value is not None)]
+        )
 
     @property
     def reference(self) -> "SweepCell":
@@ -239,6 +241,8 @@ def _check(sweep: Sweep) -> None:
     for name in ("prompts", "top_k", "top_p", "kl_budget", "seeds"):
         if not getattr(sweep, name):
             raise OptionError(f"{name} must have at least one item, got none.", "give one or more.")
+        if name != "prompts":
+            _require_different(name, getattr(sweep, name))
     for name, guide in sweep.guides.items():
         _check_guide(name, guide)
         if guide.ask and sweep.engine != "transformers":
@@ -292,8 +296,18 @@ def _check_guide(name: str, guide: GuideSweep) -> None:
             f"guide {name!r} must have values of either beta or best_of, got {'both' if guide.beta else 'neither'}.",
             "give one of them.",
         )
+    for option in ("beta", "best_of"):
+        _require_different(f"{option} of guide {name!r}", getattr(guide, option))
     if guide.best_of and guide.options:
         raise OptionError(f"guide {name!r} keeps the best of n, which takes no options.", "remove its options.")
+
+
+def _require_different(name: str, values: Sequence[Any]) -> None:
+    """Refuse equal values: their cells would have one name."""
+    for value in values:
+        if values.count(value) > 1:
+            shown = value if value is None else exact(value)
+            raise OptionError(f"{name} must be different values, got {shown} twice.", "remove one of them.")
 
 
 def _check_request(name: str, guide: GuideSweep) -> None:
