@@ -91,6 +91,9 @@ def test_metrics_see_any_scale_as_0_to_1() -> None:
         Stars().score(["6"])
 
 
+STARS = ["1 star", "2 stars", "3 stars", "4 stars", "5 stars"]
+
+
 @pytest.mark.parametrize(
     ("labels", "wanted", "index"),
     [
@@ -104,6 +107,11 @@ def test_metrics_see_any_scale_as_0_to_1() -> None:
         (["LABEL_0", "LABEL_1"], "label_0", 0),
         (["LABEL_0", "LABEL_1"], "1", 1),
         (["1", "0"], "1", 0),
+        (STARS, "1", 0),
+        (STARS, "5", 4),
+        (["LABEL_1", "LABEL_2"], "1", 0),
+        (["toxic", "insult"], "1", 1),
+        (["joy", "class 1"], "1", 1),
         (["a", "b", "c"], "c", 2),
     ],
 )
@@ -119,6 +127,9 @@ def test_labels_that_are_clear(labels: list[str], wanted: str | None, index: int
         (["toxic", "insult", "threat"], None, "toxic, insult, threat"),
         (["toxic", "insult"], "rude", "no label 'rude'.*toxic, insult"),
         (["toxic", "insult"], "2", "no label '2'"),
+        (STARS, "0", "no label '0'.*1 star, 2 stars, 3 stars"),
+        (["1 star", "1 half", "2 stars"], "1", "1 may be '1 star' or '1 half'.*choose a name from 1 star, 1 half"),
+        (["class 1", "other"], "1", "1 may be 'class 1' or 'other'"),
     ],
 )
 def test_labels_that_are_not(labels: list[str], wanted: str | None, message: str) -> None:

@@ -239,8 +239,12 @@ def test_several_teachers_teach_the_mean(lm_folders: dict[str, Path]) -> None:
     candidates = random_candidates(3)
     found = score_places(Teacher([[one], [two]]), PREFIXES, candidates)
     wanted = [score_places(Teacher([[source]]), PREFIXES, candidates) for source in (one, two)]
-    np.testing.assert_allclose(found, (wanted[0] + wanted[1]) / 2, rtol=1e-5, atol=1e-6)
-    assert Teacher([[one], [two]]).ranges == [(-2.0, 1.0)] * 2
+    mapped = np.where(wanted[1] == 0, 0, (wanted[1] + 2) / 2.5)  # from -2 … 0.5 to 0 … 1; unused places are 0
+    np.testing.assert_allclose(found, (wanted[0] + mapped) / 2, rtol=1e-5, atol=1e-6)
+    teacher = Teacher([[one], [two]])
+    assert teacher.ranges == [(0.0, 1.0)] * 2
+    assert "(0 to 1, 0 to 1; -2 to 0.5, -2 to 0.5): all are mapped to that of the first" in teacher.describe_ranges()
+    assert Teacher([[two], [two]]).describe_ranges() == ""
     second = RewardSource(two.model, ["rude"])
     texts = torch.tensor([[5, 6]])
     with torch.no_grad():

@@ -19,7 +19,8 @@ class Train:
     data: list[str]
     """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
     labels: str
-    """Column with the labels. Two words become 0 and 1; numbers outside 0 to 1 are mapped by their own range."""
+    """Column with the labels. Pairs of words such as no and yes become 0 and 1; numbers outside 0 to 1 are mapped by
+    their own range."""
     out: Path
     """Folder to write the judge into."""
     encoder: str = "minilm"

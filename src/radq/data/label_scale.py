@@ -4,8 +4,8 @@
     scales[0].describe("stars")  # label 'stars': 1 to 5 → 0 to 1 (change this with --label-range)
     labels = scale_labels(cells, ["stars"], scales)
 
-Numbers from 0 to 1 stay as they are. Other numbers are mapped to [0, 1], percentages are divided by 100, and words
-become 0 and 1 if there are two of them. The scale is stored with a reward model, so that later files are read alike.
+Numbers from 0 to 1 stay as they are. Other numbers are mapped to [0, 1], percentages are divided by 100, and two
+words become 0 and 1 if radq knows them. The scale is stored with a reward model, so that later files are read alike.
 """
 
 import csv
@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ PAIRS = [
     for pair in (
         "negative/positive neg/pos no/yes n/y false/true f/t off/on bad/good worse/better worst/best low/high "
         "ham/spam clean/toxic harmless/harmful benign/malicious dislike/like fail/pass failed/passed failure/success "
-        "incorrect/correct wrong/right rejected/chosen rejected/accepted disagree/agree sad/happy impolite/polite "
-        "irrelevant/relevant inappropriate/appropriate inactive/active absent/present"
+        "incorrect/correct wrong/right wrong/correct incorrect/right rejected/chosen rejected/accepted disagree/agree "
+        "sad/happy impolite/polite irrelevant/relevant inappropriate/appropriate inactive/active absent/present"
     ).split()
 ]
 NEGATION = re.compile(r"(?:not|non|no|un)[ _-]?(.+)")  # not toxic, non-toxic, unsafe
@@ -265,22 +266,15 @@ def _scale_words(cells: LabelCells, column: int, name: str) -> LabelScale:
     for pair in PAIRS:
         if set(words) <= set(pair):
             return LabelScale(dict(zip(pair, (0.0, 1.0), strict=True)))
-    if len(words) == 2 and not any(word[0].isdigit() for word in words):
-        return LabelScale(dict(zip(_order_two(*words), (0.0, 1.0), strict=True)))
+    for low, high in permutations(words) if len(words) == 2 else ():
+        match = NEGATION.fullmatch(low)
+        if match and match[1] == high:
+            return LabelScale({low: 0.0, high: 1.0})
     example = f"for example --label-map {suggest_map(words)}"
     raise DataError(
         f"label {name!r} has the word{'s' * (len(words) > 1)} {_list_words(words)}, whose numbers are not known.",
-        f"give numbers from 0 to 1, {example}" if len(words) <= WORDS_SHOWN else "name a column with labels.",
+        f"give each its number from 0 to 1, {example}" if len(words) <= WORDS_SHOWN else "name a column with labels.",
     )
-
-
-def _order_two(one: str, two: str) -> tuple[str, str]:
-    """The word that negates the other one comes first; otherwise the order of the alphabet counts."""
-    for low, high in ((one, two), (two, one)):
-        match = NEGATION.fullmatch(low)
-        if match and match[1] == high:
-            return low, high
-    return one, two
 
 
 def suggest_map(words: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 Importing this module imports no torch, so that a mistake shows at once.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -41,8 +42,8 @@ def choose_label(labels: Sequence[str], wanted: str | None, model: str, mark: st
         ]
         if len(matches) == 1:
             return matches[0]
-        if wanted.isdecimal() and int(wanted) < len(labels):
-            return int(wanted)
+        if wanted.isdecimal():
+            return _choose_by_number(labels, int(wanted), model)
         raise OptionError(f"{model} has no label {wanted!r}.", f"choose from {', '.join(labels)}.")
     if len(labels) == 1:
         return 0
@@ -54,6 +55,27 @@ def choose_label(labels: Sequence[str], wanted: str | None, model: str, mark: st
         f"{model} has the labels {', '.join(labels)}, and it is not clear which of them is the attribute.",
         f"add the one you mean, such as {mark}{labels[-1]}.",
     )
+
+
+def _choose_by_number(labels: Sequence[str], wanted: int, model: str) -> int:
+    """Find the label with this number in its name, where all names have numbers; else the one at this position, from 0.
+
+    In "1 star" to "5 stars", 1 is the first label, not the second. A number that might mean either is refused.
+    """
+    numbers = [_find_number(label) for label in labels]
+    named = [n for n, number in enumerate(numbers) if number == wanted]
+    if None in numbers and wanted < len(labels):
+        named = sorted({wanted, *named})
+    if len(named) == 1:
+        return named[0]
+    problem = f"{wanted} may be {' or '.join(repr(labels[n]) for n in named)}" if named else f"has no label '{wanted}'"
+    raise OptionError(f"{model}{':' * bool(named)} {problem}.", f"choose a name from {', '.join(labels)}.")
+
+
+def _find_number(label: str) -> float | None:
+    """The number with which the name of a label begins, or else the last one in it."""
+    numbers = re.findall(r"\d+(?:\.\d+)?", label)
+    return None if not numbers else float(numbers[0 if label[0].isdecimal() else -1])
 
 
 def _plain(label: str) -> str:

@@ -44,7 +44,7 @@ class DataRankConfig:
     """Column with the weight of each row."""
     label_map: str = ""
     """Numbers of words, such as bad=0,ok=0.5,good=1, for all label columns in which one of the words occurs. By default
-    two words become 0 and 1."""
+    well-known pairs of words, such as no and yes, become 0 and 1."""
     label_range: tuple[float, float] | None = None
     """Lowest and highest label, which are mapped to 0 and 1. By default numbers from 0 to 1 stay as they are, and other
     numbers are mapped by their own range."""

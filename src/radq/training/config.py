@@ -45,8 +45,8 @@ class RewardTrainingConfig(TrainingConfig):
     """Reward model to start from instead of a backbone, for a second stage of training."""
     teacher: str = ""
     """Folder of a reward model whose rewards are the targets of training, instead of labels (distillation). Several
-    folders, separated by commas, teach the mean of their rewards. With --base, a guide may be a teacher, too, written
-    as for --guide: DIR:alpha=2 or DIR:omega=30."""
+    folders, separated by commas, teach the mean of their rewards, mapped to the range of the first. With --base, a
+    guide may be a teacher, too, written as for --guide: DIR:alpha=2 or DIR:omega=30."""
     teacher_classifier: str = ""
     """Classifier or reward model of transformers, or in ONNX, whose scores are the targets of training: NAME[:label],
     where NAME is a folder or hub name. Several labels, each with a name for its attribute where wanted, are written as

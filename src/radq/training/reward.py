@@ -85,6 +85,8 @@ def train(
     processes.wait_for_everyone()  # all have looked before one writes
     config = take_settings_of_run(out, config) if resume else config
     teacher = load_teacher(config.teacher) if config.teacher else None
+    if teacher is not None and shows and (note := teacher.describe_ranges()):
+        print(note)
     copied = _find_copied(config, teacher)
     config = replace(config, lora_rank=_find_rank(config, copied))
     model = _start_from_trained(config, copied)

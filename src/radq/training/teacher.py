@@ -3,8 +3,8 @@
     teacher = load_teacher("reward-a,reward-b")
     teacher.candidate_rewards(input_ids, attention_mask, candidates)
 
-A teacher has one or more members, and its reward is the mean of theirs. Axes: b batch, t time, p positions, k
-candidates, a attributes.
+A teacher has one or more members, and its reward is the mean of theirs; members with other ranges than the first are
+mapped to its range before. Axes: b batch, t time, p positions, k candidates, a attributes, m members.
 """
 
 from abc import abstractmethod
@@ -222,6 +222,11 @@ class Teacher(nn.Module):
                 )
         self.attributes = named[0]
         self.members = nn.ModuleList([nn.ModuleList(member) for member in members])
+        self.factors: Tensor | None
+        self.offsets: Tensor | None
+        factors, offsets = self._find_maps()
+        self.register_buffer("factors", factors, persistent=False)  # (m, a), or None if all members have one range
+        self.register_buffer("offsets", offsets, persistent=False)
 
     @property
     def sources(self) -> list[Source]:
@@ -256,12 +261,33 @@ class Teacher(nn.Module):
 
     @property
     def ranges(self) -> list[Limits] | None:
-        """The range of the rewards of each attribute, over all members; None if it is not known."""
+        """The range of the rewards of each attribute, that of the first member; None if it is not known."""
+        each = self._member_ranges()
+        return None if each is None else each[0]
+
+    def _member_ranges(self) -> list[list[Limits]] | None:
+        """The ranges of each member, one for each attribute; None if one of them is not known."""
         if any(source.ranges is None for source in self.sources):
             return None
-        each = [[limits for source in member for limits in source.ranges or ()] for member in self._members()]
-        columns = zip(*each, strict=True)
-        return [(min(low for low, _ in column), max(high for _, high in column)) for column in columns]
+        return [[limits for source in member for limits in source.ranges or ()] for member in self._members()]
+
+    def _find_maps(self) -> tuple[Tensor | None, Tensor | None]:
+        """The numbers by which the rewards of each member are multiplied, and those added then, to share one range."""
+        each = self._member_ranges()
+        if each is None or all(ranges == each[0] for ranges in each):
+            return None, None
+        lows, highs = torch.tensor(each).unbind(-1)  # (m, a) each
+        widths = highs - lows
+        factors = torch.where(widths > 0, widths[0] / widths, 1)
+        return factors, lows[0] - lows * factors
+
+    def describe_ranges(self) -> str:
+        """Say that members have different ranges, and what becomes of them; an empty text if they have one."""
+        each = self._member_ranges()
+        if self.factors is None or each is None:
+            return ""
+        shown = (", ".join(f"{low:.4g} to {high:.4g}" for low, high in ranges) for ranges in each)
+        return f"the teachers' rewards have different ranges ({'; '.join(shown)}): all are mapped to that of the first"
 
     @property
     def label_scales(self) -> list[dict[str, Any]] | None:
@@ -286,7 +312,9 @@ class Teacher(nn.Module):
     def fingerprint(self) -> str:
         """A fingerprint of all that the rewards depend on; the places of folders do not count."""
         parts = [[source.fingerprint for source in member] for member in self._members()]
-        return parts[0][0] if len(self.sources) == 1 else fingerprint_values(parts)
+        if len(self.sources) == 1:
+            return parts[0][0]
+        return fingerprint_values(parts, *([] if self.factors is None else [self._member_ranges()]))
 
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
@@ -318,7 +346,10 @@ class Teacher(nn.Module):
     def _mean(self, score: Callable[[Source], Float[Tensor, "*p m"]]) -> Float[Tensor, "*p a"]:
         """Put the rewards of a member's sources side by side, and take the mean of all members."""
         each = [[score(source) for source in member] for member in self._members()]
-        return torch.stack([torch.cat(parts, dim=-1) for parts in each]).mean(0)
+        rewards = [torch.cat(parts, dim=-1) for parts in each]
+        if self.factors is not None and self.offsets is not None:
+            rewards = [part * self.factors[n] + self.offsets[n] for n, part in enumerate(rewards)]
+        return torch.stack(rewards).mean(0)
 
 
 def load_teacher(text: str) -> Teacher:
