@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 from transformers import AutoTokenizer
 
 from radq.models.hub import quiet
@@ -17,6 +16,7 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.serving.app import Server, make_app
 from radq.serving.config import Limits, ServeConfig
+from radq.serving.listener import Listener
 from radq.serving.served import Served
 
 CHAT = "{% for message in messages %}the {{ message['content'] }} {% endfor %}"
@@ -75,16 +75,14 @@ def serving(
 ) -> Iterator[Running]:
     """Serve until the end of the block, on a free port if none is given."""
     app = make_app(Served(config), api_key, address)
-    options = uvicorn.Config(app, address, port=port, log_level="warning", timeout_graceful_shutdown=5)
-    listener = uvicorn.Server(options)
+    listener = Listener(app, address, port)
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
     thread.start()
     while not listener.started:
         assert thread.is_alive(), "the server did not start"
         thread.join(0.01)
-    port = listener.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(f"http://127.0.0.1:{port}", app.state.server)
+        yield Running(listener.address, app.state.server)
     finally:
         listener.should_exit = True
         thread.join()

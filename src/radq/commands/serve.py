@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from radq.serving.config import ServeConfig
 
 API_KEY = "RADQ_API_KEY"
-PATIENCE = 6.0  # seconds that running texts have when the server is asked to end
 
 
 @dataclass
@@ -20,7 +19,8 @@ class Arguments:
     steered. Without a file, the embedded model is served with both embedded reward models."""
 
     config: Annotated[Path | None, tyro.conf.Positional] = None
-    """YAML file of the operator: base, guides with their ranges and defaults, virtual models, limits, hosts."""
+    """YAML file of the operator: base, guides with their ranges and defaults, virtual models, limits, connections and
+    hosts."""
     base: str | None = None
     """Language model to serve, in place of the file's: a hub name, a folder, or embedded."""
     host: str = "127.0.0.1"
@@ -51,9 +51,11 @@ def run(arguments: Arguments) -> None:
     _check_port(arguments)
     announce(f"loading {' and '.join([config.base, *config.guides])}", arguments.json)
     from radq.serving.app import make_app
+    from radq.serving.listener import Listener
     from radq.serving.served import Served
 
-    serve(make_app(Served(config), os.environ.get(API_KEY) or None, arguments.host), arguments)
+    app = make_app(Served(config), os.environ.get(API_KEY) or None, arguments.host)
+    Listener(app, arguments.host, arguments.port, lambda address: _print_address(address, arguments)).run()
 
 
 def _read(arguments: Arguments) -> "ServeConfig":
@@ -103,25 +105,6 @@ def _print_check(config: "ServeConfig", arguments: Arguments) -> None:
         print(f"guide {line}")
     for name, strengths in config.models.items():
         print(f"model {name}: {', '.join(f'{guide}={number}' for guide, number in strengths.items())}")
-
-
-def serve(app: Any, arguments: Arguments) -> None:
-    """Listen until a signal comes. Running texts then have some seconds to end."""
-    import uvicorn
-
-    class Listener(uvicorn.Server):
-        async def startup(self, *given: Any, **options: Any) -> None:
-            await super().startup(*given, **options)
-            if self.servers:
-                host, port = self.servers[0].sockets[0].getsockname()[:2]
-                _print_address(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", arguments)
-
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            app.state.server.scheduler.close(PATIENCE)
-            super().handle_exit(sig, frame)
-
-    options = {"host": arguments.host, "port": arguments.port, "log_level": "warning", "server_header": False}
-    Listener(uvicorn.Config(app, timeout_graceful_shutdown=int(PATIENCE) + 2, **options)).run()
 
 
 def _print_address(address: str, arguments: Arguments) -> None:

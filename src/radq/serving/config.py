@@ -155,6 +155,23 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Connections:
+    """Limits of the connections of `radq serve`. One that takes longer than it may is closed."""
+
+    most: Annotated[int, Range(1)] = 512
+    """Most connections at once. When all are taken, a new one takes the place of the one that has waited longest for
+    the rest of its request."""
+    header_seconds: Annotated[float, Range(0, without_low=True)] = 10.0
+    """Longest time for the line and the headers of a request."""
+    body_seconds: Annotated[float, Range(0, without_low=True)] = 30.0
+    """Longest time for the body of a request."""
+    idle_seconds: Annotated[float, Range(0, without_low=True)] = 30.0
+    """Longest time between an answer and the next request of a connection."""
+    send_seconds: Annotated[float, Range(0, without_low=True)] = 30.0
+    """Longest time that a client may leave a part of an answer unread."""
+
+
+@dataclass(frozen=True)
 class Defaults:
     """Settings of requests that leave them out."""
 
@@ -183,6 +200,7 @@ class ServeConfig:
     device: str = "auto"
     dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
     limits: Limits = Limits()
+    connections: Connections = Connections()
     defaults: Defaults = Defaults()
     hosts: list[str] = field(default_factory=list)
     """Names by which clients may address `radq serve`, beside localhost and its address; see `AllowedHosts`."""
