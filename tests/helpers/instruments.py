@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,3 +68,17 @@ class LargestTensor(TorchDispatchMode):
                 self.numel = max(self.numel, value.numel())
                 self.bytes = max(self.bytes, value.element_size() * value.numel())
         return result
+
+
+class FailOnce(TorchDispatchMode):
+    """Lets one operation find no memory: the one with this number among all that run in the mode."""
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__()
+        self.number, self.count = number, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count - 1 == self.number:
+            raise torch.OutOfMemoryError("no memory for this operation")
+        return func(*args, **(kwargs or {}))

@@ -171,17 +171,25 @@ class Engine:
         results: list[StepResult] = []
         with evaluating(self.lm) if self.lm.training else nullcontext(), self._on_device():
             try:
-                self._arrange()
-                if self._left.any():
-                    self._draw()
-                    results += self._receive()
-                    if self.decoder.may_leave:
-                        self._leave()  # what has ended need not be read
-                    if self._left.any():
-                        self.decoder.read()
-            except torch.OutOfMemoryError as error:
-                self._begin_again_with_half(error)
-        return results + self._receive()
+                self._work(results)
+            except torch.OutOfMemoryError:
+                full = True  # what the frames of the error hold is given back at the end of this block
+            else:
+                full = False
+            if full:
+                self._go_back()
+        return results
+
+    def _work(self, results: list[StepResult]) -> None:
+        self._arrange()
+        if self._left.any():
+            self._draw()
+            self._receive(results)
+            if self.decoder.may_leave:
+                self._leave()  # what has ended need not be read
+            if self._left.any():
+                self.decoder.read()
+        self._receive(results)
 
     def _on_device(self) -> Any:
         """Streams and graphs belong to torch's current device, which need not be that of the base model."""
@@ -250,7 +258,7 @@ class Engine:
         places: dict[tuple[int, ...], int] = {}
         longest, budget = 0, self.prompt_budget or PROMPT_TOKENS[self.kind]
         while self.waiting and len(chosen) < room:
-            prompt = tuple(self.waiting[0].request.prompt)
+            prompt = self.waiting[0].text
             longest = max(longest, len(prompt))
             if prompt not in places and places and longest * (len(places) + 1) > budget:
                 break
@@ -263,23 +271,24 @@ class Engine:
         self._joining = None
         chosen = [ticket for ticket in joining.tickets if ticket.finish_reason is None]
         requests = [ticket.request for ticket in chosen]
-        steps = max(request.max_new_tokens for request in requests)
-        uniforms = np.zeros((len(requests), steps))
-        for row, request in enumerate(requests):
-            uniforms[row, : len(request.uniforms)] = request.uniforms[:steps]
+        left = [ticket.left for ticket in chosen]
+        uniforms = np.zeros((len(requests), max(left)))
+        for row, ticket in enumerate(chosen):
+            numbers = ticket.request.uniforms[len(ticket.rows) : ticket.request.max_new_tokens]
+            uniforms[row, : len(numbers)] = numbers
         overhead = 0 if self.guide is None else max((reader.overhead for reader in self.guide.readers), default=0)
         for place, ticket in enumerate(chosen, start=len(self.running)):
             ticket.place = place
         self.running += chosen
-        self._left = np.concatenate([self._left, [request.max_new_tokens for request in requests]])
+        self._left = np.concatenate([self._left, left])
         self.decoder.add(
             list(joining.prompts),
-            [joining.prompts[tuple(request.prompt)] for request in requests],
+            [joining.prompts[ticket.text] for ticket in chosen],
             [request.steering for request in requests],
             [self._strengths(request) for request in requests],
             uniforms,
             capacity=min(self._room(), len(self.running) + len(self.waiting)),
-            width=max(map(len, joining.prompts)) + steps + overhead,
+            width=max(map(len, joining.prompts)) + max(left) + overhead,
             stops=[request.stops for request in requests],
             read=joining.parts.result,
         )
@@ -325,13 +334,11 @@ class Engine:
             logits[places] = scores.to(logits)
         return logits
 
-    def _receive(self) -> list[StepResult]:
+    def _receive(self, results: list[StepResult]) -> None:
         """Take the results of all steps but the last ones; of all, if no more come or processors must see them."""
         behind = self.lag if self._left.any() and not self._processes else 0
-        results = []
         while len(self._in_flight) > behind:
             results.append(self._take(self._in_flight.popleft()))
-        return results
 
     def _take(self, step: _InFlight) -> StepResult:
         """Give tokens to their tickets, and end those that have a stop token, all their tokens, or no numbers."""
@@ -355,36 +362,43 @@ class Engine:
         if not row[6] and (not strengths or any(strengths)):  # with strengths of 0 it was drawn as without a guide
             ticket.rows.pop()
             self.finish(ticket, "error")
-        elif int(row[0]) in request.stops or self._watch(ticket, int(row[0])):
+        elif int(row[0]) in request.stops or (request.watch is not None and request.watch(int(row[0]))):
             self.finish(ticket, "stop")
         elif len(ticket.rows) == request.max_new_tokens:
             self.finish(ticket, "length")
 
-    def _watch(self, ticket: Ticket, token: int) -> bool:
-        """Show a token to the request's own function; return whether the text ends."""
-        if ticket.request.watch is None or len(ticket.rows) <= ticket.watched:
-            return False
-        ticket.watched += 1
-        return ticket.request.watch(token)
+    def _go_back(self) -> None:
+        """Free all rows after memory was full. Their texts wait again, to go on from their last known tokens.
 
-    def _begin_again_with_half(self, error: Exception) -> None:
-        """Free all rows, and begin their texts again, half as many at once: they will be the same texts."""
-        rows = len(self.running) + (len(self._joining.tickets) if self._joining else 0)
+        Half as many go on together. A text that finds no memory alone, twice at the same token, ends with an error.
+        """
+        drawn = [ticket for step in self._in_flight for ticket in step.tickets]  # some of whose rows have left
+        going = [one for one in dict.fromkeys([*self.running, *drawn]) if one.finish_reason is None]
+        joining = [] if self._joining is None else self._joining.tickets
+        texts = [*going, *(ticket for ticket in joining if ticket.finish_reason is None)]
         self._wait_again()
-        if rows <= 1:
-            raise MemoryLimitError(
-                "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
-            ) from error
-        _HALVED[self.lm] = rows // 2
-        self._in_flight.clear()
-        for ticket in reversed(self.running):
-            ticket.place = None
-            if ticket.finish_reason is None:
-                ticket.rows.clear()
-                self.waiting.appendleft(ticket)
+        self.waiting.extendleft(reversed(going))
+        self._in_flight.clear()  # the tokens in it are drawn again, by the same random numbers
         self.running, self._left = [], np.zeros(0, dtype=np.int64)
+        for ticket in texts:
+            ticket.place = None
+        if len(texts) == 1:
+            self._end_if_stuck(texts[0])
+        elif texts:
+            _HALVED[self.lm] = len(texts) // 2
+            warnings.warn(
+                f"the memory is full, so radq decodes {len(texts) // 2} texts at once from now on.", stacklevel=3
+            )
         self.decoder.clear()
         vars(self.lm).pop(KEPT, None)
         gc.collect()  # engines and models refer to each other
         empty_cache()
-        warnings.warn(f"the memory is full, so radq decodes {rows // 2} texts at once from now on.", stacklevel=2)
+
+    def _end_if_stuck(self, ticket: Ticket) -> None:
+        """End a text with an error if it has found no memory alone before, and has no new token since then."""
+        if ticket.stuck == len(ticket.rows):
+            ticket.error = MemoryLimitError(
+                "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
+            )
+            self.finish(ticket, "error")
+        ticket.stuck = len(ticket.rows)

@@ -186,7 +186,13 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 
 
 def warn_of_errors(tickets: Sequence[Ticket]) -> None:
-    """Warn of texts for which the guide gave no numbers; raise an error if all texts are like that."""
+    """Warn of texts for which the guide gave no numbers.
+
+    Raise an error if all texts are like that, or if one of them could not go on for another reason.
+    """
+    for ticket in tickets:
+        if ticket.error is not None:
+            raise ticket.error
     failed = sum(ticket.finish_reason == "error" for ticket in tickets)
     if failed == len(tickets):
         raise not_finite()
@@ -258,6 +264,9 @@ def stream(
             assert result.drawn is not None
             rows = torch.tensor([number_of[ticket] for ticket in result.tickets], device=lm.device)
             yield Step(rows, result.drawn.proposal, result.drawn.choice, result.drawn.numbers[:, 4])
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
 
     return steps()
 

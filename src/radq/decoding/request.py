@@ -77,7 +77,8 @@ class Ticket:
     rows: list[np.ndarray] = field(default_factory=list)  # of numbers, as in `Drawn`
     finish_reason: FinishReason | None = None
     place: int | None = None  # its row, while it runs
-    watched: int = 0  # tokens that the request's own function has seen; a text may have begun again
+    error: Exception | None = None  # why it could not go on; None also where the guide gave no numbers
+    stuck: int | None = None  # the number of its tokens when it found no memory although it ran alone
 
     def __iter__(self) -> Iterator[Token]:
         place = 0
@@ -88,9 +89,24 @@ class Ticket:
                 place += 1
             if self.finish_reason is not None:
                 if self.finish_reason == "error":
-                    raise not_finite()
+                    raise self.failure
                 return
             self.engine.step()
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """The tokens of the prompt and those that have come so far."""
+        return (*self.request.prompt, *(int(row[0]) for row in self.rows))
+
+    @property
+    def left(self) -> int:
+        """The most tokens that may still come."""
+        return self.request.max_new_tokens - len(self.rows)
+
+    @property
+    def failure(self) -> Exception:
+        """The error of a text that has ended with one."""
+        return self.error or not_finite()
 
     def cancel(self) -> None:
         """Stop this text; its row is free for others from the next step on."""

@@ -19,7 +19,6 @@ from typing import Any
 from radq.decoding.engine import Engine, StepResult
 from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.request import Ticket
-from radq.decoding.steering import not_finite
 from radq.errors import RadqError, explain
 from radq.serving.clock import ClockedGuide
 from radq.serving.details import StepNumbers
@@ -253,7 +252,7 @@ class Scheduler:
             self.metrics.count_tokens(text, tokens, first)
         if ticket.finish_reason is not None:
             del lane.texts[ticket]
-            error = str(not_finite()) if ticket.finish_reason == "error" else None
+            error = str(ticket.failure) if ticket.finish_reason == "error" else None
             if ticket.finish_reason == "cancelled" and self.closing:
                 error = "the server is about to end."
             text.deliver(Delivery(text, tokens, text.growing.end(), ticket.finish_reason, error))

@@ -78,7 +78,7 @@ class Text:
         return fresh
 
     def tell(self, ticket: Ticket, row: int, chosen: int, numbers: StepNumbers) -> None:
-        """Note the candidates of a token, unless the text has begun again and this is known already."""
+        """Note the candidates of a token, unless the text has ended before it."""
         if len(self._told) < len(ticket.rows):
             self._told.append(numbers.row(row, self.selection.places).tell(chosen)[1])
 
