@@ -1,6 +1,7 @@
 """radq calibrate on a toy: a table in the model folder, which other commands use."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from classifiers import make_classifier
 from command_calls import make_steering_model, write_openings
 from command_runs import fails
 from kills import run_and_kill
+from safetensors.torch import load_file, save_file
 
 from radq.cli import main
 from radq.models.calibration import CALIBRATION, read_calibrations
@@ -79,6 +81,24 @@ def test_a_killed_calibration_goes_on(call: Any, world: Path, capsys: pytest.Cap
     after = run(words, capsys)
     words[words.index("--cache") + 1] += "-of-another-run"
     assert run(words, capsys) == after
+
+
+@pytest.mark.filterwarnings("ignore:intervals from")
+def test_a_judge_that_has_changed_in_its_folder_judges_again(
+    call: Any, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = tmp_path / "judge"
+    shutil.copytree(world / "q", judge)
+    words = call("--limit", "8", judge=f"reward:{judge}")
+    before = run(words, capsys)
+    assert run(words, capsys) == before
+    weights = load_file(judge / "model.safetensors")
+    weights = {name: 0.9 * value if name.startswith("head.") else value for name, value in weights.items()}
+    save_file(weights, judge / "model.safetensors", metadata={"format": "pt"})
+    again = run(words, capsys)
+    assert again["measured"][0]["score"] != before["measured"][0]["score"]
+    words[words.index("--cache") + 1] += "-without-the-old-judge"
+    assert run(words, capsys) == again
 
 
 @pytest.mark.filterwarnings("ignore:the judge")

@@ -86,8 +86,11 @@ def test_a_stopped_command_goes_on(toy: Path, tmp_path: Path, capsys: pytest.Cap
     found = json.loads(capsys.readouterr().out)
     assert found["answers"]["guided"] == [wrong, *whole["answers"]["guided"][1:]]  # the first was not asked again
     assert found["answers"]["unguided"] == whole["answers"]["unguided"]
-    assert "answers to other questions" in fails(capsys, *words[:-1], f"{tmp_path / 'q'}:praise=6")
-    assert "answers to other questions" in fails(capsys, *words, "--limit", "2")
+    assert "guides: " in fails(capsys, *words[:-1], f"{tmp_path / 'q'}:praise=6")
+    assert "changed: questions" in fails(capsys, *words, "--limit", "2")
+    torch.manual_seed(1)
+    make_steering_model(toy, ["praise"]).save_pretrained(tmp_path / "q")
+    assert "guides: " in fails(capsys, *words)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from command_runs import fails
 from hypothesis import given
 from hypothesis import strategies as st
 from kills import run_and_kill
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq import RewardGuide, best_of_n, generate
@@ -25,6 +26,7 @@ from radq.errors import DataError, OptionError
 from radq.evaluation.mauve import mauve
 from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCell, find_changes, load_sweep
 from radq.evaluation.sweep.costs import read_costs
+from radq.evaluation.sweep.folder import FINGERPRINTS
 from radq.files import drop_partial_last_line, read_lines
 from radq.judges.encoders import load_encoder
 from radq.models.rad_q import RadQ
@@ -252,7 +254,9 @@ def test_metrics_are_those_of_an_independent_computation(
     assert found["avg_max[mood]"]["value"] == pytest.approx(np.nanmax(scores[4:], axis=1).mean())
 
 
-def test_a_language_model_judges_by_a_rubric(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_model_judges_by_a_rubric(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its scores are mapped to 0 to 1, and texts that it does not score are left out."""
     (tmp_path / "rubric.md").write_text("How long is it? Scale: 1 to 5")
     use = {"judge": f"openai:m#{tmp_path / 'rubric.md'}", "metrics": ["avg_max"]}
@@ -271,6 +275,9 @@ def test_a_language_model_judges_by_a_rubric(write: Any, tmp_path: Path, monkeyp
         known = [[(score - 1) / 4 for score in some if score is not None] for some in scores]
         assert row["metrics"]["avg_max[llm]"]["value"] == pytest.approx(np.mean([max(some) for some in known if some]))
     assert None in [grade(text) for _, some in texts for text in some]
+    (tmp_path / "rubric.md").write_text("How short is it? Scale: 1 to 5")
+    monkeypatch.setenv("OPENAI_BASE_URL", address)
+    assert "changed since: the judge 'llm'" in fails(capsys, *argv)
 
 
 def test_changes_are_those_from_the_unguided_cell(run: Path) -> None:
@@ -414,6 +421,103 @@ def test_generations_of_others_are_measured(
     assert "line 1 has no generations, but question" in fails(capsys, "measure", str(tmp_path / "other.jsonl"))
 
 
+# --- models that change in their folders ---
+
+
+def remake_classifier(folder: Path) -> None:
+    make_classifier(folder, seed=1)
+
+
+def remake_encoder(folder: Path) -> None:
+    make_classifier(folder, kind="encoder", seed=1)
+
+
+def nudge(folder: Path) -> None:
+    """Change one number of the weights by as little as one step of an optimiser."""
+    weights = load_file(folder / "model.safetensors")
+    weights[max(weights, key=lambda name: weights[name].numel())][-1, -1] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def small(world: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of few texts, with copies of all its models beside it."""
+    folder = tmp_path_factory.mktemp("small")
+    for name, source in {
+        "base": toy,
+        "likely": toy,
+        "q": world / "q",
+        "v": world / "v",
+        "judge": world / "judge",
+    }.items():
+        shutil.copytree(source, folder / name)
+    make_classifier(folder / "encoder", kind="encoder")
+    guides: Any = describe(folder, toy)["guides"]
+    more = {
+        "prompts": [{"file": str(world / "long.jsonl")}],
+        "guides": {"rad-q": guides["rad-q"], "best": guides["best"]},
+    }
+    named = {"base": str(folder / "base"), "perplexity": str(folder / "likely"), "mauve": str(folder / "encoder")}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(describe(folder, toy, **more, **named)))
+    assert main(small_command(folder)) == 0
+    return folder
+
+
+def small_command(folder: Path) -> list[str]:
+    argv = ["eval", "--config", str(folder / "sweep.yaml"), "--out", str(folder / "run")]
+    return [*argv, "--cache", str(folder / "cache"), "--json"]
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "named"),
+    [
+        ("base", nudge, "the base model"),
+        ("q", nudge, "the guide 'rad-q', the guide 'best'"),
+        ("judge", remake_classifier, "the judge 'mood'"),
+        ("likely", nudge, "the model that measures perplexity"),
+        ("encoder", remake_encoder, "the encoder of MAUVE"),
+    ],
+)
+def test_a_model_that_has_changed_in_its_folder_is_named_and_refused(
+    small: Path, model: str, change: Callable[[Path], None], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = outcome(small / "run")
+    shutil.copytree(small / model, small / "kept")
+    try:
+        change(small / model)
+        assert f"changed since: {named}." in fails(capsys, *small_command(small))
+    finally:
+        shutil.rmtree(small / model)
+        (small / "kept").rename(small / model)
+    assert main(small_command(small)) == 0
+    assert outcome(small / "run") == before
+
+
+def test_overwriting_begins_anew_with_the_changed_models(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(small, tmp_path / "small")
+    config = (small / "sweep.yaml").read_text().replace(str(small), str(tmp_path / "small"))
+    (tmp_path / "small" / "sweep.yaml").write_text(config)
+    remake_classifier(tmp_path / "small" / "judge")
+    argv = small_command(tmp_path / "small")
+    assert "holds another sweep" in fails(capsys, *argv)
+    assert main([*argv, "--overwrite"]) == 0
+    anew, before = outcome(tmp_path / "small" / "run"), outcome(small / "run")
+    assert anew["generations.jsonl"] == before["generations.jsonl"]
+    assert anew["metrics.jsonl"] != before["metrics.jsonl"]
+
+
+def test_a_run_that_knows_no_fingerprints_says_so_once(small: Path, tmp_path: Path) -> None:
+    shutil.copytree(small / "run", tmp_path / "run")
+    (tmp_path / "run" / FINGERPRINTS).unlink()
+    argv = small_command(small)
+    argv[argv.index(str(small / "run"))] = str(tmp_path / "run")
+    with pytest.warns(UserWarning, match="begun by an older radq"):
+        assert main(argv) == 0
+    assert main(argv) == 0
+
+
 # --- kills ---
 
 
@@ -449,6 +553,7 @@ def test_what_is_whole_can_be_measured_before_the_rest_is_there(
     cells = list(dict.fromkeys(json.loads(line)["cell"] for line in lines))
     third = next(n for n, line in enumerate(lines) if json.loads(line)["cell"] == cells[3])
     (folder / "generations.jsonl").write_bytes(b"".join(lines[: third + 1]) + lines[third + 1][:9])
+    shutil.copy(run / FINGERPRINTS, folder)
     assert main([*argv, "--only-measure"]) == 0
     measured = json.loads(capsys.readouterr().out)["metrics"]
     assert list(dict.fromkeys(row["cell"] for row in measured)) == cells[:3]

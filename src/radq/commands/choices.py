@@ -84,18 +84,16 @@ def run(arguments: Arguments) -> None:
 def describe_answers(
     questions: "Sequence[Question]", base: str, guides: list[str], kl_budget: float | None
 ) -> dict[str, object]:
-    """All that answers depend on: fingerprints of the questions and of the files of the models, and the numbers."""
+    """All that answers depend on: fingerprints of the questions and of the models, and the numbers."""
     from radq.files import fingerprint_values
+    from radq.guides.folders import fingerprint_guide
     from radq.guides.spec import parse_guide
-    from radq.models.calibration import calibrated_folder
-    from radq.models.fingerprints import identify
+    from radq.models.fingerprints import fingerprint_model
 
     parsed = [parse_guide(guide, base) for guide in guides]
-    folders = {str(calibrated_folder(folder, name)) for folder, numbers in parsed for name in numbers}
-    parts = {str(part) for folder in folders for part in Path(folder).glob("*/")}  # experts lie in folders of their own
     return {
         "questions": fingerprint_values([asdict(question) for question in questions]),
-        "models": [identify(base), *(identify(folder) for folder in sorted(folders | parts))],
-        "guides": [numbers for _, numbers in parsed],
+        "base": fingerprint_model(base),
+        "guides": [{"model": fingerprint_guide(folder, numbers), "numbers": numbers} for folder, numbers in parsed],
         "kl_budget": kl_budget,
     }

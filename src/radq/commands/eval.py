@@ -14,7 +14,8 @@ class Arguments:
     config: Path
     """YAML file that describes the sweep; docs/evaluation.md shows one."""
     out: Path
-    """Folder to write: config.yaml, generations.jsonl, costs.jsonl, measures, metrics.jsonl, differences.jsonl."""
+    """Folder to write: config.yaml, fingerprints.json, generations.jsonl, costs.jsonl, measures, metrics.jsonl,
+    differences.jsonl."""
     base: str | None = None
     """Language model to steer, in place of the one that the file names."""
     overwrite: bool = False
@@ -36,7 +37,7 @@ def run(arguments: Arguments) -> None:
     from radq.errors import OptionError
     from radq.evaluation.sweep.config import load_sweep
     from radq.evaluation.sweep.costs import read_costs
-    from radq.evaluation.sweep.folder import open_sweep
+    from radq.evaluation.sweep.folder import open_sweep, require_same_instruments, require_same_writers
     from radq.files import read_lines
     from radq.report.results import read_runs
     from radq.report.summary import describe_changes, describe_run, find_changes, warn_of_few_prompts
@@ -52,14 +53,16 @@ def run(arguments: Arguments) -> None:
         sweep.check_models()
     progress = not arguments.json
     with open_sweep(arguments.out, sweep, prompts, arguments.overwrite):
+        if not arguments.only_measure:
+            require_same_writers(arguments.out, sweep)
         announce("loading models", arguments.json)
         from radq.evaluation.sweep.generate import generate_all
-        from radq.evaluation.sweep.measure import check_models, measure_all
+        from radq.evaluation.sweep.measure import check_instruments, measure_all
         from radq.models.loading import find_device
 
         device = find_device(arguments.device)
         if not arguments.only_generate:
-            check_models(sweep, device)
+            require_same_instruments(arguments.out, check_instruments(sweep, device))
         if not arguments.only_measure:
             generate_all(arguments.out, sweep, prompts, device, progress)
         if arguments.only_generate:

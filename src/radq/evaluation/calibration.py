@@ -156,13 +156,12 @@ def calibrate(
 ) -> Calibration:
     """Write, judge and measure the texts of all levels, unless the cache holds them, and find the strengths."""
     from radq.evaluation.sweep.generate import generate_all
-    from radq.evaluation.sweep.measure import check_models, measure_all, read_measured_cells
+    from radq.evaluation.sweep.measure import check_instruments, measure_all, read_measured_cells
 
     sweep = plan.sweep()
     prompts = read_enough_prompts(sweep)
-    folder = find_work_folder(plan, sweep, prompts, cache)
+    folder = find_work_folder(plan, sweep, prompts, check_instruments(sweep, device), cache)
     with open_sweep(folder, sweep, prompts):
-        check_models(sweep, device)
         generate_all(folder, sweep, prompts, device, progress)
         measure_all(folder, sweep, prompts, device, cache, progress)
         cells = read_measured_cells(folder, sweep, prompts)
@@ -187,10 +186,15 @@ def read_enough_prompts(sweep: Sweep) -> list[Prompt]:
     return prompts
 
 
-def find_work_folder(plan: CalibrationPlan, sweep: Sweep, prompts: list[Prompt], cache: Path | None) -> Path:
-    """The folder of the cache in which the texts of this plan are kept: another one if any model has changed."""
-    models = fingerprint_model(plan.base), fingerprint_model(str(calibrated_folder(plan.folder, plan.attribute)))
-    key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models)
+def find_work_folder(
+    plan: CalibrationPlan, sweep: Sweep, prompts: list[Prompt], instruments: dict[str, str], cache: Path | None
+) -> Path:
+    """The folder of the cache in which the texts of this plan are kept: another one if any model has changed.
+
+    `instruments` are the fingerprints of the judge and of other models that read the texts.
+    """
+    models = fingerprint_model(plan.base), fingerprint_model(calibrated_folder(plan.folder, plan.attribute))
+    key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models, instruments)
     return (cache or default_cache_folder()) / "calibrations" / key
 
 

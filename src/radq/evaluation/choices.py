@@ -26,6 +26,7 @@ from radq.decoding.steering import Strengths, propose
 from radq.errors import DataError, OptionError
 from radq.evaluation.estimates import Sums
 from radq.evaluation.perplexity import encode_pairs
+from radq.evaluation.sweep.config import find_changes
 from radq.files import append_lines, drop_partial_last_line, explained_writing, read_lines
 from radq.guides import Guide
 from radq.models.loading import Wrappable
@@ -105,9 +106,10 @@ class KeptAnswers:
         drop_partial_last_line(file)
         rows = list(read_lines(file)) if file.exists() else []
         if rows and rows[0] != {"asked": asked}:
+            changed = list(find_changes(rows[0].get("asked"), asked))
             raise OptionError(
-                f"{str(file)!r} holds answers to other questions, or of another model or guide.",
-                "choose another file, or delete this one.",
+                f"{str(file)!r} holds answers to other questions, or of other models; changed: {'; '.join(changed)}.",
+                "choose another folder, or delete this file.",
             )
         self.answers = [row["answer"] for row in rows[1:]]
         if not rows:

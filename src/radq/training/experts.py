@@ -24,6 +24,7 @@ from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, explained_writing, require_room, whole_file, whole_folder
 from radq.guides.folders import ANTI_EXPERT, EXPERT
+from radq.models.fingerprints import fingerprint_model
 from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.vocabulary import find_bos
@@ -78,7 +79,8 @@ def train_experts(
         found = load_run_data(config, start, progress and processes.is_main_process, scales)
     config, data, eval_data = found.config, found.train, found.evaluation
     parts = list(_split(config, data, eval_data))
-    contents = {"data": data.fingerprint} | ({} if eval_data is None else {"eval_data": eval_data.fingerprint})
+    contents = {"data": data.fingerprint, "backbone": fingerprint_model(config.backbone)}
+    contents |= {} if eval_data is None else {"eval_data": eval_data.fingerprint}
     if resume:
         check_resumed(out, config, contents)
     make_arguments(config, eval_data is not None, progress)  # mistakes in them show before anything is written

@@ -1,7 +1,11 @@
-"""The run folder of a sweep: which folders are allowed, and a lock against a second process."""
+"""The run folder of a sweep: which folders are allowed, the models that it began with, and a lock for one process.
+
+config.yaml holds the sweep, and fingerprints.json those of all models that write or measure texts.
+"""
 
 import fcntl
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +18,11 @@ from radq.data.prompts import Prompt
 from radq.errors import OptionError
 from radq.evaluation.sweep.config import Sweep, dump_sweep, find_changes, fingerprint_prompts
 from radq.files import require_own_folder, whole_file
+from radq.guides.folders import fingerprint_guide
+from radq.models.fingerprints import fingerprint_model
+
+FINGERPRINTS = "fingerprints.json"
+FILES = ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl", FINGERPRINTS)
 
 
 @contextmanager
@@ -30,7 +39,7 @@ def open_sweep(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: boo
             ) from error
         asked = {"sweep": asdict(sweep), "prompts": fingerprint_prompts(prompts)}
         if overwrite:
-            for name in ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl"):
+            for name in FILES:
                 (folder / name).unlink(missing_ok=True)
             for file in (folder / "measures").glob("*.npz"):
                 file.unlink()
@@ -65,3 +74,45 @@ def _require_same_sweep(folder: Path, asked: dict[str, Any]) -> None:
             f"{str(folder)!r} holds another sweep; changed since: {'; '.join(changes)}.",
             "use another --out, or delete the old sweep with --overwrite.",
         )
+
+
+# --- models ---
+
+
+def require_same_writers(folder: Path, sweep: Sweep) -> None:
+    """Refuse to go on with the texts of a folder if the base model or a guide has changed."""
+    found = {"the base model": fingerprint_model(sweep.base)}
+    for name, guide in sweep.guides.items():
+        if guide.folder:
+            found[f"the guide {name!r}"] = fingerprint_guide(guide.folder, guide.weights)
+    file = folder / "generations.jsonl"
+    _require_same(folder, found, begun=file.exists() and file.stat().st_size > 0)
+
+
+def require_same_instruments(folder: Path, found: dict[str, str]) -> None:
+    """Refuse to go on with the measures of a folder if an instrument has changed; `found` are their fingerprints."""
+    _require_same(folder, found, begun=any((folder / "measures").glob("*.npz")))
+
+
+def _require_same(folder: Path, found: dict[str, str], begun: bool) -> None:
+    """Compare fingerprints with those of the folder, which gets those that it does not hold.
+
+    Args:
+        begun: whether the folder holds any work of these models.
+    """
+    file = folder / FINGERPRINTS
+    known: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if begun and not found.keys() <= known.keys():
+        warnings.warn(
+            f"{str(folder)!r} was begun by an older radq, which kept no fingerprints: whether its models have changed "
+            "since is not known. hint: --overwrite begins anew.",
+            stacklevel=2,
+        )
+    changed = [name for name in found if begun and known.get(name, found[name]) != found[name]]
+    if changed:
+        raise OptionError(
+            f"{str(folder)!r} holds work of other models; changed since: {', '.join(changed)}.",
+            "use another --out, or begin anew with --overwrite.",
+        )
+    with whole_file(file) as temporary:
+        temporary.write_text(json.dumps(known | found, indent=1, ensure_ascii=False), encoding="utf-8")

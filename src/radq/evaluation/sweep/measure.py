@@ -29,6 +29,7 @@ from radq.judges.base import CachedJudge, Judge
 from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.models import UnitJudge, load_judge
 from radq.judges.pairs import load_pair_judge, score_pairs
+from radq.models.fingerprints import fingerprint_model
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
@@ -111,14 +112,18 @@ def _add_arrays(folder: Path, generated: list[MeasuredCell]) -> list[MeasuredCel
     return [replace(one, arrays=read_arrays(folder, one.cell.name)) for one in generated]
 
 
-def check_models(sweep: Sweep, device: str) -> None:
-    """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation."""
-    for use in sweep.judges.values():
-        _load_judge(use, device)
+def check_instruments(sweep: Sweep, device: str) -> dict[str, str]:
+    """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation.
+
+    The result are their fingerprints.
+    """
+    found = {f"the judge {name!r}": _load_judge(use, device).name for name, use in sweep.judges.items()}
     if sweep.perplexity not in (None, WHILE_DECODING):
         load_config(sweep.perplexity)
+        found["the model that measures perplexity"] = fingerprint_model(sweep.perplexity)
     if sweep.mauve is not None:
-        load_encoder(sweep.mauve, device)
+        found["the encoder of MAUVE"] = load_encoder(sweep.mauve, device).name
+    return found
 
 
 def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> list[MeasuredCell]:
