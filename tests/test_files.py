@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from radq.files import whole_folder
+from radq.files import whole_file, whole_folder
 
 
 def write(folder: Path, content: str, *names: str) -> None:
@@ -44,6 +44,14 @@ def test_a_folder_that_appears_at_the_last_moment_stays(tmp_path: Path, monkeypa
     with whole_folder(tmp_path / "made", proof="last") as temporary:
         write(temporary, "mine", "last")
     assert read(tmp_path / "made") == {"last": "theirs"}
+
+
+def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "made") as mine, whole_file(tmp_path / "made") as theirs:
+        mine.write_text("mine")
+        theirs.write_text("theirs")
+        assert mine.read_text() == "mine"
+    assert read(tmp_path) == {"made": "mine"}
 
 
 def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from radq import generate, load, load_guide
 from radq.data.prompts import read_prompts
 from radq.decoding.generate import Generation
 from radq.decoding.prompts import encode_prompts
+from radq.files import whole_file
 from radq.guides.spec import parse_guide
 from radq.judges.models import load_judge
 from radq.models.loading import find_device
@@ -49,9 +50,8 @@ def main() -> None:
         json.dumps({"text": prompt + text, arguments.attribute: round(float(score), 5)}) + "\n"
         for (prompt, text), score in zip(rows, scores, strict=True)
     ]
-    temporary = arguments.out.with_suffix(".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    temporary.replace(arguments.out)
+    with whole_file(arguments.out) as temporary:
+        temporary.write_text("".join(lines), encoding="utf-8")
 
 
 class Writer:

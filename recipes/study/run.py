@@ -40,7 +40,7 @@ from radq import RewardGuide, RewardModel, generate
 from radq.errors import RadqError
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import ScoredTexts, measure
-from radq.files import read_lines
+from radq.files import read_lines, whole_file
 from radq.judges.encoders import load_encoder
 from radq.judges.models import load_judge
 from radq.models.gguf import convert_gguf
@@ -243,15 +243,12 @@ def excerpts(jobs: int) -> None:
         if file.exists() and file.stat().st_mtime > metrics.stat().st_mtime:
             continue
         measured = {row["cell"] for row in read_lines(metrics)}
-        file.parent.mkdir(exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        with lzma.open(temporary, "wt", preset=1) as stream:
+        with whole_file(file) as temporary, lzma.open(temporary, "wt", preset=1) as stream:
             for row in read_lines(metrics.with_name("generations.jsonl")):
                 if row["cell"] not in measured:
                     break
                 kept = {name: row[name] for name in ("cell", "prompt", "group")}
                 stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
-        temporary.replace(file)
 
 
 def mauve(jobs: int) -> None:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sqlite3
 import tempfile
@@ -155,12 +156,17 @@ def whole_file(target: str | Path) -> Iterator[Path]:
     if target.exists() and not (target.is_file() or target.is_dir()):  # such as /dev/null, which would be gone
         raise OptionError(f"{str(target)!r} is a device or a pipe, and would be replaced.", "name a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}-{os.getpid()}")
+    temporary = name_temporary(target)
     try:
         yield temporary
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def name_temporary(target: Path) -> Path:
+    """A file beside `target` that no other process writes, be it on another machine or in another container."""
+    return target.with_name(f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 # --- JSON lines ---

@@ -41,6 +41,21 @@ def test_every_form_of_rows_is_the_same_file(rows: Any, tmp_path: Path) -> None:
     assert list((tmp_path / "rows").iterdir()) == [file]
 
 
+def test_runs_in_one_cache_do_not_mix_their_rows(tmp_path: Path) -> None:
+    """Not even processes of one number, as containers have them, each of which reads its rows slowly."""
+
+    def slowly(rows: list[dict[str, Any]], between: list[Path]) -> Iterator[dict[str, Any]]:
+        yield from rows[:10]
+        between.append(store_rows(ROWS[5:], NAMES, tmp_path))  # another run begins and ends meanwhile
+        yield from rows[10:]
+
+    between: list[Path] = []
+    file = store_rows(slowly(ROWS, between), NAMES, tmp_path)
+    for found, rows in ((file, ROWS), (between[0], ROWS[5:])):
+        assert read(found) == [{name: row[name] for name in NAMES} for row in rows]
+    assert sorted((tmp_path / "rows").iterdir()) == sorted([file, *between])
+
+
 def test_lists_words_and_missing_cells_stay_as_they_are(tmp_path: Path) -> None:
     rows = [
         {"text": [{"role": "user", "content": "é"}], "y": True},

@@ -472,7 +472,7 @@ def small_command(folder: Path) -> list[str]:
     ("model", "change", "named"),
     [
         ("base", nudge, "the base model"),
-        ("q", nudge, "the guide 'rad-q', the guide 'best'"),
+        ("q", nudge, "the guide 'best', the guide 'rad-q'"),
         ("judge", remake_classifier, "the judge 'mood'"),
         ("likely", nudge, "the model that measures perplexity"),
         ("encoder", remake_encoder, "the encoder of MAUVE"),

@@ -8,7 +8,6 @@ iterable of dictionaries. They are read once, and a few at a time, so that they 
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from radq.errors import DataError, OptionError
-from radq.files import FINGERPRINT_LENGTH, default_cache_folder, explained_writing
+from radq.files import FINGERPRINT_LENGTH, default_cache_folder, explained_writing, name_temporary
 
 Rows = Any  # a pandas.DataFrame, a mapping of columns, or an iterable of mappings
 
@@ -37,7 +36,7 @@ def store_rows(
 
     required = [name for name in columns if name not in optional]
     folder, digest, number = Path(cache_folder or default_cache_folder()) / "rows", hashlib.sha256(), 0
-    temporary = folder / f".{os.getpid()}.jsonl.zst"
+    temporary = name_temporary(folder / "rows.jsonl.zst")
     found = tqdm(_iterate(rows, columns, required), unit="row", desc="reading rows", disable=not progress)
     try:
         with explained_writing(folder):
