@@ -12,12 +12,12 @@ from command_runs import fails
 from public_checkpoints import PublicRad, RunsCode, config_folder
 
 from radq.cli import COMMANDS, main
-from radq.commands.console import coloured, legend
 from radq.errors import OptionError
 from radq.guides.spec import parse_guide
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
+from radq.report.tokens import coloured, legend
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,9 @@ MODEL_FILES = (
 )
 
 
+RUN_FILES = ("config.yaml", "fingerprints.json")  # with which a training run begins: its settings and its contents
+
+
 def default_cache_folder() -> Path:
     """Folder for tokenised data in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radq"

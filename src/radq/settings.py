@@ -7,6 +7,7 @@ A value of another type is refused by name, and so is a number outside its range
 
 import ast
 import math
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.util import find_spec
@@ -44,6 +45,19 @@ class Range:
 
 
 COUNT = Range(1, 2**31 - 1)
+
+
+def asked_threads() -> int | None:
+    """The number of threads that the variable RADQ_THREADS asks for; None if it is not set."""
+    asked = os.environ.get("RADQ_THREADS")
+    if not asked:
+        return None
+    if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked) <= 1024:
+        raise OptionError(
+            f"RADQ_THREADS must be a whole number from 1 to 1024, got {asked!r}.",
+            "set it to the number of cores to use.",
+        )
+    return int(asked)
 
 
 def names_in_table(table: str) -> tuple[str, ...]:

@@ -146,6 +146,8 @@ MISTAKES = {
     f"{GENERATE} --guide ./nowhere:praise=1": "there is no folder './nowhere'",
     f"{GENERATE} --guide lm:praise=1": "not a reward model",
     "score --reward praise-q --text x": "there is no folder 'praise-q' here",
+    "score --reward begun --text x": "'begun' holds an unfinished run, and no model yet. hint: finish it: the same",
+    f"{GENERATE} --guide begun:praise=1": "holds an unfinished run",
     "score --reward empty --text x": "it has no config.json",
     "train --data reviews.csv --labels praise --backbone nowhere/lm/ --out new": "there is no folder 'nowhere/lm/'",
     "train --data reviews.csv --labels praise --init lm --out new": "not a reward model",
@@ -189,6 +191,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | s
     write_model(here / "reward", model_type="radq", kind="q", attributes=["praise", "calm"])
     for name in ("empty", "run"):
         (here / name).mkdir()
+    (here / "begun").mkdir()
+    for name in ("config.yaml", "fingerprints.json"):
+        (here / "begun" / name).write_text("{}")
     (here / "run" / "config.yaml").write_text(yaml.safe_dump(dict.fromkeys(KEY_SETTINGS, "x")))
     (here / "reviews.csv").write_text("text,praise\na good film,1\na bad film,0\n")
     (here / "texts.jsonl").write_text(json.dumps({"text": "a", "continuations": [" b", " c"]}) + "\n")

@@ -1,6 +1,8 @@
 """Threads of a command: what the process may use, what the user asks for, and a note about busy cores."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,15 @@ def test_numbers_that_are_none(
     monkeypatch.setenv("RADQ_THREADS", number)
     assert main(["report", "nowhere"]) == 2
     assert "RADQ_THREADS must be a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "number"), [("1", 1), ("2", 2)])
+def test_python_heeds_the_number_too(asked: str, number: int) -> None:
+    program = "import torch; torch.set_num_threads(3); import radq; radq.load; print(torch.get_num_threads())"
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"RADQ_THREADS": asked}, capture_output=True, text=True
+    )
+    assert (found.stdout.strip(), found.stderr) == (str(number), "")
 
 
 def test_a_note_says_when_fewer_threads_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:

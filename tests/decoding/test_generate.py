@@ -1,6 +1,8 @@
 """Guided decoding: every step equals brute force; seeds, batches, budgets and stops behave."""
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -433,6 +435,13 @@ def test_bad_options_are_named_with_their_value(options: dict[str, Any], message
     with pytest.raises(OptionError, match=message) as caught:
         generate(make_lm("gpt2"), TOKENIZER, prompts, **options)
     assert caught.value.hint
+
+
+def test_a_steering_in_the_place_of_top_k_is_explained() -> None:
+    """In a process of its own, since types are checked here."""
+    program = "import radq; radq.generate(None, None, [], None, radq.Steering())"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "OptionError: top_k must be a whole number, got a Steering. hint: generate takes top_k" in found.stderr
 
 
 def test_a_prompt_longer_than_the_context(lm_folders: dict[str, Path]) -> None:

@@ -79,6 +79,16 @@ def test_model_and_backbone_move_together_or_end_up_side_by_side(world: Path, tm
     assert torch.equal(given.token_rewards(IDS), model.token_rewards(IDS))
 
 
+def test_errors_call_a_readout_a_readout(world: Path) -> None:
+    RadQ.from_base(world / "lm", ["praise"]).save_pretrained(world / "praise")
+    change_weights(world / "lm")
+    with pytest.raises(ModelError, match="than the backbone that this readout was trained with"):
+        RewardModel.from_pretrained(world / "praise")
+    shutil.rmtree(world / "lm")
+    with pytest.raises(ModelError, match="of this readout does not exist.*beside the readout"):
+        RewardModel.from_pretrained(world / "praise")
+
+
 def test_a_backbone_with_other_weights_is_refused(world: Path, lm_folders: dict[str, Path]) -> None:
     make_adapted(world / "lm").save_pretrained(world / "praise")
     change_weights(world / "lm")

@@ -1,11 +1,10 @@
-"""Output of the commands: coloured tokens and tables for people, JSON for machines."""
+"""Output of the commands: tables for people, JSON for machines."""
 
 import json
 import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,43 +14,13 @@ from radq.commands.threads import STARTED, CoreTimes, describe_contention
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from transformers import PreTrainedTokenizerBase
 
 
 WIDEST = 10_000  # characters in a line of a table
-LOW, HIGH = (0, 80, 180), (190, 95, 0)  # red, green and blue of the colours for low and high values
 
 
 def console() -> Console:
     return Console(highlight=False)
-
-
-def coloured(tokens: Iterable[tuple[str, float]], low: float, high: float) -> Text:
-    """Colour the background of tokens by their values: blue for low, none in the middle, orange for high.
-
-    Blue and orange look different to colour-blind people too, and say neither good nor bad.
-    """
-    text = Text()
-    for token, value in tokens:
-        share = 0.5 if high <= low else min(max((value - low) / (high - low), 0.0), 1.0)
-        strength = abs(2 * share - 1)
-        colour = [int(strength * part) for part in (LOW if share < 0.5 else HIGH)]
-        text.append(token, style="on #{:02x}{:02x}{:02x}".format(*colour) if strength > 0.05 else "")
-    return text
-
-
-def legend(low: float, high: float, meaning: str) -> Text:
-    """One line that shows the colours of the lowest and the highest value and says what the values are."""
-    return coloured([(" low ", low), (" to ", (low + high) / 2), (" high ", high)], low, high) + f": {meaning}"
-
-
-def split_tokens(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:
-    """The piece of text that each token adds, with its spaces.
-
-    Special tokens add nothing. If a character consists of several tokens, the last of them adds it.
-    """
-    texts = [str(tokenizer.decode(ids[:n], skip_special_tokens=True)).rstrip("\ufffd") for n in range(len(ids) + 1)]
-    return [after[len(before) :] for before, after in pairwise(texts)]
 
 
 def announce(work: str, as_json: bool) -> None:

@@ -142,7 +142,7 @@ def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedToke
 
     Most text is not toxic, so a low reward of toxicity has no colour.
     """
-    from radq.commands.console import coloured, split_tokens
+    from radq.report.tokens import coloured, split_tokens
 
     pieces = [piece.replace("\n", "↵") for piece in split_tokens(tokenizer, text.generation.token_ids)]
     pieces[0] = pieces[0].lstrip(" ")
@@ -207,7 +207,7 @@ def _document(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") ->
 
 
 def _text_document(text: "Text", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    from radq.commands.console import split_tokens
+    from radq.report.tokens import split_tokens
 
     pieces = split_tokens(tokenizer, text.generation.token_ids)
     tokens = [{"token": piece, "reward": reward} for piece, reward in zip(pieces, text.rewards, strict=True)]

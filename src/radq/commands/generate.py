@@ -210,7 +210,8 @@ def _read_prompts(arguments: Arguments) -> list[str]:
 def _print_table(generations: "list[Generation]", tokenizer: "PreTrainedTokenizerBase") -> None:
     from rich.table import Table
 
-    from radq.commands.console import coloured, console, legend, split_tokens
+    from radq.commands.console import console
+    from radq.report.tokens import coloured, legend, split_tokens
 
     shifts = [shift for generation in generations for shift in generation.shifts]
     # Around the mean, since a number that is added to the logits of all candidates changes nothing.

@@ -203,7 +203,8 @@ def _print_scores(judge: "Judge", texts: list[str], scores: "np.ndarray") -> Non
     import numpy as np
     from rich.table import Table
 
-    from radq.commands.console import coloured, console
+    from radq.commands.console import console
+    from radq.report.tokens import coloured
 
     found = scores[~np.isnan(scores)]
     low, high = judge.limits if np.isfinite(judge.limits).all() else (found.min(initial=0), found.max(initial=1))

@@ -83,6 +83,7 @@ def run(arguments: Arguments) -> None:
 
 def _score_texts(arguments: Arguments, model: "RewardModel", texts: list[str]) -> None:
     from radq.commands.console import print_json
+    from radq.report.tokens import score_text
 
     scores = [score_text(model, text) for text in texts]
     if arguments.json:
@@ -103,28 +104,12 @@ def _strip_texts(texts: list[str]) -> list[str]:
     return texts
 
 
-def score_text(model: Any, text: str) -> dict[str, Any]:
-    """The tokens of a text with their rewards, as they are printed as JSON."""
-    import torch
-
-    from radq.commands.console import split_tokens
-
-    ids = model.tokenizer(text, add_special_tokens=False).input_ids
-    with torch.no_grad():
-        rewards = model.token_rewards(torch.tensor([ids], device=model.device))[0].tolist()  # (t, a)
-    pieces = split_tokens(model.tokenizer, ids)
-    tokens = [
-        {"token": piece, "id": token, "rewards": dict(zip(model.config.attributes, reward, strict=True))}
-        for piece, token, reward in zip(pieces, ids, rewards, strict=True)
-    ]
-    return {"text": text, "tokens": tokens}
-
-
 def _print_score(score: dict[str, Any], ranges: dict[str, tuple[float, float]]) -> None:
     """Print a table of the rewards, and the text once per attribute. `ranges` are the lowest and highest rewards."""
     from rich.table import Table
 
-    from radq.commands.console import coloured, console, legend
+    from radq.commands.console import console
+    from radq.report.tokens import coloured, legend
 
     table = Table()
     table.add_column("token")

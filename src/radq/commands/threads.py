@@ -12,21 +12,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from radq.errors import OptionError
-
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def limit_threads() -> None:
     """Set OMP_NUM_THREADS, which torch reads when it is imported, unless the default or the user's value is right."""
-    asked = os.environ.get("RADQ_THREADS")
-    if asked:
-        if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked) <= 1024:
-            raise OptionError(
-                f"RADQ_THREADS must be a whole number from 1 to 1024, got {asked!r}.",
-                "set it to the number of cores to use.",
-            )
-        os.environ["OMP_NUM_THREADS"] = asked
+    from radq.settings import asked_threads  # not for `radq --help`
+
+    if (asked := asked_threads()) is not None:
+        os.environ["OMP_NUM_THREADS"] = str(asked)
     elif "OMP_NUM_THREADS" not in os.environ and usable_cores() < (os.cpu_count() or 1):
         os.environ["OMP_NUM_THREADS"] = str(usable_cores())
 

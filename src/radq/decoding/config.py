@@ -31,6 +31,11 @@ class Steering:
     ends: Ends = "base"
 
     def __post_init__(self) -> None:
+        if isinstance(self.top_k, Steering):  # the fifth argument of stream is the fourth one's neighbour in generate
+            raise OptionError(
+                "top_k must be a whole number, got a Steering.",
+                "generate takes top_k, top_p, temperature, kl_budget and ends one by one; stream takes a Steering.",
+            )
         if self.top_k is not None and self.top_k < 1:
             raise OptionError(f"top_k must be at least 1, got {self.top_k}.", "None takes the whole vocabulary.")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -33,11 +33,15 @@ from radq.models.hub import HUB_OPTIONS, explained
 from radq.models.peft_adapter import find_adapter, merge_adapter, refuse_soft_prompts
 from radq.models.stored import require_language_model, require_weights
 from radq.numerics import emulates
+from radq.settings import asked_threads
 
 LOGGER = logging.getLogger(__name__)
 ACCELERATORS = ("cuda", "mps", "xpu")
 Model = TypeVar("Model", bound=PreTrainedModel)
 Wrappable = Any  # a model of transformers, maybe inside a wrapper such as PEFT's or torch.compile's
+
+if (threads := asked_threads()) is not None:  # also where Python has imported torch before radq
+    torch.set_num_threads(threads)
 
 
 def resolve(name: str | Path) -> str | Path:

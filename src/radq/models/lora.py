@@ -181,7 +181,9 @@ def find_adapters(name: str | Path, **hub: Any) -> Path:
         found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
         if found is not None:
             return Path(found)
-    raise ModelError(f"{str(name)!r} holds no {WEIGHT_FILE}.", "copy or download the whole folder again.")
+    raise ModelError(
+        f"{str(name)!r} holds neither {WEIGHT_FILE} nor {READOUT_FILE}.", "copy or download the whole folder again."
+    )
 
 
 def load_adapters(model: nn.Module, file: Path) -> None:
@@ -189,7 +191,8 @@ def load_adapters(model: nn.Module, file: Path) -> None:
     weights = {_model_name(name): tensor for name, tensor in load_file(file).items()}
     missing = [name for name in _without_backbone(model.state_dict()) if name not in weights]
     if missing:
-        raise ModelError(f"the adapters in {str(file)!r} lack {missing[0]!r}.", "copy or download the file again.")
+        what = "readout" if file.name == READOUT_FILE else "adapters"
+        raise ModelError(f"the {what} in {str(file)!r} has no {missing[0]!r}.", "copy or download the file again.")
     model.load_state_dict(weights, strict=False)
 
 
@@ -211,7 +214,8 @@ def load_beside_backbone(
     """
     assert config.backbone is not None
     origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
-    source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None)
+    what = "readout" if config.readout else "LoRA reward model"
+    source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None, what)
     loading = {key: value for key, value in loading.items() if key not in ("revision", "subfolder")}  # of the adapters
     if origin.is_hub and not Path(source).is_dir():
         loading["revision"] = origin.revision
@@ -229,7 +233,7 @@ def load_beside_backbone(
         model.config.lora_rank = config.lora_rank
     found = str(Path(source).resolve()) if Path(source).is_dir() else source
     model.config.set_origin(replace(origin, name=found))
-    with explained(name, "adapters", hub):
+    with explained(name, "a readout" if config.readout else "adapters", hub):
         load_adapters(model, find_adapters(name, **hub))
     if model.readout is not None:
         model.backbone.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The origin of the frozen backbone of a LoRA reward model: where it is, and a fingerprint of its weights.
+"""The origin of the frozen backbone of a LoRA reward model or a readout: its place, and a fingerprint of its weights.
 
 A backbone is `embedded`, a hub name with its revision, or a folder. The path of a folder is stored relative to the
 folder of the reward model, so that both can move together and the working directory does not matter. The fingerprint
@@ -50,14 +50,15 @@ def identify_backbone(name: str | Path) -> Origin:
     return Origin(str(name), snapshot.name, fingerprint_weights(snapshot))
 
 
-def find_backbone_source(origin: Origin, model_folder: Path | None) -> str:
+def find_backbone_source(origin: Origin, model_folder: Path | None, kind: str) -> str:
     """Find the name or folder to load the backbone from; refuse a backbone with other weights.
 
     Args:
         model_folder: the folder of the reward model; None if it comes from the hub.
+        kind: what errors call the reward model, such as "readout".
     """
     if origin.name == EMBEDDED:
-        _refuse_other_weights(origin, EMBEDDED, base_name())
+        _refuse_other_weights(origin, EMBEDDED, base_name(), kind)
         return EMBEDDED
     folders = [folder for folder in _candidate_folders(origin, model_folder) if folder.is_dir()]
     if origin.fingerprint is None and folders:
@@ -66,12 +67,12 @@ def find_backbone_source(origin: Origin, model_folder: Path | None) -> str:
     if matching:
         return str(matching[0])
     if folders:
-        _refuse_other_weights(origin, str(folders[0]), fingerprint_weights(folders[0]))
+        _refuse_other_weights(origin, str(folders[0]), fingerprint_weights(folders[0]), kind)
     if origin.is_hub or (origin.fingerprint is None and not origin.name.startswith((".", "/", "~"))):
         return origin.name
     raise ModelError(
-        f"the backbone {origin.name!r} of this LoRA reward model does not exist.",
-        f"put it beside the reward model as {Path(origin.name).name!r}, or pass backbone= to from_pretrained.",
+        f"the backbone {origin.name!r} of this {kind} does not exist.",
+        f"put it beside the {kind} as {Path(origin.name).name!r}, or pass backbone= to from_pretrained.",
     )
 
 
@@ -88,10 +89,10 @@ def _candidate_folders(origin: Origin, model_folder: Path | None) -> list[Path]:
     return [model_folder / path, path, model_folder / path.name, model_folder.resolve().parent / path.name]
 
 
-def _refuse_other_weights(origin: Origin, found: str, fingerprint: str) -> None:
+def _refuse_other_weights(origin: Origin, found: str, fingerprint: str, kind: str) -> None:
     if origin.fingerprint not in (None, fingerprint):
         raise ModelError(
-            f"{found!r} holds other weights than the backbone that this LoRA reward model was trained with.",
+            f"{found!r} holds other weights than the backbone that this {kind} was trained with.",
             "restore that backbone, or pass backbone= with its folder to from_pretrained.",
         )
 

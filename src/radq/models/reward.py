@@ -250,7 +250,7 @@ class RewardModel(PreTrainedModel):
     def load_trained(self, folder: str | Path) -> None:
         """Load the trained weights from a folder that a model of this shape has saved, such as a checkpoint."""
         if self.config.beside_backbone:
-            with explained(folder, "adapters"):
+            with explained(folder, "a readout" if self.config.readout else "adapters"):
                 load_adapters(self, find_adapters(folder))
         else:
             saved = load_weights(super(RewardModel, type(self)).from_pretrained, folder, dtype=self.dtype)

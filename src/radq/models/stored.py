@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from radq.errors import ModelError, UnknownAttributeError
+from radq.files import RUN_FILES
 from radq.models import MODEL_TYPE
 from radq.models.embedded import EMBEDDED, find_embedded, reward_folder
 from radq.models.hub import HINT, find_file
@@ -52,7 +53,7 @@ def read_config(name: str | Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError(f"{str(name)!r} holds no model: it has no config.json.", HINT) from error
+        raise _no_model(name, "config.json") from error
     except ValueError as error:
         raise ModelError(f"the config.json in {str(name)!r} is damaged: {error}.", "copy it again.") from error
     if not isinstance(stored, dict):
@@ -63,7 +64,16 @@ def read_config(name: str | Path) -> dict[str, Any]:
 def require_weights(name: str | Path) -> None:
     """Refuse a folder without weights."""
     if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
-        raise ModelError(f"{str(name)!r} holds no weights: it has no *.safetensors.", HINT)
+        raise _no_model(name, "*.safetensors")
+
+
+def _no_model(name: str | Path, missing: str) -> ModelError:
+    """The error about a folder that lacks a file of every model."""
+    if all((Path(name) / file).is_file() for file in RUN_FILES):
+        return ModelError(
+            f"{str(name)!r} holds an unfinished run, and no model yet.", "finish it: the same command with --resume."
+        )
+    return ModelError(f"{str(name)!r} holds no model: it has no {missing}.", HINT)
 
 
 def require_language_model(name: str | Path, model_type: Any) -> None:

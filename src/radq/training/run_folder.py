@@ -17,7 +17,7 @@ import yaml
 
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.errors import OptionError
-from radq.files import MODEL_FILES, explained_writing, require_own_folder, whole_file
+from radq.files import MODEL_FILES, RUN_FILES, explained_writing, require_own_folder, whole_file
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.settings import read_yaml
 from radq.training.checkpoints import find_checkpoints, find_newest_undamaged
@@ -25,8 +25,7 @@ from radq.training.run_config import TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
 
-SETTINGS = "config.yaml"
-FINGERPRINTS = "fingerprints.json"
+SETTINGS, FINGERPRINTS = RUN_FILES
 LABELS = "labels.json"
 RESULTS = "results.json"  # the metrics of a run that has ended
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
