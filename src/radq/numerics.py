@@ -94,6 +94,11 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def version_of(tensor: Tensor) -> int:
+    """The number of changes of a tensor in place that torch has noticed."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def take_last(values: Float[Tensor, "b t a"], mask: Int[Tensor, "b t"]) -> Float[Tensor, "b a"]:
     """Values at the last position of each row where the mask is 1, such as the rewards of whole texts."""
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)

@@ -66,6 +66,27 @@ def test_changes_of_a_guide_are_noticed(lm_folders: dict[str, Path]) -> None:
     assert kept.describe(guide) != before
 
 
+GUIDE_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weights": lambda model: change_weights(model.head),
+    "other weights": lambda model: replace_weights(model.head),
+    "dtype": lambda model: model.half(),
+}
+
+
+@pytest.mark.parametrize("change", GUIDE_CHANGES.values(), ids=GUIDE_CHANGES)
+@pytest.mark.parametrize("part", [0, 1])
+def test_changes_of_the_parts_of_a_sum_are_noticed(
+    change: Callable[[Any], Any], part: int, lm_folders: dict[str, Path]
+) -> None:
+    guides = [RewardGuide(make_reward("q", lm_folders["llama"]), {"nice": 1.0}) for _ in range(2)]
+    both = guides[0] + guides[1]
+    before = kept.describe(both), kept.describe(Meter(both))
+    assert before == (kept.describe(both), kept.describe(Meter(both)))
+    change(guides[part].model)
+    assert kept.describe(both) != before[0]
+    assert kept.describe(Meter(both)) != before[1]
+
+
 def test_an_engine_is_used_again_until_something_changes() -> None:
     """With compile=True, since without a GPU nothing else is worth keeping; nothing is compiled before a step."""
     lm = make_lm("llama")

@@ -104,6 +104,22 @@ def test_the_mlp_mixes_once_outside_training_and_notices_new_weights() -> None:
     assert head.mixing(embedding).requires_grad
 
 
+@torch.no_grad()
+def test_the_mlp_notices_weights_that_torch_does_not_see_change() -> None:
+    """Its product stays in its place, since captured steps read it there."""
+    head, embedding = make("mlp")
+    assert isinstance(head, MlpHead)
+    first = head.mixing(embedding)
+    for change in (lambda: head.mixing_weight.data.mul_(2), lambda: embedding.data[3, 1:2].add_(1)):
+        change()
+        head.notice_changes(embedding)
+        assert head.mixing(embedding) is first
+        torch.testing.assert_close(first, head.mixing_weight @ embedding)
+    head.half()
+    head.notice_changes(embedding)
+    assert head.mixing(embedding).dtype == torch.float16
+
+
 def test_an_unknown_head_is_named() -> None:
     with pytest.raises(OptionError, match="linear-nobaseline.*'cubic'"):
         build_head("cubic", D, A, V)

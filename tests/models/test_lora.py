@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make_reward
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from radq.guides import RewardGuide
 from radq.models.lora import AdaptedLinear, add_adapters
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
@@ -60,6 +62,54 @@ def test_frozen_weights_survive_folding_bit_for_bit(layer: nn.Linear | Conv1D, d
         module.fold()
         module.unfold()
     assert torch.equal(module.weight, weight)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_weights_into_a_folded_layer_takes_effect(layer: nn.Linear | Conv1D, assign: bool) -> None:
+    module, other = (adapted(copy.deepcopy(layer)) for _ in range(2))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(torch.randn_like(weight))
+    expected, stored = other(x), copy.deepcopy(other.state_dict())
+    module.fold()
+    module.load_state_dict(stored, assign=assign)
+    assert module.folded
+    torch.testing.assert_close(module(x), expected)
+    for name, weight in other.state_dict().items():
+        assert torch.equal(stored[name], weight)  # what was given is not folded
+        assert torch.equal(module.state_dict()[name], weight)
+    module.unfold()
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_stored_weights_do_not_hold_the_adapter_twice(layer: nn.Linear | Conv1D) -> None:
+    module, x = adapted(copy.deepcopy(layer)), torch.randn(4, 5, dtype=torch.float64)
+    before, expected = copy.deepcopy(module.state_dict()), module(x)
+    module.fold()
+    for name, weight in module.state_dict().items():
+        assert torch.equal(weight, before[name])
+    again = AdaptedLinear(copy.deepcopy(layer).double(), rank=3).double()
+    again.load_state_dict(module.state_dict())
+    torch.testing.assert_close(again(x), expected)
+
+
+@torch.no_grad()
+def test_an_adapter_that_changes_after_a_guide_was_made_counts(lm_folders: dict[str, Path]) -> None:
+    model = make_reward("q", lm_folders["llama"])
+    model.add_lora(2, str(lm_folders["llama"]))
+    ids, mask = torch.tensor([[5, 9]]), torch.ones(1, 2, dtype=torch.long)
+    RewardGuide(model, {"nice": 1.0})
+    before = model.next_rewards(ids, mask)
+    for name, weight in model.named_parameters():
+        if ".lora_B." in name:
+            weight.add_(0.3)
+    after = model.next_rewards(ids, mask)
+    assert not torch.allclose(after, before)
+    model.train()
+    torch.testing.assert_close(model.eval().next_rewards(ids, mask), after)  # not folded
 
 
 def test_in_autocast_products_are_in_bfloat16_and_gradients_in_float32() -> None:

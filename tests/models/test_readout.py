@@ -1,6 +1,7 @@
 """Readouts: rewards from the hidden states of the base model, by its own forward or by one beside it."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from radq.errors import ModelError, OptionError
 from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts.transformers import GuidedLogitsProcessor
-from radq.models.loading import find_backbone
+from radq.models.loading import find_backbone, load_causal_lm
 from radq.models.readout import ReadoutConfig, check_base, sketch_weights
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
@@ -189,6 +190,57 @@ def test_only_its_own_base_model_is_steered(change: str, lm_folders: dict[str, P
     else:
         with pytest.raises(ModelError, match="reads the hidden states"):
             generate(lm, make_number_tokenizer(), ["5 6"], guide, max_new_tokens=2)
+
+
+def train_further(lm: Any) -> None:
+    optimiser = torch.optim.AdamW(lm.parameters(), lr=1e-4)
+    lm(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+    optimiser.step()
+
+
+def merge_other_weights(lm: Any) -> None:
+    """As PEFT merges adapters: torch counts no change."""
+    lm.model.layers[1].mlp.up_proj.weight.data += 0.01
+
+
+def add_adapter(lm: Any) -> None:
+    from peft import LoraConfig
+
+    lm.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("change", [train_further, merge_other_weights, add_adapter])
+@pytest.mark.parametrize("sum_of_two", [False, True])
+def test_a_shared_base_model_that_changes_later_is_steered_no_more(
+    change: Callable[[Any], None], sum_of_two: bool, lm_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    make_readout("q", lm_folders["llama"]).save_pretrained(tmp_path)
+    lm: Any = load_causal_lm(lm_folders["llama"])
+    model = RewardModel.from_pretrained(tmp_path, lm=lm)
+    guide: Any = RewardGuide(model, {"nice": 1.0})
+    guide = guide + guide if sum_of_two else guide
+    generate(lm, make_number_tokenizer(), ["5 6"], guide, max_new_tokens=2)
+    change(lm)
+    with pytest.raises(ModelError, match="reads the hidden states.*(other weights|adapters)"):
+        generate(lm, make_number_tokenizer(), ["5 6"], guide, max_new_tokens=2)
+    with pytest.raises(ModelError, match="reads the hidden states"):
+        GuidedLogitsProcessor(guide, lm=lm)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("read", ["token_rewards", "next_rewards"])
+def test_scores_need_the_base_model_as_it_was(read: str, lm_folders: dict[str, Path], tmp_path: Path) -> None:
+    make_readout("q", lm_folders["llama"]).save_pretrained(tmp_path)
+    lm: Any = load_causal_lm(lm_folders["llama"])
+    model = RewardModel.from_pretrained(tmp_path, lm=lm)
+    score = getattr(model, read)
+    expected = score(torch.tensor([[5, 6]]))
+    kept = lm.model.layers[0].mlp.up_proj.weight.clone()
+    lm.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(ModelError, match="other weights"):
+        score(torch.tensor([[5, 6]]))
+    lm.model.layers[0].mlp.up_proj.weight.copy_(kept)
+    assert torch.equal(score(torch.tensor([[5, 6]])), expected)
 
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,7 +14,7 @@ from radq.decoding.engine import KEPT, Engine
 from radq.guides import Guide
 from radq.guides.meter import Meter
 from radq.models.loading import Wrappable
-from radq.numerics import empty_cache
+from radq.numerics import empty_cache, version_of
 
 MOST_KEPT = 4  # engines
 MOST_BYTES = 2**31  # of all of them, or
@@ -70,6 +70,10 @@ def describe(thing: Any) -> Hashable:
         return type(thing), parts, () if config is None else _settings(vars(config))
     if isinstance(thing, Meter):
         return Meter, describe(thing.guide)  # without what it has counted
+    if isinstance(thing, list | tuple):
+        return type(thing), tuple(map(describe, thing))  # such as the parts of a sum
+    if isinstance(thing, Tensor):
+        return _describe_tensor(thing)
     if isinstance(thing, Guide) or (hasattr(thing, "__dict__") and type(thing).__module__.startswith("radq.")):
         return type(thing), tuple((name, describe(value)) for name, value in vars(thing).items())
     return _settings({"": thing})
@@ -78,12 +82,12 @@ def describe(thing: Any) -> Hashable:
 def _describe_part(part: nn.Module) -> Hashable:
     """The tensors, settings and hooks of a module itself. There may be a thousand modules, so this is quick."""
     tensors = (*part._parameters.values(), *part._buffers.values())
-    places = [(tensor.data_ptr(), _version(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
+    places = [_describe_tensor(tensor) for tensor in tensors if tensor is not None]
     return type(part), tuple(places), (*part._forward_hooks, *part._forward_pre_hooks), _settings(vars(part))
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _describe_tensor(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), version_of(tensor), tensor.dtype
 
 
 SIMPLE = {bool, int, float, str}

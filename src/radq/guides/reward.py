@@ -58,11 +58,8 @@ class RewardGuide(Guide):
         return [self.model.reader]
 
     def check_base(self, lm: Any) -> None:
-        if (
-            self.model.readout is not None
-            and (backbone := find_backbone(lm, type(lm).__name__)) is not self.model.backbone
-        ):
-            check_base(self.model.readout.sketch, backbone)
+        if self.model.readout is not None:  # one that shares the base model, too: it may have been trained since
+            check_base(self.model.readout.sketch, find_backbone(lm, type(lm).__name__))
 
     def start_beside(
         self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
@@ -70,6 +67,7 @@ class RewardGuide(Guide):
         layers = self.model.reader.base_layers
         if not layers:
             return self.start(input_ids, attention_mask)
+        self.model.notice_changes()
         return RewardState(BaseReading(partial(base.take, layers), base.num_tokens <= self.model.num_known))
 
     def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:

@@ -8,12 +8,15 @@ A head may be more precise than its backbone: hidden states and embeddings are c
 Axes: b batch, k candidates, v vocabulary, d hidden, a attributes; `*p` any number of position axes.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from radq.errors import OptionError
+from radq.numerics import version_of
 
 
 class ValueHead(nn.Linear):
@@ -64,6 +67,15 @@ class LinearNoBaselineHead(LinearHead):
     has_baseline = False
 
 
+@dataclass
+class _Mixing:
+    """W_2 E, the places and versions of its factors, and a product by which other numbers in them are noticed."""
+
+    places: list[tuple[int, int]]
+    product: Float[Tensor, "d d"]
+    probe: Float[Tensor, " d"]
+
+
 class MlpHead(LinearHead):
     """r̂_a(·|x) = ⟨h, w_a⟩ + W_1 GELU(W_2 E W_aᵀ h). All attributes share W_1 and W_2."""
 
@@ -71,7 +83,7 @@ class MlpHead(LinearHead):
         super().__init__(hidden_size, num_attributes, vocab_size)
         self.token_weight = nn.Parameter(torch.empty(vocab_size, hidden_size))  # (v, d): W_1
         self.mixing_weight = nn.Parameter(torch.empty(hidden_size, vocab_size))  # (d, v): W_2
-        self._mixing: tuple[tuple[int, ...], Tensor] | None = None
+        self._mixing: _Mixing | None = None
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -81,10 +93,34 @@ class MlpHead(LinearHead):
         """W_2 E. It costs |V| d² operations, so outside training it is computed once and kept until weights change."""
         if torch.is_grad_enabled():
             return self.mixing_weight @ embedding.to(self.mixing_weight.dtype)
-        version = (self.mixing_weight._version, self.mixing_weight.data_ptr(), embedding._version, embedding.data_ptr())
-        if self._mixing is None or self._mixing[0] != version:
-            self._mixing = (version, self.mixing_weight @ embedding.to(self.mixing_weight.dtype))
-        return self._mixing[1]
+        places = self._places(embedding)
+        if self._mixing is None or self._mixing.places != places:
+            product = self.mixing_weight @ embedding.to(self.mixing_weight.dtype)
+            self._mixing = _Mixing(places, product, self._probe(embedding))
+        return self._mixing.product
+
+    @torch.no_grad()
+    def notice_changes(self, embedding: Float[Tensor, "v d"]) -> None:
+        """Compute the product anew where its factors were changed behind the back of torch, as by `weight.data`.
+
+        Captured steps read the product, so it stays where it is.
+        """
+        if self._mixing is None:
+            return
+        if self._mixing.places != self._places(embedding) or self._mixing.product.is_inference():
+            self._mixing = None
+        elif not torch.equal(probe := self._probe(embedding), self._mixing.probe):
+            self._mixing.product.copy_(self.mixing_weight @ embedding.to(self.mixing_weight.dtype))
+            self._mixing.probe = probe
+
+    def _places(self, embedding: Float[Tensor, "v d"]) -> list[tuple[int, int]]:
+        return [(weight.data_ptr(), version_of(weight)) for weight in (self.mixing_weight, embedding)]
+
+    def _probe(self, embedding: Float[Tensor, "v d"]) -> Float[Tensor, " d"]:
+        """The product with one vector, which every number of both factors changes; it takes milliseconds."""
+        dtype = self.mixing_weight.dtype
+        vector = torch.arange(1.0, 1 + embedding.shape[1], device=embedding.device).sin()
+        return self.mixing_weight @ (embedding.to(dtype) @ vector.to(dtype))
 
     def features(self, hidden: Float[Tensor, "*p d"], embedding: Float[Tensor, "v d"]) -> Float[Tensor, "*p a d"]:
         return F.gelu(F.linear(super().features(hidden, embedding), self.mixing(embedding)))

@@ -29,6 +29,7 @@ from radq.models.hub import explained
 from radq.models.loading import find_backbone, find_tokenizer
 from radq.models.origins import find_backbone_source
 from radq.models.readout import check_base
+from radq.numerics import version_of
 
 SCALE = 2.0  # s in W + s·B·A, as with lora_alpha = 2 · rank
 CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -50,6 +51,11 @@ class AdaptedLinear(nn.Module):
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, out, **options)})
         nn.init.zeros_(self.b)
         self._frozen: Tensor | None = None  # the weights before folding
+        self.folds_again = False  # after weights are loaded
+        self._folded_with: tuple[tuple[int, int], ...] = ()  # places and versions of the weights that were folded
+        self.register_state_dict_post_hook(_store_frozen)
+        self.register_load_state_dict_pre_hook(_unfold_before_loading)
+        self.register_load_state_dict_post_hook(_fold_after_loading)
 
     @property
     def folded(self) -> bool:
@@ -82,6 +88,7 @@ class AdaptedLinear(nn.Module):
         """Add the adapter to the weights of the layer, and keep a copy of the frozen weights in main memory."""
         self._frozen = self.weight.to("cpu", copy=True)
         self.weight.copy_(_adapted_weight(self.weight, self.a, self.b))
+        self._folded_with = self._adapter_state()
 
     @torch.no_grad()
     def unfold(self) -> None:
@@ -89,6 +96,49 @@ class AdaptedLinear(nn.Module):
         assert self._frozen is not None
         self.weight.copy_(self._frozen)
         self._frozen = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what was folded is the adapter of now."""
+        return self._folded_with == self._adapter_state()
+
+    def _adapter_state(self) -> tuple[tuple[int, int], ...]:
+        return tuple((weight.data_ptr(), version_of(weight)) for weight in (self.a, self.b))
+
+    @property
+    def stored_frozen(self) -> Tensor | None:
+        """The weights before folding, as the layer stores them; None while nothing is folded."""
+        if self._frozen is None:
+            return None
+        frozen = self._frozen.T if self.transposed else self._frozen
+        return frozen.to(self.weight.device, self.weight.dtype).contiguous()
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """A copy of the weights with the adapter added, as the layer would store them."""
+        weight = self.weight if self.folded else _adapted_weight(self.weight, self.a, self.b).to(self.weight.dtype)
+        return (weight.T if self.transposed else weight).contiguous().clone()
+
+
+# Hooks of torch, with its arguments. They make folding invisible in stored weights, and loading effective.
+
+
+def _store_frozen(layer: Any, stored: dict[str, Any], prefix: str, *_: Any) -> None:
+    if layer.folded:
+        stored[f"{prefix}base_layer.weight"] = layer.stored_frozen
+
+
+def _unfold_before_loading(layer: Any, *_: Any) -> None:
+    layer.folds_again = layer.folded
+    if layer.folded:
+        layer.unfold()
+
+
+def _fold_after_loading(layer: Any, *_: Any) -> None:
+    if layer.folds_again:
+        layer.base_layer.weight.data = layer.base_layer.weight.data.clone()  # it may be the caller's, with assign=True
+        layer.fold()
+    layer.folds_again = False
 
 
 @final
@@ -133,6 +183,22 @@ def fold_adapters(backbone: nn.Module) -> None:
     for module in backbone.modules():
         if isinstance(module, AdaptedLinear) and not module.folded:
             module.fold()
+
+
+def renew_folds(backbone: nn.Module) -> None:
+    """Fold adapters again that have changed since they were folded."""
+    for module in backbone.modules():
+        if isinstance(module, AdaptedLinear) and module.folded and not module.is_current:
+            module.unfold()
+            module.fold()
+
+
+def merged_weights(backbone: nn.Module) -> dict[str, Tensor]:
+    """Copies of the weights of a backbone as it is without adapters, which are added to them."""
+    stored = backbone.state_dict().items()
+    weights = {name.replace(".base_layer.", "."): value.clone() for name, value in stored if ".lora_" not in name}
+    layers = [(name, layer) for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)]
+    return weights | {f"{name}.weight": layer.merged() for name, layer in layers}
 
 
 def unfold_adapters(backbone: nn.Module) -> None:

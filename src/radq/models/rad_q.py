@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 
 from radq.errors import OptionError
 from radq.models.config import RewardModelConfig
-from radq.models.heads import build_head, score_candidates, score_tokens
+from radq.models.heads import MlpHead, build_head, score_candidates, score_tokens
 from radq.models.loading import hidden_size, load_output_embedding
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel, RewardOutput
@@ -113,6 +113,11 @@ class RadQ(RewardModel):
     def freeze_embeddings(self) -> None:
         super().freeze_embeddings()
         self.embedding.requires_grad_(False)
+
+    def notice_changes(self) -> None:
+        super().notice_changes()
+        if isinstance(self.head, MlpHead):
+            self.head.notice_changes(self.embedding)
 
     @property
     def embedding(self) -> Float[Tensor, "v d"]:

@@ -22,6 +22,7 @@ from radq.errors import ModelError, OptionError
 from radq.models.kv_cache import take_states
 from radq.models.loading import hidden_size
 from radq.models.packing import LeftPacked, pack_left
+from radq.numerics import version_of
 
 NUM_LAYERS = 5  # that are read by default
 SAMPLES = 8  # numbers of each tensor in a sketch
@@ -76,6 +77,16 @@ class Readout(nn.Module):
         # the hidden state before the first token of a text, from which RAD-Q scores this token
         self.empty = nn.Parameter(torch.zeros(hidden_size))
         self.register_buffer("sketch", torch.zeros(num_weights, SAMPLES))
+        self._checked: tuple[tuple[int, int], ...] = ()  # the tensors of the base model, when it was last found right
+
+    def require_base(self, backbone: nn.Module) -> None:
+        """Refuse to read a base model that has changed since the last call: it may be trained or get adapters later."""
+        if any(hasattr(weight, "full_tensor") for weight in backbone.parameters()):
+            return  # parts of weights, which FSDP has split among processes
+        found = tuple((weight.data_ptr(), version_of(weight)) for weight in backbone.parameters())
+        if found != self._checked:
+            check_base(self.sketch, backbone)
+            self._checked = found
 
     @classmethod
     def over(cls, backbone: nn.Module, shape: Any, stored: Mapping[str, Any]) -> "Readout":
@@ -134,8 +145,10 @@ def sketch_weights(backbone: nn.Module) -> Float[Tensor, "m s"]:
     for _, weight in sorted(backbone.named_parameters()):
         flat = weight.detach().flatten()
         places = torch.arange(SAMPLES, device=flat.device) * (len(flat) - 1) // (SAMPLES - 1)
-        rows.append(flat[places].float().cpu())
-    return torch.stack(rows)
+        rows.append(flat[places].float())
+    if len({row.device for row in rows}) == 1:
+        return torch.stack(rows).cpu()  # the device is waited for once
+    return torch.stack([row.cpu() for row in rows])
 
 
 def check_base(sketch: Float[Tensor, "m s"], backbone: nn.Module, name: str = "this language model") -> None:

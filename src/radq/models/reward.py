@@ -47,6 +47,7 @@ from radq.models.lora import (
     load_adapters,
     load_beside_backbone,
     load_beside_lm,
+    renew_folds,
     save_adapters,
     save_trained,
     unfold_adapters,
@@ -270,12 +271,24 @@ class RewardModel(PreTrainedModel):
             self.backbone.eval()  # states in training are those of decoding
         return self
 
+    def notice_changes(self) -> None:
+        """Look at the weights before texts are read outside training, since a program may have changed them.
+
+        A readout refuses a base model that is no longer its own. Whatever was computed from weights is computed again.
+        """
+        if self.readout is not None:
+            self.readout.require_base(self.backbone)
+        if self.config.lora_rank and not self.training:
+            renew_folds(self.backbone)
+
     # --- rewards of texts ---
 
     def token_rewards(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b t a"]:
         """r̂(u_t | u_<t) of every token of a batch of texts; 0 at padding, which may be on either side."""
+        if not torch.is_grad_enabled():
+            self.notice_changes()
         rewards = self.link(self(input_ids, attention_mask).rewards)
         return rewards if attention_mask is None else rewards * attention_mask[..., None]
 
@@ -362,6 +375,7 @@ class RewardModel(PreTrainedModel):
     @torch.no_grad()
     def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
         """The state after a batch of prefixes."""
+        self.notice_changes()
         known = packing.leave_out_unknown(input_ids, attention_mask, self.num_known)
         tokens, mask = packing.pack_right(*self._with_bos(*known))
         if not bool(mask.any(1).all()):

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers.processors import Sequence, TemplateProcessing
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from radq.errors import ModelError
 from radq.files import MODEL_FILES, require_own_folder, whole_folder
 from radq.models.hub import quiet
-from radq.models.lora import fold_adapters, unfold_adapters
+from radq.models.lora import merged_weights
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import writes_bos
@@ -64,22 +64,8 @@ def make_token_classifier(model: RadV) -> Any:
     with_bias = nn.Linear(head.in_features, head.out_features, dtype=model.head.weight.dtype)
     with_bias.load_state_dict(model.head.state_dict())
     setattr(classifier, next(name for name in HEADS if hasattr(classifier, name)), with_bias.to(model.dtype))
-    getattr(classifier, classifier.base_model_prefix).load_state_dict(_folded_weights(model))
+    getattr(classifier, classifier.base_model_prefix).load_state_dict(merged_weights(model.backbone))
     return classifier.to(model.device).eval()
-
-
-def _folded_weights(model: RadV) -> dict[str, Tensor]:
-    """The weights of the backbone as it is without adapters, which are added to them."""
-    was_folded = any(getattr(module, "folded", False) for module in model.backbone.modules())
-    fold_adapters(model.backbone)
-    weights = {
-        name.replace(".base_layer.", "."): value.clone()
-        for name, value in model.backbone.state_dict().items()
-        if ".lora_" not in name
-    }
-    if not was_folded:
-        unfold_adapters(model.backbone)
-    return weights
 
 
 def make_tokenizer(model: RewardModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
