@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from radq.decoding.best_of_n import best_of_n
-    from radq.decoding.config import Steering
+    from radq.decoding.config import LogitChanges, Steering
     from radq.decoding.engine import Engine
     from radq.decoding.generate import Generation, astream_text, generate, stream, stream_text
     from radq.decoding.request import Request
@@ -42,6 +42,7 @@ _HOME = {
     "astream_text": "radq.decoding.generate",
     "Engine": "radq.decoding.engine",
     "Request": "radq.decoding.request",
+    "LogitChanges": "radq.decoding.config",
     "Steering": "radq.decoding.config",
     "RadqError": "radq.errors",
     "train_experts": "radq.training.experts",
@@ -77,6 +78,7 @@ __all__ = [
     "Generation",
     "Guide",
     "GuidedLogitsProcessor",
+    "LogitChanges",
     "Meter",
     "RadQ",
     "RadV",

@@ -8,6 +8,8 @@ import httpx
 import pytest
 from serving import Running
 
+import radq
+from radq.decoding.prompts import find_stops
 from radq.serving import fields
 from radq.serving.bodies import Kind
 
@@ -93,3 +95,63 @@ def test_new_names_work_in_completions(running: Running) -> None:
     answer = ask(running, "completion", max_completion_tokens=3, ignore_eos=False, top_logprobs=2).json()
     assert answer["usage"]["completion_tokens"] <= 3
     assert all(len(one) == 2 for one in answer["choices"][0]["logprobs"]["top_logprobs"])
+
+
+CHANGES = [
+    ({"min_p": 0.2}, {"min_p": 0.2}),
+    ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+    ({"frequency_penalty": 2, "repetition_penalty": 1.3}, {"frequency_penalty": 2.0, "repetition_penalty": 1.3}),
+    ({"logit_bias": {"7": 5, "9": -100}}, {"logit_bias": {7: 5.0, 9: -100.0}}),
+    ({"min_tokens": 9, "stop": ["good"]}, {"min_new_tokens": 9}),
+]
+
+
+@pytest.mark.parametrize(("fields", "changes"), CHANGES)
+def test_texts_with_changes_are_those_of_generate(
+    running: Running, fields: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    served = running.served
+    guide = radq.load_guide(f"{served.config.guides['praise'].folder}:praise=10")
+    options: dict[str, Any] = {"stop": fields.get("stop", []), "max_new_tokens": 12, "seed": 4, "kl_budget": 0.5}
+    prompts = ["the film was", "this plot"]
+    settings = {"prompt": prompts, "max_tokens": 12, "seed": 4, "radq": {"praise": 10}}
+    answer = ask(running, "completion", **settings, **fields).json()
+    texts = radq.generate(served.lm, served.tokenizer, prompts, guide, changes=radq.LogitChanges(**changes), **options)
+    assert [choice["text"] for choice in answer["choices"]] == [one.text for one in texts]
+    plain = ask(running, "completion", **settings).json()
+    assert [one["text"] for one in plain["choices"]] != [one.text for one in texts]
+
+
+def test_stop_tokens_of_a_request(running: Running) -> None:
+    """They are added to the model's, which `ignore_eos` takes away; a text never holds the token that ended it."""
+    served = running.served
+    model_ends = find_stops(served.lm, served.tokenizer, None)
+    settings: dict[str, Any] = {"max_tokens": 12, "seed": 4, "return_token_ids": True}
+    endless = ask(running, "completion", ignore_eos=True, **settings).json()["choices"][0]
+    assert (endless["finish_reason"], len(endless["token_ids"])) == ("length", 12)
+    own = endless["token_ids"][5]
+    for ends, stops in (({"ignore_eos": True}, [own]), ({}, [own, *model_ends])):
+        choice = ask(running, "completion", stop_token_ids=[own], **settings, **ends).json()["choices"][0]
+        options: dict[str, Any] = {"max_new_tokens": 12, "seed": 4, "stop_token_ids": stops}
+        (text,) = radq.generate(served.lm, served.tokenizer, ["the film was"], **options)
+        assert (choice["text"], choice["finish_reason"]) == (text.text, "stop")
+        assert own not in choice["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_p", 2),
+        ("presence_penalty", 3),
+        ("logit_bias", {"good": 1}),
+        ("logit_bias", {"1000000": 1}),
+        ("logit_bias", {"5": 101}),
+        ("stop_token_ids", [10**6]),
+        ("stop_token_ids", list(range(17))),
+        ("min_tokens", -1),
+    ],
+)
+def test_wrong_values_are_named(running: Running, name: str, value: Any) -> None:
+    answer = ask(running, "completion", **{name: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(name)

@@ -453,8 +453,8 @@ WRONG = [
     ({"temperature": -1}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
     ({"echo": True}, 400, "echo"),
-    ({"presence_penalty": 1}, 400, "presence_penalty"),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"presence_penalty": 3}, 400, "presence_penalty"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"model": "/etc/passwd"}, 404, "there are toy, toy@kind"),
 ]
 

@@ -8,9 +8,9 @@ import tyro
 from radq.decoding.config import Ends
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessor, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    from radq.decoding.config import Steering
+    from radq.decoding.config import LogitChanges, Steering
     from radq.decoding.generate import Generation
 
 
@@ -114,7 +114,7 @@ def run(arguments: Arguments) -> None:
         ends=arguments.ends,
         stop=arguments.stop,
         batch_size=arguments.batch_size,
-        logits_processors=_processors(arguments),
+        changes=_changes(arguments),
         compile=arguments.compile,
         progress=not arguments.json,
     )
@@ -139,7 +139,7 @@ def _print_streams(arguments: Arguments, prompts: list[str], lm: Any, tokenizer:
             arguments.max_new_tokens,
             arguments.seed,
             stop=arguments.stop,
-            logits_processors=_processors(arguments),
+            changes=_changes(arguments),
             compile=arguments.compile,
             first_prompt=number,
         )
@@ -155,11 +155,10 @@ def _steering(arguments: Arguments) -> "Steering":
     return Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, budget, arguments.ends)
 
 
-def _processors(arguments: Arguments) -> "list[LogitsProcessor]":
-    from transformers import RepetitionPenaltyLogitsProcessor
+def _changes(arguments: Arguments) -> "LogitChanges":
+    from radq.decoding.config import LogitChanges
 
-    penalty = arguments.repetition_penalty
-    return [] if penalty == 1 else [RepetitionPenaltyLogitsProcessor(penalty)]
+    return LogitChanges(repetition_penalty=arguments.repetition_penalty)
 
 
 def _kl_budget(arguments: Arguments) -> float | None:
@@ -182,10 +181,7 @@ def _check(arguments: Arguments) -> list[str]:
     counts = {"max_new_tokens": arguments.max_new_tokens, "num_samples": arguments.num_samples}
     check_counts(**counts, **({} if arguments.batch_size is None else {"batch_size": arguments.batch_size}))
     check_stop(arguments.stop)
-    if not 0 < arguments.repetition_penalty < float("inf"):
-        raise OptionError(
-            f"--repetition-penalty must be above 0, got {arguments.repetition_penalty}.", "1 changes nothing."
-        )
+    _changes(arguments)
     if arguments.stream and (arguments.json or arguments.num_samples > 1):
         other = "--json" if arguments.json else f"--num-samples {arguments.num_samples}"
         raise OptionError(f"--stream prints one text of each prompt, and {other} is given.", "give one of the two.")

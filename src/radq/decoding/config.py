@@ -1,7 +1,8 @@
 """Settings of guided decoding, checked when they are made. Importing this module imports no torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Literal, get_args
 
 from radq.errors import OptionError
@@ -53,6 +54,53 @@ class Steering:
 
 
 DEFAULT_STEERING = Steering()
+
+
+@dataclass(frozen=True)
+class LogitChanges:
+    """Changes of the base model's logits before candidates are chosen, at temperature 1.
+
+    Args:
+        min_new_tokens: until a text has so many tokens, no stop token may come, and stop texts end nothing.
+        logit_bias: numbers that are added to the logits of tokens.
+        repetition_penalty: divides the positive logits of tokens of prompt and text, and multiplies the negative ones.
+        presence_penalty: lowers the logits of tokens that the text without its prompt holds.
+        frequency_penalty: the same, for each time that the text holds the token.
+        min_p: only tokens with at least this share of the probability of the likeliest one may be candidates.
+    """
+
+    min_new_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.min_new_tokens < 0:
+            raise OptionError(f"min_new_tokens must be at least 0, got {self.min_new_tokens}.", "0 changes nothing.")
+        if not all(map(isfinite, self.logit_bias.values())):
+            raise OptionError("logit_bias must have finite numbers.", "-100 all but forbids a token.")
+        if not 0 < self.repetition_penalty < inf:
+            raise OptionError(
+                f"repetition_penalty must be above 0, got {self.repetition_penalty}.", "1 changes nothing."
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not isfinite(getattr(self, name)):
+                raise OptionError(f"{name} must be a finite number, got {getattr(self, name)}.", "0 changes nothing.")
+        if not 0 <= self.min_p <= 1:
+            raise OptionError(f"min_p must be from 0 to 1, got {self.min_p}.", "0 changes nothing.")
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuse biases of tokens that a vocabulary does not have."""
+        if wrong := [token for token in self.logit_bias if not 0 <= token < vocab_size]:
+            raise OptionError(
+                f"logit_bias names the token {wrong[0]}, and tokens are numbers from 0 to {vocab_size - 1}.",
+                "give numbers of tokens.",
+            )
+
+
+NO_CHANGES = LogitChanges()
 
 
 def check_counts(**counts: int) -> None:

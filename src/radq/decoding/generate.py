@@ -5,7 +5,7 @@ Axes: b rows, k candidates, v vocabulary.
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.config import DEFAULT_STEERING, Ends, Steering, check_counts, check_stop
+from radq.decoding.config import DEFAULT_STEERING, NO_CHANGES, Ends, LogitChanges, Steering, check_counts, check_stop
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine
 from radq.decoding.kept import keep_engine, take_engine
+from radq.decoding.processors import make_processors
 from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
@@ -108,6 +109,7 @@ def generate(
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
     batch_size: int | None = None,
+    changes: LogitChanges = NO_CHANGES,
     logits_processors: Sequence[Processor] = (),
     compile: bool = False,
     first_prompt: int = 0,
@@ -145,8 +147,9 @@ def generate(
         stop: texts that end a continuation before them.
         batch_size: the most rows (prompts × samples) that are decoded together; by default as many as fit into free
             memory.
-        logits_processors: transformers' logits processors, such as a repetition penalty. They change the base model's
-            logits before candidates are chosen; `nll` stays that of the base model itself.
+        changes: penalties, biases, min_p and a least number of tokens. They change the base model's logits before
+            candidates are chosen; `nll` stays that of the base model itself.
+        logits_processors: logits processors of transformers, which do the same after them.
         compile: compile the models with torch.compile, which takes a minute or so at the first call with as many texts
             and tokens. Small models on a GPU then decode up to twice as fast.
         first_prompt: the number p of the first prompt, for callers that continue a long list part by part and want the
@@ -160,6 +163,7 @@ def generate(
         *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
         beta=beta,
         stop=check_stop(stop),
+        changes=changes,
         processors=tuple(logits_processors),
         compile=compile,
     )
@@ -170,19 +174,24 @@ def generate(
     keep_engine(engine)
     warn_of_errors(tickets)
     token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
-    texts = decode_texts(tokenizer, encoded, token_ids)
+    texts = decode_texts(tokenizer, encoded, [_without_stop(*pair) for pair in zip(tickets, token_ids, strict=True)])
     pairs = zip(prompts, encoded, strict=True)
     shown = [prompt if isinstance(prompt, str) else str(tokenizer.decode(ids)) for prompt, ids in pairs]
     return [
-        _make_generation(ticket, shown[row // num_samples], _cut(text, stop), ids)
+        _make_generation(ticket, shown[row // num_samples], _cut(text, ticket), ids)
         for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))
     ]
 
 
-def _cut(text: str, stop: Sequence[str]) -> str:
-    """Cut a text off before the first stop string."""
-    places = [place for place in map(text.find, stop) if place >= 0]
-    return text[: min(places)] if places else text
+def _without_stop(ticket: Ticket, token_ids: list[int]) -> list[int]:
+    """Return the tokens of a continuation without a stop token, which is no part of its text."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in ticket.request.stops else token_ids
+
+
+def _cut(text: str, ticket: Ticket) -> str:
+    """Cut a text off before the stop text that ended it."""
+    watch = ticket.request.watch
+    return watch.text.text if isinstance(watch, _StopTexts) and watch.text.stopped else text
 
 
 def warn_of_errors(tickets: Sequence[Ticket]) -> None:
@@ -286,6 +295,7 @@ def _submit(
     beta: Sequence[float] | None = None,
     stop: Sequence[str] = (),
     details: bool = False,
+    changes: LogitChanges = NO_CHANGES,
     processors: tuple[Processor, ...] = (),
     compile: bool = False,
 ) -> tuple[Engine, list[Ticket]]:
@@ -297,28 +307,32 @@ def _submit(
         check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
     strengths = None if beta is None else check_strengths(beta, guide)
     check_width(steering.top_k, num_logits(lm))
+    changes.check_tokens(num_logits(lm))
     uniforms = draw_uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size, details=True) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
     ends = frozenset(stops)
     with collecting_later():  # thousands of requests would have all objects of the process looked at again and again
         for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
+            own = (*make_processors(changes, len(encoded[p]), ends), *processors)
             for s in range(num_samples):
-                watch = _watch(GrowingText(tokenizer, encoded[p], stop)) if stop else None
+                growing = GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens)
+                watch = _StopTexts(growing) if stop else None
                 numbers = uniforms[p, s], strengths
-                request = Request(encoded[p], steering, max_new_tokens, *numbers, ends, watch, processors)
+                request = Request(encoded[p], steering, max_new_tokens, *numbers, ends, watch, own)
                 tickets[p * num_samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
 
 
-def _watch(text: GrowingText) -> Callable[[int], bool]:
-    """Make a function that adds tokens to a text, and says whether it has reached a stop string."""
+@dataclass(frozen=True)
+class _StopTexts:
+    """Adds tokens to a text, and says whether it has reached a stop text."""
 
-    def watch(token: int) -> bool:
-        text.add(token)
-        return text.stopped
+    text: GrowingText
 
-    return watch
+    def __call__(self, token: int) -> bool:
+        self.text.add(token)
+        return self.text.stopped
 
 
 def stream_text(
@@ -332,6 +346,7 @@ def stream_text(
     *,
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
+    changes: LogitChanges = NO_CHANGES,
     logits_processors: Sequence[Processor] = (),
     compile: bool = False,
     first_prompt: int = 0,
@@ -361,10 +376,11 @@ def stream_text(
         None,
         first_prompt,
         stop=check_stop(stop),
+        changes=changes,
         processors=tuple(logits_processors),
         compile=compile,
     )
-    text = GrowingText(tokenizer, encoded[0], stop)
+    text = GrowingText(tokenizer, encoded[0], stop, changes.min_new_tokens)
 
     def pieces() -> Iterator[str]:
         for token in ticket:

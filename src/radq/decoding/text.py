@@ -16,8 +16,21 @@ UNFINISHED = "\ufffd"  # what tokenizers write for the first bytes of a characte
 class GrowingText:
     """The text of a continuation. Pieces are given out as soon as later tokens can no longer change them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        min_new_tokens: int = 0,
+    ):
+        """
+        Args:
+            stops: texts that end the text, which is cut off before the first of them.
+            min_new_tokens: a stop text that is complete before there are so many tokens ends nothing.
+        """
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
+        self._free = min_new_tokens  # tokens until stop texts end the text
+        self._searched = 0  # characters in which stop texts have been looked for
         self.text = ""  # up to a stop string, which is not part of it
         self.stopped = False
         # Decoded together with some tokens before, since some tokenizers drop a space at the beginning of a text.
@@ -30,15 +43,19 @@ class GrowingText:
         if self.stopped:
             return ""
         self._window.append(token)
+        self._free -= 1
         whole = self._decode(self._window)
         if whole.endswith(UNFINISHED):
             return ""
         self.text += whole[len(self._before) :]
         self._window = self._window[-8:]
         self._before = self._decode(self._window)
-        places = [place for place in (self.text.find(stop) for stop in self.stops) if place >= 0]
-        if places:
+        begins = (max(0, self._searched - len(stop) + 1) for stop in self.stops)
+        found = [self.text.find(stop, begin) for stop, begin in zip(self.stops, begins, strict=True)]
+        places = [place for place in found if place >= 0]
+        if places and self._free <= 0:
             self.stopped, self.text = True, self.text[: min(places)]
+        self._searched = len(self.text)
         return self._give(len(self.text) if self.stopped else len(self.text) - self._held_back())
 
     def end(self) -> str:

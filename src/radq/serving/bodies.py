@@ -35,6 +35,15 @@ class TextBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
+        None, description="Tokens that end the text, beside those of the model."
+    )
+    ignore_eos: bool | None = Field(None, description="Whether the stop tokens of the model end nothing.")
     return_token_ids: bool | None = None
     radq: Annotated[
         dict[str, Any] | str | None,

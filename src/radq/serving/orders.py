@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from radq.decoding.config import Steering
+from radq.decoding.config import LogitChanges, Steering
 from radq.decoding.generate import draw_uniforms
+from radq.decoding.processors import make_processors
 from radq.decoding.prompts import Prompt, encode_prompts, find_stops
 from radq.decoding.text import GrowingText
 from radq.errors import ContextLengthError, OptionError
+from radq.models.loading import num_logits
 from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
 from radq.serving.config import ServeConfig
 from radq.serving.fields import FieldError, find_ignored, reading
@@ -31,7 +33,8 @@ class Order:
     n: int
     seed: int
     stop: tuple[str, ...]
-    penalty: float
+    stop_tokens: frozenset[int]
+    changes: LogitChanges
     logprobs: int | None  # the number of alternatives that are told about each token; None tells nothing
     details: bool  # whether radq's own numbers are told about each token
     token_ids: bool
@@ -46,8 +49,7 @@ class Order:
     def texts(self, served: Served, deliver: Callable[[Delivery], None]) -> list[Text]:
         """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, self.max_tokens)
-        stops = frozenset(find_stops(served.lm, served.tokenizer, None))
-        processors = _processors(self.penalty)
+        processors = [make_processors(self.changes, len(prompt), self.stop_tokens) for prompt in self.prompts]
         selection = served.panel.select(self.strengths)
         return [
             Text(
@@ -57,23 +59,15 @@ class Order:
                 selection=selection,
                 max_tokens=self.max_tokens,
                 uniforms=uniforms[p, s],
-                stops=stops,
-                growing=GrowingText(served.tokenizer, prompt, self.stop),
+                stops=self.stop_tokens,
+                growing=GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens),
                 deliver=deliver,
                 details=self.details or bool(self.logprobs),
-                processors=processors,
+                processors=processors[p],
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)
         ]
-
-
-def _processors(penalty: float) -> tuple[Any, ...]:
-    if penalty == 1:
-        return ()
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    return (RepetitionPenaltyLogitsProcessor(penalty),)
 
 
 def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
@@ -111,7 +105,8 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
         n=n,
         seed=secrets.randbits(32) if body.seed is None else body.seed,
         stop=_read_stops(body.stop, config.limits.stops),
-        penalty=body.repetition_penalty or 1.0,
+        stop_tokens=_find_stop_tokens(body, served),
+        changes=_read_changes(body, num_logits(served.lm)),
         logprobs=logprobs,
         details=details,
         token_ids=bool(body.return_token_ids),
@@ -227,6 +222,38 @@ def _read_stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
             "give fewer or shorter ones.",
         )
     return tuple(stops)
+
+
+def _find_stop_tokens(body: TextBody, served: Served) -> frozenset[int]:
+    """Find the tokens that end a text: the model's, unless they are to be ignored, and those of the request."""
+    own = body.stop_token_ids or []
+    most, size = served.config.limits.stops, num_logits(served.lm)
+    if len(own) > most or any(token >= size for token in own):
+        raise FieldError(
+            "stop_token_ids", f"stop_token_ids must be at most {most} numbers below {size}.", "give numbers of tokens."
+        )
+    return frozenset([*own, *([] if body.ignore_eos else find_stops(served.lm, served.tokenizer, None))])
+
+
+def _read_changes(body: TextBody, vocab_size: int) -> LogitChanges:
+    with reading("logit_bias"):
+        bias = {_read_token(token): number for token, number in (body.logit_bias or {}).items()}
+        changes = LogitChanges(
+            min_new_tokens=body.min_tokens or 0,
+            logit_bias=bias,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            min_p=body.min_p or 0.0,
+        )
+        changes.check_tokens(vocab_size)
+    return changes
+
+
+def _read_token(name: str) -> int:
+    if not (name.isascii() and name.isdecimal() and len(name) < 12):
+        raise OptionError(f"logit_bias must name tokens by their numbers, got {ascii(name)[:60]}.", "give numbers.")
+    return int(name)
 
 
 def _count_logprobs(body: CompletionBody | ChatBody) -> int | None:
