@@ -79,6 +79,11 @@ class Page:
         """Wait until no request is on its way and its end is shown."""
         self.until(lambda: not self.find("#stop").is_displayed())
 
+    def tab(self, name: str) -> None:
+        """Open a tab, which only narrow windows have."""
+        (found,) = [tab for tab in self.all("#tabs button") if tab.text == name]
+        found.click()
+
     def write(self, selector: str, text: str) -> None:
         field = self.find(selector)
         field.send_keys(Keys.CONTROL, "a")

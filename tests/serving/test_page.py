@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -72,11 +73,11 @@ def seed(running: Running) -> int:
 def page(driver: Any, running: Running, seed: int) -> Iterator[Page]:
     """The page; afterwards the browser must not have complained."""
     driver.get_log("browser")
-    yield Page(driver, running.address, f"tokens={TOKENS}&prompt={PROMPT}&seed={seed}")
+    yield Page(driver, running.address, f"tokens={TOKENS}&texts=2&prompt={PROMPT}&seed={seed}")
     assert [entry["message"] for entry in driver.get_log("browser")] == []
 
 
-def complete(running: Running, seed: int, prompt: Any = PROMPT, **changes: Any) -> dict[str, Any]:
+def complete_all(running: Running, seed: int, prompt: Any = PROMPT, **changes: Any) -> list[dict[str, Any]]:
     """The server's own answer to the first request of the page."""
     radq = {"praise": 10, "calm": 0, "length": 0, "kl_budget": 0.5, "details": True} | changes.pop("radq", {})
     body = {
@@ -89,7 +90,12 @@ def complete(running: Running, seed: int, prompt: Any = PROMPT, **changes: Any) 
     } | changes
     answer = httpx.post(f"{running.address}/v1/completions", json=body | {"radq": radq}, timeout=60)
     assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]
+    return answer.json()["choices"]
+
+
+def complete(running: Running, seed: int, prompt: Any = PROMPT, **changes: Any) -> dict[str, Any]:
+    """The first text of an answer."""
+    return complete_all(running, seed, prompt, **changes)[0]
 
 
 # --- compare ---
@@ -106,11 +112,58 @@ def test_one_click_shows_both_texts(page: Page, running: Running, seed: int) -> 
         assert numbers["perplexity"] == f"{summary['perplexity']:.1f}"
         assert numbers["KL"] == f"{summary['kl']:.2f}"
         assert numbers["praise"] == f"{summary['rewards']['praise']:.2f}".replace("-", "−")
-        assert re.fullmatch(r"[0-9.]+|–", numbers["tokens/s"])
     assert page.coloured(".guided") > 0
     assert page.coloured(".unguided") == 0  # nothing shifts it
     count = len(guided["logprobs"]["tokens"])
-    assert page.find(".guided .status").text.startswith(f"{count} tokens, ")
+    assert re.fullmatch(rf"{count} tokens, .*, [0-9.]+ tokens/s", page.find(".guided .status").text)
+
+
+def test_the_effect_is_shown_over_all_texts(page: Page, running: Running, seed: int) -> None:
+    page.open("&texts=8").generate()
+    bodies = [{"radq": {"praise": strength}, "n": 8} for strength in (0, 10)]
+    sides = [complete_all(running, seed, **body) for body in bodies]
+    for name, measured in (("praise", "rewards"), ("perplexity", None)):
+        values = [[one["radq"][measured][name] if measured else one["radq"][name] for one in side] for side in sides]
+        (row,) = [row for row in page.all(".effect tbody tr") if row.text.startswith(name)]
+        shown = [[float(part) for part in cell.text.replace("−", "-").split("±")] for cell in cells(row)]
+        digits = 0.006 if measured else 0.06
+        for (mean, spread), side in zip(shown[:2], values, strict=True):
+            assert mean == pytest.approx(statistics.mean(side), abs=digits)
+            assert spread == pytest.approx(statistics.stdev(side), abs=digits)
+        assert shown[2] == [pytest.approx(statistics.mean(values[1]) - statistics.mean(values[0]), abs=digits)]
+        assert [len(lane.find_elements(By.CLASS_NAME, "dot")) for lane in row.find_elements(By.CLASS_NAME, "lane")] == [
+            8,
+            8,
+        ]
+    assert page.find(".lead").text.startswith("Over 8 texts, praise ")
+
+
+def test_small_texts_become_the_large_ones(page: Page, running: Running, seed: int) -> None:
+    page.open("&texts=4").generate()
+    for pane, strength in ((".guided", 10), (".unguided", 0)):
+        texts = [one["text"] for one in complete_all(running, seed, radq={"praise": strength}, n=4)]
+        small = page.all(f"{pane} .excerpt")
+        assert [one.get_property("textContent") for one in small] == [text.lstrip() for text in texts]
+    page.click(".unguided .samples li:nth-child(3) button")
+    assert page.find(".guided .sample[aria-pressed=true]").text.startswith("3")  # of the same random numbers
+    assert page.text(".guided") == complete_all(running, seed, n=4)[2]["text"]
+
+
+def test_words_explain_themselves_on_focus(page: Page) -> None:
+    page.open()
+    for word in page.all(".guided .term"):
+        page.run("arguments[0].focus()", word)
+        tip = page.find("#tip").text
+        assert tip == page.find("#" + word.get_attribute("aria-describedby")).get_property("textContent")
+        assert len(tip) > 60
+        page.press(Keys.ESCAPE)
+        assert not page.find("#tip").is_displayed()
+    page.point_at(page.find(".guided .term"))
+    page.until(lambda: page.find("#tip").is_displayed())
+
+
+def cells(row: Any) -> list[Any]:
+    return row.find_elements(By.CSS_SELECTOR, "td:not(.lanes)")
 
 
 def test_typing_sliders_and_budget_change_the_request(page: Page, running: Running) -> None:
@@ -188,6 +241,9 @@ def test_the_safe_zone_is_marked(page: Page) -> None:
     assert "not calibrated" in page.all(".strength")[2].text
 
 
+LEVELS = ["off", "weak", "medium", "strong"]
+
+
 def test_a_calibrated_guide_has_its_safe_zone(page: Page, running: Running, seed: int) -> None:
     page.open()
     slider = page.all(".strength")[1]
@@ -197,7 +253,10 @@ def test_a_calibrated_guide_has_its_safe_zone(page: Page, running: Running, seed
         for place in (".track", ".safe")
     )
     assert zone["left"] + zone["width"] == pytest.approx(track["left"] + track["width"] / 2, abs=10)  # it ends at 0
-    assert zone["width"] == pytest.approx(0.15 * track["width"], abs=10)  # 30 of 200
+    assert zone["width"] == pytest.approx(0.25 * track["width"], abs=10)  # the slider ends at twice the strong strength
+    assert "− less calm" in slider.text
+    assert "more calm +" in slider.text
+    assert [level.text for level in slider.find_elements(By.CSS_SELECTOR, ".levels button")] == LEVELS
     slider.find_element("xpath", ".//button[text()='strong']").click()
     assert page.find("#strength-1").get_property("value") == "-30"
     page.generate()
@@ -255,6 +314,48 @@ def test_texts_from_right_to_left_are_set_so(page: Page) -> None:
     assert page.focused() == page.all(".guided .token")[1]
 
 
+SHOW_PARTS = """
+const { createTokenText } = await import("./page/token_text.js");
+const seen = [];
+const inspect = (_, details, first) => seen.push([details.length, first]);
+const text = createTokenText("parts", { inspect, leave() {} });
+document.body.append(text.element);
+text.begin("");
+for (const detail of arguments[0]) text.append(detail);
+const shown = () => [...text.element.querySelectorAll(".token")].map((one) => one.textContent);
+const before = shown();
+text.element.querySelectorAll(".token")[1].focus();
+text.cut(2);
+const answer = [before, seen, shown()];
+text.element.remove();
+arguments[1](answer);
+"""
+
+
+def test_a_character_of_several_tokens_is_shown_once(page: Page) -> None:
+    pieces = [(" a", " a"), ("", " \ufffd"), ("", "\ufffd"), (" 本", "\ufffd"), ("", "<|im_end|>"), ("", "\ufffd")]
+    details = [{"id": number, "piece": piece, "token": token} for number, (piece, token) in enumerate(pieces)]
+    page.open()
+    shown, seen, cut = page.driver.execute_async_script(
+        f"(async (...arguments) => {{{SHOW_PARTS}}})(...arguments)", details
+    )
+    assert shown == [" a", " 本", "<|im_end|>", "◌"]
+    assert seen == [[3, 1]]  # its tokens are inspected together
+    assert cut == [" a", "◌"]
+
+
+def test_long_prompts_fold(page: Page) -> None:
+    prompt = "the plot was dull . " * 6 * 4
+    page.open("&prompt=" + quote(prompt))
+    page.generate()  # which is refused, as it is long for this server
+    button = page.find(".guided .fold")
+    assert len(page.find(".guided .given").text) < 340
+    button.click()
+    assert page.find(".guided .given").text.startswith(prompt.rstrip())
+    assert page.find("#problem").is_displayed()
+    page.driver.get_log("browser")  # the browser notes the refused request
+
+
 def test_a_candidate_branches_and_can_be_undone(page: Page, running: Running, seed: int) -> None:
     page.open().generate()
     before = page.tokens(".guided")
@@ -283,8 +384,13 @@ def test_a_candidate_branches_and_can_be_undone(page: Page, running: Running, se
 
 def test_a_chat_is_answered_branches_and_goes_on(page: Page, running: Running, seed: int) -> None:
     page.open("&mode=chat")
+    assert page.find("#message-0").get_property("value") == ""
+    page.find("#go").click()
+    assert page.focused() == page.find("#message-0")  # a message is missing, and nothing was asked for
+    assert not page.find("#stop").is_displayed()
     page.write("#message-0", "this")
     page.generate()
+    assert page.find(".guided .turn.user").text == "You\nthis"
     body = {
         "messages": [{"role": "user", "content": "this"}],
         "max_tokens": TOKENS,
@@ -563,6 +669,7 @@ def test_nothing_is_wider_than_a_phone(page: Page, width: int) -> None:
     assert page.width() <= width
     page.open("", width)
     page.generate()
+    page.tab("Guided")
     token = page.all(".guided .token")[4]
     page.run("arguments[0].scrollIntoView({ block: 'center' })", token)
     token.click()
@@ -597,10 +704,15 @@ def test_no_serious_barriers(page: Page, dark: bool) -> None:
             page.generate()
             page.until(lambda: page.all(".token"))
             check(view)
-            page.all(".token")[2].click()
+            if view == "compare" and width < 600:
+                page.tab("Unguided")
+            page.click(".token:nth-child(3)")
             page.until(page.inspector.is_displayed)
             check(f"{view}, candidates")
     page.open("&mode=chat", 1280, dark)
+    page.write("#message-0", "this")
+    page.generate()
+    page.point_at(page.find(".guided .term"))
     check("chat")
     page.find("#copy-open").click()
     check("copy")

@@ -50,7 +50,10 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_is_readable_on_every_surface(theme: str) -> None:
     colours = themes()[theme]
-    for ink, back in [*product(["ink"], ["back", "card", "well", "low", "high"]), *product(["soft"], ["back", "card"])]:
+    for ink, back in [
+        *product(["ink"], ["back", "card", "well", "said", "low", "high"]),
+        *product(["soft"], ["back", "card"]),
+    ]:
         assert contrast(colours[ink], colours[back]) >= 4.5, (ink, back)
     assert contrast(colours["button-ink"], colours["button"]) >= 4.5
     assert contrast(colours["warn"], colours["warn-back"]) >= 4.5

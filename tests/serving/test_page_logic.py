@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import shlex
 import shutil
 import subprocess
@@ -235,7 +236,9 @@ def test_the_shift_of_a_token_is_relative_to_the_other_candidates(call: Call) ->
         return {"id": 1, "shift": 99.0, "candidates": [candidate]}
 
     cases = [detail(0.3, 0.3), detail(0.01, 0.5), detail(0.5, 0.01), {"id": 1, "candidates": []}]
-    found = call("m.leanOfToken(value, 'shift', {})", cases)
+    found = call("m.leanOfTokens([value], 'shift', {})", cases)
+    both = call("m.sharedLogRatio(value)", [cases[:2], cases[1:3], cases[2:]])
+    assert both == [pytest.approx(math.log(50)), pytest.approx(0), None]
     assert [one["side"] for one in found] == ["none", "high", "low", "none"]
 
 
@@ -348,3 +351,71 @@ def test_whitespace_is_visible_and_has_names(call: Call) -> None:
     assert call("m.spokenText(value)", [" very", "\n", " ", "", "\n\n"]) == [
         "very", "line break", "space", "no text", "2 blanks, first a line break",
     ]  # fmt: skip
+
+
+@given(TEXTS, st.integers(0, 900))
+@ONE_RUN
+def test_long_texts_fold_between_characters(call: Call, text: str, length: int) -> None:
+    long = "😀" * length + text
+    places = one(call, "m.foldPlaces(value)", long)
+    assert (places is None) == (len(long.encode("utf-16-le")) <= 840)
+    if places:
+        cut = "[value.slice(0, f[0]), value.slice(f[0], f[1]), value.slice(f[1])]"
+        parts = one(call, f"((f) => {cut})(m.foldPlaces(value))", long)
+        assert "".join(parts) == long
+        assert all(parts)
+        assert len(parts[0] + parts[2]) < 340
+
+
+# --- characters of several tokens ---
+
+
+def test_parts_of_a_character_are_known(call: Call) -> None:
+    special = {"id": 2, "piece": "", "token": "<|im_end|>"}
+    part, last = {"id": 1, "piece": "", "token": " \ufffd"}, {"id": 3, "piece": " 本", "token": "\ufffd"}
+    assert call("m.isPart(value)", [part, last, special]) == [True, False, False]
+    shown = call("m.shownText(value)", [[part, last], [part], [special]])
+    assert shown == [
+        {"text": " 本", "ghost": False},
+        {"text": "◌", "ghost": True},
+        {"text": "<|im_end|>", "ghost": True},
+    ]
+    assert call("m.candidateName(value)", ["\ufffd\ufffd", " a", ""]) == ["◌", " a", "◌"]
+
+
+# --- what steering does ---
+
+
+def test_the_spread_of_some_numbers(call: Call) -> None:
+    found = call("m.spreadOf(value)", [[1, 2, 6, None], [4], []])
+    assert found == [
+        {"mean": 3, "spread": pytest.approx(math.sqrt(7))},
+        {"mean": 4, "spread": None},
+        {"mean": None, "spread": None},
+    ]
+
+
+def test_the_effect_in_one_sentence(call: Call) -> None:
+    unguided = [{"rewards": {"praise": mean, "calm": 0.5}, "perplexity": 10} for mean in (0.2, 0.4)]
+    guided = [{"rewards": {"praise": mean, "calm": 0.5}, "perplexity": 12} for mean in (0.7, 0.9)]
+    sentence = "m.describeEffect(...value)"
+    assert one(call, sentence, [unguided, guided, {"praise": 10, "calm": 0}]) == (
+        "Over 2 texts, praise rises from 0.30 to 0.80, at 1.20 times the perplexity."
+    )
+    both = one(call, sentence, [guided[:1], unguided[:1], {"praise": -1, "calm": 2}])
+    assert both == "In one text, praise falls from 0.70 to 0.20 and calm stays at 0.50, at 0.83 times the perplexity."
+    assert "0" in one(call, sentence, [unguided, guided, {"praise": 0}])
+
+
+# --- strengths ---
+
+
+def test_strengths_have_names_where_they_are_calibrated(call: Call) -> None:
+    calibrated = {"range": [-100, 100], "strengths": {"strong": -45, "weak": -8}, "suggested": -20}
+    suggested = {"range": [-100, 30], "strengths": {}, "suggested": 20, "safe": [-10, 25]}
+    bare = {"range": [-5, 5], "suggested": None}
+    cases = [calibrated, suggested, bare]
+    levels = [list(one.items()) for one in call("m.levelsOf(value)", cases)]
+    assert levels == [[("off", 0), ("weak", -8), ("strong", -45)], [("off", 0), ("suggested", 20)], [("off", 0)]]
+    assert call("m.reachOf(value)", cases) == [[-90, 90], [-50, 30], [-5, 5]]
+    assert call("m.gridStrengths(value)", cases) == [[0, -8, -45], [0, 10, 20, 30], [0, 0.625, 1.25, 2.5]]

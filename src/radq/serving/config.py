@@ -31,6 +31,7 @@ from radq.settings import Range, build, load_yaml
 
 LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
 OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths
+MEANINGS = {"sentiment": "positive"}  # of strengths whose names do not say what a high reward stands for
 NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.\-/@:]*")
 
@@ -94,7 +95,7 @@ class GuideEntry:
             default=entry.default,
             suggested=suggested,
             safe=safe,
-            description=entry.description or strength,
+            description=entry.description or MEANINGS.get(strength, strength),
         )
 
     @property

@@ -17,7 +17,7 @@ export function drawTradeoff(columns, attribute, facts) {
   return [
     drawLine(
       points((column) => column.rewards[attribute]),
-      facts.rewards,
+      facts.rewards ?? [0, 1],
       `Mean ${attribute} by strength`,
     ),
     drawLine(
@@ -30,7 +30,8 @@ export function drawTradeoff(columns, attribute, facts) {
 
 // One drawing per attribute: its reward after each token.
 export function drawCourses(tokens, attributes) {
-  return Object.entries(attributes).map(([name, facts]) => {
+  const rewarded = Object.entries(attributes).filter(([, facts]) => facts.rewards);
+  return rewarded.map(([name, facts]) => {
     const points = tokens.map((token, index) => ({ at: index, value: token.rewards[name], label: token.token.trim() }));
     return drawLine(points, facts.rewards, `${name}, from the first token to the last`);
   });

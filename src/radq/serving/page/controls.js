@@ -1,10 +1,11 @@
 // The form: every field shows a part of the state, and changes it.
 import { find, make } from "./dom.js";
+import { ROLES } from "./pane.js";
 import { gridStrengths } from "./state.js";
 import { createStrengths } from "./strengths.js";
 
 const EXAMPLES = ["The meeting this morning was", "My first day at work", "The film was", "The food was"];
-const ROLES = { system: "System", user: "You", assistant: "Answer" };
+const CHAT_EXAMPLES = ["Write two sentences about the new café in our street.", "Was the film worth seeing?"];
 
 export function createControls(info, store) {
   const sliders = createStrengths(info.attributes, (name, value) =>
@@ -17,7 +18,7 @@ export function createControls(info, store) {
   listenToChoices(info, store);
   find("max-tokens").max = info.limits.max_tokens;
   find("top-k").max = info.limits.top_k;
-  find("grid-samples").max = info.limits.choices ?? info.limits.rows;
+  find("samples").max = find("grid-samples").max = info.limits.choices ?? info.limits.rows;
   find("mode-field").hidden = !info.chat;
   if (!info.chat) delete find("mode-field").dataset.views;
 
@@ -27,10 +28,11 @@ export function createControls(info, store) {
     find("strength-field").hidden =
       state.view === "score" || Object.keys(info.attributes).every((name) => name === varied);
     showFields(state);
-    showMessages(state.messages, store);
+    showMessages(state, store);
     find("prompt-field").hidden = state.view === "score" || state.mode === "chat";
     find("chat-field").hidden = state.view === "score" || state.mode === "prompt";
     find("add-system").hidden = state.messages[0]?.role === "system";
+    find("chat-examples").hidden = state.messages.at(-1).role !== "user" || state.messages.at(-1).content !== "";
   };
 }
 
@@ -43,12 +45,17 @@ function fillChoices(info) {
 function listenToTexts(store) {
   find("prompt").addEventListener("input", (event) => store.change({ prompt: event.target.value }));
   find("score-text").addEventListener("input", (event) => store.change({ scoreText: event.target.value }));
-  const useExample = (text) => {
+  const chip = (use) => (text) => make("button", { type: "button", on: { click: () => use(text) } }, text);
+  const usePrompt = (text) => {
     store.change({ prompt: text });
     find("prompt").focus();
   };
-  const chip = (text) => make("button", { type: "button", on: { click: () => useExample(text) } }, text);
-  find("examples").replaceChildren(...EXAMPLES.map(chip));
+  const useMessage = (content) => {
+    store.change({ messages: [...store.state.messages.slice(0, -1), { role: "user", content }] });
+    find("messages").querySelector("li:last-child textarea").focus();
+  };
+  find("examples").replaceChildren(...EXAMPLES.map(chip(usePrompt)));
+  find("chat-examples").replaceChildren(...CHAT_EXAMPLES.map(chip(useMessage)));
   find("add-system").addEventListener("click", () => {
     store.change({ messages: [{ role: "system", content: "" }, ...store.state.messages] });
     find("messages").querySelector("textarea").focus();
@@ -62,6 +69,7 @@ function listenToTexts(store) {
 const NUMBERS = {
   "kl-budget": "klBudget",
   seed: "seed",
+  samples: "samples",
   "max-tokens": "maxTokens",
   temperature: "temperature",
   "top-k": "topK",
@@ -139,7 +147,7 @@ function showFields(state) {
 
 // --- chat ---
 
-function showMessages(messages, store) {
+function showMessages({ messages, mode, view }, store) {
   const list = find("messages");
   const roles = messages.map((message) => message.role).join();
   if (list.dataset.roles !== roles) {
@@ -148,6 +156,7 @@ function showMessages(messages, store) {
   }
   for (const [index, field] of list.querySelectorAll("textarea").entries()) {
     if (field.value !== messages[index].content) field.value = messages[index].content;
+    field.required = mode === "chat" && view !== "score" && index === messages.length - 1;
   }
 }
 
@@ -162,13 +171,15 @@ function makeMessage(message, index, count, store) {
   const remove = () => store.change({ messages: store.state.messages.filter((_, place) => place !== index) });
   const remover = make(
     "button",
-    { type: "button", class: "link", "aria-label": `Remove message ${index + 1}`, on: { click: remove } },
-    "remove",
+    { type: "button", class: "close", "aria-label": `Remove message ${index + 1}`, on: { click: remove } },
+    "×",
   );
+  const placeholder = message.role === "user" ? "Your message" : message.role === "system" ? "How to answer" : "";
+  const field = { id, dir: "auto", rows: 2, spellcheck: "false", placeholder, on: { input: write } };
   return make(
     "li",
-    { class: message.role },
-    make("div", { class: "row small" }, make("label", { for: id }, ROLES[message.role]), count > 1 ? remover : null),
-    make("textarea", { id, dir: "auto", rows: message.role === "system" ? 2 : 3, spellcheck: "false", on: { input: write } }),
+    { class: `turn ${message.role}` },
+    make("div", { class: "row" }, make("label", { for: id, class: "role" }, ROLES[message.role]), count > 1 ? remover : null),
+    make("textarea", field),
   );
 }

@@ -2,23 +2,26 @@
 import { find, make } from "./dom.js";
 import { formatNumber, formatProbability, formatRatio, formatSigned } from "./numbers.js";
 import { chosenCandidate, leanOfReward, logRatio } from "./scale.js";
-import { visibleElements } from "./token_text.js";
-import { shownText } from "./visible.js";
+import { term } from "./terms.js";
+import { visibleElements } from "./folding.js";
+import { candidateName, shownText } from "./visible.js";
 
 const FIRST_ROWS = 8;
 const PATIENCE = 350; // milliseconds in which the pointer may travel from a token to the panel
 
 export function createInspector(attributes) {
   const panel = find("inspector");
-  let current = null; // { token, detail, branch }
+  let current = null; // { token, details, branchAt }
+  let shown = 0; // the one of its tokens whose candidates are shown
   let leaving = null;
   let whole = false;
 
-  function show(token, detail, branch) {
+  function show(token, details, branchAt) {
     clearTimeout(leaving);
     if (current?.token === token) return;
     close(false);
-    current = { token, detail, branch };
+    current = { token, details, branchAt };
+    shown = 0;
     whole = false;
     token.setAttribute("aria-expanded", "true");
     fill();
@@ -28,14 +31,21 @@ export function createInspector(attributes) {
   }
 
   function fill() {
-    const { detail, branch } = current;
-    panel.replaceChildren(...describe(detail, attributes, branch && choose, whole, showAll, () => close(true)));
+    const { details, branchAt } = current;
+    const branch = branchAt(shown);
+    const choose = branch && ((candidate) => (close(true), branch(candidate)));
+    panel.replaceChildren(
+      ...describeTitle(details, () => close(true)),
+      ...(details.length > 1 ? [tokenChoice(details.length, shown, showToken)] : []),
+      ...describe(details[shown], attributes, choose, whole, showAll),
+    );
   }
 
-  function choose(candidate) {
-    const { branch } = current;
-    close(true);
-    branch(candidate);
+  function showToken(place) {
+    shown = place;
+    whole = false;
+    fill();
+    panel.querySelectorAll(".parts input")[place].focus();
   }
 
   function showAll() {
@@ -95,7 +105,7 @@ export function createInspector(attributes) {
 
   // What a text of tokens tells the panel. branchAt: (index) => what happens to a chosen candidate, or null.
   const listener = (branchAt = () => null) => ({
-    inspect: (token, detail, index) => show(token, detail, branchAt(index)),
+    inspect: (token, details, first) => show(token, details, (place) => branchAt(first + place)),
     enter,
     leave,
     close: () => close(true),
@@ -140,15 +150,29 @@ function findPlace(box, { width, height }, screen) {
 
 // --- what it says ---
 
-function describe(detail, attributes, choose, whole, showAll, close) {
-  const { text } = shownText(detail);
-  const title = make(
-    "h3",
-    { id: "inspector-title" },
-    make("span", { class: "quoted", dir: "auto" }, ...visibleElements(text, true)),
-  );
+function describeTitle(details, close) {
+  const { text } = shownText(details);
+  const quoted = make("span", { class: "quoted", dir: "auto" }, ...visibleElements(text, true));
   const closer = make("button", { type: "button", class: "close", "aria-label": "Close", on: { click: close } }, "×");
-  const parts = [make("div", { class: "inspector-head" }, title, closer), facts(detail, attributes)];
+  return [make("div", { class: "inspector-head" }, make("h3", { id: "inspector-title" }, quoted), closer)];
+}
+
+// The tokens of a character, one of which is looked at.
+function tokenChoice(count, shown, show) {
+  const radios = Array.from({ length: count }, (_, place) =>
+    make(
+      "label",
+      {},
+      make("input", { type: "radio", name: "part", checked: place === shown, on: { change: () => show(place) } }),
+      make("span", {}, `${place + 1} of ${count}`),
+    ),
+  );
+  const legend = make("legend", { class: "hidden" }, "Token of this character");
+  return make("fieldset", { class: "segments parts" }, legend, ...radios);
+}
+
+function describe(detail, attributes, choose, whole, showAll) {
+  const parts = [facts(detail, attributes)];
   if (!detail.candidates?.length) return parts;
   parts.push(candidateTable(detail, attributes, choose, whole));
   const hidden = detail.candidates.length - candidateRows(detail, whole).length;
@@ -161,7 +185,7 @@ function describe(detail, attributes, choose, whole, showAll, close) {
 
 function facts(detail, attributes) {
   const list = make("dl", { class: "facts" });
-  const add = (name, value) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+  const add = (name, value) => list.append(make("div", {}, make("dt", {}, term(name)), make("dd", {}, value)));
   const candidate = chosenCandidate(detail);
   if (candidate) {
     add("Likelihood", formatRatio(logRatio(candidate)));
@@ -222,7 +246,7 @@ function candidateTable(detail, attributes, choose, whole) {
 
 // A button where candidates can be chosen.
 function candidateLabel(candidate, chosen, choose) {
-  const text = make("span", { class: "quoted", dir: "auto" }, ...visibleElements(candidate.token, true));
+  const text = make("span", { class: "quoted", dir: "auto" }, ...visibleElements(candidateName(candidate.token), true));
   const parts = chosen ? [text, make("span", { class: "tick" }, "chosen")] : [text];
   if (!choose) return make("span", { class: "candidate" }, ...parts);
   return make("button", { type: "button", class: "candidate", on: { click: () => choose(candidate) } }, ...parts);

@@ -11,6 +11,8 @@ import { getInfo } from "./server.js";
 import { ConnectionBroke } from "./sse.js";
 import { toAddress } from "./state.js";
 import { createStore } from "./store.js";
+import { createTabs } from "./tabs.js";
+import { explainTerms } from "./terms.js";
 
 const GO = { compare: "Generate", score: "Score", grid: "Fill the grid" };
 const TITLES = { compare: "radq", score: "Score · radq", grid: "Grid · radq" };
@@ -78,7 +80,8 @@ function colouringOf(state, info) {
 function showLegend(state, info) {
   const colouring = colouringOf(state, info);
   const special = state.view === "score" ? [[SURPRISE, "surprise"]] : [[SHIFT, "shift"]];
-  const choices = [...special, ...Object.keys(info.attributes).map((name) => [name, `${name} reward`])];
+  const names = Object.keys(info.attributes).filter((name) => info.attributes[name].rewards);
+  const choices = [...special, ...names.map((name) => [name, `${name} reward`])];
   const select = find("colouring");
   if (select.dataset.view !== state.view) {
     select.dataset.view = state.view;
@@ -95,12 +98,15 @@ function start(info) {
   find("tagline").textContent = `A small reward model steers a language model, token by token. Here: ${info.title}.`;
   const store = createStore(info, showProblem);
   const inspector = createInspector(info.attributes);
-  const parts = { info, store, inspector, run };
+  const tabs = createTabs();
+  const parts = { info, store, inspector, run, tabs };
   const views = { compare: createCompare(parts), score: createScore(parts), grid: createGrid(parts) };
   const showControls = createControls(info, store);
   createCopying(info, store);
+  explainTerms();
   store.listen((state) => {
     showView(state, info);
+    tabs.show(state.view);
     showControls(state);
     showLegend(state, info);
     for (const view of Object.values(views)) view.colourBy(colouringOf(state, info));
@@ -110,21 +116,22 @@ function start(info) {
   find("controls").addEventListener("submit", (event) => {
     event.preventDefault();
     inspector.close(false);
-    if (find("stage").getBoundingClientRect().top > window.innerHeight / 2) find("stage").scrollIntoView();
+    tabs.showResults();
     run(views[store.state.view].generate);
   });
   find("controls").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) find("controls").requestSubmit();
   });
   find("stop").addEventListener("click", () => running?.abort());
+  find("skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address holds the state
+    tabs.showResults();
+    find("stage").focus();
+  });
   find("controls").hidden = find("toolbar").hidden = false;
 }
 
 find("problem-close").addEventListener("click", () => showProblem(""));
-find("skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address holds the state
-  find("stage").focus();
-});
 find("retry").addEventListener("click", () => {
   const again = retry;
   showProblem("");

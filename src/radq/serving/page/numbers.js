@@ -8,7 +8,7 @@ export function formatNumber(value, digits = 2) {
   return signed(Number(text) === 0 ? text.replace("-", "") : text); // no minus before zero
 }
 
-export const formatSigned = (value) => (value > 0 ? `+${formatNumber(value)}` : formatNumber(value));
+export const formatSigned = (value, digits = 2) => (value > 0 ? "+" : "") + formatNumber(value, digits);
 
 export const formatStrength = (value) => signed(String(value));
 

@@ -1,52 +1,50 @@
-// One text of the comparison: it streams, shows its numbers, and branches.
+// One side of the comparison: several texts that stream together. One of them is large, with its numbers.
 import { announce, make } from "./dom.js";
+import { foldedElements } from "./folding.js";
+import { createGenerated } from "./generated.js";
 import { fillMeters, rewardMeters } from "./meters.js";
 import { formatNumber, formatStrength } from "./numbers.js";
-import { continuedRequest, detailedRequest } from "./request.js";
+import { detailedRequest } from "./request.js";
 import { streamChoices } from "./server.js";
-import { forcedDetail, summarise, tokensPerSecond } from "./statistics.js";
-import { createTokenText } from "./token_text.js";
+import { tokensPerSecond } from "./statistics.js";
 
-const ENDS = { stop: "finished", length: "length limit reached", error: "stopped by an error", stopped: "stopped" };
+export const ROLES = { system: "System", user: "You", assistant: "Answer" };
 
 // run: (work) => void, which gives a signal to the work, and shows its errors.
-export function createPane({ title, hint, invitation, kind, attributes, inspector, run, onChat }) {
-  const branchAt = (index) => (canBranch(index) ? (candidate) => branch(index, candidate) : null);
-  const tokens = createTokenText(`${title} text`, inspector.listener(branchAt));
+// onSelect: (index) => void chooses the large text on both sides; onChange: () => void tells that texts have grown.
+export function createPane({ title, hint, invitation, kind, attributes, inspector, run, onChat, onSelect, onChange }) {
+  const link = (text, click) => make("button", { type: "button", class: "link", hidden: true, on: { click } }, text);
   const numbers = make("dl", { class: "numbers" });
   const status = make("p", { class: "status soft" });
-  const undo = make(
-    "button",
-    { type: "button", class: "link", hidden: true, on: { click: undoBranch } },
-    "Undo the branch",
-  );
-  const reply = make(
-    "button",
-    { type: "button", class: "link", hidden: true, on: { click: () => onChat(tokens.text()) } },
-    "Reply to this answer",
-  );
+  const undo = link("Undo the branch", () => {
+    texts[selected].undo();
+    update();
+  });
+  const reply = link("Reply to this answer", () => onChat(texts[selected].text()));
   const subtitle = make("span", { class: "soft" }, hint);
-  const heading = make("h2", {}, title, " ", subtitle);
-  const empty = make("p", { class: "invitation soft" }, invitation);
-  const foot = make("div", { class: "pane-foot" }, status, undo, reply);
+  const turns = make("ol", { class: "turns" });
+  const place = make("div", { class: "large" });
+  const list = make("ol", { class: "samples" });
   const element = make(
     "section",
-    { class: `pane ${kind}`, "aria-label": title },
-    heading,
+    { class: `pane ${kind}`, id: `pane-${kind}`, "aria-label": title },
+    make("h2", {}, title, " ", subtitle),
     numbers,
-    empty,
-    tokens.element,
-    foot,
+    make("p", { class: "invitation soft" }, invitation),
+    turns,
+    place,
+    make("div", { class: "pane-foot" }, status, undo, reply),
+    list,
   );
 
-  let request = null; // as it was sent
-  let promptIds = null;
-  let earlier = []; // texts before branches, the latest last
+  let request = null; // as it was asked for
+  let texts = [];
+  let buttons = [];
+  let selected = 0;
+  let colouring = null;
+  let shown = null; // the attribute whose reward stands beside small texts
   let times = [];
   let painted = false;
-
-  const canBranch = (index) =>
-    promptIds !== null && tokens.details.slice(0, index + 1).every((detail) => detail.id !== null);
 
   function updateSoon() {
     if (painted) return;
@@ -54,97 +52,113 @@ export function createPane({ title, hint, invitation, kind, attributes, inspecto
     requestAnimationFrame(() => {
       painted = false;
       update();
+      onChange();
     });
   }
 
   function update() {
-    const summary = summarise(tokens.details);
+    const text = texts[selected];
+    const summary = text?.summary() ?? { rewards: {} };
     fillMeters(numbers, {
       ...rewardMeters(summary.rewards, attributes),
       perplexity: formatNumber(summary.perplexity, 1),
       KL: formatNumber(summary.kl),
-      "tokens/s": formatNumber(tokensPerSecond(times.length, times[0], times.at(-1)), 1),
     });
+    for (const [index, button] of buttons.entries()) showSmall(button, texts[index]);
+    if (!text) return;
+    const streaming = element.classList.contains("streaming");
+    const speed = tokensPerSecond(times.length, times[0], times.at(-1));
+    status.textContent = streaming ? "" : text.status + (speed ? `, ${formatNumber(speed, 1)} tokens/s` : "");
+    undo.hidden = streaming || !text.branched;
+    reply.hidden = streaming || !(request.path.includes("chat") && text.details.length);
   }
 
-  async function stream(sent, signal) {
+  function showSmall(button, text) {
+    const [, excerpt, number] = button.children;
+    excerpt.textContent = text.text().trimStart();
+    number.textContent = formatNumber(text.summary().rewards[shown]);
+  }
+
+  async function stream(sent, takers, signal) {
     element.classList.add("streaming");
-    status.textContent = "";
     times = [];
-    let finish = "stopped";
     try {
       for await (const choice of streamChoices(sent, signal)) {
-        if (promptIds === null && choice.promptIds) promptIds = choice.promptIds;
-        for (const detail of choice.details) {
-          if (detail.id !== null) times.push(performance.now());
-          tokens.append(detail);
-        }
-        finish = choice.finish ?? finish;
+        times.push(...choice.details.filter((detail) => detail.id !== null).map(() => performance.now()));
+        takers[choice.index].take(choice);
         updateSoon();
       }
     } finally {
       element.classList.remove("streaming");
-      const count = summarise(tokens.details).tokens;
-      status.textContent = `${count} ${count === 1 ? "token" : "tokens"}, ${ENDS[finish] ?? finish}`;
-      reply.hidden = !(request.path.includes("chat") && count);
       update();
     }
   }
 
-  function begin(plain) {
-    request = plain;
-    promptIds = null;
-    earlier = [];
-    undo.hidden = reply.hidden = true;
-    tokens.begin(plain.body.prompt ?? "");
-    subtitle.textContent = describeSteering(plain.body.radq) || hint;
-    element.classList.add("filled");
-    update();
-  }
-
-  function branch(index, candidate) {
-    const { body } = request;
-    const kept = tokens.details.slice(0, index);
-    const forced = forcedDetail(tokens.details[index], candidate, body.temperature);
-    earlier.push([...tokens.details]);
-    tokens.cut(index);
-    tokens.append(forced);
-    tokens.focus(index);
-    inspector.close(false);
-    undo.hidden = false;
-    const ids = [...promptIds, ...kept.map((detail) => detail.id), forced.id];
-    const left = Math.max(body.max_tokens - index - 1, 1);
-    run(async (signal) => {
-      tokens.cut(index + 1); // of what came before the connection broke
-      await stream(continuedRequest(request, ids, left), signal);
-      announce(`The text goes on: ${status.textContent}.`);
+  function makeText(index) {
+    const text = createGenerated({
+      label: `${title} text${index ? ` ${index + 1}` : ""}`,
+      inspector,
+      onBranch: (sent, restart) =>
+        run(async (signal) => {
+          restart();
+          await stream(sent, [text], signal);
+          announce(`The text goes on: ${text.status}.`);
+        }),
     });
+    text.colourBy(colouring, attributes);
+    return text;
   }
 
-  function undoBranch() {
-    tokens.cut(0);
-    for (const detail of earlier.pop()) tokens.append(detail);
-    undo.hidden = earlier.length === 0;
-    status.textContent = `${tokens.details.length} tokens, before the branch`;
-    times = [];
+  function makeButton(index) {
+    const parts = ["place", "excerpt", "number"].map((name) => make("span", { class: name }));
+    parts[0].textContent = String(index + 1);
+    parts[1].dir = "auto";
+    return make("button", { type: "button", class: "sample", on: { click: () => onSelect(index) } }, ...parts);
+  }
+
+  function select(index) {
+    selected = Math.min(index, texts.length - 1);
+    place.replaceChildren(texts[selected].element);
+    for (const [number, button] of buttons.entries()) button.setAttribute("aria-pressed", String(number === selected));
     update();
-    if (undo.hidden) tokens.focus(0);
   }
 
   update();
   return {
     element,
-    begin,
-    stream: (signal) => stream(detailedRequest(request), signal),
-    colourBy: (colouring) => tokens.colourBy(colouring, attributes),
-    summary: () => summarise(tokens.details),
+    select,
+    begin(plain, attribute) {
+      request = plain;
+      shown = attribute;
+      const count = plain.body.n ?? 1;
+      texts = Array.from({ length: count }, (_, index) => makeText(index));
+      for (const text of texts) text.begin(plain);
+      buttons = count > 1 ? texts.map((_, index) => makeButton(index)) : [];
+      list.replaceChildren(...buttons.map((button) => make("li", {}, button)));
+      list.setAttribute("aria-label", `${title}: all ${count} texts, with their ${shown}`);
+      turns.replaceChildren(...(plain.body.messages ?? []).map(makeTurn));
+      subtitle.textContent = describeSteering(plain.body.radq) || hint;
+      element.classList.add("filled");
+      select(Math.min(selected, count - 1));
+    },
+    stream: (signal) => stream(detailedRequest(request), texts, signal),
+    colourBy(name) {
+      colouring = name;
+      for (const text of texts) text.colourBy(colouring, attributes);
+    },
+    summaries: () => texts.map((text) => text.summary()),
   };
+}
+
+function makeTurn({ role, content }) {
+  const words = make("span", { class: "words", dir: "auto" }, ...foldedElements(content));
+  return make("li", { class: `turn ${role}` }, make("span", { class: "role" }, ROLES[role]), words);
 }
 
 // The strengths in use, such as "sentiment 35, KL at most 0.5"; nothing where nothing is steered.
 function describeSteering({ kl_budget: budget, top_k: _, ...strengths }) {
   const parts = Object.entries(strengths)
-    .filter(([, value]) => value !== 0)
+    .filter(([, value]) => Number(value) !== 0)
     .map(([name, value]) => `${name} ${formatStrength(value)}`);
   if (parts.length && budget !== null) parts.push(`KL at most ${formatStrength(budget)}`);
   return parts.join(", ");

@@ -22,10 +22,16 @@ export function logRatio(candidate) {
 
 export const chosenCandidate = (detail) => detail.candidates?.find((candidate) => candidate.id === detail.id);
 
-export function leanOfToken(detail, colouring, attributes) {
-  if (colouring === SHIFT) return lean(logRatio(chosenCandidate(detail)), -LARGEST_SHIFT, LARGEST_SHIFT);
-  if (colouring === SURPRISE) return lean(-(detail.base_logprob ?? NaN), 0, 10);
-  return leanOfReward(detail.rewards?.[colouring], attributes[colouring]);
+// The same for tokens that are shown together: their ratios are multiplied.
+export function sharedLogRatio(details) {
+  const ratios = details.map((detail) => logRatio(chosenCandidate(detail)));
+  return ratios.includes(null) ? null : ratios.reduce((sum, ratio) => sum + ratio, 0);
+}
+
+export function leanOfTokens(details, colouring, attributes) {
+  if (colouring === SHIFT) return lean(sharedLogRatio(details), -LARGEST_SHIFT, LARGEST_SHIFT);
+  if (colouring === SURPRISE) return lean(-details.reduce((sum, one) => sum + (one.base_logprob ?? NaN), 0), 0, 10);
+  return leanOfReward(details.at(-1)?.rewards?.[colouring], attributes[colouring]);
 }
 
 export const leanOfReward = (reward, attribute) => lean(reward, ...(attribute?.rewards ?? [0, 1]));

@@ -3,7 +3,8 @@ import { SHIFT } from "./scale.js";
 
 export const VIEWS = ["compare", "score", "grid"];
 const EXAMPLE = "The meeting this morning was";
-const CHAT_EXAMPLE = "Write two sentences about the new café in our street.";
+const TOKENS = 64; // of a text, where the server allows more
+const SAMPLES = 8; // texts on each side, since one alone may show nothing
 const SCORE_EXAMPLE = "The first half was dull and far too long, but the ending is wonderful and the music is lovely.";
 
 export function initialState(info) {
@@ -13,11 +14,12 @@ export function initialState(info) {
     model: info.models[0]?.id ?? info.base,
     mode: "prompt",
     prompt: EXAMPLE,
-    messages: [{ role: "user", content: CHAT_EXAMPLE }],
+    messages: [{ role: "user", content: "" }],
     strengths: initialStrengths(info),
     klBudget: info.defaults.kl_budget ?? null,
     seed: 1,
-    maxTokens: Math.min(info.defaults.max_tokens, info.limits.max_tokens),
+    samples: Math.min(SAMPLES, info.limits.choices ?? SAMPLES),
+    maxTokens: Math.min(info.defaults.max_tokens ?? TOKENS, info.limits.max_tokens ?? TOKENS, TOKENS),
     temperature: 1,
     topK: info.defaults.top_k,
     colouring: SHIFT,
@@ -40,8 +42,26 @@ export function initialStrengths(info) {
   return strengths;
 }
 
-// Some strengths from none to twice the suggested one.
+// The strengths that have names, from none to the largest: the calibrated ones, else the operator's suggestion.
+export function levelsOf(attribute) {
+  const calibrated = Object.entries(attribute.strengths ?? {}).filter(([, value]) => Number.isFinite(value));
+  const named = calibrated.length || !attribute.suggested ? calibrated : [["suggested", attribute.suggested]];
+  const sorted = named.sort(([, one], [, other]) => Math.abs(one) - Math.abs(other));
+  return Object.fromEntries([["off", 0], ...sorted]);
+}
+
+// The ends of an attribute's slider: twice what has a name or is safe, so that it can be set finely. The field beside
+// it takes the whole range.
+export function reachOf(attribute) {
+  const known = [...Object.values(levelsOf(attribute)), ...(attribute.safe ?? []), attribute.default ?? 0];
+  const reach = 2 * Math.max(...known.map(Math.abs)) || Infinity;
+  return [Math.max(attribute.range[0], -reach), Math.min(attribute.range[1], reach)];
+}
+
+// The strengths that have names, or some from none to twice the suggested one.
 export function gridStrengths(attribute) {
+  const named = Object.values(levelsOf(attribute));
+  if (named.length > 2) return named;
   const [low, high] = attribute.range;
   const step = attribute.suggested || high / 4;
   const clip = (value) => Math.min(Math.max(value, low), high);
@@ -83,6 +103,7 @@ const FIELDS = {
     (value) => (value === null ? "none" : String(value)),
   ],
   seed: ["seed", whole, String],
+  texts: ["samples", whole, String],
   tokens: ["maxTokens", whole, String],
   temperature: ["temperature", number, String],
   k: ["topK", whole, String],

@@ -1,5 +1,5 @@
 // Numbers about a text, from the details of its tokens.
-import { mean } from "./numbers.js";
+import { formatNumber, mean } from "./numbers.js";
 
 export function summarise(details) {
   const names = [...new Set(details.flatMap((detail) => Object.keys(detail.rewards ?? {})))];
@@ -10,6 +10,33 @@ export function summarise(details) {
     perplexity: surprise === null ? null : Math.exp(surprise),
     kl: mean(details.map((detail) => detail.kl)),
   };
+}
+
+// The mean of the known values, and their standard deviation; null if they are too few.
+export function spreadOf(values) {
+  const known = values.filter((value) => Number.isFinite(value));
+  const middle = mean(known);
+  const squares = known.reduce((sum, value) => sum + (value - middle) ** 2, 0);
+  return { mean: middle, spread: known.length < 2 ? null : Math.sqrt(squares / (known.length - 1)) };
+}
+
+// One sentence about what steering did. unguided and guided: summaries of texts; strengths: by attribute.
+export function describeEffect(unguided, guided, strengths) {
+  const names = Object.keys(strengths).filter((name) => strengths[name] !== 0);
+  if (!names.length) return "Nothing is steered: all strengths are 0.";
+  const both = (read) => [unguided, guided].map((summaries) => mean(summaries.map(read)));
+  const parts = names.map((name) => describeChange(name, ...both((one) => one.rewards[name]))).filter(Boolean);
+  const [before, after] = both((one) => one.perplexity);
+  if (!parts.length || before === null || after === null) return "Texts are on their way.";
+  const count = guided.length === 1 ? "In one text" : `Over ${guided.length} texts`;
+  return `${count}, ${parts.join(" and ")}, at ${formatNumber(after / before)} times the perplexity.`;
+}
+
+function describeChange(name, before, after) {
+  if (before === null || after === null) return null;
+  const [from, to] = [formatNumber(before), formatNumber(after)];
+  if (from === to) return `${name} stays at ${to}`;
+  return `${name} ${after > before ? "rises" : "falls"} from ${from} to ${to}`;
 }
 
 // Tokens per second between the first and the last token; times are in milliseconds.

@@ -1,6 +1,7 @@
-// One slider per attribute, with the calibrated safe zone marked on its track.
+// One slider per attribute: what both directions do, the strengths that have names, and the calibrated safe zone.
 import { make } from "./dom.js";
 import { formatStrength } from "./numbers.js";
+import { levelsOf, reachOf } from "./state.js";
 
 // onChange: (name, value) => void. The slider of an attribute can be hidden.
 export function createStrengths(attributes, onChange) {
@@ -19,12 +20,14 @@ export function createStrengths(attributes, onChange) {
 }
 
 function createSlider(name, facts, id, onChange) {
-  const [low, high] = facts.range;
-  const share = (value) => (value - low) / (high - low);
-  const change = (value) => Number.isFinite(value) && onChange(name, Math.min(Math.max(value, low), high));
+  const [least, most] = facts.range;
+  const [low, high] = reachOf(facts);
+  const share = (value) => Math.min(Math.max((value - low) / (high - low), 0), 1);
+  const change = (value) => Number.isFinite(value) && onChange(name, Math.min(Math.max(value, least), most));
   const read = (event) => event.target.value !== "" && change(Number(event.target.value));
 
   const step = [0.01, 0.05, 0.1, 0.5, 1, 5].find((size) => (high - low) / size <= 250) ?? (high - low) / 250;
+  const help = `${id}-help`;
   const range = make("input", {
     type: "range",
     id,
@@ -32,52 +35,41 @@ function createSlider(name, facts, id, onChange) {
     max: high,
     step,
     on: { input: read },
-    "aria-describedby": `${id}-help`,
+    "aria-describedby": help,
   });
   const exact = make("input", {
     type: "number",
-    min: low,
-    max: high,
+    min: least,
+    max: most,
     step: "any",
     "aria-label": `${name}, exact strength`,
     on: { change: read },
   });
-  const help = make("span", { class: "soft", id: `${id}-help` });
-  const set = (text, value) =>
-    make("button", { type: "button", class: "link", on: { click: () => change(value) } }, text);
-  const marks = [];
+  const levels = Object.entries(levelsOf(facts)).map(([level, value]) => ({
+    value,
+    level,
+    button: make("button", { type: "button", on: { click: () => change(value) } }, level),
+  }));
+  const marks = levels.map(({ value }) => make("span", { class: "mark", variables: { at: share(value) } }));
   if (facts.safe) {
-    const [from, to] = facts.safe.map((value) => Math.min(Math.max(share(value), 0), 1));
-    marks.push(make("span", { class: "safe", variables: { from, to } }));
+    const [from, to] = facts.safe.map(share);
+    marks.unshift(make("span", { class: "safe", variables: { from, to } }));
   }
-  if (low < 0 && high > 0) marks.push(make("span", { class: "zero", variables: { at: share(0) } }));
-  if (facts.suggested) marks.push(make("span", { class: "suggested", variables: { at: share(facts.suggested) } }));
-  const links = make(
-    "span",
-    { class: "pair" },
-    set("off", 0),
-    facts.strengths?.strong
-      ? set("strong", facts.strengths.strong)
-      : facts.suggested
-        ? set(`suggested ${formatStrength(facts.suggested)}`, facts.suggested)
-        : null,
-  );
+  const meaning = facts.description || name;
+  const warning = make("p", { class: "soft small", id: help });
   const element = make(
     "div",
-    { class: "strength" },
+    { class: "strength", role: "group", "aria-label": name },
+    make("div", { class: "row" }, make("label", { for: id }, name), exact),
+    make("div", { class: "track" }, ...marks, range),
     make(
       "div",
-      { class: "row" },
-      make(
-        "label",
-        { for: id },
-        name,
-        facts.description && facts.description !== name ? make("small", { class: "soft" }, facts.description) : null,
-      ),
-      exact,
+      { class: "row small soft" },
+      make("span", {}, `− less ${meaning}`),
+      make("span", {}, `more ${meaning} +`),
     ),
-    make("div", { class: "track" }, ...marks, range),
-    make("div", { class: "row small" }, help, links),
+    make("div", { class: "levels" }, ...levels.map(({ button }) => button)),
+    warning,
   );
 
   return {
@@ -86,10 +78,13 @@ function createSlider(name, facts, id, onChange) {
     show(value) {
       range.value = String(value);
       if (document.activeElement !== exact || Number(exact.value) !== value) exact.value = String(value);
-      range.setAttribute("aria-valuetext", value === 0 ? "0, not steered" : String(value));
+      const named = levels.find((one) => one.value === value)?.level;
+      const words = value === 0 ? "not steered" : `${named ? `${named}, ` : ""}${value < 0 ? "less" : "more"} ${meaning}`;
+      range.setAttribute("aria-valuetext", `${value}, ${words}`);
+      for (const one of levels) one.button.setAttribute("aria-pressed", String(one.value === value));
       const outside = facts.safe && (value < facts.safe[0] || value > facts.safe[1]);
       element.classList.toggle("outside", Boolean(outside));
-      help.textContent = describe(facts.safe, outside);
+      warning.textContent = describe(facts.safe, outside);
     },
   };
 }

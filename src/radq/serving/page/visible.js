@@ -25,10 +25,39 @@ export function spokenText(text) {
   return text.length === 1 ? name : `${text.length} blanks, first a ${name}`;
 }
 
-// A token may add no text: a special token, or one part of a character. Its name is then shown, if it can be.
-export function shownText(detail) {
-  const text = detail.piece ?? detail.token ?? "";
-  if (text !== "") return { text, ghost: false };
-  const name = detail.token ?? "";
-  return { text: name === "" || name.includes("\ufffd") ? "◌" : name, ghost: true };
+const UNFINISHED = "\ufffd"; // what stands for the first bytes of a character
+
+// Whether a token is the beginning of a character that later tokens complete.
+export function isPart(detail) {
+  const token = detail.token ?? "";
+  return (detail.piece ?? "") === "" && (token === "" || token.includes(UNFINISHED));
 }
+
+// The text of tokens that belong together. They may add none: a special token is shown by its name, and the beginning
+// of a character by a circle.
+export function shownText(details) {
+  const text = details.map((detail) => detail.piece ?? detail.token ?? "").join("");
+  if (text !== "") return { text, ghost: false };
+  return { text: details.some(isPart) ? "◌" : details[0].token, ghost: true };
+}
+
+// The name of a candidate: bytes of an unfinished character are shown as a circle.
+export const candidateName = (token) => token.replace(/\ufffd+/gu, "◌") || "◌";
+
+// --- long texts ---
+
+const LONGEST = 420;
+const KEPT = [120, 160]; // characters at the beginning and at the end
+
+// The places between which a text is folded, at spaces if there are any near; null for a text that is shown whole.
+export function foldPlaces(text) {
+  if (text.length <= LONGEST) return null;
+  const space = (place) => {
+    const found = text.slice(place, place + 24).search(/\s/u);
+    return found < 0 ? whole(text, place) : place + found;
+  };
+  return [space(KEPT[0]), space(text.length - KEPT[1])];
+}
+
+// A place that is not inside a character of two code units.
+const whole = (text, place) => place + Number(/[\udc00-\udfff]/.test(text[place] ?? ""));
