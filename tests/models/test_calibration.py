@@ -1,27 +1,37 @@
 """Calibrations in model folders, and strengths as users write them."""
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from calibrations import BY_KL, PRAISE
+from families import make_lm
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig
+from transformers import PreTrainedTokenizerBase
+from word_judge import GoodWords
 
+import radq
 from radq.errors import ModelError, OptionError
-from radq.guides.spec import find_budget, parse_guide
+from radq.guides.spec import find_base, find_budget, load_guide, parse_guide
 from radq.models.calibration import (
     CALIBRATION,
     Setting,
+    StrengthPoint,
     find_calibration,
     find_setting,
     read_calibrations,
     write_calibration,
 )
+from radq.models.embedded import CONVERTED
 from radq.models.fingerprints import fingerprint_model
+from radq.models.loading import load_causal_lm
 from radq.models.rad_q import RadQ
 
 
@@ -102,14 +112,63 @@ def test_a_calibration_replaces_that_of_the_same_attribute_and_base(model: Path)
 
 
 def test_another_base_is_named(model: Path, toy: Path) -> None:
-    with pytest.warns(UserWarning, match="calibrated over 'toy'"):
-        assert find_calibration(model, "praise", str(toy)) == PRAISE
+    with pytest.raises(OptionError, match=r"is calibrated over 'toy', not over '.*toy.*'.*radq calibrate"):
+        find_calibration(model, "praise", str(toy))
     own = replace(PRAISE, base_fingerprint=fingerprint_model(toy))
     write_calibration(model, own)
     write_calibration(model, replace(PRAISE, seed=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_calibration(model, "praise", str(toy)) == own
+
+
+@pytest.fixture(scope="module")
+def two_bases(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with a calibration over the toy, and a later one over another base model."""
+    folder = tmp_path_factory.mktemp("two")
+    RadQ.from_backbone(toy, ["praise"]).save_pretrained(folder)
+    points = [StrengthPoint(0.0, 0.0, 2.0, 0.2, 1.0), StrengthPoint(1.0, -400.0, 2.0, 0.6, 1.3)]
+    write_calibration(folder, replace(PRAISE, base_fingerprint=fingerprint_model(toy)))
+    write_calibration(folder, replace(PRAISE, base="other", base_fingerprint="y", table=points))
+    return folder
+
+
+def test_a_language_model_in_memory_has_the_strengths_of_its_base(
+    two_bases: Path, toy: Path, lm_folders: dict[str, Path]
+) -> None:
+    lm = load_causal_lm(toy)
+    assert load_guide(f"{two_bases}:praise=strong", lm=lm).beta == (-30,)
+    assert find_budget([f"{two_bases}:praise=strong"], None, find_base(lm)) == 0.5
+    for other in (load_causal_lm(lm_folders["llama"]), make_lm("llama")):
+        with pytest.raises(OptionError, match="calibrated over 'toy' and 'other', not over"):
+            load_guide(f"{two_bases}:praise=strong", lm=other)
+        assert load_guide(f"{two_bases}:praise=-7", lm=other).beta == (-7,)
+    with pytest.warns(UserWarning, match="the strengths over 'other' are taken"):
+        assert load_guide(f"{two_bases}:praise=strong").beta == (-400,)
+
+
+def test_an_evaluation_uses_no_strengths_of_another_base(
+    two_bases: Path, toy: Path, toy_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    guides, judges = {"praised": f"{two_bases}:praise=strong"}, {"good": GoodWords()}
+    lm: Any = load_causal_lm(toy)
+    drawn, by_hand = (
+        radq.evaluate(lm, toy_tokenizer, ["the film"], one, judges, max_new_tokens=5).guides[1].texts
+        for one in (guides, {"praised": load_guide(f"{two_bases}:praise=-30")})
+    )
+    assert drawn == by_hand
+    lm.add_adapter(LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    with pytest.raises(OptionError, match="not over"):
+        radq.evaluate(lm, toy_tokenizer, ["the film"], guides, judges, max_new_tokens=5)
+
+
+def test_the_embedded_base_is_known_by_its_folder_too(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = shutil.copytree(toy, tmp_path / "radq" / f"{CONVERTED}0123456789abcdef")
+    assert fingerprint_model(folder) == "embedded@0123456789abcdef"
+    assert fingerprint_model(shutil.copytree(toy, tmp_path / folder.name)) == fingerprint_model(toy)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"calibrations": [{"attribute": "praise"}]}'])

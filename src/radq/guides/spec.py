@@ -97,18 +97,26 @@ def load_guide(
     Args:
         specification: `DIR:name=number,name=number`, where DIR is `embedded`, a folder or a name on the hub. The names
             are the attributes of a reward model, each with its strength β, or alpha for DExperts, or omega for GeDi.
-            Attributes that are calibrated also take strong, 60% or 0.6; see docs/strength.md.
+            Attributes that are calibrated over the base model also take strong, 60% or 0.6; see docs/strength.md.
         device: "cpu", "cuda", "cuda:1", …: where the models of the guide compute.
         dtype: data type of the models; "auto" takes the one in which they are stored, or float32 on a CPU that has no
             instructions for it.
         clamp: clamp rewards to the range of the labels that the reward model was trained on.
         lm: the language model that is to be steered; a reward model that reads its hidden states then shares its
             weights instead of loading them a second time.
-        base: the name of that language model. A warning says if strengths were calibrated over another one.
+        base: the name of that language model, by default that under which `lm` was loaded. Strengths that were
+            calibrated over another one are refused.
     """
-    folder, numbers = parse_guide(specification, base)
+    folder, numbers = parse_guide(specification, find_base(lm) if base is None else base)
     check_guide(folder, numbers)
     return guide_maker(folder, device, dtype, clamp, lm)(numbers)
+
+
+def find_base(lm: Any) -> str | None:
+    """The name under which a language model was loaded; empty if it has none, or is no longer what that name means."""
+    if lm is None:
+        return None
+    return "" if getattr(lm, "peft_config", None) else str(getattr(lm.config, "name_or_path", ""))
 
 
 def load_guides(

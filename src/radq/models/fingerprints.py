@@ -11,8 +11,8 @@ import hashlib
 from fnmatch import fnmatch
 from pathlib import Path
 
-from radq.files import fingerprint_file
-from radq.models.embedded import EMBEDDED, base_name, reward_folder
+from radq.files import default_cache_folder, fingerprint_file
+from radq.models.embedded import CONVERTED, EMBEDDED, base_name, reward_folder
 from radq.models.hub import find_snapshot
 from radq.models.peft_adapter import find_adapter
 
@@ -38,6 +38,8 @@ def fingerprint_model(name: str | Path) -> str:
     folder = reward_folder(attribute) if kind == EMBEDDED else Path(name)
     if not folder.is_dir():
         return find_snapshot(str(name)).name
+    if folder.name.startswith(CONVERTED) and folder.resolve().parent == default_cache_folder().resolve():
+        return f"{EMBEDDED}@{folder.name.removeprefix(CONVERTED)}"  # as `base_name`: a loaded base knows its folder
     digest = hashlib.sha256()
     for file in _model_files(folder):
         digest.update(file.relative_to(folder).as_posix().encode() + bytes.fromhex(fingerprint_file(file)))

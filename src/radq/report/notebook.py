@@ -30,7 +30,7 @@ from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
 from radq.evaluation.sweep.engines import measure_ends
 from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
 from radq.guides import Guide
-from radq.guides.spec import find_budget, load_guide
+from radq.guides.spec import find_base, find_budget, load_guide
 from radq.judges.base import Judge
 from radq.judges.models import UnitJudge, load_judge
 from radq.models.loading import Wrappable
@@ -190,7 +190,7 @@ def evaluate(
     unguided: MeasuredCell | None = None
     for name, guide in {UNGUIDED: None, **guides}.items():
         steer = load_guide(guide, device, lm=lm) if isinstance(guide, str) else guide
-        budget = find_budget([guide], kl_budget) if isinstance(guide, str) else kl_budget
+        budget = find_budget([guide], kl_budget, find_base(lm)) if isinstance(guide, str) else kl_budget
         drawn = generate(
             lm, tokenizer, prompts, steer, **options, kl_budget=None if steer is None else budget, ends=ends
         )

@@ -13,6 +13,7 @@ Importing this module imports no torch.
 """
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,7 @@ from typing import Annotated, Any, Literal
 from radq.decoding.config import Ends, Steering
 from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
-from radq.models.calibration import Calibration, find_calibration
+from radq.models.calibration import Calibration, OtherBaseError, find_calibration
 from radq.models.embedded import EMBEDDED, SUGGESTED
 from radq.models.stored import check_language_model
 from radq.serving.allowed_hosts import check_host
@@ -70,13 +71,13 @@ class GuideEntry:
             base: the base model, for which calibrated strengths hold.
         """
         entry = build({"guide": value} if isinstance(value, str) else value, cls, place)
-        folder, pairs = _split(entry.guide, place)
+        folder, pairs = _split(entry.guide, place, base)
         strength = next(iter(pairs))
         written = pairs.pop(strength)
         suggested = written if entry.suggested is None else entry.suggested
         if suggested is None and folder == EMBEDDED:
             suggested = SUGGESTED.get(strength)
-        calibration = find_calibration(folder, strength, base, fetch=False)
+        calibration = _find_calibration(folder, strength, base)
         safe = entry.safe or (calibration.safe if calibration else None)
         if suggested is None and calibration is not None:
             suggested = calibration.named.get("medium")
@@ -121,7 +122,16 @@ class GuideEntry:
         check_guide(self.folder, {self.strength: 1.0, **self.options})
 
 
-def _split(guide: str, place: str) -> tuple[str, dict[str, float | None]]:
+def _find_calibration(folder: str, strength: str, base: str | None) -> Calibration | None:
+    """The calibration of a guide; none, with a warning, where it holds for other base models alone."""
+    try:
+        return find_calibration(folder, strength, base, fetch=False)
+    except OtherBaseError as error:
+        warnings.warn(f"{error.message} Its strengths are not used. hint: {error.hint}", stacklevel=2)
+        return None
+
+
+def _split(guide: str, place: str, base: str | None = None) -> tuple[str, dict[str, float | None]]:
     """Split `DIR:name=number,name` into folder and names; a name may stand without a number."""
     folder, colon, pairs = guide.rpartition(":")
     if not colon or not folder:
@@ -129,7 +139,7 @@ def _split(guide: str, place: str) -> tuple[str, dict[str, float | None]]:
     found: dict[str, float | None] = {}
     for pair in pairs.split(","):
         name, equals, _ = pair.partition("=")
-        found[name.strip()] = parse_guide(f"{folder}:{pair}", fetch=False)[1][name.strip()] if equals else None
+        found[name.strip()] = parse_guide(f"{folder}:{pair}", base, fetch=False)[1][name.strip()] if equals else None
     return folder, found
 
 
@@ -266,8 +276,7 @@ class ServeConfig:
     def calibrations(self) -> dict[str, Calibration]:
         """The calibrations of the guides that have one, by the names that clients use."""
         found = {
-            name: find_calibration(entry.folder, entry.strength, self.base, fetch=False)
-            for name, entry in self.guides.items()
+            name: _find_calibration(entry.folder, entry.strength, self.base) for name, entry in self.guides.items()
         }
         return {name: one for name, one in found.items() if one is not None}
 
