@@ -101,7 +101,8 @@ def test_stop_texts_end_nothing_before_the_least_number_of_tokens() -> None:
         (cut,) = generate(lm, TOKENIZER, [PROMPT], changes=changes, **options)
         assert cut.token_ids == free.token_ids[:least]
         assert free.text.startswith(cut.text)
-        assert len(cut.text.split()) == least - 1
+        before = TOKENIZER.decode(free.token_ids[: least - 1], skip_special_tokens=True)
+        assert cut.text.split() == before.split()
         pieces = stream_text(lm, TOKENIZER, PROMPT, changes=changes, **options)
         assert "".join(pieces) == cut.text
 

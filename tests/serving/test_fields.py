@@ -1,5 +1,6 @@
 """Every field of a request is honoured, refused by its name, or changes no text."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -155,3 +156,38 @@ def test_wrong_values_are_named(running: Running, name: str, value: Any) -> None
     answer = ask(running, "completion", **{name: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(name)
+
+
+# --- the length of texts ---
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_more_tokens_than_the_limit_are_cut_and_said(running: Running, kind: Kind, name: str) -> None:
+    settings = {"seed": 4, "ignore_eos": True, "max_tokens": None}
+    whole = ask(running, kind, **settings | {name: 48}).json()
+    cut = ask(running, kind, **settings | {name: 10**6}).json()
+    assert "max_tokens" not in whole["radq"] | whole["choices"][0]["radq"]
+    assert cut["radq"]["max_tokens"] == cut["choices"][0]["radq"]["max_tokens"] == 48
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert cut["usage"] == whole["usage"]
+    assert cut["usage"]["completion_tokens"] == 48
+
+
+def test_texts_go_on_to_the_limit_or_the_context(running: Running) -> None:
+    """The toy has 64 positions, its server allows 48 tokens."""
+    context = running.served.context
+    prompts = ["the film was", "the film " * 15]
+    settings = {"prompt": prompts, "ignore_eos": True, "return_token_ids": True}
+    for max_tokens, said in ((None, False), (10**6, True)):
+        answer = ask(running, "completion", **settings, max_tokens=max_tokens).json()
+        for choice in answer["choices"]:
+            most = min(48, context - len(choice["prompt_token_ids"]))
+            assert (len(choice["token_ids"]), choice["finish_reason"]) == (most, "length")
+            assert (choice["radq"].get("max_tokens") == most) is said
+
+
+def test_a_stream_says_that_it_is_cut(running: Running) -> None:
+    lines = ask(running, "completion", max_tokens=10**6, stream=True).text.splitlines()
+    first = json.loads(lines[0].removeprefix("data: "))
+    assert first["radq"]["max_tokens"] == 48

@@ -136,7 +136,7 @@ def test_virtual_models_are_their_strengths(client: Any) -> None:
     ("kind", "body"),
     [
         (openai.NotFoundError, {"model": "gpt-5", "prompt": "x"}),
-        (openai.BadRequestError, {"model": "toy", "prompt": "x", "max_tokens": 10**6}),
+        (openai.BadRequestError, {"model": "toy", "prompt": "x", "max_tokens": -1}),
         (openai.BadRequestError, {"model": "toy", "prompt": "x", "extra_body": {"radq": {"joy": 1}}}),
     ],
 )
@@ -441,7 +441,6 @@ WRONG = [
     ({"n": -1}, 400, "n"),
     ({"n": 17}, 400, "at most 16 texts"),
     ({"max_tokens": 0}, 400, "max_tokens"),
-    ({"max_tokens": 49}, 400, "at most 48"),
     ({"prompt": "the film " * 25}, 400, "at most 40 tokens"),
     ({"prompt": [10**6]}, 400, "token ids below"),
     ({"prompt": [-1]}, 400, "token ids below"),
@@ -452,7 +451,6 @@ WRONG = [
     ({"stop": ["x"] * 10_000}, 400, "stop"),
     ({"temperature": -1}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
-    ({"echo": True}, 400, "echo"),
     ({"presence_penalty": 3}, 400, "presence_penalty"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"model": "/etc/passwd"}, 404, "there are toy, toy@kind"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from radq.errors import OptionError
 
@@ -67,6 +67,7 @@ class LogitChanges:
         presence_penalty: lowers the logits of tokens that the text without its prompt holds.
         frequency_penalty: the same, for each time that the text holds the token.
         min_p: only tokens with at least this share of the probability of the likeliest one may be candidates.
+        json_schema: the text is JSON of this schema, unless it reaches its largest number of tokens before.
     """
 
     min_new_tokens: int = 0
@@ -75,6 +76,7 @@ class LogitChanges:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_p: float = 0.0
+    json_schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.min_new_tokens < 0:

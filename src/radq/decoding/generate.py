@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.decoding.config import DEFAULT_STEERING, NO_CHANGES, Ends, LogitChanges, Steering, check_counts, check_stop
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine
+from radq.decoding.grammar import Grammar
 from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.processors import make_processors
 from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
@@ -147,8 +148,8 @@ def generate(
         stop: texts that end a continuation before them.
         batch_size: the most rows (prompts × samples) that are decoded together; by default as many as fit into free
             memory.
-        changes: penalties, biases, min_p and a least number of tokens. They change the base model's logits before
-            candidates are chosen; `nll` stays that of the base model itself.
+        changes: penalties, biases, min_p, a least number of tokens, and a JSON schema. They change the base model's
+            logits before candidates are chosen; `nll` stays that of the base model itself.
         logits_processors: logits processors of transformers, which do the same after them.
         compile: compile the models with torch.compile, which takes a minute or so at the first call with as many texts
             and tokens. Small models on a GPU then decode up to twice as fast.
@@ -308,18 +309,22 @@ def _submit(
     strengths = None if beta is None else check_strengths(beta, guide)
     check_width(steering.top_k, num_logits(lm))
     changes.check_tokens(num_logits(lm))
+    schema = changes.json_schema
+    grammar = None if schema is None else Grammar(tokenizer, num_logits(lm), schema)
     uniforms = draw_uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size, details=True) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
     ends = frozenset(stops)
     with collecting_later():  # thousands of requests would have all objects of the process looked at again and again
         for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
-            own = (*make_processors(changes, len(encoded[p]), ends), *processors)
+            length = len(encoded[p])
+            own = (*make_processors(changes, length, ends), *processors)
             for s in range(num_samples):
                 growing = GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens)
                 watch = _StopTexts(growing) if stop else None
                 numbers = uniforms[p, s], strengths
-                request = Request(encoded[p], steering, max_new_tokens, *numbers, ends, watch, own)
+                masks = () if grammar is None else (grammar.mask(length, ends),)
+                request = Request(encoded[p], steering, max_new_tokens, *numbers, ends, watch, (*masks, *own))
                 tickets[p * num_samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
 

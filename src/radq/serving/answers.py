@@ -6,20 +6,29 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from radq.decoding.prompt_scores import PromptScores
+from radq.decoding.text import GrowingText
 from radq.serving.bodies import Kind
 from radq.serving.details import LEAST, Drawn, make_finite
 from radq.serving.orders import Order
 from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
 
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "radq")  # of completions
 OBJECTS = {"completion": ("text_completion", "text_completion"), "chat": ("chat.completion", "chat.completion.chunk")}
 
 
 class Answer:
     """The answer to an order, put together from deliveries."""
 
-    def __init__(self, kind: Kind, order: Order, served: Served, texts: Sequence[Text]):
-        self.kind, self.order, self.served, self.texts = kind, order, served, texts
+    def __init__(
+        self, kind: Kind, order: Order, served: Served, texts: Sequence[Text], scores: PromptScores | None = None
+    ):
+        """
+        Args:
+            scores: of the prompts, where the answer begins with them and tells log-probabilities.
+        """
+        self.kind, self.order, self.served, self.texts, self.scores = kind, order, served, texts, scores
         self.head = {
             "id": f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -36,7 +45,7 @@ class Answer:
         return self._document(0, choices) | {"usage": self.usage(), "radq": self._confirmation()}
 
     def _choice(self, text: Text, end: Delivery) -> dict[str, Any]:
-        written = "".join(one.piece for one in text.drawn) + end.rest
+        written = self._echo(text) + "".join(one.piece for one in text.drawn) + end.rest
         content = {"text": written}
         if self.kind == "chat":
             content = {"message": {"role": "assistant", "content": written}}
@@ -44,7 +53,9 @@ class Answer:
 
     def _finish(self, choice: dict[str, Any], text: Text, end: Delivery) -> dict[str, Any]:
         error = {} if end.error is None else {"error": end.error}
-        summary = text.summary() | self._settings() | error
+        cut = {"max_tokens": text.max_tokens} if self.order.cut else {}
+        guided = {} if self.scores is None or not self.scores.guided else {"prompt_logprobs": self._guided(text)}
+        summary = text.summary() | self._settings() | cut | guided | error
         return choice | {"finish_reason": _finish_reason(end), "radq": summary}
 
     # --- streams ---
@@ -54,7 +65,7 @@ class Answer:
         text = delivery.text
         begin = text.index not in self._begun
         self._begun.add(text.index)
-        piece = "".join(one.piece for one in delivery.tokens) + delivery.rest
+        piece = (self._echo(text) if begin else "") + "".join(one.piece for one in delivery.tokens) + delivery.rest
         content: dict[str, Any] = {"text": piece}
         if self.kind == "chat":
             content = {"delta": ({"role": "assistant"} if begin else {}) | {"content": piece}}
@@ -87,21 +98,28 @@ class Answer:
         }
 
     def _confirmation(self) -> dict[str, Any]:
-        """Confirm the settings that were applied to the whole request, and name its fields that were not."""
-        return self._settings() | ({"ignored": self.order.ignored} if self.order.ignored else {})
+        """Confirm the settings that were applied to the whole request, and name its fields that were not.
+
+        Where texts may have fewer tokens than were asked for, it says how many they may have at least.
+        """
+        cut = {"max_tokens": min(self.order.max_tokens)} if self.order.cut else {}
+        return self._settings() | cut | ({"ignored": self.order.ignored} if self.order.ignored else {})
 
     def _tokens(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
         """The ids and log-probabilities of tokens, where the order asks for them."""
         found: dict[str, Any] = {"logprobs": None}
         if self.order.logprobs is not None:
-            found["logprobs"] = self._columns(text, tokens) if self.kind == "completion" else self._entries(tokens)
+            found["logprobs"] = (
+                self._columns(text, tokens, begin) if self.kind == "completion" else self._entries(tokens)
+            )
         if self.order.token_ids:
             found |= {"token_ids": [one.id for one in tokens]} | ({"prompt_token_ids": text.prompt} if begin else {})
         return found
 
-    def _columns(self, text: Text, tokens: Sequence[Drawn]) -> dict[str, Any]:
+    def _columns(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
         """Log-probabilities in the form of completions: a list for each kind of number."""
-        offsets = []
+        before = self._prompt_columns(text) if begin and self.scores is not None else {}
+        offsets: list[int] = []
         for one in tokens:
             offsets.append(self._offsets[text.index])
             self._offsets[text.index] += len(one.piece)
@@ -111,9 +129,36 @@ class Answer:
             "top_logprobs": [dict(self._top(one)) for one in tokens] if self.order.logprobs else None,
             "text_offset": offsets,
         }
-        return columns | (
-            {"radq": [one.describe(self.served.show_token) for one in tokens]} if self.order.details else {}
-        )
+        if self.order.details:
+            columns["radq"] = [one.describe(self.served.show_token) for one in tokens]
+        return {name: None if values is None else [*before.get(name, []), *values] for name, values in columns.items()}
+
+    # --- prompts ---
+
+    def _echo(self, text: Text) -> str:
+        return "" if self.order.echo is None else self.order.echo[text.index // self.order.n]
+
+    def _guided(self, text: Text) -> list[float | None]:
+        """The log-probabilities of the tokens of a prompt as guides would have them drawn."""
+        assert self.scores is not None
+        guided = self.scores.guided[text.index // self.order.n]
+        return [None if one is None else make_finite(one) for one in guided]
+
+    def _prompt_columns(self, text: Text) -> dict[str, list[Any]]:
+        """The columns of the tokens of a prompt under the base model, whose first token has no numbers."""
+        assert self.scores is not None
+        show, growing = self.served.show_token, GrowingText(self.served.tokenizer, [])
+        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        for token, score in zip(text.prompt, self.scores.base[text.index // self.order.n], strict=True):
+            columns["tokens"].append(show(token))
+            columns["text_offset"].append(self._offsets[text.index])
+            columns["radq"].append(None)
+            columns["token_logprobs"].append(score and make_finite(score.log_probability))
+            best = None if score is None else [*score.best, (token, score.log_probability)]
+            columns["top_logprobs"].append(best and {show(other): make_finite(number) for other, number in best})
+            self._offsets[text.index] += len(growing.add(token))
+        self._offsets[text.index] = len(self._echo(text))
+        return columns
 
     def _entries(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
         """Log-probabilities in the form of chats: an entry for each token."""

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from radq.decoding.prompt_scores import PromptScores
 from radq.serving.allowed_hosts import AllowedHosts
 from radq.serving.answers import Answer
 from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody, check_content_type
@@ -29,6 +30,7 @@ from radq.serving.scheduler import Scheduler
 from radq.serving.served import Served
 from radq.serving.streams import TextStream, unless_gone, write_events
 
+SCORED_TOKENS = 128  # of prompts, between two steps of running texts
 LONG_BODY = 2**15  # bytes; larger bodies take a while to tokenise, and wait for each other
 
 
@@ -56,9 +58,12 @@ class Server:
 
     async def complete(self, kind: Kind, body: CompletionBody | ChatBody, request: Request) -> Response:
         order = await self.read(request, read_order, body, self.served)
+        scores = order.prompt_scores(self.served)
+        if scores is not None and not await unless_gone(request, self._read_scores(scores)):
+            return Response(status_code=499)  # nobody reads this
         stream = TextStream(order, self.served, self.scheduler)
-        answer = Answer(kind, order, self.served, stream.texts)
-        self.scheduler.submit(stream.texts)
+        answer = Answer(kind, order, self.served, stream.texts, scores)
+        stream.start()
         if order.stream:
             return StreamingResponse(
                 write_events(stream, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
@@ -71,6 +76,12 @@ class Server:
         if errors and self.scheduler.closing:
             return answer_problem(503, errors[0])
         return JSONResponse(answer.whole(ends))
+
+    async def _read_scores(self, scores: PromptScores) -> bool:
+        """Let prompts be scored in parts, between which texts go on."""
+        while not await asyncio.wrap_future(self.scheduler.call(lambda: scores.go_on(SCORED_TOKENS))):
+            pass
+        return True
 
     async def score(self, body: ScoreBody, request: Request) -> dict[str, Any]:
         check_unicode(body.text)

@@ -13,14 +13,27 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class Schema(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
 class TextBody(BaseModel):
     """The fields that completions and chat completions have in common; see `radq.serving.fields` for all others."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = Field(None, description="A model of /v1/models; by default the base model.")
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="The newer name of max_tokens."
     )
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
@@ -43,6 +56,7 @@ class TextBody(BaseModel):
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
         None, description="Tokens that end the text, beside those of the model."
     )
+    response_format: ResponseFormat | None = Field(None, description="Whether the text is JSON, maybe of a schema.")
     ignore_eos: bool | None = Field(None, description="Whether the stop tokens of the model end nothing.")
     return_token_ids: bool | None = None
     radq: Annotated[
@@ -62,6 +76,7 @@ class CompletionBody(TextBody):
         description="One or more texts, or lists of token ids."
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = Field(None, description="Whether the answer begins with the prompt.")
 
 
 class Part(BaseModel):

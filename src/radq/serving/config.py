@@ -152,7 +152,7 @@ class Limits:
     prompt_tokens: Annotated[int, Range(1)] = 2048
     """Longest prompt."""
     max_tokens: Annotated[int, Range(1)] = 1024
-    """Most tokens of a text."""
+    """Most tokens of a text; requests for more are cut to it, and the answer says so."""
     choices: Annotated[int, Range(1)] = 16
     """Most texts of one request: prompts times n."""
     top_k: Annotated[int, Range(1)] = 1024
@@ -193,8 +193,8 @@ class Defaults:
     reward them like words, for reward models that were taught ends."""
     top_k: Annotated[int, Range(1)] = 20
     """Number of candidates of a token."""
-    max_tokens: Annotated[int, Range(1)] = 64
-    """Most tokens of a text."""
+    max_tokens: Annotated[int, Range(1)] | None = None
+    """Most tokens of a text; null lets it go on up to the limit and the context of the models."""
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "echo": (False,),
     # vLLM's
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -90,7 +88,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
-HINTS = {
+HINTS = dict.fromkeys(("format", "guided_json", "json_schema", "structured_outputs"), "write response_format.") | {
     "max_new_tokens": "write max_tokens.",
     "n_predict": "write max_tokens.",
     "num_predict": "write max_tokens.",

@@ -1,18 +1,21 @@
 """Orders: requests after all checks, as texts with their prompts, strengths and settings."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from radq.decoding.config import LogitChanges, Steering
 from radq.decoding.generate import draw_uniforms
+from radq.decoding.grammar import Grammar
 from radq.decoding.processors import make_processors
+from radq.decoding.prompt_scores import PromptScores
 from radq.decoding.prompts import Prompt, encode_prompts, find_stops
+from radq.decoding.request import Processor
 from radq.decoding.text import GrowingText
-from radq.errors import ContextLengthError, OptionError
+from radq.errors import ModelError, OptionError
 from radq.models.loading import num_logits
-from radq.serving.bodies import ChatBody, CompletionBody, Message, TextBody
+from radq.serving.bodies import ChatBody, CompletionBody, Message, ResponseFormat, TextBody
 from radq.serving.config import ServeConfig
 from radq.serving.fields import FieldError, find_ignored, reading
 from radq.serving.problems import check_unicode
@@ -27,14 +30,17 @@ class Order:
 
     model: str
     prompts: list[list[int]]
+    echo: list[str] | None  # the texts of the prompts, where answers begin with them
     steering: Steering
     strengths: dict[str, float]  # of all guides that are read
-    max_tokens: int
+    max_tokens: list[int]  # of a text of each prompt
+    cut: bool  # whether some prompt has room for fewer tokens than were asked for
     n: int
     seed: int
     stop: tuple[str, ...]
     stop_tokens: frozenset[int]
     changes: LogitChanges
+    grammar: Grammar | None
     logprobs: int | None  # the number of alternatives that are told about each token; None tells nothing
     details: bool  # whether radq's own numbers are told about each token
     token_ids: bool
@@ -48,7 +54,7 @@ class Order:
 
     def texts(self, served: Served, deliver: Callable[[Delivery], None]) -> list[Text]:
         """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
-        uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, self.max_tokens)
+        uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, max(self.max_tokens))
         processors = [make_processors(self.changes, len(prompt), self.stop_tokens) for prompt in self.prompts]
         selection = served.panel.select(self.strengths)
         return [
@@ -57,17 +63,30 @@ class Order:
                 prompt=prompt,
                 steering=self.steering,
                 selection=selection,
-                max_tokens=self.max_tokens,
-                uniforms=uniforms[p, s],
+                max_tokens=self.max_tokens[p],
+                uniforms=uniforms[p, s, : self.max_tokens[p]],
                 stops=self.stop_tokens,
                 growing=GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens),
                 deliver=deliver,
                 details=self.details or bool(self.logprobs),
-                processors=processors[p],
+                tells_stop=self.echo is not None and self.logprobs is not None,
+                processors=(*self._masks(prompt), *processors[p]),
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)
         ]
+
+    def prompt_scores(self, served: Served) -> PromptScores | None:
+        """Prepare the log-probabilities of the tokens of prompts, where the answer tells them."""
+        if self.echo is None or self.logprobs is None:
+            return None
+        selection = served.panel.select(self.strengths)
+        guide = served.panel.sum(selection.guides) if selection.guides else None
+        settings = self.steering, selection.strengths, self.stop_tokens, self.logprobs
+        return PromptScores(served.lm, guide, self.prompts, *settings)
+
+    def _masks(self, prompt: list[int]) -> tuple[Processor, ...]:
+        return () if self.grammar is None else (self.grammar.mask(len(prompt), self.stop_tokens),)
 
 
 def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
@@ -79,7 +98,12 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     model, asked = _read_steering(body, config)
     strengths = _read_strengths(asked, config)
     with reading("prompt" if isinstance(body, CompletionBody) else "messages"):
-        max_tokens, prompts = _read_prompts(body, served)
+        prompts = _read_prompts(body, served)
+    echo = _read_echo(body, prompts, served)
+    asked_tokens = _asked_tokens(body)
+    if asked_tokens == 0 and echo is None:
+        raise FieldError("max_tokens", "max_tokens must be at least 1, got 0.", "0 is for echo, which tells prompts.")
+    max_tokens = _find_max_tokens(asked_tokens, prompts, served)
     n = body.n or 1
     if len(prompts) * n > config.limits.choices:
         raise FieldError(
@@ -87,6 +111,8 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
             f"a request may ask for at most {config.limits.choices} texts, got {len(prompts)} prompts times {n}.",
             "send several requests.",
         )
+    stop_tokens = _find_stop_tokens(body, served)
+    changes = _read_changes(body, num_logits(served.lm))
     temperature = 1.0 if body.temperature is None else body.temperature
     top_k = int(asked.get("top_k") or config.defaults.top_k)
     budget = asked.get("kl_budget", config.defaults.kl_budget)
@@ -97,16 +123,19 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     return Order(
         model=model,
         prompts=prompts,
+        echo=echo,
         steering=Steering(
             top_k, None if body.top_p in (None, 1) else body.top_p, temperature, budget, config.defaults.ends
         ),
         strengths=strengths,
         max_tokens=max_tokens,
+        cut=asked_tokens is not None and min(max_tokens) < asked_tokens,
         n=n,
         seed=secrets.randbits(32) if body.seed is None else body.seed,
         stop=_read_stops(body.stop, config.limits.stops),
-        stop_tokens=_find_stop_tokens(body, served),
-        changes=_read_changes(body, num_logits(served.lm)),
+        stop_tokens=stop_tokens,
+        changes=changes,
+        grammar=_read_grammar(changes, stop_tokens, served),
         logprobs=logprobs,
         details=details,
         token_ids=bool(body.return_token_ids),
@@ -167,30 +196,35 @@ def _read_strengths(asked: dict[str, float | None], config: ServeConfig) -> dict
     return found
 
 
-def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> tuple[int, list[list[int]]]:
-    """Read the largest number of tokens of a text, and the tokens of the prompts."""
-    config = served.config
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if asked is not None and asked > config.limits.max_tokens:
-        raise FieldError(
-            "max_tokens",
-            f"max_tokens must be at most {config.limits.max_tokens}, got {asked}.",
-            "give a smaller max_tokens.",
-        )
+def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> list[list[int]]:
+    """Read the tokens of the prompts, behind each of which there is room for a token, if one is asked for."""
+    room = 0 if _asked_tokens(body) == 0 else 1
+    limits = served.config.limits
     given: Sequence[Prompt] = _prompts(body)
-    if len(given) > config.limits.choices:
-        raise OptionError(f"a request may have at most {config.limits.choices} prompts.", "send several requests.")
-    most = config.limits.prompt_tokens
-    prompts = encode_prompts(served.lm.config, served.tokenizer, given, 1, served.context, most)
-    longest = max(map(len, prompts))
-    if asked is None:
-        return min(config.defaults.max_tokens, config.limits.max_tokens, served.context - longest), prompts
-    if longest + asked > served.context:
-        raise ContextLengthError(
-            f"{longest} tokens of the prompt and {asked} new ones exceed the context of {served.context} tokens.",
-            "shorten the prompt, or give a smaller max_tokens.",
-        )
-    return asked, prompts
+    if len(given) > limits.choices:
+        raise OptionError(f"a request may have at most {limits.choices} prompts.", "send several requests.")
+    return encode_prompts(served.lm.config, served.tokenizer, given, room, served.context, limits.prompt_tokens)
+
+
+def _asked_tokens(body: TextBody) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _read_echo(body: CompletionBody | ChatBody, prompts: list[list[int]], served: Served) -> list[str] | None:
+    if isinstance(body, ChatBody) or not body.echo:
+        return None
+    pairs = zip(_prompts(body), prompts, strict=True)
+    return [
+        prompt if isinstance(prompt, str) else str(served.tokenizer.decode(ids, skip_special_tokens=True))
+        for prompt, ids in pairs
+    ]
+
+
+def _find_max_tokens(asked: int | None, prompts: list[list[int]], served: Served) -> list[int]:
+    """Find the most tokens of a text of each prompt: no more than the operator allows, and than there is room for."""
+    most = served.config.defaults.max_tokens if asked is None else asked
+    limit = served.config.limits.max_tokens
+    return [min(limit if most is None else most, limit, served.context - len(prompt)) for prompt in prompts]
 
 
 def _prompts(body: CompletionBody | ChatBody) -> list[Any]:
@@ -245,9 +279,32 @@ def _read_changes(body: TextBody, vocab_size: int) -> LogitChanges:
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             min_p=body.min_p or 0.0,
+            json_schema=_read_schema(body.response_format),
         )
         changes.check_tokens(vocab_size)
     return changes
+
+
+def _read_schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "object"}
+    if form.json_schema is None:
+        raise FieldError("response_format", "response_format has no json_schema.", 'add {"schema": {…}}.')
+    return form.json_schema.schema_
+
+
+def _read_grammar(changes: LogitChanges, stop_tokens: frozenset[int], served: Served) -> Grammar | None:
+    """Compile the grammar of a request; a missing package is an error of the request, too."""
+    if changes.json_schema is None:
+        return None
+    if not stop_tokens:
+        raise FieldError("ignore_eos", "a text that is JSON must be able to end.", "leave ignore_eos out.")
+    try:
+        return Grammar(served.tokenizer, num_logits(served.lm), changes.json_schema)
+    except (OptionError, ModelError) as error:
+        raise FieldError("response_format", error.message, error.hint) from error
 
 
 def _read_token(name: str) -> int:

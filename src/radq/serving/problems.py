@@ -42,19 +42,19 @@ def answer_problem(status: int, message: str, param: str | None = None, code: st
 
 
 def check_unicode(value: Any) -> None:
-    """Refuse texts with halves of characters, which cannot be written as UTF-8."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise OptionError("a text in the request is not valid Unicode.", "send whole characters.") from error
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            check_unicode(name)
-            check_unicode(item)
-    elif isinstance(value, list):
-        for item in value:
-            check_unicode(item)
+    """Refuse texts with halves of characters, which cannot be written as UTF-8, however deeply they are nested."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            try:
+                one.encode()
+            except UnicodeEncodeError as error:
+                raise OptionError("a text in the request is not valid Unicode.", "send whole characters.") from error
+        elif isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            left += one
 
 
 async def _on_radq_error(_: Request, error: Exception) -> Response:

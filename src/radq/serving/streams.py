@@ -25,6 +25,14 @@ class TextStream:
         self.texts: list[Text] = order.texts(served, self._deliver)
         self._left = len(self.texts)
 
+    def start(self) -> None:
+        """Let the texts be decoded; those without room for a token end at once."""
+        if any(text.max_tokens for text in self.texts):
+            self._scheduler.submit(self.texts)
+        else:
+            for text in self.texts:
+                self._news.put_nowait(Delivery(text, [], finish_reason="length"))
+
     def _deliver(self, delivery: Delivery) -> None:
         """Hand news over to the event loop, which may have ended."""
         try:

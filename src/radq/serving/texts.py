@@ -40,6 +40,7 @@ class Text:
     deliver: Callable[[Delivery], None]
     details: bool = False
     processors: tuple[Processor, ...] = ()
+    tells_stop: bool = False  # whether a stop token is told, as one without text
     arrived: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
     drawn: list[Drawn] = field(default_factory=list)
@@ -66,8 +67,10 @@ class Text:
         return self.growing.stopped
 
     def take(self, ticket: Ticket) -> list[Drawn]:
-        """Take the tokens that have come since the last call; a stop token is not one of them."""
+        """Take the tokens that have come since the last call; a stop token is not one of them, unless it is told."""
         fresh = []
+        if self.tells_stop and ticket.finish_reason == "stop" and len(self._pieces) < len(ticket.rows):
+            self._pieces.append("")
         for place in range(len(self.drawn), len(self._pieces)):
             token, shift, kl, _, base, guided, _, *told = ticket.rows[place].tolist()
             rewards = {name: told[column] for name, column in self.selection.places.items()} if told else None
