@@ -126,7 +126,7 @@ class Answer:
         columns: dict[str, Any] = {
             "tokens": [self.served.show_token(one.id) for one in tokens],
             "token_logprobs": [make_finite(one.logprob) for one in tokens],
-            "top_logprobs": [dict(self._top(one)) for one in tokens] if self.order.logprobs else None,
+            "top_logprobs": [_by_name(self._top(one)) for one in tokens] if self.order.logprobs else None,
             "text_offset": offsets,
         }
         if self.order.details:
@@ -153,9 +153,10 @@ class Answer:
             columns["tokens"].append(show(token))
             columns["text_offset"].append(self._offsets[text.index])
             columns["radq"].append(None)
-            columns["token_logprobs"].append(score and make_finite(score.log_probability))
-            best = None if score is None else [*score.best, (token, score.log_probability)]
-            columns["top_logprobs"].append(best and {show(other): make_finite(number) for other, number in best})
+            columns["token_logprobs"].append(None if score is None else make_finite(score.log_probability))
+            best = [] if score is None else [*score.best, (token, score.log_probability)]
+            named = _by_name([(show(other), make_finite(number)) for other, number in best])
+            columns["top_logprobs"].append(named or None)
             self._offsets[text.index] += len(growing.add(token))
         self._offsets[text.index] = len(self._echo(text))
         return columns
@@ -183,6 +184,11 @@ def _finish_reason(end: Delivery) -> str:
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": make_finite(logprob), "bytes": list(token.encode("utf-8", "replace"))}
+
+
+def _by_name(ranked: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Name numbers by the texts of tokens; of tokens with one text, such as halves of characters, the first counts."""
+    return dict(reversed(ranked))
 
 
 def _log(probability: float) -> float:
