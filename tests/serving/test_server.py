@@ -308,14 +308,14 @@ def test_all_lanes_together_read_few_tokens_between_two_steps(models: Path, monk
             forward(texts, columns)
 
         monkeypatch.setattr(PartlyRead, "_forward", count)
-        choose = scheduler._let_one_lane_read_prompts
+        choose = scheduler._read_prompts_or_do_task
 
         def choose_and_count() -> None:
             rounds.append(0)
             lanes.append(len(scheduler._lanes))
             choose()
 
-        scheduler._let_one_lane_read_prompts = choose_and_count
+        scheduler._read_prompts_or_do_task = choose_and_count
         scheduler.call(lambda: (begun.set(), go.wait(30)))  # until all requests are there
         assert begun.wait(30)
         bodies = [{"prompt": prompt, "radq": wish, "temperature": 0, "max_tokens": 5} for wish in wishes]

@@ -30,7 +30,7 @@ from radq.models.prompt_graphs import MOST_TOKENS, PromptGraphs
 from radq.models.prompt_parts import PromptParts
 from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader
-from radq.models.readout import join_layers
+from radq.models.readout import join_layers, pick_layers
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import log_probabilities, pad_left
@@ -161,11 +161,7 @@ class Decoder:
 
     def _take_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
         """Return the outputs of layers of the base model at the last token of each row, side by side."""
-        known, states = self.reader.layers, self.base.notes
-        if layers == known:
-            return states
-        parts = states.chunk(len(known), dim=1)
-        return torch.cat([parts[known.index(layer)] for layer in layers], dim=1)
+        return pick_layers(self.base.notes, self.reader.layers, layers)
 
     def _siblings(self, reader: Reader) -> int:
         """Return the number of candidates that a model reads beside each other."""

@@ -12,7 +12,7 @@ are known again by the model and by the tokens. Axes: b rows, t time.
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -29,7 +29,7 @@ class PartlyRead:
     reader: Any  # a Reader
     input_ids: Int[Tensor, "b t"]
     attention_mask: Int[Tensor, "b t"]
-    everywhere: bool  # whether the outputs of all parts are kept, not that of the last one alone
+    keeps: Literal["last", "each", "scores"]  # the output of the last part, or what is taken from that of each part
     outputs: list[Any] = field(default_factory=list)
     prefix: Prefix | None = None
     columns: int = 0
@@ -43,7 +43,7 @@ class PartlyRead:
         mine, others = ((one.reader.model, one.reader.output, one.reader.layers) for one in (self, other))
         return (
             mine == others
-            and self.everywhere == other.everywhere
+            and self.keeps == other.keeps
             and torch.equal(self.input_ids, other.input_ids)
             and torch.equal(self.attention_mask, other.attention_mask)
         )
@@ -58,13 +58,18 @@ class PartlyRead:
         part = slice(self.columns, self.columns + columns)
         tokens, mask = self.input_ids[:, part], self.attention_mask[:, part]
         reader = self.reader
-        arguments = reader.state_arguments if self.everywhere else reader.arguments
+        arguments = reader.arguments if self.keeps == "last" else reader.state_arguments
         if self.prefix is None:
             output, self.prefix = kv_cache.start(reader.model, tokens, mask, **arguments)
         else:
             output, self.prefix = kv_cache.extend(reader.model, self.prefix, tokens, mask, **arguments)
-        self.outputs = [*self.outputs, output] if self.everywhere else [output]
         self.columns += columns
+        if self.keeps == "last":
+            self.outputs = [output]
+        elif self.keeps == "each":
+            self.outputs.append(reader.take_each(output))
+        else:  # logits of all tokens would fill memory
+            self.outputs.append(reader.take_scores(output, self.input_ids[:, part.start + 1 : self.columns + 1]))
 
 
 class _Stopped(BaseException):

@@ -120,7 +120,7 @@ class Reader:
             if found is not None:
                 (last, notes), prefix = found
                 return Reading(self, prefix, last, notes)
-        texts = read_texts(PartlyRead(self, input_ids, attention_mask, everywhere=False))
+        texts = read_texts(PartlyRead(self, input_ids, attention_mask, "last"))
         assert texts.prefix is not None
         return Reading(self, texts.prefix, *self.take_last(texts.outputs[-1]))
 
@@ -146,10 +146,28 @@ class Reader:
     ) -> tuple["Reading", Float[Tensor, "b t n"]]:
         """Read a batch of texts and also return the output at each of their tokens."""
         self.check_columns(input_ids.shape[1])
-        texts = read_texts(PartlyRead(self, input_ids, attention_mask, everywhere=True))
+        texts = read_texts(PartlyRead(self, input_ids, attention_mask, "each"))
         assert texts.prefix is not None
-        outputs = torch.cat([self.take_each(output) for output in texts.outputs], dim=1)
+        outputs = torch.cat(texts.outputs, dim=1)
         return Reading(self, texts.prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
+
+    def take_scores(
+        self, output: Any, following: Int[Tensor, "b f"]
+    ) -> tuple[Float[Tensor, "b f"], Float[Tensor, "b t n"] | None]:
+        """Take from a language model's output the log-probabilities of the tokens that follow, and states of layers."""
+        scores = log_probabilities(output[self.output][:, : following.shape[1]], following)
+        return scores, kv_cache.take_states(output, self.layers) if self.layers else None
+
+    @torch.no_grad()
+    def read_scored(self, input_ids: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b t m"] | None]:
+        """Read texts by a language model; return the log-probability of each token but the first, and states of layers.
+
+        The states are those of each token, and None if the reader has no layers.
+        """
+        self.check_columns(input_ids.shape[1])
+        texts = read_texts(PartlyRead(self, input_ids, torch.ones_like(input_ids), "scores"))
+        scores, states = zip(*texts.outputs, strict=True)
+        return torch.cat(scores, dim=1), torch.cat(states, dim=1) if self.layers else None
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

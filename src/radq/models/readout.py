@@ -9,7 +9,7 @@ sketch of the base model's weights: beside other weights, the states would mean 
 Axes: n layers, d hidden size of the base model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ class Readout(nn.Module):
 
     def read_texts(
         self,
-        backbone: nn.Module,
+        read: Callable[[Int[Tensor, "b t"]], Float[Tensor, "b t nd"]],
         tokens: Int[Tensor, "b t"],
         mask: Int[Tensor, "b t"],
         with_bos: bool,
@@ -123,13 +123,14 @@ class Readout(nn.Module):
     ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
         """Compute the hidden states of whole texts, with a learned one before the first token if there is no BOS.
 
-        `states` are those of the base model where they are known, as `RewardModel.base_states` gives them.
+        `states` are those of the base model where they are known, as `RewardModel.base_states` gives them. `read` is
+        asked for them where they are not.
         """
         empty = int(not with_bos)
         packed = pack_left(F.pad(tokens, (empty, 0)), F.pad(mask, (empty, 0), value=1))
         texts = packed.input_ids[:, empty:]
         if states is None:
-            hidden = self(self.read_base(backbone, texts))
+            hidden = self(read(texts))
         else:
             hidden = F.pad(self(states), (0, 0, 0, texts.shape[1] - states.shape[1]))
         first = self.empty.to(hidden.dtype).expand(len(hidden), empty, -1)
@@ -196,3 +197,11 @@ def _rounding(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 def join_layers(layers: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """List all layers that several readouts read, each once."""
     return tuple(sorted({layer for some in layers for layer in some}))
+
+
+def pick_layers(states: Float[Tensor, "*p n"], joined: Sequence[int], layers: Sequence[int]) -> Float[Tensor, "*p m"]:
+    """Pick the outputs of some layers from those of joined ones, side by side."""
+    if tuple(layers) == tuple(joined):
+        return states
+    parts = states.chunk(len(joined), dim=-1)
+    return torch.cat([parts[joined.index(layer)] for layer in layers], dim=-1)

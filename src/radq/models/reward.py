@@ -53,6 +53,7 @@ from radq.models.lora import (
     unfold_adapters,
 )
 from radq.models.origins import identify_backbone
+from radq.models.prompt_parts import prompt_parts
 from radq.models.reading import Reader
 from radq.models.readout import Readout, ReadoutConfig, sketch_weights
 from radq.models.reward_state import RewardState
@@ -284,12 +285,19 @@ class RewardModel(PreTrainedModel):
     # --- rewards of texts ---
 
     def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        states: Float[Tensor, "b t nd"] | None = None,
     ) -> Float[Tensor, "b t a"]:
-        """r̂(u_t | u_<t) of every token of a batch of texts; 0 at padding, which may be on either side."""
+        """r̂(u_t | u_<t) of every token of a batch of texts; 0 at padding, which may be on either side.
+
+        A readout takes `states` in place of a forward of its base model, where they are given (`base_states`).
+        """
         if not torch.is_grad_enabled():
             self.notice_changes()
-        rewards = self.link(self(input_ids, attention_mask).rewards)
+        given = {} if states is None else {"states": states}
+        rewards = self.link(self(input_ids, attention_mask, **given).rewards)
         return rewards if attention_mask is None else rewards * attention_mask[..., None]
 
     def link(self, outputs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -306,9 +314,23 @@ class RewardModel(PreTrainedModel):
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
         if self.readout is not None:
-            return self.readout.read_texts(self.backbone, tokens, mask, self.config.prepend_bos, states)
+            return self.readout.read_texts(self._read_packed, tokens, mask, self.config.prepend_bos, states)
         packed = packing.pack_left(tokens, mask)
-        return self.backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state, packed
+        return self._read_packed(packed.input_ids), packed
+
+    def _read_packed(self, input_ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t n"]:
+        """Read texts that begin in the first column, in parts where this thread does so."""
+        if prompt_parts():
+            return self.reader.read_everywhere(input_ids, torch.ones_like(input_ids))[1]
+        if self.readout is not None:
+            return self.readout.read_base(self.backbone, input_ids)
+        return self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+
+    def accepts_states(self, lm: Any, input_ids: Int[Tensor, "b t"]) -> bool:
+        """Whether the states of a language model at the tokens of texts are those from which a readout scores them."""
+        if self.readout is None or find_backbone(lm, type(lm).__name__) is not self.backbone:
+            return False
+        return not self.config.prepend_bos or bool((input_ids[:, 0] == self.config.bos_token_id).all())
 
     @torch.no_grad()
     def base_states(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Float[Tensor, "b t nd"]:

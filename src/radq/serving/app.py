@@ -83,10 +83,12 @@ class Server:
             pass
         return True
 
-    async def score(self, body: ScoreBody, request: Request) -> dict[str, Any]:
+    async def score(self, body: ScoreBody, request: Request) -> Response:
         check_unicode(body.text)
         ids = await self.read(request, self.served.encode, body.text)
-        return await asyncio.wrap_future(self.scheduler.call(lambda: self.served.score(ids)))
+        work = asyncio.wrap_future(self.scheduler.call(lambda: self.served.score(ids)))
+        scores = await unless_gone(request, work)
+        return Response(status_code=499) if scores is None else JSONResponse(scores)
 
     # --- descriptions ---
 
@@ -158,7 +160,7 @@ def _add_texts(app: FastAPI, server: Server) -> None:
         return await server.complete("chat", body, request)
 
     @app.post("/radq/score", **guarded)
-    async def score(body: ScoreBody, request: Request) -> dict[str, Any]:
+    async def score(body: ScoreBody, request: Request) -> Response:
         return await server.score(body, request)
 
 

@@ -2,7 +2,7 @@
 reads a text once, whatever strengths the text has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -13,7 +13,11 @@ import torch
 from radq.guides import Guide, RewardGuide
 from radq.guides.spec import guide_maker
 from radq.models.embedded import EMBEDDED
+from radq.models.loading import Wrappable, num_logits
+from radq.models.reading import Reader
+from radq.models.readout import join_layers, pick_layers
 from radq.models.reward import RewardModel
+from radq.models.vocabulary import Vocabulary
 from radq.serving.config import GuideEntry
 
 Model = tuple[str, tuple[tuple[str, float], ...]]  # a folder, and the numbers of its guide that are no strengths
@@ -101,13 +105,37 @@ class Panel:
 
         A model that several names share reads the text once.
         """
+        return self._token_rewards(
+            lambda model: model.token_rewards(torch.tensor([list(token_ids)], device=model.device))
+        )
+
+    @torch.no_grad()
+    def score(self, lm: Wrappable, token_ids: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
+        """Compute also the log-probability of each token but the first; readouts take the states of this forward.
+
+        In `PromptParts.read` all models read the text in parts.
+        """
+        input_ids = torch.tensor([list(token_ids)], device=lm.device)
+        models = [pair[0] for name in self.places if (pair := self.reward_model(name)) is not None]
+        readouts = {model: model.reader.layers for model in models if model.accepts_states(lm, input_ids)}
+        layers = join_layers(list(readouts.values()))
+        reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
+        scores, states = reader.read_scored(input_ids)
+
+        def reward(model: RewardModel) -> torch.Tensor:
+            ids, own = input_ids.to(model.device), None
+            if states is not None and model in readouts:
+                own = pick_layers(states, layers, readouts[model])
+            return model.token_rewards(ids, states=own)
+
+        return scores[0].tolist(), self._token_rewards(reward)
+
+    def _token_rewards(self, read: Callable[[RewardModel], torch.Tensor]) -> dict[str, list[float]]:
+        """Tell rewards by name; `read` returns those of a model, (1, t, attributes), and is asked once."""
         found = {name: pair for name in self.places if (pair := self.reward_model(name)) is not None}
-        read: dict[RewardModel, torch.Tensor] = {}  # (t, attributes)
-        for model, _ in found.values():
-            if model not in read:
-                read[model] = model.token_rewards(torch.tensor([list(token_ids)], device=model.device))[0]
+        rewards = {model: read(model)[0] for model in dict.fromkeys(model for model, _ in found.values())}
         return {
-            name: read[model][:, column].clamp(*model.config.attribute_ranges[column]).tolist()
+            name: rewards[model][:, column].clamp(*model.config.attribute_ranges[column]).tolist()
             for name, (model, column) in found.items()
         }
 

@@ -20,6 +20,7 @@ from radq.decoding.engine import Engine, StepResult
 from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.request import Ticket
 from radq.errors import RadqError, explain
+from radq.models.prompt_parts import PromptParts
 from radq.serving.clock import ClockedGuide
 from radq.serving.details import StepNumbers
 from radq.serving.metrics import Metrics
@@ -27,6 +28,7 @@ from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
+TASKS_AT_ONCE = 4  # of those that wait, each of which may hold the keys and values of a text
 PROMPT_BUDGET = {"cpu": 128, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
 
 
@@ -47,6 +49,31 @@ class _Lane:
     texts: dict[Ticket, Text] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class _Task:
+    """Work of the models that is no text to decode, such as scores, and how far they have read for it."""
+
+    work: Callable[[], Any]
+    future: "Future[Any]" = field(default_factory=Future)
+    parts: PromptParts = field(default_factory=PromptParts)
+
+    def go_on(self, tokens: int) -> bool:
+        """Let models read so many tokens together; return whether the task has ended."""
+        try:
+            if not self.future.cancelled() and not self.parts.read(tokens, self.work):
+                return False
+        except Exception as error:
+            self.fail(error)
+        else:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(self.parts.result)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
 class Scheduler:
     """Decodes texts in a thread of its own, until `close`."""
 
@@ -54,7 +81,7 @@ class Scheduler:
         self.served, self.metrics, self.limits = served, metrics, served.config.limits
         self._change = threading.Condition()
         self._waiting: deque[Text] = deque()
-        self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._tasks: deque[_Task] = deque()
         self._lanes: dict[tuple[tuple[int, ...], bool], _Lane] = {}
         self._clocked: dict[tuple[int, ...], ClockedGuide] = {}
         self._round = 0
@@ -81,15 +108,18 @@ class Scheduler:
             self._change.notify()
 
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Run a function between two steps, since models are used by one thread at a time."""
-        future: Future[Any] = Future()
+        """Run a function between two steps, since models are used by one thread at a time.
+
+        Its models read texts in parts, as those of prompts: it is called again and again until they have read all.
+        """
+        task = _Task(work)
         with self._change:
             self._check_open()
             if len(self._tasks) >= self.limits.queue:
                 raise BusyError(f"{len(self._tasks)} requests are waiting already.", "try again later.")
-            self._tasks.append((work, future))
+            self._tasks.append(task)
             self._change.notify()
-        return future
+        return task.future
 
     def close(self, seconds: float = 0.0) -> None:
         """Take no more texts, answer those that wait, and end the running ones within so many seconds."""
@@ -148,9 +178,7 @@ class Scheduler:
                     return
             self._obey_deadline()
             self._admit()
-            if self._tasks:
-                self._do(*self._tasks.popleft())
-            self._let_one_lane_read_prompts()
+            self._read_prompts_or_do_task()
             for key, lane in list(self._lanes.items()):
                 self._step(lane)
                 if not lane.texts:
@@ -171,16 +199,17 @@ class Scheduler:
 
     def _refuse_tasks(self) -> None:
         while self._tasks:
-            _, future = self._tasks.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(ClosingError("the server is about to end.", "send the request to another server."))
+            self._tasks.popleft().fail(
+                ClosingError("the server is about to end.", "send the request to another server.")
+            )
 
-    def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
+    def _do_task(self) -> None:
+        """Do a part of a task. The first tasks take turns, so that a short one does not wait for a long one."""
+        budget = PROMPT_BUDGET["cpu" if self.served.lm.device.type == "cpu" else "cuda"]
+        ended = self._tasks[0].go_on(budget)
+        task = self._tasks.popleft()
+        if not ended:
+            self._tasks.insert(TASKS_AT_ONCE - 1, task)
 
     def _admit(self) -> None:
         """Let waiting texts join their engines while there is room; those that were cancelled leave."""
@@ -207,13 +236,17 @@ class Scheduler:
             self._lanes[key] = _Lane(engine, guide)
         return self._lanes[key]
 
-    def _let_one_lane_read_prompts(self) -> None:
-        """Choose the lane that reads prompts in this round, so that no text waits for those of all lanes."""
+    def _read_prompts_or_do_task(self) -> None:
+        """Choose what is read in this round, prompts of one lane or a task, so that no text waits for all of them."""
         self._round += 1
-        readers = [lane for lane in self._lanes.values() if lane.engine.has_prompts]
+        readers: list[_Lane | None] = [lane for lane in self._lanes.values() if lane.engine.has_prompts]
+        if self._tasks:
+            readers.append(None)
+        chosen = readers[self._round % len(readers)] if readers else None
         for lane in self._lanes.values():
-            chosen = bool(readers) and lane is readers[self._round % len(readers)]
-            lane.engine.prompt_budget = PROMPT_BUDGET[lane.engine.kind] if chosen else 0
+            lane.engine.prompt_budget = PROMPT_BUDGET[lane.engine.kind] if lane is chosen else 0
+        if chosen is None and self._tasks:
+            self._do_task()
 
     def _guide(self, numbers: tuple[int, ...]) -> ClockedGuide:
         if numbers not in self._clocked:

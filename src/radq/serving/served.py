@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from radq.decoding.prompts import check_size
 from radq.models.loading import Wrappable, find_device, load, max_positions, num_logits
 from radq.models.trial import choose_dtype
 from radq.models.vocabulary import find_bos, tokenise
-from radq.numerics import log_probabilities
 from radq.serving.config import ServeConfig
 from radq.serving.panel import Panel
 from radq.serving.scores import check_scored, describe_scores
@@ -51,10 +49,6 @@ class Served:
         check_scored(text, ids, limit)
         return ids
 
-    @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Compute the log-probability of each token under the base model, and its reward by each reward model."""
-        input_ids = torch.tensor([list(token_ids)], device=self.lm.device)
-        logits = self.lm(input_ids=input_ids).logits[0, :-1]
-        likelihoods = log_probabilities(logits, input_ids[0, 1:]).tolist()
-        return describe_scores(token_ids, likelihoods, self.panel.token_rewards(token_ids), self.show_token)
+        return describe_scores(token_ids, *self.panel.score(self.lm, token_ids), self.show_token)

@@ -1,0 +1,125 @@
+"""Scores of texts: read in parts between the steps of other texts, by few forwards, and the same as in one piece."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from serving import Running, make_config, serving
+
+from radq.models.prompt_parts import PartlyRead, PromptParts
+from radq.models.rad_q import RadQ
+from radq.models.rad_v import RadV
+from radq.numerics import log_probabilities
+from radq.serving import scheduler as scheduler_module
+from radq.serving.served import Served
+
+TEXT = "the plot was good and the film seemed dull but this music was lovely"
+
+
+@pytest.fixture(scope="module")
+def readouts(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Readouts of the toy of both kinds, which read different layers, beside models of their own."""
+    folder = tmp_path_factory.mktemp("readouts")
+    torch.manual_seed(0)
+    for name, kind, layers in (("bright", RadQ, 2), ("dark", RadQ, 1), ("value", RadV, 1)):
+        model: Any = kind.from_base(models / "toy", attributes=[name], num_layers=layers)
+        with torch.no_grad():
+            for parameter in [*model.head.parameters(), *model.readout.parameters()]:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+        model.save_pretrained(folder / name)
+    names = {name: f"{folder / name}:{name}" for name in ("bright", "dark", "value")}
+    return names | {"praise": f"{models / 'q'}:praise", "length": f"{models / 'v'}:length"}
+
+
+@pytest.fixture(scope="module")
+def served(models: Path, readouts: dict[str, str]) -> Served:
+    return Served(make_config(models, guides=readouts, models={}))
+
+
+@torch.no_grad()
+def scores_at_once(served: Served, ids: list[int]) -> tuple[list[float], dict[str, list[float]]]:
+    """The scores of a text, for which every model reads it at once by its own forward."""
+    input_ids = torch.tensor([ids])
+    logits: Any = served.lm(input_ids=input_ids).logits
+    return log_probabilities(logits[0, :-1], input_ids[0, 1:]).tolist(), served.panel.token_rewards(ids)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 1000])
+def test_scores_in_parts_are_those_at_once(served: Served, tokens: int) -> None:
+    ids = served.encode(TEXT)
+    parts, turns = PromptParts(), 1
+    while not parts.read(tokens, lambda: served.panel.score(served.lm, ids)):
+        turns += 1
+    likelihoods, rewards = parts.result
+    expected, wanted = scores_at_once(served, ids)
+    assert likelihoods == pytest.approx(expected, abs=1e-5)
+    assert list(rewards) == ["bright", "dark", "value", "praise", "length"]
+    for name, values in rewards.items():
+        assert values == pytest.approx(wanted[name], abs=1e-5)
+    assert turns >= 3 * len(ids) // tokens  # the base model and two reward models of their own
+
+
+def test_readouts_share_the_forward_of_the_base(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, forward = [0], type(served.lm.transformer).forward
+
+    def count(self: Any, *given: Any, **named: Any) -> Any:
+        calls[0] += self is served.lm.transformer
+        return forward(self, *given, **named)
+
+    monkeypatch.setattr(type(served.lm.transformer), "forward", count)
+    served.score(served.encode(TEXT))
+    assert calls == [1]
+
+
+def columns_of_turns(monkeypatch: pytest.MonkeyPatch, running: Running) -> list[int]:
+    """Let a list grow with the columns that are read in each turn of the scheduler."""
+    monkeypatch.setattr(scheduler_module, "PROMPT_BUDGET", {"cpu": 4})
+    turns, forward = [0], PartlyRead._forward
+    choose: Callable[[], None] = running.server.scheduler._read_prompts_or_do_task
+
+    def count(texts: PartlyRead, columns: int) -> None:
+        turns[-1] += columns * len(texts.input_ids)
+        forward(texts, columns)
+
+    def begin_turn() -> None:
+        turns.append(0)
+        choose()
+
+    monkeypatch.setattr(PartlyRead, "_forward", count)
+    monkeypatch.setattr(running.server.scheduler, "_read_prompts_or_do_task", begin_turn)
+    return turns
+
+
+def test_texts_go_on_while_scores_are_read(
+    models: Path, readouts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_config(models, guides=readouts, models={})) as running:
+        alone = httpx.post(f"{running.address}/radq/score", json={"text": TEXT}, timeout=60).json()
+        turns = columns_of_turns(monkeypatch, running)
+        body = {"prompt": "the film was", "max_tokens": 40, "temperature": 0, "radq": {"bright": 3}}
+        with ThreadPoolExecutor(4) as pool:
+            texts = [pool.submit(httpx.post, f"{running.address}/v1/completions", json=body, timeout=60)]
+            scores = [
+                pool.submit(httpx.post, f"{running.address}/radq/score", json={"text": TEXT}, timeout=60)
+                for _ in range(3)
+            ]
+            assert texts[0].result().status_code == 200
+            found = [score.result().json() for score in scores]
+    assert max(turns) <= 4
+    for answer in found:
+        assert [one["rewards"] for one in answer["tokens"]] == [
+            pytest.approx(one["rewards"], abs=1e-5) for one in alone["tokens"]
+        ]
+
+
+def test_scores_that_nobody_waits_for_are_not_read(running: Running) -> None:
+    scheduler = running.server.scheduler
+    calls: list[int] = []
+    future = scheduler_module._Task(lambda: calls.append(1))
+    future.future.cancel()
+    assert future.go_on(4)
+    assert scheduler.call(lambda: len(calls)).result(60) == 0
