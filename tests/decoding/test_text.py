@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from radq.decoding.config import Steering
 from radq.decoding.generate import astream_text, generate, stream_text
-from radq.decoding.prompts import encode_prompts
+from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.decoding.text import GrowingText
 from radq.errors import OptionError
 from radq.guides import RewardGuide
@@ -50,6 +50,22 @@ def test_pieces_make_the_text_before_the_first_stop(
     expected = text if first is None else first[: min(first.find(stop) for stop in stops if stop in first)]
     assert "".join(pieces) == growing.text == expected
     assert growing.stopped == (first is not None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.sampled_from("a é字🙂"), min_size=1, max_size=12), places=st.tuples(*[st.integers(0, 40)] * 2))
+def test_characters_are_whole_wherever_tokens_are_cut(
+    text: str, places: tuple[int, int], byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A character that a prompt has begun is in the continuation, and one that is cut at the end is left out."""
+    tokens = byte_tokenizer(text, add_special_tokens=False).input_ids
+    begin, end = sorted(place % (len(tokens) + 1) for place in places)
+    prompt, continuation = tokens[:begin], tokens[begin:end]
+    before, whole = (text.encode()[:place].decode(errors="ignore") for place in (begin, end))
+    growing = GrowingText(byte_tokenizer, prompt)
+    pieces = [growing.add(token) for token in continuation]
+    assert decode_texts(byte_tokenizer, [prompt], [continuation]) == [whole[len(before) :]]
+    assert "".join([*pieces, growing.end()]) == growing.text == whole[len(before) :]
 
 
 def test_a_piece_is_given_out_as_soon_as_no_stop_can_begin_in_it(byte_tokenizer: PreTrainedTokenizerBase) -> None:

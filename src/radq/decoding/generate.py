@@ -26,7 +26,7 @@ from radq.decoding.processors import make_processors
 from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
-from radq.decoding.text import GrowingText
+from radq.decoding.text import UNFINISHED, GrowingText
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
@@ -62,7 +62,8 @@ class Generation:
 
     Attributes:
         prompt: the prompt as it was given.
-        text: the continuation, without the prompt and without special tokens.
+        text: the continuation, without the prompt and without special tokens. Characters are whole: one that the token
+            ids of a prompt have begun is the first of the text, and one that is cut at the end is left out.
         token_ids: the tokens of the continuation; a stop token at the end is one of them.
         shifts: the number that the guide added to the logit of each of these tokens; 0 without a guide.
         finish_reason: "stop" if the text ended with a stop token or at a stop text, "length" if it reached
@@ -177,7 +178,9 @@ def generate(
     token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
     texts = decode_texts(tokenizer, encoded, [_without_stop(*pair) for pair in zip(tickets, token_ids, strict=True)])
     pairs = zip(prompts, encoded, strict=True)
-    shown = [prompt if isinstance(prompt, str) else str(tokenizer.decode(ids)) for prompt, ids in pairs]
+    shown = [
+        prompt if isinstance(prompt, str) else str(tokenizer.decode(ids)).rstrip(UNFINISHED) for prompt, ids in pairs
+    ]
     return [
         _make_generation(ticket, shown[row // num_samples], _cut(text, ticket), ids)
         for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from radq.decoding.text import UNFINISHED, continue_text
 from radq.errors import ContextLengthError, OptionError
 from radq.models.loading import Wrappable, max_positions, name_positions
 from radq.models.vocabulary import exceeds, find_bos, tokenise
@@ -120,15 +121,15 @@ def decode_texts(
 ) -> list[str]:
     """Turn continuations into texts that can be appended to their prompts.
 
-    Prompt and continuation are decoded together, since some tokenizers drop a space at the beginning of a text.
+    Prompt and continuation are decoded together, since some tokenizers drop a space at the beginning of a text. A
+    character that is not whole at the end of a continuation is left out.
     """
     num_samples = len(continuations) // len(prompts)
     begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
     rows: Any = [np.array(prompts[row // num_samples] + tokens) for row, tokens in enumerate(continuations)]
     wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)  # faster with arrays than with lists
+    found = [continue_text(begin, whole) for begin, whole in zip(begins, wholes, strict=True)]
     return [
-        whole[len(begin) :]
-        if whole.startswith(begin)
-        else tokenizer.batch_decode([tokens], skip_special_tokens=True)[0]
-        for begin, whole, tokens in zip(begins, wholes, continuations, strict=True)
+        (tokenizer.batch_decode([tokens], skip_special_tokens=True)[0] if text is None else text).rstrip(UNFINISHED)
+        for text, tokens in zip(found, continuations, strict=True)
     ]

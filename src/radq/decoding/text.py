@@ -13,6 +13,15 @@ from transformers import PreTrainedTokenizerBase
 UNFINISHED = "\ufffd"  # what tokenizers write for the first bytes of a character
 
 
+def continue_text(before: str, whole: str) -> str | None:
+    """Cut a text off before its continuation; None if the whole does not begin with it.
+
+    Tokens may end inside a character. Then the continuation begins with this character, once it is whole.
+    """
+    begins = (before, before.rstrip(UNFINISHED))
+    return next((whole[len(begin) :] for begin in begins if whole.startswith(begin)), None)
+
+
 class GrowingText:
     """The text of a continuation. Pieces are given out as soon as later tokens can no longer change them."""
 
@@ -47,7 +56,7 @@ class GrowingText:
         whole = self._decode(self._window)
         if whole.endswith(UNFINISHED):
             return ""
-        self.text += whole[len(self._before) :]
+        self.text += self._continue(whole)
         self._window = self._window[-8:]
         self._before = self._decode(self._window)
         begins = (max(0, self._searched - len(stop) + 1) for stop in self.stops)
@@ -59,11 +68,15 @@ class GrowingText:
         return self._give(len(self.text) if self.stopped else len(self.text) - self._held_back())
 
     def end(self) -> str:
-        """The rest of the text, when no more tokens will come."""
+        """The rest of the text, when no more tokens will come. A character that is not whole is left out."""
         if not self.stopped:
-            self.text += self._decode(self._window)[len(self._before) :]
-            self._before = self._decode(self._window)
+            whole = self._decode(self._window)
+            self.text, self._before = self.text + self._continue(whole).rstrip(UNFINISHED), whole
         return self._give(len(self.text))
+
+    def _continue(self, whole: str) -> str:
+        rest = continue_text(self._before, whole)
+        return whole[len(self._before) :] if rest is None else rest
 
     def _give(self, end: int) -> str:
         begin, self._given = self._given, max(self._given, end)

@@ -56,6 +56,6 @@ def make_page_app(server: VllmServer) -> FastAPI:
         ids = await asyncio.to_thread(server.encode, body.text)
         check_scored(body.text, ids, min(server.config.limits.prompt_tokens, server.context - 1))
         rewards, likelihoods = await asyncio.gather(server.find_rewards(ids), server.find_likelihoods(ids))
-        return describe_scores(ids, likelihoods, rewards, server.texts.show)
+        return describe_scores(ids, likelihoods, rewards, server.texts.show_each)
 
     return app

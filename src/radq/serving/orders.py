@@ -12,7 +12,7 @@ from radq.decoding.processors import make_processors
 from radq.decoding.prompt_scores import PromptScores
 from radq.decoding.prompts import Prompt, encode_prompts, find_stops
 from radq.decoding.request import Processor
-from radq.decoding.text import GrowingText
+from radq.decoding.text import UNFINISHED, GrowingText
 from radq.errors import ModelError, OptionError
 from radq.models.loading import num_logits
 from radq.serving.bodies import ChatBody, CompletionBody, Message, ResponseFormat, TextBody
@@ -215,7 +215,9 @@ def _read_echo(body: CompletionBody | ChatBody, prompts: list[list[int]], served
         return None
     pairs = zip(_prompts(body), prompts, strict=True)
     return [
-        prompt if isinstance(prompt, str) else str(served.tokenizer.decode(ids, skip_special_tokens=True))
+        prompt
+        if isinstance(prompt, str)
+        else str(served.tokenizer.decode(ids, skip_special_tokens=True)).rstrip(UNFINISHED)
         for prompt, ids in pairs
     ]
 

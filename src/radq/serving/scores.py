@@ -19,23 +19,23 @@ def describe_scores(
     token_ids: Sequence[int],
     likelihoods: Sequence[float],
     rewards: Mapping[str, Sequence[float]],
-    show: Callable[[int], str],
+    show: Callable[[Sequence[int]], list[str]],
 ) -> dict[str, Any]:
     """Describe the scores of a text as an answer.
 
     Args:
         likelihoods: the log-probability of each token but the first under the base model.
         rewards: the reward of each token by each name.
-        show: gives the text of a token.
+        show: gives the text of each token.
     """
     tokens = [
         {
             "id": token,
-            "token": show(token),
+            "token": shown,
             "logprob": make_finite(likelihoods[place - 1]) if place else None,
             "rewards": {name: values[place] for name, values in rewards.items()},
         }
-        for place, token in enumerate(token_ids)
+        for place, (token, shown) in enumerate(zip(token_ids, show(token_ids), strict=True))
     ]
     mean = sum(likelihoods) / len(likelihoods) if likelihoods else 0.0
     last = {name: values[-1] for name, values in rewards.items()}

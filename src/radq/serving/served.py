@@ -32,7 +32,8 @@ class Served:
             guide.check_vocabulary(num_logits(self.lm), self.tokenizer, config.base_id)
         self.context = self._find_context()
         self.has_chat = getattr(self.tokenizer, "chat_template", None) is not None
-        self.show_token = TokenTexts(self.tokenizer).show
+        self.texts = TokenTexts(self.tokenizer)
+        self.show_token = self.texts.show
 
     def _find_context(self) -> int:
         """The most tokens of a text that the base model and all guides have positions for."""
@@ -51,4 +52,4 @@ class Served:
 
     def score(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Compute the log-probability of each token under the base model, and its reward by each reward model."""
-        return describe_scores(token_ids, *self.panel.score(self.lm, token_ids), self.show_token)
+        return describe_scores(token_ids, *self.panel.score(self.lm, token_ids), self.texts.show_each)
