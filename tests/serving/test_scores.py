@@ -99,8 +99,9 @@ def test_texts_go_on_while_scores_are_read(
 ) -> None:
     with serving(make_config(models, guides=readouts, models={})) as running:
         alone = httpx.post(f"{running.address}/radq/score", json={"text": TEXT}, timeout=60).json()
-        turns = columns_of_turns(monkeypatch, running)
         body = {"prompt": "the film was", "max_tokens": 40, "temperature": 0, "radq": {"bright": 3}}
+        httpx.post(f"{running.address}/v1/completions", json=body, timeout=60)  # after which no model is tried
+        turns = columns_of_turns(monkeypatch, running)
         with ThreadPoolExecutor(4) as pool:
             texts = [pool.submit(httpx.post, f"{running.address}/v1/completions", json=body, timeout=60)]
             scores = [
