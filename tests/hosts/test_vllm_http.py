@@ -158,7 +158,7 @@ def test_details_stand_beside_log_probabilities(world: World) -> None:
     }
     assert choice["token_ids"] is None
     assert (choice["radq"]["kl"], choice["radq"]["strengths"]) == (0.125, {"nice": 4.0, "rude": 0.0})
-    assert answer["radq"]["kl"] == 0.25
+    assert (answer["radq"]["kl"], answer["radq"]["sampler"]) == (0.25, "vllm")
     assert world.bodies[0]["return_token_ids"] is True
 
 

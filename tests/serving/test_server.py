@@ -74,7 +74,44 @@ def test_completions_are_those_of_generate(client: Any, running: Running) -> Non
     cut = [n for n, text in enumerate(texts) if text.finish_reason == "length"]  # the server's means have no stop token
     assert cut
     assert [answer.choices[n].radq["kl"] for n in cut] == pytest.approx([texts[n].kl for n in cut], abs=1e-6)
-    assert answer.radq == {"seed": 5, "strengths": {"praise": 10.0}, "kl_budget": 0.5, "top_k": 20}
+    assert answer.radq == {"seed": 5, "sampler": "radq", "strengths": {"praise": 10.0}, "kl_budget": 0.5, "top_k": 20}
+
+
+@pytest.mark.parametrize("seed", [0, 2**40 + 1])
+@pytest.mark.parametrize("names", [{}, {"praise": 10}, {"praise": 10, "length": -5}])
+def test_every_form_of_a_request_draws_the_texts_of_generate(
+    seed: int, names: dict[str, float], client: Any, running: Running
+) -> None:
+    """Prompts as texts and as tokens, samples, streams, chats, and all of them at once."""
+    options: dict[str, Any] = {"model": "toy", "n": 3, "max_tokens": 8, "seed": seed, "extra_body": {"radq": names}}
+    prompts = [PROMPT, "this plot", "the very good"]
+    ids = [running.served.tokenizer(prompt).input_ids for prompt in prompts]
+    messages: Any = [{"role": "user", "content": "film was"}]
+
+    def read_stream() -> list[str]:
+        texts = [""] * 9
+        for event in client.completions.create(prompt=prompts, stream=True, **options):
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+        return texts
+
+    with ThreadPoolExecutor(4) as pool:
+        whole, tokens, chat = (
+            pool.submit(create, **options, **given)
+            for create, given in (
+                (client.completions.create, {"prompt": prompts}),
+                (client.completions.create, {"prompt": ids}),
+                (client.chat.completions.create, {"messages": messages}),
+            )
+        )
+        streamed = pool.submit(read_stream)
+    wanted = [one.text for one in expected(running, prompts, names, num_samples=3, seed=seed)]
+    assert [choice.text for choice in whole.result().choices] == wanted
+    assert [choice.text for choice in tokens.result().choices] == wanted
+    assert streamed.result() == wanted
+    answers = expected(running, [messages], names, num_samples=3, seed=seed)
+    assert [choice.message.content for choice in chat.result().choices] == [one.text for one in answers]
+    assert len(set(wanted)) > 3  # or the seeds were not seen
 
 
 def test_requests_for_vllm_are_understood(client: Any) -> None:

@@ -46,7 +46,8 @@ class Guidance:
     def describe(self) -> dict[str, Any]:
         """Describe the strengths and settings that are applied to the request, for its answer."""
         steering = self.steering
-        settings = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
+        settings: dict[str, Any] = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
+        settings["sampler"] = "vllm"  # a seed gives other texts than those of `radq.generate`
         return {"strengths": dict(self.strengths), **settings}
 
 

@@ -92,6 +92,7 @@ class Answer:
         steering = self.order.steering
         return {
             "seed": self.order.seed,
+            "sampler": "radq",  # a seed gives the texts of `radq.generate`
             "strengths": self.order.strengths,
             "kl_budget": steering.kl_budget,
             "top_k": steering.top_k,
