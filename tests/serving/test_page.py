@@ -154,7 +154,8 @@ def test_words_explain_themselves_on_focus(page: Page) -> None:
     for word in page.all(".guided .term"):
         page.run("arguments[0].focus()", word)
         tip = page.find("#tip").text
-        assert tip == page.find("#" + word.get_attribute("aria-describedby")).get_property("textContent")
+        explanation = page.find("#" + word.get_attribute("aria-describedby")).get_property("textContent")
+        assert tip.split() == explanation.split()
         assert len(tip) > 60
         page.press(Keys.ESCAPE)
         assert not page.find("#tip").is_displayed()
@@ -173,7 +174,7 @@ def test_typing_sliders_and_budget_change_the_request(page: Page, running: Runni
     slider.send_keys(*[Keys.ARROW_RIGHT] * 6)
     strength = float(slider.get_property("value"))
     assert strength > 10
-    page.find("#kl-limited").click()
+    page.click("#kl-limited")
     page.write("#seed", "5")
     page.generate()
     expected = complete(running, 5, "the plot was dull", radq={"praise": strength, "kl_budget": None})
@@ -351,7 +352,7 @@ def test_long_prompts_fold(page: Page) -> None:
     button = page.find(".guided .fold")
     assert len(page.find(".guided .given").text) < 340
     button.click()
-    assert page.find(".guided .given").text.startswith(prompt.rstrip())
+    assert page.find(".guided .given").get_property("textContent").replace("fold", "") == prompt
     assert page.find("#problem").is_displayed()
     page.driver.get_log("browser")  # the browser notes the refused request
 
@@ -598,7 +599,7 @@ def test_errors_of_the_server_are_shown(driver: Any, running: Running) -> None:
     page.write("#prompt", "the film " * 40)
     page.generate()
     message = page.until(lambda: page.find("#problem").text)
-    assert "81 tokens" in message
+    assert "got 81" in message
     page.write("#prompt", "the film")
     page.generate()
     assert not page.find("#problem").is_displayed()

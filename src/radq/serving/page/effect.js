@@ -44,7 +44,7 @@ const rangeOf = (both) => [0, 1.1 * Math.max(1, ...both.flat().filter(Number.isF
 function makeRow(name, both, range, digits, steered) {
   const [before, after] = both.map(spreadOf);
   const number = (kind, { mean, spread }) =>
-    make("td", { class: kind }, make("b", {}, formatNumber(mean, digits)), spread === null ? "" : ` ± ${formatNumber(spread, digits)}`);
+    make("td", { class: kind }, make("strong", {}, formatNumber(mean, digits)), spread === null ? "" : ` ± ${formatNumber(spread, digits)}`);
   const change = after.mean === null || before.mean === null ? null : after.mean - before.mean;
   const lanes = make("td", { class: "lanes", "aria-hidden": "true" });
   lanes.append(makeLane("unguided", both[0], before, range), makeLane("guided", both[1], after, range));
@@ -64,9 +64,9 @@ function makeLane(kind, values, { mean, spread }, [low, high]) {
   const lane = make("span", { class: `lane ${kind}` });
   if (mean === null) return lane;
   const reach = spread ?? 0;
-  lane.append(make("i", { class: "spread", variables: { from: share(mean - reach), to: share(mean + reach) } }));
+  lane.append(make("span", { class: "spread", variables: { from: share(mean - reach), to: share(mean + reach) } }));
   const known = values.filter(Number.isFinite);
-  lane.append(...known.map((value) => make("i", { class: "dot", variables: { at: share(value) } })));
-  lane.append(make("i", { class: "mean", variables: { at: share(mean) } }));
+  lane.append(...known.map((value) => make("span", { class: "dot", variables: { at: share(value) } })));
+  lane.append(make("span", { class: "mean", variables: { at: share(mean) } }));
   return lane;
 }
