@@ -386,6 +386,7 @@ def test_a_candidate_branches_and_can_be_undone(page: Page, running: Running, se
 def test_a_chat_is_answered_branches_and_goes_on(page: Page, running: Running, seed: int) -> None:
     page.open("&mode=chat")
     assert page.find("#message-0").get_property("value") == ""
+    assert page.find("#message-0").get_attribute("placeholder")  # an example
     page.find("#go").click()
     assert page.focused() == page.find("#message-0")  # a message is missing, and nothing was asked for
     assert not page.find("#stop").is_displayed()

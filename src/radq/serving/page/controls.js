@@ -5,7 +5,8 @@ import { gridStrengths } from "./state.js";
 import { createStrengths } from "./strengths.js";
 
 const EXAMPLES = ["The meeting this morning was", "My first day at work", "The film was", "The food was"];
-const CHAT_EXAMPLES = ["Write two sentences about the new café in our street.", "Was the film worth seeing?"];
+const CHAT_EXAMPLES = ["Was the film worth seeing?", "How was your first day?"];
+const PLACEHOLDERS = { user: "Write two sentences about the new café in our street.", system: "How to answer" };
 
 export function createControls(info, store) {
   const sliders = createStrengths(info.attributes, (name, value) =>
@@ -174,7 +175,7 @@ function makeMessage(message, index, count, store) {
     { type: "button", class: "close", "aria-label": `Remove message ${index + 1}`, on: { click: remove } },
     "×",
   );
-  const placeholder = message.role === "user" ? "Your message" : message.role === "system" ? "How to answer" : "";
+  const placeholder = PLACEHOLDERS[message.role] ?? "";
   const field = { id, dir: "auto", rows: 2, spellcheck: "false", placeholder, on: { input: write } };
   return make(
     "li",

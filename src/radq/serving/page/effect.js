@@ -7,7 +7,7 @@ import { term } from "./terms.js";
 const HEADS = ["Attribute", "One dot per text", "Unguided", "Guided", "Change"];
 
 export function createEffect(attributes) {
-  const lead = make("p", { class: "lead" }, "Press Generate: as many texts on each side as you like show what your strengths change.");
+  const lead = make("p", { class: "lead" }, "Press Generate to see it over several texts.");
   const rows = make("tbody");
   const heads = HEADS.map((head) => make("th", { scope: "col" }, head));
   const table = make("table", { hidden: true }, make("thead", {}, make("tr", {}, ...heads)), rows);
