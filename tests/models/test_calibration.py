@@ -14,6 +14,7 @@ from families import make_lm
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 from word_judge import GoodWords
 
@@ -29,8 +30,8 @@ from radq.models.calibration import (
     read_calibrations,
     write_calibration,
 )
-from radq.models.embedded import CONVERTED
-from radq.models.fingerprints import fingerprint_model
+from radq.models.embedded import CONVERTED, embedded_rewards, reward_folder
+from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
 from radq.models.loading import load_causal_lm
 from radq.models.rad_q import RadQ
 
@@ -131,6 +132,27 @@ def two_bases(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_calibration(folder, replace(PRAISE, base_fingerprint=fingerprint_model(toy)))
     write_calibration(folder, replace(PRAISE, base="other", base_fingerprint="y", table=points))
     return folder
+
+
+def test_other_weights_beside_a_calibration_are_noticed(tmp_path: Path, toy: Path) -> None:
+    guide = f"{tmp_path}:praise=strong"
+    RadQ.from_backbone(toy, ["praise"]).save_pretrained(tmp_path)
+    write_calibration(tmp_path, replace(PRAISE, weights=fingerprint_weights_in(tmp_path)))
+    assert parse_guide(guide)[1] == {"praise": -30}
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["head.weight"] *= 0.5
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OptionError, match="was calibrated with other weights.*radq calibrate"):
+        parse_guide(guide)
+    assert parse_guide(f"{tmp_path}:praise=-30")[1] == {"praise": -30}
+    write_calibration(tmp_path, PRAISE)  # as an older radq wrote it
+    assert parse_guide(guide)[1] == {"praise": -30}
+
+
+def test_shipped_calibrations_are_those_of_the_shipped_weights() -> None:
+    for attribute in embedded_rewards():
+        (calibration,) = read_calibrations(reward_folder(attribute))
+        assert calibration.weights == fingerprint_weights_in(reward_folder(attribute))
 
 
 def test_a_language_model_in_memory_has_the_strengths_of_its_base(

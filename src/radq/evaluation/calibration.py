@@ -34,7 +34,7 @@ from radq.models.calibration import (
     StrengthPoint,
     calibrated_folder,
 )
-from radq.models.fingerprints import fingerprint_model
+from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
 from radq.models.stored import read_config
 from radq.settings import COUNT, Range, check_values
 
@@ -218,6 +218,7 @@ def _describe(
         attribute=plan.attribute,
         base=plan.base if not Path(plan.base).is_dir() else Path(plan.base).resolve().name,
         base_fingerprint=fingerprint_model(plan.base),
+        weights=fingerprint_weights_in(Path(calibrated_folder(plan.folder, plan.attribute))),
         by=plan.by,
         reduce=plan.reduce,
         judge=plan.judge,

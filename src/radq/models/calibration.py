@@ -20,7 +20,7 @@ import numpy as np
 from radq.errors import ModelError, OptionError, UnknownAttributeError
 from radq.files import explained_writing, whole_file
 from radq.models.embedded import EMBEDDED, reward_folder
-from radq.models.fingerprints import fingerprint_model
+from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
 from radq.models.hub import find_file
 from radq.settings import build
 
@@ -79,6 +79,7 @@ class Calibration:
             bound, or no larger value was tried.
         prompts: a hash of the prompts.
         table: strengths in ascending order, from 0 to 1.
+        weights: fingerprint of the weights of the reward model; older calibrations have none.
     """
 
     attribute: str
@@ -100,6 +101,7 @@ class Calibration:
     command: str
     table: list[StrengthPoint]
     measured: list[MeasuredPoint]
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         strengths = [point.strength for point in self.table]
@@ -148,7 +150,7 @@ def read_calibrations(folder: str | Path, fetch: bool = True) -> list[Calibratio
     Without `fetch`, a hub name has those that its cache holds.
     """
     try:
-        file = find_file(folder, CALIBRATION) if fetch or Path(folder).is_dir() else _find_cached(str(folder))
+        file = _find_calibrations(folder, fetch)
         text = file.read_text(encoding="utf-8")
     except OSError:  # or a ModelError, which is one
         return []
@@ -169,7 +171,11 @@ def write_calibration(folder: Path, calibration: Calibration) -> Path:
     return file
 
 
-def _find_cached(name: str) -> Path:
+def _find_calibrations(folder: str | Path, fetch: bool) -> Path:
+    """The file with the calibrations of a folder or hub name; without `fetch`, a hub name has that in its cache."""
+    if fetch or Path(folder).is_dir():
+        return find_file(folder, CALIBRATION)
+    name = str(folder)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -182,8 +188,8 @@ def _find_cached(name: str) -> Path:
     return Path(found)
 
 
-class OtherBaseError(OptionError):
-    """An attribute is calibrated over other base models alone; their strengths mean something else over this one."""
+class OtherModelError(OptionError):
+    """An attribute is calibrated for another base model or other weights, with which strengths mean something else."""
 
 
 def find_calibration(
@@ -191,30 +197,44 @@ def find_calibration(
 ) -> Calibration | None:
     """Find the calibration of an attribute over a base model; None if the attribute is not calibrated.
 
-    One over other base models alone is refused. Where `base` is None, nothing is compared, and the last one is taken;
-    a warning names its base model if there are several.
+    One over other base models alone, or for other weights of the reward model, is refused. Where `base` is None, base
+    models are not compared, and the last one is taken; a warning names its base model if there are several.
     """
     try:
-        known = read_calibrations(calibrated_folder(folder, attribute), fetch)
+        place = calibrated_folder(folder, attribute)
+        known = read_calibrations(place, fetch)
     except UnknownAttributeError:  # an embedded model that there is not
         return None
     found = [one for one in known if one.attribute == attribute]
+    if not found:
+        return None
     bases = " and ".join(dict.fromkeys(repr(one.base) for one in found))
-    if base is None or not found:
+    if base is None:
         if len({one.base_fingerprint for one in found}) > 1:
             warnings.warn(
                 f"{attribute} of {str(folder)!r} is calibrated over {bases}, and the strengths over "
                 f"{found[-1].base!r} are taken. hint: say which base model is steered.",
                 stacklevel=2,
             )
-        return found[-1] if found else None
+        return _require_same_weights(found[-1], place, fetch)
     same = [one for one in found if one.base_fingerprint == _fingerprint_base(base)]
     if not same:
-        raise OtherBaseError(
+        raise OtherModelError(
             f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over {base or 'this language model'!r}.",
             "measure its strengths there with `radq calibrate`, or give β as a number.",
         )
-    return same[-1]
+    return _require_same_weights(same[-1], place, fetch)
+
+
+def _require_same_weights(calibration: Calibration, place: str | Path, fetch: bool) -> Calibration:
+    """Refuse a calibration if the weights beside it are no longer those that it was measured with."""
+    found = fingerprint_weights_in(_find_calibrations(place, fetch).parent)
+    if None not in (found, calibration.weights) and found != calibration.weights:
+        raise OtherModelError(
+            f"{calibration.attribute} of {str(place)!r} was calibrated with other weights, which have changed since.",
+            "measure its strengths again with `radq calibrate`, or give β as a number.",
+        )
+    return calibration
 
 
 def _fingerprint_base(name: str) -> str | None:

@@ -11,7 +11,7 @@ import hashlib
 from fnmatch import fnmatch
 from pathlib import Path
 
-from radq.files import default_cache_folder, fingerprint_file
+from radq.files import default_cache_folder, fingerprint_file, fingerprint_values
 from radq.models.embedded import CONVERTED, EMBEDDED, base_name, reward_folder
 from radq.models.hub import find_snapshot
 from radq.models.peft_adapter import find_adapter
@@ -45,6 +45,12 @@ def fingerprint_model(name: str | Path) -> str:
         digest.update(file.relative_to(folder).as_posix().encode() + bytes.fromhex(fingerprint_file(file)))
     own, adapter = digest.hexdigest()[:DIGITS], find_adapter(folder)
     return own if adapter is None else f"{own}+{fingerprint_model(adapter.base)}"
+
+
+def fingerprint_weights_in(folder: Path) -> str | None:
+    """Tell the weights in a folder apart by its safetensors files, which are the same on the hub; None without any."""
+    files = sorted(folder.glob("*.safetensors"))
+    return fingerprint_values(*((file.name, fingerprint_file(file)) for file in files)) if files else None
 
 
 def identify(name: str | Path) -> str:

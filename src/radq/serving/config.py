@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from radq.decoding.config import Ends, Steering
 from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
-from radq.models.calibration import Calibration, OtherBaseError, find_calibration
+from radq.models.calibration import Calibration, OtherModelError, find_calibration
 from radq.models.embedded import EMBEDDED, SUGGESTED
 from radq.models.stored import check_language_model
 from radq.serving.allowed_hosts import check_host
@@ -123,10 +123,10 @@ class GuideEntry:
 
 
 def _find_calibration(folder: str, strength: str, base: str | None) -> Calibration | None:
-    """The calibration of a guide; none, with a warning, where it holds for other base models alone."""
+    """The calibration of a guide; none, with a warning, where it holds for other models."""
     try:
         return find_calibration(folder, strength, base, fetch=False)
-    except OtherBaseError as error:
+    except OtherModelError as error:
         warnings.warn(f"{error.message} Its strengths are not used. hint: {error.hint}", stacklevel=2)
         return None
 
