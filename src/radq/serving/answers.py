@@ -189,7 +189,7 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 def _by_name(ranked: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Name numbers by the texts of tokens; of tokens with one text, such as halves of characters, the first counts."""
-    return dict(reversed(ranked))
+    return {name: next(number for other, number in ranked if other == name) for name, _ in ranked}
 
 
 def _log(probability: float) -> float:
