@@ -29,7 +29,7 @@ def test_the_base_models_are_those_of_one_forward(family: str, top: int, monkeyp
     assert scores.guided == []
     for prompt, found in zip(PROMPTS, scores.base, strict=True):
         assert found[0] is None
-        log_p = lm(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+        log_p = lm(input_ids=torch.tensor([prompt])).logits[0].detach().log_softmax(-1)
         for place, score in enumerate(found[1:]):
             assert score is not None
             assert score.log_probability == pytest.approx(float(log_p[place, prompt[place + 1]]), abs=1e-9)
