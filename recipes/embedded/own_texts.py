@@ -76,7 +76,7 @@ class Writer:
 
     def _continue(self, encoded: list[list[int]], guide, tokens: int, seed: int) -> list[Generation]:
         options = {"max_new_tokens": tokens, "seed": seed, "first_prompt": self.written, "batch_size": self.batch_size}
-        return generate(self.lm, self.tokenizer, encoded, guide, **options)
+        return generate(self.lm, self.tokenizer, encoded, guide, kl_budget=None, **options)
 
 
 def parse_arguments() -> argparse.Namespace:

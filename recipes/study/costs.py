@@ -39,7 +39,7 @@ def measure_costs(jobs: int) -> None:
 
 def command(name: str) -> list[str]:
     reward = ["--reward", REWARDS[name]] if REWARDS[name] else []
-    settings = {"--rows": ROWS, "--top-k": PLAIN_K, "--new-tokens": TOKENS, "--rounds": ROUNDS}
+    settings = {"--rows": ROWS, "--top-k": PLAIN_K, "--kl-budget": "none", "--new-tokens": TOKENS, "--rounds": ROUNDS}
     numbers = [str(part) for pair in settings.items() for part in pair]
     return [*RADQ, "bench", "--lm", EMBEDDED, *reward, "--guides", *TIMED[name], *numbers, "--json"]
 

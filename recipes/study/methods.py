@@ -161,6 +161,7 @@ def sweep_settings(task: Task, guides: dict[str, Any], files: str, **changes: An
         "perplexity": "base",
         "metrics": list(METRICS),
         "max_new_tokens": 20,
+        "kl_budget": [None],
         "batch_size": 3125,
         "resamples": 100,  # the page computes intervals from the kept numbers
         "dtype": "float16",

@@ -184,6 +184,7 @@ def rank_job(name: str) -> Job:
 def time_tokens(jobs: int) -> None:
     """Measure 25 and 1,000 texts at once, with a RAD-V of random weights, which takes as long as a trained one."""
     command = [*RADQ, "bench", "--reward", "models/toxicity-q", "--guides", "q", "v", "--rounds", "7", "--json"]
+    command += ["--kl-budget", "none"]
     command += ["--new-tokens", "20", "--prompt-tokens", "12"]
     command += ["--top-k", "5", "10", "20", "40", "60", "80", "100"]
     parts = {rows: f"timing/{rows}.json" for rows in (25, 1000)}
@@ -228,7 +229,7 @@ def samples(jobs: int) -> None:
         beta = ATTRIBUTES[name].default_beta
         guide = RewardGuide(RewardModel.from_pretrained(f"embedded:{name}"), {name: beta})
         prompts = [row["prompt"] for row in islice(read_lines(Path(f"data/{kind}.jsonl")), count)]
-        pairs = zip(*(generate(lm, tokenizer, prompts, one) for one in (None, guide)), strict=True)
+        pairs = zip(*(generate(lm, tokenizer, prompts, one, kl_budget=None) for one in (None, guide)), strict=True)
         rows += [
             {"attribute": name, "prompt": plain.prompt, "beta": beta, "unguided": plain.text, "guided": guided.text}
             for plain, guided in pairs

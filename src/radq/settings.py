@@ -129,7 +129,9 @@ def _convert(value: Any, wanted: Any, place: str) -> Any:
         return value
     if origin in (Union, UnionType):
         (rest,) = (part for part in parts if part is not NoneType)
-        return None if value is None else _convert(value, rest, place)
+        number = (get_args(rest)[0] if get_origin(rest) is Annotated else rest) in (int, float)
+        nothing = value is None or (number and value == "none")
+        return None if nothing else _convert(value, rest, place)
     if origin is Literal:
         if value not in parts:
             raise _wrong(place, value, f"one of {', '.join(map(str, parts))}", "choose one of these.")

@@ -111,7 +111,9 @@ def test_every_step_equals_brute_force(
     model, guide = rewards[kind], make_guide(kind, 0.5, rewards)
     texts = [ids for ids in tokenizer(PROMPTS).input_ids for _ in range(3)]
     seen = set()
-    for step in stream(base, tokenizer, PROMPTS, guide, Steering(None), 6, num_samples=3, stop_token_ids=[]):
+    for step in stream(
+        base, tokenizer, PROMPTS, guide, Steering(None, kl_budget=None), 6, num_samples=3, stop_token_ids=[]
+    ):
         for i, row in enumerate(step.rows.tolist()):
             logits = oracle.base_logits(base, texts[row])
             rewards_by_hand = [

@@ -75,7 +75,7 @@ def test_a_budget_is_used_up_where_words_alone_are_shifted(seed: int, budget: fl
 
 def test_the_shift_of_a_stop_token_by_hand() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    strengths = Strengths.stack([Steering(None)], [()], 3, "cpu", stops=[[0]])
+    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
     shift = torch.tensor([-40.0, math.log(2), math.log(4)])
     found = propose(logits, ConstantGuide(shift), NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([0.5, 1 / 6, 1 / 3])]
@@ -83,14 +83,14 @@ def test_the_shift_of_a_stop_token_by_hand() -> None:
 
 
 def test_a_guide_that_allows_only_ends_forbids_no_word() -> None:
-    strengths = Strengths.stack([Steering(None)], [()], 3, "cpu", stops=[[0]])
+    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
     guide = ConstantGuide(torch.tensor([0.0, 1.0, 1.0]), allowed=[True, False, False])
     found = propose(torch.zeros(1, 3), guide, NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([1 / 3, 1 / 3, 1 / 3])]
 
 
 def test_forbidden_words_leave_their_share_to_the_others() -> None:
-    strengths = Strengths.stack([Steering(None)], [()], 3, "cpu", stops=[[0]])
+    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
     guide = ConstantGuide(torch.tensor([-9.0, 1.0, 1.0]), allowed=[False, True, False])
     found = propose(torch.zeros(1, 3), guide, NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([1 / 3, 2 / 3, 0])]
@@ -106,7 +106,7 @@ def test_where_all_candidates_are_ends_they_stay_as_they_are() -> None:
 
 
 def test_a_model_that_was_taught_ends_decides_about_them() -> None:
-    steering = Steering(None, ends="taught")
+    steering = Steering(None, ends="taught", kl_budget=None)
     strengths = Strengths.stack([steering], [()], 3, "cpu", stops=[[0]])
     found = propose(torch.zeros(1, 3), ConstantGuide(torch.tensor([-9.0, 1.0, 2.0])), NoState(), strengths)
     assert found.shift.tolist() == [[-9.0, 1.0, 2.0]]
@@ -126,7 +126,9 @@ def test_no_kind_of_guide_changes_when_texts_end(name: str, lm_folders: dict[str
     """In the engine, where rows have room for the stop tokens of others, which join and leave."""
     lm, guide = make_lm("gpt2").double(), make_guides(lm_folders)[name]
     shifted = False
-    for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(None), 4, 3, stop_token_ids=STOPS, batch_size=2):
+    for step in stream(
+        lm, TOKENIZER, PROMPTS, guide, Steering(None, kl_budget=None), 4, 3, stop_token_ids=STOPS, batch_size=2
+    ):
         for row in range(len(step.rows)):
             proposal = step.proposal
             base = spread(proposal.candidates[row], proposal.base[row])[STOPS]
@@ -148,6 +150,6 @@ def test_the_processor_of_transformers_knows_ends(known_by: str, lm_folders: dic
     scores = oracle.base_logits(lm, [5, 7])[None]
     held = processor(torch.tensor([[5, 7]]), scores).softmax(-1)[0, EOS]
     assert held.item() == pytest.approx(scores.softmax(-1)[0, EOS].item(), rel=1e-4)
-    processor.steering = Steering(None, ends="taught")
+    processor.steering = Steering(None, ends="taught", kl_budget=None)
     free = processor(torch.tensor([[5, 7]]), scores).softmax(-1)[0, EOS]
     assert abs(free - held) > 1e-3

@@ -17,6 +17,7 @@ from proposals import ConstantGuide, NoState, propose_all
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.generate import generate, stream
 from radq.decoding.prompts import encode_prompts
 from radq.decoding.steering import (
@@ -71,7 +72,7 @@ def test_every_step_equals_brute_force(
     lm, model = unchanged(family, kind)
     guide = RewardGuide(model, WEIGHTS, clamp)
     texts = [[int(word) for word in prompt.split()] or [BOS] for prompt in PROMPTS for _ in range(2)]
-    steering = Steering(top_k, top_p, temperature)
+    steering = Steering(top_k, top_p, temperature, kl_budget=None)
     count = 0
     for step in stream(lm, TOKENIZER, PROMPTS, guide, steering, 4, 2, seed=3, stop_token_ids=[EOS]):
         proposal = step.proposal
@@ -134,7 +135,7 @@ def test_excluded_tokens_are_never_revived(lm_folders: dict[str, Path]) -> None:
     guide = RewardGuide(model, {"nice": 1000.0}, clamp=False)
     logits = torch.zeros(1, VOCAB)
     logits[0, ::2] = -torch.inf
-    proposal = propose_all(logits, guide, guide.start(torch.tensor([[5]])), Steering(top_k=None))
+    proposal = propose_all(logits, guide, guide.start(torch.tensor([[5]])), Steering(top_k=None, kl_budget=None))
     assert proposal.logits[0, ::2].isneginf().all()
     assert proposal.logits[0, 1::2].isfinite().all()
 
@@ -145,7 +146,7 @@ def test_excluded_tokens_are_never_revived(lm_folders: dict[str, Path]) -> None:
 def test_temperature_divides_the_base_alone() -> None:
     guide = ConstantGuide(torch.tensor([0.0, 1.0, 2.0, 3.0]))
     logits = torch.tensor([[4.0, 2.0, 0.0, -2.0]])
-    proposal = propose_all(logits, guide, None, Steering(top_k=None, temperature=2.0))
+    proposal = propose_all(logits, guide, None, Steering(top_k=None, temperature=2.0, kl_budget=None))
     assert proposal.logits.tolist() == [[2.0, 2.0, 2.0, 2.0]]
 
 
@@ -177,7 +178,9 @@ def test_a_temperature_that_float32_cannot_divide_by(lm_folders: dict[str, Path]
 def test_a_constant_added_to_all_rewards_changes_nothing(constant: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, shift = torch.randn(2, 9, generator=generator), torch.randn(9, generator=generator)
-    one, two = (propose_all(logits, ConstantGuide(s), None, Steering(5)) for s in (shift, shift + constant))
+    one, two = (
+        propose_all(logits, ConstantGuide(s), None, Steering(5, kl_budget=None)) for s in (shift, shift + constant)
+    )
     torch.testing.assert_close(one.logits.softmax(-1), two.logits.softmax(-1), atol=1e-4, rtol=1e-4)
 
 
@@ -295,10 +298,13 @@ def test_kl_by_hand() -> None:
 def test_generations_report_the_divergence_they_used(lm_folders: dict[str, Path]) -> None:
     lm, model = make("gpt2", "q", lm_folders)
     guide = RewardGuide(model, {"nice": 100.0}, clamp=False)
-    free = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5)
+    free = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5, kl_budget=None)
     tied = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5, kl_budget=0.1)
-    assert all(g.kl <= 0.1 + 1e-4 for g in tied)
-    assert max(g.kl for g in free) > 0.5
+    usual = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5)
+    for limit, found in ((0.1, tied), (DEFAULT_KL_BUDGET, usual)):
+        assert all(g.kl <= limit + 1e-4 and g.kl_budget == limit for g in found)
+    assert max(g.kl for g in free) > DEFAULT_KL_BUDGET
+    assert {g.kl_budget for g in free} == {None}
     none = generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5, kl_budget=0.0)
     plain = generate(lm, TOKENIZER, PROMPTS, max_new_tokens=5)
     assert [g.token_ids for g in none] == [g.token_ids for g in plain]
@@ -328,7 +334,7 @@ def test_results_come_in_prompt_order_and_end_at_stop_tokens(kind: str, lm_folde
 def test_the_models_end_of_text_stops_by_default(lm_folders: dict[str, Path]) -> None:
     lm, _ = make("gpt2", "q", lm_folders)
     ends = ConstantGuide(torch.eye(VOCAB)[EOS] * 100)
-    out = generate(lm, TOKENIZER, ["5"], ends, top_k=None, ends="taught")
+    out = generate(lm, TOKENIZER, ["5"], ends, top_k=None, ends="taught", kl_budget=None)
     assert out[0].token_ids == [EOS]
     assert out[0].finish_reason == "stop"
     assert out[0].text == ""
@@ -336,7 +342,7 @@ def test_the_models_end_of_text_stops_by_default(lm_folders: dict[str, Path]) ->
 
 def test_the_clipped_share_is_reported(lm_folders: dict[str, Path]) -> None:
     lm, model = make("gpt2", "v", lm_folders)
-    steering = Steering(top_k=None, top_p=0.7)
+    steering = Steering(top_k=None, top_p=0.7, kl_budget=None)
     for step in stream(lm, TOKENIZER, ["5 6"], RewardGuide(model, WEIGHTS), steering, max_new_tokens=1):
         proposal = step.proposal
     possible = proposal.candidates[0][~proposal.base[0].isneginf()].tolist()

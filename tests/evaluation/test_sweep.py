@@ -81,6 +81,7 @@ def describe(world: Path, toy: Path, **changes: Any) -> dict[str, Any]:
         "samples": 4,
         "max_new_tokens": 4,
         "top_k": 8,
+        "kl_budget": None,
         "batch_size": 8,
         "resamples": 50,
     } | changes
@@ -120,6 +121,8 @@ def test_cells_are_all_settings_once_and_unguided_first() -> None:
     assert names[:4] == ["none k=20 seed=0", "none k=20 seed=1", "none k=40 seed=0", "none k=40 seed=1"]
     assert "rad-q β=2.5 k=40 kl=0.5 seed=1" in names
     assert {cell.reference.name for cell in cells} == set(names[:4])
+    best = GuideSweep("q", {"praise": 1.0}, best_of=[3])
+    assert Sweep("base", [PromptFile("p")], {"best": best}, metrics=[]).cells()[1].name == "best n=3 k=20 seed=0"
 
 
 def test_the_papers_sweeps_are_whole() -> None:
@@ -127,6 +130,7 @@ def test_the_papers_sweeps_are_whole() -> None:
         sweep = load_sweep(Path(__file__).parents[2] / f"recipes/sweeps/{name}.yaml")
         assert len(sweep.cells()) == cells
         assert (sweep.samples, sweep.max_new_tokens, sweep.top_k) == (25, 20, [20, 40])
+        assert sweep.kl_budget == [None]
 
 
 def test_yaml_numbers_and_single_items(write: Any) -> None:
@@ -217,7 +221,7 @@ def test_generations_are_those_of_generate(
     assert [row["text"] for row in rows[:6]] == PROMPTS
     assert [row["group"] for row in rows[:6]] == ["short"] * 4 + ["long"] * 2
     model = RadQ.from_pretrained(world / "q")
-    options: dict[str, Any] = {"top_k": 8, "max_new_tokens": 4, "num_samples": 4}
+    options: dict[str, Any] = {"top_k": 8, "max_new_tokens": 4, "num_samples": 4, "kl_budget": None}
     expected = {
         "none k=8 seed=0": generate(toy_lm, toy_tokenizer, PROMPTS, **options),
         "rad-q β=20 k=8 seed=0": generate(

@@ -31,6 +31,7 @@ METHODS = ["dexperts", "gedi"]
 TOKENIZER = make_number_tokenizer()
 PROMPTS = ["5 9 3 12 30", "11", "6 6 31 14 3 8 20 21", ""]
 TEXTS = [[5, 9, 3, 12, 30, 8], [11], [BOS, 6, 6, 31], [BOS]]
+FREE = Steering(top_k=None, kl_budget=None)
 CANDIDATES = torch.tensor([[4, 9, 13, EOS], [0, 36, 9, 9], [7, 8, BOS, 3], [30, 31, 5, 6]])
 
 
@@ -255,7 +256,7 @@ def test_every_step_of_filtered_decoding_equals_brute_force(family: str) -> None
     texts = [[int(word) for word in prompt.split()] or [BOS] for prompt in PROMPTS for _ in range(2)]
     forbidden = 0
     options: dict[str, Any] = {"max_new_tokens": 3, "num_samples": 2, "seed": 3, "stop_token_ids": []}
-    for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(top_k=6, temperature=0.8), **options):
+    for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(top_k=6, temperature=0.8, kl_budget=None), **options):
         proposal = step.proposal
         for i, row in enumerate(step.rows.tolist()):
             base = oracle.base_logits(lm, texts[row])
@@ -280,20 +281,20 @@ def forbidding(allowed: list[bool]) -> ConstantGuide:
 
 def test_a_row_is_never_left_without_candidates() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0, 0.0]])
-    none = propose_all(logits, forbidding([False] * 4), None, Steering(top_k=None))
-    impossible = propose_all(logits, forbidding([False, True, False, False]), None, Steering(top_k=None))
+    none = propose_all(logits, forbidding([False] * 4), None, FREE)
+    impossible = propose_all(logits, forbidding([False, True, False, False]), None, FREE)
     for proposal in (none, impossible):
         assert proposal.logits.tolist() == [[0.0, -math.inf, 2.0, 3.0]]
     both = forbidding([True, False, False, False]) + forbidding([False, False, True, True])
-    assert propose_all(logits, both, both.start(torch.tensor([[5]])), Steering(top_k=None)).logits.isfinite().sum() == 3
-    some = propose_all(logits, forbidding([True, True, True, False]), None, Steering(top_k=None))
+    assert propose_all(logits, both, both.start(torch.tensor([[5]])), FREE).logits.isfinite().sum() == 3
+    some = propose_all(logits, forbidding([True, True, True, False]), None, FREE)
     assert some.logits.tolist() == [[0.0, -math.inf, 2.0, -math.inf]]
 
 
 def test_what_the_filter_takes_counts_in_the_divergence() -> None:
     logits = torch.zeros(1, 4)
     guide = forbidding([True, True, False, False])
-    free = propose_all(logits, guide, None, Steering(top_k=None))
+    free = propose_all(logits, guide, None, FREE)
     expected = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
     torch.testing.assert_close(free.kl, kl_divergence(expected, logits))
     assert free.kl.item() > math.log(2)  # half of the candidates are gone
@@ -307,7 +308,7 @@ def test_what_the_filter_takes_counts_in_the_divergence() -> None:
 
 def test_forbidden_tokens_are_never_drawn() -> None:
     lm, guide = make_lm("gpt2").double(), make_guide("gedi", "gpt2", 20.0, filter_p=0.9, target_p=1.0)
-    for step in stream(lm, TOKENIZER, PROMPTS, guide, num_samples=5, max_new_tokens=5):
+    for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(kl_budget=None), num_samples=5, max_new_tokens=5):
         chosen = step.proposal.logits.gather(1, step.choice[:, None])
         assert chosen.isfinite().all()
         assert step.shifts.isfinite().all()

@@ -63,7 +63,8 @@ class World:
     def own(self, guide: str | list[str] | None, prompts: list[str] = PROMPTS, **options: Any) -> list[list[int]]:
         """The greedy tokens of radq.generate, with the sum of the guides."""
         loaded = _load((guide,) if isinstance(guide, str) else tuple(guide or ()))
-        options = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "top_k": 6, "stop_token_ids": [], **options}
+        fixed = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "top_k": 6, "stop_token_ids": [], "kl_budget": None}
+        options = {**fixed, **options}
         return [g.token_ids for g in generate(self.lm, TOKENIZER, prompts, loaded, **options)]
 
 

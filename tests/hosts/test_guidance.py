@@ -32,7 +32,7 @@ def test_arguments_become_a_guidance() -> None:
     assert REGISTRY.guidance(None, 1.0) is None
     assert REGISTRY.guidance({"other_plugin": {}}, 1.0) is None
     default = REGISTRY.guidance({"radq_guide": "toxicity"}, 0.7)
-    assert default == Guidance({"toxicity": -50.0}, Steering(20, None, 0.7, None))
+    assert default == Guidance({"toxicity": -50.0}, Steering(temperature=0.7))
     full = {"radq_guide": "toxicity", "radq_beta": 3, "radq_top_k": 7, "radq_top_p": 0.9, "radq_kl_budget": 1}
     assert REGISTRY.guidance(full, 0.0) == Guidance({"toxicity": 3.0}, Steering(7, 0.9, 0.0, 1.0))
     texts = {name: str(value) for name, value in full.items()}  # some clients can send nothing else
@@ -48,17 +48,20 @@ def test_several_guides_add_up_in_one_text() -> None:
     assert REGISTRY.guidance({"radq": text}, 1.0) == expected
     assert REGISTRY.guidance({"radq": {"toxicity": -20, "praise": 5, "kl_budget": 0.25, "top_k": 9}}, 1.0) == expected
     suggested = REGISTRY.guidance({"radq": "toxicity,gedi", "radq_top_p": 0.5}, 1.0)
-    assert suggested == Guidance({"toxicity": -50.0, "gedi": 30.0}, Steering(20, 0.5, kl_budget=0.5))
-    free = REGISTRY.guidance({"radq": "toxicity,kl_budget=none"}, 1.0)
-    assert free is not None
-    assert free.steering.kl_budget is None
+    assert suggested == Guidance({"toxicity": -50.0, "gedi": 30.0}, Steering(top_p=0.5))
+    off: list[dict[str, Any]] = [{"radq": "toxicity,kl_budget=none"}]
+    off += [{"radq_guide": "toxicity", "radq_kl_budget": none} for none in ("none", None)]
+    for arguments in off:
+        free = REGISTRY.guidance(arguments, 1.0)
+        assert free is not None
+        assert free.steering.kl_budget is None
 
 
 def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
     guides = {"toxicity": {"guide": "models/tox:toxicity", "default": -30}, "praise": "models/praise:praise=4"}
     registry = Registry(ServeConfig(guides=guides))
     unnamed = registry.guidance(None, 1.0)
-    assert unnamed == Guidance({"toxicity": -30.0}, Steering(kl_budget=0.5))
+    assert unnamed == Guidance({"toxicity": -30.0}, Steering())
     both = registry.guidance({"radq_guide": "praise"}, 1.0)
     assert both is not None
     assert both.strengths == {"toxicity": -30.0, "praise": 4.0}
@@ -71,9 +74,9 @@ def test_details_read_guides_that_do_not_steer() -> None:
     """The server's middleware gives requests a ticket, under which it asks for their details."""
     text = {"radq": "toxicity=0,praise=3,details=1,kl_budget=none", "radq_ticket": "1", "radq_seed": 5}
     found = REGISTRY.guidance(text, 1.0)
-    assert found == Guidance({"toxicity": 0.0, "praise": 3.0}, Steering(), details=True)
+    assert found == Guidance({"toxicity": 0.0, "praise": 3.0}, Steering(kl_budget=None), details=True)
     plain = REGISTRY.guidance(text | {"radq": "toxicity=0,praise=3,details=0,kl_budget=none"}, 1.0)
-    assert plain == Guidance({"praise": 3.0}, Steering())
+    assert plain == Guidance({"praise": 3.0}, Steering(kl_budget=None))
 
 
 @pytest.mark.parametrize(

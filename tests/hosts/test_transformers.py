@@ -68,7 +68,8 @@ def test_scores_equal_brute_force_on_a_left_padded_batch(
 ) -> None:
     lm, model = make(kind, lm_folders, "llama")
     inputs = encode(PROMPTS)
-    processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS, clamp), inputs["attention_mask"], **options)
+    guide = RewardGuide(model, WEIGHTS, clamp)
+    processor = GuidedLogitsProcessor(guide, inputs["attention_mask"], kl_budget=None, **options)
     reference = recomputing(lm, model, PROMPTS, clamp=clamp, **options)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for token in (7, 20, 9):
@@ -99,7 +100,8 @@ def test_generate_gives_the_texts_of_brute_force(
     kind: str, options: dict[str, Any], lm_folders: dict[str, Path]
 ) -> None:
     lm, model = make(kind, lm_folders)
-    processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), encode(PROMPTS)["attention_mask"], top_k=6)
+    guide, mask = RewardGuide(model, WEIGHTS), encode(PROMPTS)["attention_mask"]
+    processor = GuidedLogitsProcessor(guide, mask, top_k=6, kl_budget=None)
     torch.manual_seed(0)
     actual = run(lm, processor, PROMPTS, **options)
     torch.manual_seed(0)
@@ -148,7 +150,7 @@ def test_assisted_decoding_gives_the_texts_of_plain_decoding(kind: str, lm_folde
 def test_any_order_of_calls_is_followed(kind: str, lm_folders: dict[str, Path]) -> None:
     """Rollback, growth by several tokens, rows that swap, appear and vanish."""
     lm, model = make(kind, lm_folders)
-    processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), top_k=5)
+    processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), top_k=5, kl_budget=None)
     reference = Recomputing(lm, model, [0], top_k=5)
     calls = [
         [[5, 9, 3]],

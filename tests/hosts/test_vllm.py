@@ -50,7 +50,8 @@ def tokens(generations: list[Any]) -> list[list[int]]:
 
 
 def greedy(engine: Any, guide: str | None, **options: Any) -> list[list[int]]:
-    options = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "top_k": 6, "stop_token_ids": [], **options}
+    fixed = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "top_k": 6, "stop_token_ids": [], "kl_budget": None}
+    options = {**fixed, **options}
     return tokens(engine.generate(PROMPTS, guide, **options))
 
 
@@ -74,8 +75,8 @@ def test_requests_of_one_batch_keep_their_own_guide_and_beta(world: World, engin
         None: {},
         world.guides["q"]: {"radq": {"q.0": 4, "q.1": -6, "kl_budget": None}},
         world.guides["v"]: {"radq": "v.0,v.1,kl_budget=none"},
-        f"{folder}:nice=-7": {"radq_guide": "nice", "radq_beta": -7},
-        f"{folder}:nice=9.5": {"radq_guide": "nice", "radq_beta": [9.5]},
+        f"{folder}:nice=-7": {"radq_guide": "nice", "radq_beta": -7, "radq_kl_budget": "none"},
+        f"{folder}:nice=9.5": {"radq_guide": "nice", "radq_beta": [9.5], "radq_kl_budget": None},
     }
     pairs = [(prompt, guide) for prompt in PROMPTS for guide in wishes]
     outputs = engine.llm.generate(
@@ -148,7 +149,8 @@ def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
     """The first token of many samples, against the distribution of the formula."""
     from radq.decoding.steering import Steering
 
-    guide, steering = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2"), Steering(6, temperature=2.0)
+    guide = load_guide(f"{world.guides['nice'].rpartition(':')[0]}:nice=2")
+    steering = Steering(6, temperature=2.0, kl_budget=None)
     ids = torch.tensor([TOKENIZER(PROMPTS[0]).input_ids])
     with torch.no_grad():
         logits = world.lm(input_ids=ids).logits[:, -1]
@@ -157,9 +159,8 @@ def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
         0, proposal.candidates[0], proposal.logits[0].double().softmax(0)
     )
     count = 600
-    found = engine.generate(
-        PROMPTS[:1], "nice", 2.0, top_k=6, temperature=2.0, max_new_tokens=1, num_samples=count, stop_token_ids=[]
-    )
+    options: dict[str, Any] = {"top_k": 6, "temperature": 2.0, "kl_budget": None, "stop_token_ids": []}
+    found = engine.generate(PROMPTS[:1], "nice", 2.0, max_new_tokens=1, num_samples=count, **options)
     shares = torch.bincount(torch.tensor([row[0] for row in tokens(found)]), minlength=VOCAB) / count
     assert (shares - expected).abs().max() < 4 * 0.5 / count**0.5  # four standard deviations
 
@@ -356,6 +357,7 @@ def test_a_sweep_runs_in_it_and_resumes(
         samples=2,
         max_new_tokens=6,
         top_k=[6],
+        kl_budget=[None],
         temperature=0.0,
         batch_size=1,
         engine="vllm",
@@ -371,7 +373,7 @@ def test_a_sweep_runs_in_it_and_resumes(
     rows = {
         (row["cell"], row["prompt"]): row["continuations"] for row in read_lines(tmp_path / "run/generations.jsonl")
     }
-    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 6, "top_k": 6}
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 6, "top_k": 6, "kl_budget": None}
     expected = generate(world.lm, TOKENIZER, PROMPTS, load_guide(f"{folder}:nice=6"), **options)
     assert [rows["nice β=3 k=6 seed=0", n] for n in range(4)] == [[g.text] * 2 for g in expected]
     (tmp_path / "run/generations.jsonl").write_bytes(whole[: len(whole) // 2])

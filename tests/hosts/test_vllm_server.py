@@ -153,7 +153,7 @@ def test_clients_as_they_are(server: Server) -> None:
     import openai
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    arguments = {"radq_guide": "nice", "radq_beta": -7, "radq_top_k": 6}
+    arguments = {"radq_guide": "nice", "radq_beta": -7, "radq_top_k": 6, "radq_kl_budget": "none"}
     found = client.completions.create(
         model="base", prompt=PROMPTS[0], temperature=0, max_tokens=8, extra_body={"vllm_xargs": arguments}
     )

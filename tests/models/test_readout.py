@@ -116,7 +116,7 @@ def test_tokens_beyond_those_of_the_tokenizer_have_the_reward_of_the_prefix(
     model.vocabulary = Vocabulary(VOCAB, num_known)
     guide = RewardGuide(model, {"nice": 5.0}, clamp=False)
     decoder = Decoder(lm, guide)
-    steering = Steering(top_k=None)
+    steering = Steering(top_k=None, kl_budget=None)
     decoder.add([[BOS, 6, 7]], [0], [steering], [guide.beta], np.full((1, 2), 0.4), capacity=1, width=8)
     shift = decoder.draw(np.ones(1, dtype=bool)).proposal.shift[0]
     wanted = 5 * model.next_rewards(torch.tensor([[BOS, 6, 7]]))[0, :, 0]

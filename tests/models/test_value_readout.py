@@ -105,9 +105,8 @@ def test_the_whole_vocabulary_is_read_in_parts(lm_folders: dict[str, Path], monk
 
 
 def generate_from(lm: Any, guide: Any, **options: Any) -> list[Generation]:
-    return generate(
-        lm, TOKENIZER, PROMPTS, guide, num_samples=2, max_new_tokens=9, seed=4, stop_token_ids=[], **options
-    )
+    fixed = {"num_samples": 2, "max_new_tokens": 9, "seed": 4, "stop_token_ids": [], "kl_budget": None}
+    return generate(lm, TOKENIZER, PROMPTS, guide, **fixed | options)
 
 
 @pytest.mark.parametrize("in_slots", [True, False])
@@ -151,7 +150,7 @@ def test_the_processor_of_transformers_lets_it_read(lm_folders: dict[str, Path])
     model = make_value(lm_folders["llama"])
     prompts = torch.tensor([[0, 5, 9, 11], [7, 8, 10, 12]])
     mask = (prompts > 0).long()
-    processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), mask, top_k=6, lm=lm)
+    processor = GuidedLogitsProcessor(RewardGuide(model, WEIGHTS), mask, top_k=6, lm=lm, kl_budget=None)
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "top_k": 0, "do_sample": False}
     for row, text in enumerate(lm.generate(prompts, logits_processor=[processor], **options).tolist()):
         first = int(mask[row].argmax())

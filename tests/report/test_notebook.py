@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from word_judge import GoodWords
 
 import radq
+from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.errors import OptionError
 
 PROMPTS = ["the film", "the plot was", "a story", "<b>it"]
@@ -32,8 +33,8 @@ def test_texts_and_metrics_are_those_of_each_guide(
     found: radq.Evaluation, toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase, guide: radq.Guide
 ) -> None:
     for row, steer in zip(found.guides, (None, guide), strict=True):
-        options = {} if steer is None else {"kl_budget": 0.5}
-        drawn = radq.generate(toy_lm, toy_tokenizer, PROMPTS, steer, num_samples=3, max_new_tokens=5, **options)
+        drawn = radq.generate(toy_lm, toy_tokenizer, PROMPTS, steer, num_samples=3, max_new_tokens=5)
+        assert row.kl_budget == drawn[0].kl_budget == (None if steer is None else DEFAULT_KL_BUDGET)
         assert [text for texts in row.texts for text in texts] == [one.text for one in drawn]
         scores = GoodWords().score([one.text for one in drawn]).reshape(4, 3)
         assert row.metrics["mean_score[good]"]["value"] == pytest.approx(np.nanmean(scores, axis=1).mean())

@@ -20,6 +20,7 @@ from browser import PATIENCE, By, Keys, Page, start_browser
 from calibrations import PRAISE
 from serving import Running, make_config, make_models, serving
 
+from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.models.calibration import write_calibration
 from radq.models.fingerprints import fingerprint_model
 
@@ -79,7 +80,8 @@ def page(driver: Any, running: Running, seed: int) -> Iterator[Page]:
 
 def complete_all(running: Running, seed: int, prompt: Any = PROMPT, **changes: Any) -> list[dict[str, Any]]:
     """The server's own answer to the first request of the page."""
-    radq = {"praise": 10, "calm": 0, "length": 0, "kl_budget": 0.5, "details": True} | changes.pop("radq", {})
+    radq = {"praise": 10, "calm": 0, "length": 0, "kl_budget": DEFAULT_KL_BUDGET, "details": True}
+    radq |= changes.pop("radq", {})
     body = {
         "prompt": prompt,
         "max_tokens": TOKENS,

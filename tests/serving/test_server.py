@@ -16,6 +16,7 @@ import torch
 from serving import Running, make_config, serving
 
 import radq
+from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.errors import RadqError
 from radq.models.prompt_parts import PartlyRead
 from radq.serving import app as app_module
@@ -45,7 +46,7 @@ def expected(running: Running, prompts: list[Any], names: dict[str, float], **op
             folder = served.config.guides[group[0]].folder
             part = radq.load_guide(f"{folder}:" + ",".join(f"{name}={names[name]}" for name in group))
             guide = part if guide is None else guide + part
-    options = {"kl_budget": 0.5, "max_new_tokens": 8} | options
+    options = {"max_new_tokens": 8} | options
     return radq.generate(served.lm, served.tokenizer, prompts, guide, **options)
 
 
@@ -74,7 +75,13 @@ def test_completions_are_those_of_generate(client: Any, running: Running) -> Non
     cut = [n for n, text in enumerate(texts) if text.finish_reason == "length"]  # the server's means have no stop token
     assert cut
     assert [answer.choices[n].radq["kl"] for n in cut] == pytest.approx([texts[n].kl for n in cut], abs=1e-6)
-    assert answer.radq == {"seed": 5, "sampler": "radq", "strengths": {"praise": 10.0}, "kl_budget": 0.5, "top_k": 20}
+    assert answer.radq == {
+        "seed": 5,
+        "sampler": "radq",
+        "strengths": {"praise": 10.0},
+        "kl_budget": DEFAULT_KL_BUDGET,
+        "top_k": 20,
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 2**40 + 1])

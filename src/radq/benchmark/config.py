@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from radq.benchmark.shapes import SHAPES
+from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
 from radq.errors import OptionError
 from radq.models.embedded import EMBEDDED
 from radq.models.stored import check_language_model, check_reward_model, read_config
@@ -88,8 +89,8 @@ class BenchConfig:
     """Numbers of texts that are decoded together, the reference first. By default 1 4, and on a GPU 25 1 100 400."""
     prompt_tokens: list[int] = field(default_factory=list)
     """Numbers of tokens of the prompt, the reference first. By default 32, and on a GPU also 512."""
-    kl_budget: float | None = None
-    """KL budget of guided decoding, in nats per token, such as the 0.5 that radq generate has. By default none."""
+    kl_budget: float | Literal["none"] = DEFAULT_KL_BUDGET
+    """KL budget of guided decoding, in nats per token; none is no budget. The default is that of radq generate."""
     new_tokens: int | None = None
     """Number of tokens over which the time of one measurement is taken. By default 3, and on a GPU 16."""
     rounds: int = 3
@@ -105,7 +106,7 @@ class BenchConfig:
         for name, allowed in RANGES.items():
             given = getattr(self, name)
             for number in given if isinstance(given, list) else [given]:
-                if number is not None and number not in allowed:
+                if number not in (None, "none") and number not in allowed:
                     raise OptionError(f"{name} must be {allowed}, got {number}.", "choose a number in this range.")
         for name in self.guides:
             if name not in GUIDE_NAMES:
@@ -138,7 +139,7 @@ class BenchConfig:
             tuple(dict.fromkeys(self.rows)) or default.rows,
             tuple(dict.fromkeys(self.prompt_tokens)) or default.prompt_tokens,
             self.new_tokens or default.new_tokens,
-            self.kl_budget,
+            read_budget(self.kl_budget),
         )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
-from radq.decoding.config import Ends
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, read_budget
 
 if TYPE_CHECKING:
     from radq.evaluation.calibration import CalibrationPlan
@@ -56,7 +56,7 @@ class Arguments:
     """Largest number of tokens of a continuation."""
     top_k: int = 20
     """Number of candidates of a token."""
-    kl_budget: float | Literal["none"] = 0.5
+    kl_budget: float | Literal["none"] = DEFAULT_KL_BUDGET
     """With --by beta, the KL budget of each token under which strengths are measured and later used; none is no
     budget."""
     ends: Ends = "base"
@@ -132,7 +132,7 @@ def _check(arguments: Arguments) -> "tuple[CalibrationPlan, Path]":
         folder=EMBEDDED if kind == EMBEDDED else arguments.model,
         attribute=attribute,
         levels=arguments.levels,
-        kl_budget=None if arguments.kl_budget == "none" else arguments.kl_budget,
+        kl_budget=read_budget(arguments.kl_budget),
         **{name: getattr(arguments, name) for name in SAME},
     )
     sweep = plan.sweep()

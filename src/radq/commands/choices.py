@@ -38,6 +38,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     from radq.commands.console import announce, print_json
+    from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
     from radq.errors import OptionError
     from radq.guides.spec import check_guide, find_budget, parse_guide
     from radq.models.stored import check_language_model
@@ -49,7 +50,8 @@ def run(arguments: Arguments) -> None:
     for specification in arguments.guide:
         check_guide(*parse_guide(specification, arguments.base))
     check_language_model(arguments.base)
-    budget = find_budget(arguments.guide, 0.5, arguments.base) if arguments.kl_budget == "auto" else arguments.kl_budget
+    asked = arguments.kl_budget
+    budget = find_budget(arguments.guide, DEFAULT_KL_BUDGET, arguments.base) if asked == "auto" else read_budget(asked)
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.evaluation.choices import KeptAnswers, count_right, find_answers, read_questions
     from radq.evaluation.estimates import estimate, estimate_change

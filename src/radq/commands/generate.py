@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from radq.decoding.config import Ends
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from radq.decoding.config import LogitChanges, Steering
     from radq.decoding.generate import Generation
 
-
-DEFAULT_KL_BUDGET = 0.5
+KL_BUDGET = (
+    "Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it, so "
+    "that a β which is too large for a guide does not break sentences. none leaves β as it is. "
+    f"auto is {DEFAULT_KL_BUDGET:g}, or the budget with which the strengths of --guide were calibrated."
+)
 
 
 @dataclass
@@ -43,10 +46,7 @@ class Arguments:
     """Choose each token among the most likely ones that together hold this probability, also within the top k."""
     temperature: float = 1.0
     """Divide the logits of the language model by this number, but not the rewards; 0 always takes the best token."""
-    kl_budget: float | Literal["auto", "none"] = "auto"
-    """Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it, so
-    that a β which is too large for a guide does not break sentences. none leaves β as it is. auto is 0.5, or the budget
-    with which the strengths of --guide were calibrated."""
+    kl_budget: Annotated[float | Literal["auto", "none"], tyro.conf.arg(help=KL_BUDGET)] = "auto"
     ends: Ends = "base"
     """What decides when a text ends. base leaves the probability of stop tokens to the language model, so that guides
     decide what is said and not when it ends; taught rewards them like words, for models that were taught ends."""
@@ -162,11 +162,12 @@ def _changes(arguments: Arguments) -> "LogitChanges":
 
 
 def _kl_budget(arguments: Arguments) -> float | None:
+    from radq.decoding.config import read_budget
     from radq.guides.spec import find_budget
 
     if arguments.kl_budget == "auto":
         return find_budget(arguments.guide, DEFAULT_KL_BUDGET, arguments.base)
-    return None if arguments.kl_budget == "none" else arguments.kl_budget
+    return read_budget(arguments.kl_budget)
 
 
 def _check(arguments: Arguments) -> list[str]:

@@ -9,6 +9,10 @@ from radq.errors import OptionError
 
 Ends = Literal["base", "taught"]
 
+# Nats per token. It is the default everywhere but in the paper's recipes. docs/decoding.md has what was measured: at
+# equal perplexity, texts under it are as good as without a budget, and it bounds what too large a β can break.
+DEFAULT_KL_BUDGET = 1.0
+
 
 @dataclass(frozen=True)
 class Steering:
@@ -28,7 +32,7 @@ class Steering:
     top_k: int | None = 20
     top_p: float | None = None
     temperature: float = 1.0
-    kl_budget: float | None = None
+    kl_budget: float | None = DEFAULT_KL_BUDGET
     ends: Ends = "base"
 
     def __post_init__(self) -> None:
@@ -54,6 +58,11 @@ class Steering:
 
 
 DEFAULT_STEERING = Steering()
+
+
+def read_budget(given: float | Literal["none"]) -> float | None:
+    """Read a KL budget as commands take it, in which `none` turns it off."""
+    return None if given == "none" else given
 
 
 @dataclass(frozen=True)

@@ -380,11 +380,11 @@ def _measure(
         proposal.log_probabilities.gather(1, choice[:, None]).squeeze(1),
         proposal.finite,
     )
-    numbers = torch.stack([column.to(proposal.base.dtype) for column in columns], dim=1)
-    if proposal.rewards is None:
-        return numbers
-    rows = torch.arange(len(choice), device=choice.device)
-    return torch.cat([numbers, *(part.to(numbers)[rows, choice] for part in proposal.rewards)], dim=1)
+    parts = [column[:, None] for column in columns]
+    for part in proposal.rewards or ():  # (b, k, s)
+        index = choice.to(part.device)[:, None, None].expand(-1, 1, part.shape[2])
+        parts.append(part.gather(1, index).squeeze(1))
+    return torch.cat([part.to(proposal.base) for part in parts], dim=1)
 
 
 def _round_rows(count: int, capacity: int) -> int:

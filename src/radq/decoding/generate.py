@@ -17,7 +17,16 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.config import DEFAULT_STEERING, NO_CHANGES, Ends, LogitChanges, Steering, check_counts, check_stop
+from radq.decoding.config import (
+    DEFAULT_KL_BUDGET,
+    DEFAULT_STEERING,
+    NO_CHANGES,
+    Ends,
+    LogitChanges,
+    Steering,
+    check_counts,
+    check_stop,
+)
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine
 from radq.decoding.grammar import Grammar
@@ -79,6 +88,7 @@ class Generation:
             sample, lowered by the divergence of keeping it. `nll` minus `drawn_nll`, averaged over texts, is the
             divergence of the guided texts from those of the base model.
         num_text_tokens: the number of tokens, without a final stop token.
+        kl_budget: the KL budget of each token; None if there was none, or no guide.
     """
 
     prompt: str
@@ -91,6 +101,7 @@ class Generation:
     nll: float
     drawn_nll: float
     num_text_tokens: int
+    kl_budget: float | None = None
 
 
 def generate(
@@ -106,7 +117,7 @@ def generate(
     seed: int = 0,
     *,
     beta: Sequence[float] | None = None,
-    kl_budget: float | None = None,
+    kl_budget: float | None = DEFAULT_KL_BUDGET,
     ends: Ends = "base",
     stop_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
@@ -142,7 +153,7 @@ def generate(
         beta: the strengths of the guide, in place of its own and in their order. On a GPU, calls that differ in their
             strengths alone use the same captured steps.
         kl_budget: the most nats per token between the guided distribution and that of the base model; the shift of each
-            token is scaled down to it. None leaves it as it is.
+            token is scaled down to it. None leaves it as it is. Each result has the budget that was taken.
         ends: "base" leaves the probability of stop tokens to the base model, so that the guide decides what is said and
             not when it ends; "taught" rewards them like words, for guides that were taught ends.
         stop_token_ids: tokens that end a text; by default the model's end-of-text tokens.
@@ -182,7 +193,9 @@ def generate(
         prompt if isinstance(prompt, str) else str(tokenizer.decode(ids)).rstrip(UNFINISHED) for prompt, ids in pairs
     ]
     return [
-        _make_generation(ticket, shown[row // num_samples], _cut(text, ticket), ids)
+        _make_generation(
+            ticket, shown[row // num_samples], _cut(text, ticket), ids, None if guide is None else kl_budget
+        )
         for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))
     ]
 
@@ -215,7 +228,7 @@ def warn_of_errors(tickets: Sequence[Ticket]) -> None:
         )
 
 
-def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int]) -> Generation:
+def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int], budget: float | None) -> Generation:
     numbers = np.array(ticket.rows)[:, : len(NUMBERS)] if ticket.rows else np.zeros((0, len(NUMBERS)))
     stopped = bool(token_ids) and token_ids[-1] in ticket.request.stops
     counted = max(1, len(token_ids))
@@ -232,6 +245,7 @@ def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int
         nll=-float(of_text[:, 4].sum()),
         drawn_nll=0.0 if greedy else -float(of_text[:, 5].sum()),
         num_text_tokens=len(token_ids) - stopped,
+        kl_budget=budget,
     )
 
 

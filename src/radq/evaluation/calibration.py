@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from radq.data.prompts import Prompt
-from radq.decoding.config import Ends
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.errors import OptionError
 from radq.evaluation.estimates import TRUSTED_PROMPTS, Bootstrap, Estimate
 from radq.evaluation.metrics import METRICS, corpus_perplexity
@@ -80,7 +80,7 @@ class CalibrationPlan:
     samples: Annotated[int, COUNT] = 5
     max_new_tokens: Annotated[int, COUNT] = 20
     top_k: Annotated[int, COUNT] = 20
-    kl_budget: Annotated[float, Range(0, without_low=True)] | None = 0.5
+    kl_budget: Annotated[float, Range(0, without_low=True)] | None = DEFAULT_KL_BUDGET
     ends: Ends = "base"
     seed: Annotated[int, Range(0)] = 0
     batch_size: Annotated[int, COUNT] = 100

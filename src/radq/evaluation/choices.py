@@ -1,7 +1,7 @@
 """Multiple-choice questions: does a guided language model still know what it knows without a guide?
 
     questions = read_questions("questions.jsonl")  # {"question": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
-    find_answers(lm, tokenizer, questions, guide, kl_budget=0.5)
+    find_answers(lm, tokenizer, questions, guide)
 
 The answer of a model is the choice with the highest mean log-probability of its tokens after the question. Under a
 guide, the probabilities are those that the guide leaves, over the whole vocabulary.
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from radq.data.tables import read_table
-from radq.decoding.config import Steering
+from radq.decoding.config import DEFAULT_KL_BUDGET, Steering
 from radq.decoding.steering import Strengths, propose
 from radq.errors import DataError, OptionError
 from radq.evaluation.estimates import Sums
@@ -78,7 +78,7 @@ def find_answers(
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     guide: Guide | None = None,
-    kl_budget: float | None = None,
+    kl_budget: float | None = DEFAULT_KL_BUDGET,
     progress: bool = False,
     kept: "KeptAnswers | None" = None,
 ) -> list[int]:

@@ -44,10 +44,9 @@ def parse_guide(specification: str, base: str | None = None, fetch: bool = True)
 
 
 def find_budget(specifications: Sequence[str], default: float | None, base: str | None = None) -> float | None:
-    """Find the KL budget under which the strengths of all guides were calibrated; `default` if all are given as β."""
-    read = [_read_settings(specification, base)[1].values() for specification in specifications]
-    settings = [one for values in read for one in values if isinstance(one, Setting)]
-    return join_budgets(settings) if settings else default
+    """Find the KL budget of several guides: strengths have the one under which they were calibrated, β the default."""
+    read = [one for specification in specifications for one in _read_settings(specification, base)[1].values()]
+    return join_budgets([one.kl_budget if isinstance(one, Setting) else default for one in read], default)
 
 
 def _read_settings(specification: str, base: str | None, fetch: bool = True) -> tuple[str, dict[str, float | Setting]]:

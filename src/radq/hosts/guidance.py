@@ -29,7 +29,6 @@ SEED = "radq_seed"  # of the first choice of a request with several; engines add
 OWN_ARGUMENTS = (TICKET, SEED)  # which the server's middleware adds
 GUIDES = "RADQ_GUIDES"  # an environment variable, since an engine's processes share nothing else before they start
 GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
-TOP_K = 20
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,19 @@ class Registry:
         if "radq" in given and single:
             raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
         defaults = self.config.defaults
-        settings = {"top_k": TOP_K, "kl_budget": None, "details": None}
+        settings = {"top_k": defaults.top_k, "kl_budget": defaults.kl_budget, "details": None}
         found: dict[str, Any] = {}
         if single:
             found = self._read_single(given.get("radq_guide"), given.get("radq_beta"))
-        elif "radq" in given or not given:
-            found = self.config.read_strengths(given.get("radq", {}))
-            settings |= {"top_k": defaults.top_k, "kl_budget": defaults.kl_budget}
+        elif "radq" in given:
+            found = self.config.read_strengths(given["radq"])
         for name in ("top_k", "kl_budget"):
             if f"radq_{name}" in given:
                 if name in found:
                     raise OptionError(f"a request gives {name} twice.", f"leave radq_{name} out.")
-                found[name] = _read_number(given[f"radq_{name}"], f"radq_{name}")
+                value = given[f"radq_{name}"]
+                none = name == "kl_budget" and value == "none"
+                found[name] = None if none else _read_number(value, f"radq_{name}")
         self.config.check_strengths(found)
         settings |= {name: found[name] for name in settings if name in found}
         settings["top_k"] = int(settings["top_k"])

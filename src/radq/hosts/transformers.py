@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from radq.decoding.config import Ends, Steering
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
 from radq.decoding.prompts import find_stops
 from radq.decoding.steering import Strengths, propose
 from radq.errors import OptionError
@@ -54,7 +54,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
         top_k: int | None = 20,
         top_p: float | None = None,
         temperature: float = 1.0,
-        kl_budget: float | None = None,
+        kl_budget: float | None = DEFAULT_KL_BUDGET,
         tokenizer: PreTrainedTokenizerBase | None = None,
         lm: Wrappable | None = None,
         ends: Ends = "base",

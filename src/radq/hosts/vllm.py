@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import yaml
 
-from radq.decoding.config import Ends
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import parse_guide
@@ -324,7 +324,7 @@ class VllmEngine:
         num_samples: int = 1,
         seed: int = 0,
         *,
-        kl_budget: float | None = None,
+        kl_budget: float | None = DEFAULT_KL_BUDGET,
         stop_token_ids: Sequence[int] | None = None,
         first_prompt: int = 0,
         progress: bool = False,

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -300,8 +301,10 @@ def _read_share(text: str) -> float | None:
     return number if 0 < number <= 1 else None
 
 
-def join_budgets(settings: list[Setting]) -> float | None:
-    """One KL budget for several strengths together: the largest of theirs, and none if one of them has none."""
-    budgets = [setting.kl_budget for setting in settings]
-    known = [budget for budget in budgets if budget is not None]
-    return max(known) if len(known) == len(budgets) else None
+def join_budgets(budgets: Sequence[float | None], default: float | None) -> float | None:
+    """One KL budget for several strengths together: the largest of theirs, and none if one of them has none.
+
+    `default` is that of no strengths at all.
+    """
+    known = [budget for budget in budgets or [default] if budget is not None]
+    return max(known) if known and len(known) >= len(budgets) else None

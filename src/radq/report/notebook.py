@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.config import Ends
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.decoding.generate import generate
 from radq.errors import OptionError, require_package
 from radq.evaluation.estimates import Bootstrap
@@ -48,6 +48,7 @@ class EvaluatedGuide:
     texts: list[list[str]]  # the continuations of each prompt
     metrics: Estimates
     changes: Estimates = field(default_factory=dict)
+    kl_budget: float | None = None  # of each token; None for none, and for the unguided base model
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Evaluation:
     def rows(self) -> list[dict[str, Any]]:
         """A row for each guide, with its metrics and the ends of their intervals."""
         return [
-            {"guide": guide.name}
+            {"guide": guide.name, "kl_budget": guide.kl_budget}
             | {
                 f"{name}{end}": one[key]
                 for name, one in guide.metrics.items()
@@ -88,8 +89,15 @@ class Evaluation:
 
     def _table(self) -> list[list[str]]:
         names = list(self.guides[0].metrics)
-        body = [[guide.name, *(_show(guide.metrics[name]) for name in names)] for guide in self.guides]
-        return [["guide", *names], *body]
+        body = [
+            [
+                guide.name,
+                *(_show(guide.metrics[name]) for name in names),
+                "–" if guide.kl_budget is None else f"{guide.kl_budget:g}",
+            ]
+            for guide in self.guides
+        ]
+        return [["guide", *names, "kl_budget"], *body]
 
     def plot(self) -> Plot:
         """Plot each metric of a judge against perplexity, with intervals; a notebook shows the result."""
@@ -144,7 +152,7 @@ def evaluate(
     max_new_tokens: int = 20,
     top_k: int | None = 20,
     top_p: float | None = None,
-    kl_budget: float | None = 0.5,
+    kl_budget: float | Literal["auto"] | None = "auto",
     ends: Ends = "base",
     seed: int = 0,
     batch_size: int | None = None,
@@ -161,7 +169,8 @@ def evaluate(
         judges: judges by name, as objects or as texts such as "linear:embedded:sentiment".
         judge_metrics: the metrics of their scores, such as mean_score, positive_rate or avg_max.
         reads: what judges read: continuations, or prompts with continuations.
-        kl_budget: the KL budget of each token, None for none; calibrated strengths have their own.
+        kl_budget: the KL budget of each token, None for none; "auto" is that of `radq.generate`, or for calibrated
+            strengths the one under which they were measured. Each guide of the result has the budget that was taken.
         ends: what decides when a guided text ends, see `Steering`.
         resamples: the number of resamples of the prompts, for the intervals.
     """
@@ -190,14 +199,14 @@ def evaluate(
     unguided: MeasuredCell | None = None
     for name, guide in {UNGUIDED: None, **guides}.items():
         steer = load_guide(guide, device, lm=lm) if isinstance(guide, str) else guide
-        budget = find_budget([guide], kl_budget, find_base(lm)) if isinstance(guide, str) else kl_budget
-        drawn = generate(
-            lm, tokenizer, prompts, steer, **options, kl_budget=None if steer is None else budget, ends=ends
-        )
+        budget = DEFAULT_KL_BUDGET if kl_budget == "auto" else kl_budget
+        if kl_budget == "auto" and isinstance(guide, str):
+            budget = find_budget([guide], budget, find_base(lm))
+        drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=budget, ends=ends)
         cell = _measure(SweepCell(name, None, top_k, top_p, None, seed), drawn, prompts, instruments, progress)
         changes = {} if unguided is None else cell.estimate_changes(unguided, *asked)
         unguided = unguided or cell
-        found.append(EvaluatedGuide(name, cell.texts, cell.estimate(*asked), changes))
+        found.append(EvaluatedGuide(name, cell.texts, cell.estimate(*asked), changes, drawn[0].kl_budget))
     return Evaluation(list(prompts), found)
 
 

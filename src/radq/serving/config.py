@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from radq.decoding.config import Ends, Steering
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
 from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
 from radq.models.calibration import Calibration, OtherModelError, find_calibration
@@ -186,7 +186,7 @@ class Connections:
 class Defaults:
     """Settings of requests that leave them out."""
 
-    kl_budget: Annotated[float, Range(0)] | None = 0.5
+    kl_budget: Annotated[float, Range(0)] | None = DEFAULT_KL_BUDGET
     """Largest KL divergence per token, in nats, to which strengths are scaled down; null leaves them as they are."""
     ends: Ends = "base"
     """What decides when a text ends: base leaves the probability of stop tokens to the base model; taught lets guides

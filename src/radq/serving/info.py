@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.serving.config import ServeConfig
 
@@ -45,5 +46,6 @@ def describe_server(
         "attributes": attributes,
         "models": [{"id": base, "radq": {}}, *virtual],
         "defaults": vars(config.defaults),
+        "usual_kl_budget": DEFAULT_KL_BUDGET,  # where a client turns the budget on that the operator has turned off
         "limits": vars(config.limits),
     }

@@ -139,6 +139,7 @@ def write_prefixes(
         top_k=config.candidates,
         max_new_tokens=config.prefix_tokens,
         seed=seed,
+        kl_budget=None,  # rare prefixes are worth learning from, too
         first_prompt=numbers.start,
     )
     found = zip(numbers, chosen, generations, strict=True)

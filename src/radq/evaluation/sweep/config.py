@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from radq.data.prompts import Prompt, read_prompts
-from radq.decoding.config import Ends
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.errors import OptionError
 from radq.evaluation.estimates import MAX_RESAMPLES
 from radq.evaluation.metrics import METRICS, check_metric
@@ -107,7 +107,7 @@ class Sweep:
     temperature: float = 1.0
     top_k: list[int | None] = field(default_factory=lambda: [20])
     top_p: list[float | None] = field(default_factory=lambda: [None])
-    kl_budget: list[Annotated[float, Range(0)] | None] = field(default_factory=lambda: [None])
+    kl_budget: list[Annotated[float, Range(0)] | None] = field(default_factory=lambda: [DEFAULT_KL_BUDGET])
     ends: Ends = "base"  # what decides when a guided text ends, see `Steering`
     seeds: list[int] = field(default_factory=lambda: [0])
     batch_size: Annotated[int, COUNT] = 100  # texts decoded together
@@ -197,13 +197,13 @@ class SweepCell:
 
 
 def _guided_cells(name: str, guide: GuideSweep, settings: Sequence[tuple[Any, ...]]) -> list[SweepCell]:
-    """The cells of a guide at all settings (k, p, KL budget, seed); a request has no KL budget."""
-    if guide.ask:
-        asked = product(settings, range(1, len(guide.ask) + 1))
-        cells = [SweepCell(name, None, k, p, None, seed, ask=number) for (k, p, _, seed), number in asked]
-        return list(dict.fromkeys(cells))
-    steps = product(settings, guide.beta or [None], guide.best_of or [None])
-    return [SweepCell(name, beta, k, p, kl, seed, best_of) for (k, p, kl, seed), beta, best_of in steps]
+    """The cells of a guide at all settings (k, p, KL budget, seed); only a guide that steers has a KL budget."""
+    if guide.beta:
+        return [SweepCell(name, beta, k, p, kl, seed) for (k, p, kl, seed), beta in product(settings, guide.beta)]
+    requests = range(1, len(guide.ask or ()) + 1)
+    kinds = [{"ask": number} for number in requests] or [{"best_of": n} for n in guide.best_of]
+    cells = [SweepCell(name, None, k, p, None, seed, **kind) for (k, p, _, seed), kind in product(settings, kinds)]
+    return list(dict.fromkeys(cells))
 
 
 # --- files ---

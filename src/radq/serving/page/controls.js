@@ -15,7 +15,7 @@ export function createControls(info, store) {
   find("strengths").replaceChildren(...sliders.elements);
   fillChoices(info);
   listenToTexts(store);
-  listenToNumbers(store);
+  listenToNumbers(info, store);
   listenToChoices(info, store);
   find("max-tokens").max = info.limits.max_tokens;
   find("top-k").max = info.limits.top_k;
@@ -77,7 +77,7 @@ const NUMBERS = {
   "grid-samples": "gridSamples",
 };
 
-function listenToNumbers(store) {
+function listenToNumbers(info, store) {
   for (const [id, name] of Object.entries(NUMBERS)) {
     find(id).addEventListener(
       "input",
@@ -91,7 +91,7 @@ function listenToNumbers(store) {
     store.change({ seed: crypto.getRandomValues(new Uint16Array(1))[0] }),
   );
   find("kl-limited").addEventListener("change", (event) =>
-    store.change({ klBudget: event.target.checked ? Number(find("kl-budget").value || 0.5) : null }),
+    store.change({ klBudget: event.target.checked ? Number(find("kl-budget").value || info.usual_kl_budget) : null }),
   );
 }
 
