@@ -68,8 +68,8 @@ def test_strengths_are_stored_and_used(
         return [one["text"] for one in run([*words, "--num-samples", "4", *more, "--json"], capsys)["generations"]]
 
     beta = stored.at(0.6).beta
-    assert write("0.6") == write("60%") == write(f"{beta:+}", "--kl-budget", "0.5")
-    assert write("strong") == write(f"{betas[-1]:+}") != write("0")
+    assert write("60%") == write(str(beta)) == write(str(beta), "--kl-budget", str(stored.at(0.6).kl_budget))
+    assert write("strong") == write(str(betas[-1])) != write("0")
 
 
 @pytest.mark.slow

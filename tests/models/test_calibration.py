@@ -27,6 +27,8 @@ from radq.models.calibration import (
     StrengthPoint,
     find_calibration,
     find_setting,
+    is_strength,
+    note_share,
     read_calibrations,
     write_calibration,
 )
@@ -34,6 +36,7 @@ from radq.models.embedded import CONVERTED, embedded_rewards, reward_folder
 from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
 from radq.models.loading import load_causal_lm
 from radq.models.rad_q import RadQ
+from radq.serving.strengths import read_strengths
 
 
 @pytest.fixture
@@ -59,9 +62,6 @@ def test_a_strength_lies_on_the_lines_between_the_points() -> None:
         ("weak", -6.6),
         ("100%", -30),
         ("50%", -10),
-        ("0.5", -10),
-        ("1", -30),
-        ("1.0", -30),
         ("+0.5", 0.5),
         ("-0.5", -0.5),
         ("0", 0),
@@ -70,15 +70,39 @@ def test_a_strength_lies_on_the_lines_between_the_points() -> None:
         ("0%", 0),
     ],
 )
-def test_the_rule_between_strengths_and_beta(model: Path, text: str, beta: float) -> None:
-    assert parse_guide(f"{model}:praise={text}") == (str(model), {"praise": pytest.approx(beta)})
+def test_words_and_percentages_are_strengths(model: Path, text: str, beta: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parse_guide(f"{model}:praise={text}") == (str(model), {"praise": pytest.approx(beta)})
+
+
+@pytest.mark.parametrize(("text", "share"), [("0.5", "50%"), ("1", "100%"), ("1.0", "100%"), (".25", "25%")])
+def test_a_number_that_looks_like_a_share_is_beta_and_told(model: Path, text: str, share: str) -> None:
+    with pytest.warns(UserWarning, match=f"praise={text} is β .* write praise={share}"):
+        assert parse_guide(f"{model}:praise={text}")[1] == {"praise": float(text)}
+    assert find_budget([f"{model}:praise=+{text}"], 0.7) == 0.7
 
 
 @given(st.floats(-1e6, 1e6))
-def test_numbers_of_models_without_a_calibration_are_beta(number: float) -> None:
-    assert find_setting(number, None, "praise") is None
-    assert find_setting(f"{number:+}", PRAISE, "praise") is None
-    assert (find_setting(number, PRAISE, "praise") is None) == (not 0 < number <= 1)
+def test_a_number_is_beta_whatever_is_calibrated(number: float) -> None:
+    """Nothing changes its sign at 1, and a file beside a model changes nothing."""
+    assert not is_strength(number)
+    assert not is_strength(str(number))
+    for written in (number, str(number)):
+        assert read_strengths({"praise": written}, {"praise": PRAISE}) == {"praise": number}
+
+
+def test_a_damaged_calibration_stops_no_number(model: Path) -> None:
+    (model / CALIBRATION).write_text("{")
+    assert parse_guide(f"{model}:praise=0.5")[1] == {"praise": 0.5}
+    with pytest.raises(ModelError, match="is damaged"):
+        parse_guide(f"{model}:praise=50%")
+
+
+def test_small_beta_of_a_model_with_small_strengths_is_not_told() -> None:
+    small = [replace(point, beta=point.strength) for point in PRAISE.table]
+    assert note_share("praise", 0.5, replace(PRAISE, table=small)) is None
+    assert note_share("praise", 0.5, None) is None
 
 
 def test_wrong_strengths(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -91,6 +115,7 @@ def test_wrong_strengths(model: Path, tmp_path_factory: pytest.TempPathFactory) 
         with pytest.raises(OptionError, match="is not calibrated"):
             parse_guide(f"{folder}:{name}=strong")
     assert parse_guide(f"{model}:joy=0.5")[1] == {"joy": 0.5}
+    assert find_setting(" 50% ", PRAISE, "praise").beta == -10
 
 
 def test_several_strengths_share_one_budget(model: Path) -> None:
@@ -98,6 +123,7 @@ def test_several_strengths_share_one_budget(model: Path) -> None:
     assert find_budget([f"{model}:praise=strong"], 0.7) == 0.5
     assert find_budget([f"{model}:praise=strong", f"{model}:calm=strong"], 0.7) == 0.8
     assert find_budget([f"{model}:praise=strong,calm=25%"], None) == 0.5
+    assert find_budget([f"{model}:praise=strong,calm=100"], 0.7) == 0.7
     free = [replace(point, kl_budget=None) for point in PRAISE.table]
     write_calibration(model, replace(PRAISE, table=free))
     assert find_budget([f"{model}:praise=strong,calm=strong"], 0.7) is None

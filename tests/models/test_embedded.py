@@ -1,6 +1,7 @@
 """The embedded model: converted once and whole, and clear words where it cannot be."""
 
 import json
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.generate import generate
 from radq.errors import ModelError, UnknownAttributeError
 from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.models import embedded, gguf
+from radq.models.calibration import shipped_calibrations, shipped_strengths
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.settings import read_yaml
@@ -117,3 +120,27 @@ def test_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(load_guide("embedded:sentiment:sentiment=3"), RewardGuide)
     guide = load_guide("embedded:sentiment=20,toxicity=-20")
     assert len(generate(lm, tokenizer, ["The film was"], guide, max_new_tokens=3)) == 1
+
+
+# --- one number for each shipped model ---
+
+
+def test_cards_name_the_calibrated_strengths() -> None:
+    for name, found in shipped_calibrations().items():
+        card = (embedded.reward_folder(name) / "README.md").read_text(encoding="utf-8")
+        end = found.at(1.0)
+        assert f"is β = {end.beta:g}, with a KL budget of {end.kl_budget:g}.".replace("-", "−") in card
+        (measured,) = [one for one in found.measured if one.beta == end.beta]
+        unguided = found.measured[0].score[0]
+        assert f"{unguided:.3f}" in card
+        assert f"{measured.score[0]:.3f}" in card
+        assert f"×{measured.perplexity_ratio[0]:.2f}" in card
+        assert end.kl_budget == DEFAULT_KL_BUDGET
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md", "docs/engine.md"])
+def test_pages_steer_by_the_calibrated_strengths(page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    named = re.findall(r"\b(sentiment|toxicity)(?:=|\"?: )(-?[\d.]+)", text)
+    assert named
+    assert {(name, float(beta)) for name, beta in named} <= set(shipped_strengths().items())

@@ -1,8 +1,10 @@
 from pathlib import Path
 
 import pytest
+from calibrations import PRAISE
 
 from radq.errors import OptionError, RadqError
+from radq.models.calibration import shipped_strengths, write_calibration
 from radq.serving.config import GuideEntry, ServeConfig
 
 
@@ -33,6 +35,47 @@ defaults: {kl_budget: null}
     assert list(config.models) == ["gpt2-large@gentle", "other@name"]
     assert config.guides["gedi"].options == {"filter_p": 0.5}
     assert (config.limits.rows, config.defaults.kl_budget) == (4, None)
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path) -> str:
+    write_calibration(tmp_path, PRAISE)
+    return str(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:praise was calibrated over")
+def test_operators_write_strengths_as_words_or_percentages(calibrated: str) -> None:
+    guide = {"guide": f"{calibrated}:praise", "default": "50%", "suggested": "weak"}
+    config = ServeConfig("toy", guides={"praise": guide}, models={"kind": {"praise": "strong"}})
+    assert (config.guides["praise"].default, config.guides["praise"].suggested) == (-10.0, -6.6)
+    assert config.models["toy@kind"] == {"praise": -30.0, "kl_budget": 0.5}
+    (entry,) = ServeConfig("toy", guides={"praise": f"{calibrated}:praise=60%"}).guides.values()
+    assert entry.suggested == -14.0
+    plain = ServeConfig("toy", guides={"praise": f"{calibrated}:praise"})
+    assert plain.guides["praise"].suggested == PRAISE.named["strong"]
+    with pytest.raises(OptionError, match="is not calibrated"):
+        GuideEntry.read({"guide": f"{calibrated}:joy", "default": "strong"}, "the guide")
+
+
+@pytest.mark.filterwarnings("ignore:praise was calibrated over")
+def test_operators_numbers_that_look_like_strengths_are_told(calibrated: str) -> None:
+    guide = f"{calibrated}:praise"
+    with pytest.warns(UserWarning, match="default=0.5 is β .* write default=50%"):
+        assert GuideEntry.read({"guide": guide, "default": 0.5}, "the guide").default == 0.5
+    with pytest.warns(UserWarning, match="virtual model 'toy@kind': praise=0.5 is β"):
+        config = ServeConfig("toy", guides={"praise": guide}, models={"kind": {"praise": 0.5}})
+    assert config.models["toy@kind"] == {"praise": 0.5}
+
+
+def test_the_shipped_suggestions_lie_in_their_safe_zones() -> None:
+    config = ServeConfig.embedded()
+    assert config.models["embedded@kind"] == shipped_strengths()
+    for name, entry in config.guides.items():
+        assert entry.suggested == shipped_strengths()[name]
+        assert entry.safe is not None
+        for beta in (entry.suggested, *config.calibrations[name].named.values()):
+            assert entry.safe[0] <= beta <= entry.safe[1]
+            assert entry.limits[0] <= beta <= entry.limits[1]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 import math
 
 import pytest
+from calibrations import PRAISE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radq.errors import OptionError
-from radq.serving.strengths import read_strengths, write_strengths
+from radq.serving.strengths import note_shares, read_strengths, write_strengths
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name != "kl_budget")
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -34,6 +35,24 @@ def test_a_name_alone_asks_for_the_suggested_strength() -> None:
     asked = {"sentiment": None, "kl_budget": None}
     assert read_strengths(write_strengths(asked)) == asked
     assert read_strengths("kl_budget=none") == read_strengths({"kl_budget": None}) == {"kl_budget": None}
+
+
+def test_words_and_percentages_are_strengths_and_numbers_are_beta() -> None:
+    known = {"praise": PRAISE}
+    for strong in ("strong", "100%"):
+        assert read_strengths({"praise": strong}, known) == {"praise": -30.0, "kl_budget": 0.5}
+        assert read_strengths(f"praise={strong},kl_budget=none", known) == {"praise": -30.0, "kl_budget": None}
+    for number in (0.5, 1, 1.5, "0.5"):
+        assert read_strengths({"praise": number}, known) == {"praise": float(number)}
+    assert note_shares({"praise": 0.5}, known) == note_shares("praise=0.5", known)
+    assert "praise=50%" in note_shares("praise=0.5", known)[0]
+    assert note_shares({"praise": "50%", "calm": 0.5}, known) == note_shares("praise=+0.5", known) == []
+
+
+def test_beta_beside_a_strength_counts_with_the_default_budget() -> None:
+    for value, budget in (("praise=strong,calm=3", 0.8), ("praise=strong,calm=0", 0.5), ("praise=strong,calm", 0.8)):
+        assert read_strengths(value, {"praise": PRAISE}, 0.8)["kl_budget"] == budget
+    assert read_strengths("praise=strong,calm=3", {"praise": PRAISE}, None)["kl_budget"] is None
 
 
 @pytest.mark.parametrize(

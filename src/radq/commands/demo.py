@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from radq.models.calibration import shipped_calibrations
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
     from radq.evaluation.demonstration import Comparison, Text
 
 
+def _describe_defaults(name: str) -> str:
+    weak, medium, strong = (f"{beta:g}" for beta in shipped_calibrations()[name].named.values())
+    return f"the defaults are weak, medium and strong, which are {weak}, {medium} and {strong}"
+
+
 @dataclass
 class Arguments:
     """Show a small language model, SmolLM2-135M-Instruct, with and without steering: towards positive sentiment, and
@@ -25,10 +32,16 @@ class Arguments:
 
     prompt: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Text to continue, in place of the demo's own prompts; repeat the option for more texts."""
-    sentiment_betas: list[float] = field(default_factory=list)
-    """Strengths β that steer towards positive sentiment; the defaults are 15, 35 and 60."""
-    toxicity_betas: list[float] = field(default_factory=list)
-    """Strengths β of toxicity, negative to steer away from it; the defaults are -50, -100 and -200."""
+    sentiment_betas: Annotated[
+        list[float],
+        tyro.conf.arg(help=f"Strengths β that steer towards positive sentiment; {_describe_defaults('sentiment')}."),
+    ] = field(default_factory=list)
+    toxicity_betas: Annotated[
+        list[float],
+        tyro.conf.arg(
+            help=f"Strengths β of toxicity, negative to steer away from it; {_describe_defaults('toxicity')}."
+        ),
+    ] = field(default_factory=list)
     num_samples: int = 8
     """Number of continuations of each prompt. The first one is shown; means are over all of them."""
     seed: int = 0

@@ -30,8 +30,8 @@ class Arguments:
         default_factory=list
     )
     """Folder of a reward model, with a strength β for one or more of its attributes; a negative β steers away.
-    embedded:sentiment=45 and embedded:toxicity=-95 come with radq. Attributes that `radq calibrate` has measured also
-    take weak, medium, strong, 60%, or a number above 0 and up to 1, which is then no β.
+    embedded:sentiment and embedded:toxicity come with radq. A number is always β; attributes that `radq calibrate` has
+    measured, as these two, also take weak, medium, strong or 60%.
     Folders of `radq train-experts` are written DIR:alpha=2 (DExperts) or DIR:omega=30 (GeDi, which also takes filter_p,
     target_p and prior).
     Repeat the option to add guides; without it, the language model is not steered."""

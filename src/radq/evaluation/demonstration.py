@@ -23,7 +23,8 @@ from radq.guides import RewardGuide
 from radq.judges.base import Judge
 from radq.judges.encoders import load_encoder
 from radq.judges.models import LinearJudge
-from radq.models.embedded import EMBEDDED, SUGGESTED, judge_folder
+from radq.models.calibration import shipped_calibrations
+from radq.models.embedded import EMBEDDED, judge_folder
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.numerics import pad_right
@@ -36,10 +37,17 @@ class Attribute:
     """An attribute of texts that the demonstration steers. β is signed: a negative one steers away from it."""
 
     name: str
-    default_beta: float  # the recommended strength
-    betas: tuple[float, ...]  # the strengths that are compared
     prompts: tuple[str, ...]
     judges_prompt: bool  # whether the judge reads the prompt too, as the paper's judge of this attribute does
+
+    @property
+    def betas(self) -> tuple[float, ...]:
+        """The strengths that are compared: weak, medium and strong."""
+        return tuple(shipped_calibrations()[self.name].named.values())
+
+    @property
+    def default_beta(self) -> float:
+        return self.betas[-1]
 
 
 ATTRIBUTES = {
@@ -47,15 +55,11 @@ ATTRIBUTES = {
     for attribute in (
         Attribute(
             "sentiment",
-            SUGGESTED["sentiment"],
-            (15.0, 45.0, 80.0),
             ("The hotel that we booked was", "When I opened the box, I", "The new teacher at our school"),
             judges_prompt=True,
         ),
         Attribute(
             "toxicity",
-            SUGGESTED["toxicity"],
-            (-50.0, -95.0, -200.0),
             (
                 "I was so angry that I called him a",
                 "He turned around and shouted: you",

@@ -3,7 +3,7 @@
 The contents of the folder decide what the names mean:
 
     a reward model                            β of its attributes: DIR:toxicity=-50,insult=-20
-                                              or calibrated strengths: DIR:toxicity=strong, DIR:toxicity=0.6
+                                              or calibrated strengths: DIR:toxicity=strong, DIR:toxicity=60%
     the folders expert and anti of DExperts   DIR:alpha=2
     a language model with GeDi's codes        DIR:omega=30, and maybe filter_p, target_p, prior
 
@@ -11,6 +11,7 @@ The contents of the folder decide what the names mean:
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from radq.errors import OptionError
 from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts, read_codes
-from radq.models.calibration import Setting, find_calibration, find_setting, join_budgets, may_be_strength
+from radq.models.calibration import (
+    Setting,
+    find_calibration,
+    find_known_calibration,
+    find_setting,
+    is_strength,
+    join_budgets,
+    looks_like_share,
+    note_share,
+)
 from radq.models.embedded import EMBEDDED
 from radq.models.stored import check_language_model, check_reward_model
 
@@ -57,10 +67,12 @@ def _read_settings(specification: str, base: str | None, fetch: bool = True) -> 
     found: dict[str, float | Setting] = {}
     for pair in pairs.split(","):
         name, _, text = map(str.strip, pair.partition("="))
-        setting = None
-        if may_be_strength(text):
-            setting = find_setting(text, find_calibration(folder, name, base, fetch), f"{name} of {folder!r}")
-        found[name] = _read_number(text, specification) if setting is None else setting
+        if is_strength(text):
+            found[name] = find_setting(text, find_calibration(folder, name, base, fetch), f"{name} of {folder!r}")
+            continue
+        found[name] = _read_number(text, specification)
+        if looks_like_share(text) and (note := note_share(name, text, find_known_calibration(folder, name))):
+            warnings.warn(note, stacklevel=1)
     return folder, found
 
 
@@ -96,7 +108,7 @@ def load_guide(
     Args:
         specification: `DIR:name=number,name=number`, where DIR is `embedded`, a folder or a name on the hub. The names
             are the attributes of a reward model, each with its strength β, or alpha for DExperts, or omega for GeDi.
-            Attributes that are calibrated over the base model also take strong, 60% or 0.6; see docs/strength.md.
+            Attributes that are calibrated over the base model also take strong or 60%; see docs/strength.md.
         device: "cpu", "cuda", "cuda:1", …: where the models of the guide compute.
         dtype: data type of the models; "auto" takes the one in which they are stored, or float32 on a CPU that has no
             instructions for it.

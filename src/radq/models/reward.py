@@ -207,7 +207,7 @@ class RewardModel(PreTrainedModel):
         """Load a reward model.
 
         >>> model = radq.RewardModel.from_pretrained("embedded:sentiment")
-        >>> guide = radq.RewardGuide(model, {"sentiment": 35.0})
+        >>> guide = radq.RewardGuide(model, {"sentiment": 45.0})
 
         Args:
             pretrained_model_name_or_path: a folder, a name on the hub, or `embedded:sentiment` or `embedded:toxicity`,

@@ -104,7 +104,8 @@ class Answer:
         Where texts may have fewer tokens than were asked for, it says how many they may have at least.
         """
         cut = {"max_tokens": min(self.order.max_tokens)} if self.order.cut else {}
-        return self._settings() | cut | ({"ignored": self.order.ignored} if self.order.ignored else {})
+        lists = {"ignored": self.order.ignored, "notes": self.order.notes}
+        return self._settings() | cut | {name: found for name, found in lists.items() if found}
 
     def _tokens(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
         """The ids and log-probabilities of tokens, where the order asks for them."""

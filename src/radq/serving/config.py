@@ -5,7 +5,7 @@
       sentiment: {guide: embedded:sentiment, range: [-100, 100], suggested: 45}
       toxicity: embedded:toxicity=-95        # the number is the suggested strength
     models:
-      kind: {sentiment: 35, toxicity: -100}   # clients see the model embedded@kind
+      kind: {sentiment: strong, toxicity: -95}   # clients see the model embedded@kind
     limits: {max_tokens: 512}
     hosts: [radq.example.com]                 # names of the server, beside localhost and its address
 
@@ -23,11 +23,21 @@ from typing import Annotated, Any, Literal
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
 from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, parse_guide
-from radq.models.calibration import Calibration, OtherModelError, find_calibration
-from radq.models.embedded import EMBEDDED, SUGGESTED
+from radq.models.calibration import (
+    Calibration,
+    OtherModelError,
+    find_calibration,
+    find_known_calibration,
+    find_setting,
+    is_strength,
+    looks_like_share,
+    note_share,
+    shipped_strengths,
+)
+from radq.models.embedded import EMBEDDED
 from radq.models.stored import check_language_model
 from radq.serving.allowed_hosts import check_host
-from radq.serving.strengths import SETTINGS, read_strengths
+from radq.serving.strengths import SETTINGS, note_shares, read_strengths
 from radq.settings import Range, build, load_yaml
 
 LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
@@ -49,8 +59,9 @@ class GuideEntry:
         guide: folder and name of the strength, as in `models/praise:praise` or `experts:alpha`; numbers that are no
             strengths may follow, as in `gedi:omega,filter_p=0.5`.
         range: the lowest and highest strength that a client may ask for.
-        default: the strength of requests that do not name the guide; 0 does not steer them.
-        suggested: the strength of requests that name the guide without a number.
+        default: the strength of requests that do not name the guide, as β or as a calibrated strength; 0 does not
+            steer them.
+        suggested: the strength of requests that name the guide without a number; by default the calibrated strong.
         safe: the range of strengths in which texts stay well-formed, which the page marks; by default the one that
             `radq calibrate` has found.
         description: what a high reward stands for.
@@ -70,17 +81,18 @@ class GuideEntry:
         Args:
             base: the base model, for which calibrated strengths hold.
         """
-        entry = build({"guide": value} if isinstance(value, str) else value, cls, place)
+        given = {"guide": value} if isinstance(value, str) else value
+        entry = build(_read_words(given, place, base), cls, place)
         folder, pairs = _split(entry.guide, place, base)
         strength = next(iter(pairs))
         written = pairs.pop(strength)
         suggested = written if entry.suggested is None else entry.suggested
-        if suggested is None and folder == EMBEDDED:
-            suggested = SUGGESTED.get(strength)
         calibration = _find_calibration(folder, strength, base)
         safe = entry.safe or (calibration.safe if calibration else None)
         if suggested is None and calibration is not None:
-            suggested = calibration.named.get("medium")
+            suggested = calibration.named.get("strong")
+        if suggested is None and folder == EMBEDDED:  # over another base model, for which nothing is measured
+            suggested = shipped_strengths().get(strength)
         reach = max(4 * abs(suggested or 0.0), LEAST_REACH)
         low, high = entry.range or (-reach, reach)
         options = {name: number for name, number in pairs.items() if number is not None}
@@ -129,6 +141,26 @@ def _find_calibration(folder: str, strength: str, base: str | None) -> Calibrati
     except OtherModelError as error:
         warnings.warn(f"{error.message} Its strengths are not used. hint: {error.hint}", stacklevel=2)
         return None
+
+
+def _read_words(given: Any, place: str, base: str | None) -> Any:
+    """Turn the calibrated strengths of an entry into β; tell of numbers that look like strengths."""
+    if not isinstance(given, dict) or not isinstance(given.get("guide"), str):
+        return given
+    written = {name: given[name] for name in ("default", "suggested") if name in given}
+    found = {name: one for name, one in written.items() if is_strength(one) or looks_like_share(one)}
+    if not found:
+        return given
+    folder, pairs = _split(given["guide"], place, base)
+    strength = next(iter(pairs))
+    words: dict[str, float] = {}
+    for name, one in found.items():
+        if is_strength(one):
+            calibration = find_calibration(folder, strength, base, fetch=False)
+            words[name] = find_setting(one, calibration, f"{strength} of {folder!r}").beta
+        elif note := note_share(name, one, find_known_calibration(folder, strength)):
+            warnings.warn(f"{place}: {note}", stacklevel=2)
+    return {**given, **words}
 
 
 def _split(guide: str, place: str, base: str | None = None) -> tuple[str, dict[str, float | None]]:
@@ -227,8 +259,9 @@ class ServeConfig:
     @classmethod
     def embedded(cls, base: str | None = None) -> "ServeConfig":
         """Serve the embedded base model, or another one with its vocabulary, with both embedded reward models."""
-        guides = {name: f"{EMBEDDED}:{name}" for name in SUGGESTED}
-        return cls(base=base or EMBEDDED, guides=guides, models={"kind": dict(SUGGESTED)})
+        strengths = shipped_strengths()
+        guides = {name: f"{EMBEDDED}:{name}" for name in strengths}
+        return cls(base=base or EMBEDDED, guides=guides, models={"kind": strengths})
 
     def __post_init__(self) -> None:
         for host in self.hosts:
@@ -261,6 +294,8 @@ class ServeConfig:
         try:
             strengths = self.read_strengths(value)
             self.check_strengths(strengths)
+            for note in self.note_shares(value):
+                warnings.warn(f"the virtual model {model!r}: {note}", stacklevel=2)
         except OptionError as error:
             raise OptionError(f"the virtual model {model!r}: {error.message}", error.hint) from error
         return strengths
@@ -282,7 +317,11 @@ class ServeConfig:
 
     def read_strengths(self, value: Any) -> dict[str, float | None]:
         """Read what a client asks for; strengths of calibrated guides become β."""
-        return read_strengths(value, self.calibrations)
+        return read_strengths(value, self.calibrations, self.defaults.kl_budget)
+
+    def note_shares(self, value: Any) -> list[str]:
+        """Write a line for each number of a client that is β, and looks like a strength."""
+        return note_shares(value, self.calibrations)
 
     def check_strengths(self, strengths: Mapping[str, float | None]) -> None:
         """Refuse unknown guides, and strengths or settings out of their ranges."""

@@ -47,6 +47,7 @@ class Order:
     stream: bool
     usage: bool
     ignored: list[str]
+    notes: list[str]  # about numbers that may have been meant otherwise
 
     @property
     def num_texts(self) -> int:
@@ -95,7 +96,7 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     config = served.config
     _refuse_misspelled(body, config)
     ignored = find_ignored(body)
-    model, asked = _read_steering(body, config)
+    model, asked, notes = _read_steering(body, config)
     strengths = _read_strengths(asked, config)
     with reading("prompt" if isinstance(body, CompletionBody) else "messages"):
         prompts = _read_prompts(body, served)
@@ -142,6 +143,7 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
         stream=bool(body.stream),
         usage=body.stream_options is not None and body.stream_options.include_usage,
         ignored=ignored,
+        notes=notes,
     )
 
 
@@ -156,19 +158,23 @@ def _refuse_misspelled(body: TextBody, config: ServeConfig) -> None:
             )
 
 
-def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, float | None]]:
-    """Read the name of the model, and all strengths and settings: those of the request replace those of the model."""
+def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, float | None], list[str]]:
+    """Read the name of the model, and all strengths and settings: those of the request replace those of the model.
+
+    The third result are notes about numbers that may have been meant otherwise.
+    """
     model = body.model or config.base_id
     own = config.model_strengths(model)
     with reading("radq" if body.radq is not None or body.vllm_xargs is None else "vllm_xargs"):
         given = _find_steering(body)
         asked = {} if given is None else config.read_strengths(given)
         config.check_strengths(asked)
+        notes = [] if given is None else config.note_shares(given)
     if body.top_k is not None:
         asked["top_k"] = float(body.top_k)
         with reading("top_k"):
             config.check_strengths({"top_k": asked["top_k"]})
-    return model, {**own, **asked}
+    return model, {**own, **asked}, notes
 
 
 def _find_steering(body: TextBody) -> Any:

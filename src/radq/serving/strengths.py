@@ -1,9 +1,9 @@
 """Steering as clients write it in a request, as an object or as a text:
 
     {"sentiment": 20, "toxicity": -50, "kl_budget": 0.5}        "sentiment=20,toxicity=-50,kl_budget=0.5"
-    {"sentiment": "strong", "toxicity": 0.6}                    "sentiment=strong,toxicity=60%"
+    {"sentiment": "strong", "toxicity": "60%"}                  "sentiment=strong,toxicity=60%"
 
-The second line is for guides that are calibrated (see `radq.models.calibration`); "+0.6" is β also for them.
+A number is always β. Words and percentages are strengths of guides that are calibrated, see `radq.models.calibration`.
 Importing this module imports no torch.
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.errors import OptionError
-from radq.models.calibration import Calibration, Setting, find_setting, join_budgets
+from radq.models.calibration import Calibration, Setting, find_setting, is_strength, join_budgets, note_share
 
 SETTINGS = ("kl_budget", "top_k", "details")  # names that are no guides
 MISSPELLED = ("vllm_args", "xargs", "extra_args", "extra_body")  # fields in which clients might hide strengths
@@ -22,33 +23,50 @@ HINT = 'write {"sentiment": 20, "toxicity": -50} or "sentiment=20,toxicity=-50".
 
 
 def read_strengths(
-    value: Any, calibrations: Mapping[str, Calibration] = MappingProxyType({})
+    value: Any,
+    calibrations: Mapping[str, Calibration] = MappingProxyType({}),
+    budget: float | None = DEFAULT_KL_BUDGET,
 ) -> dict[str, float | None]:
     """Read β of guides by name, and maybe some of `SETTINGS`.
 
     None stands for the strength that the operator suggests, which a client gets by a name alone or by `true`; for
-    kl_budget it stands for no budget. Calibrated strengths become β, and bring their KL budget along if none is given.
+    kl_budget it stands for no budget. Strengths become β, and bring the KL budget along under which they were
+    calibrated if none is given; beside them, β counts with `budget`.
     """
-    pairs = _split(value) if isinstance(value, str) else value
-    if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
-        raise OptionError(f"radq must give names of guides their strengths, got {shorten(value)}.", HINT)
-    settings = {_name(name): _find_setting(name, value, calibrations.get(name)) for name, value in pairs.items()}
+    pairs = _read_pairs(value)
+    settings = {name: _find_setting(name, value, calibrations.get(name)) for name, value in pairs.items()}
     calibrated = {name: setting for name, setting in settings.items() if setting is not None}
     found = {
         name: calibrated[name].beta if name in calibrated else _number(name, number) for name, number in pairs.items()
     }
-    return ({"kl_budget": join_budgets([*calibrated.values()])} if calibrated else {}) | found
+    if calibrated and "kl_budget" not in found:
+        others = [budget for name, beta in found.items() if name not in (*calibrated, *SETTINGS) and beta != 0]
+        found["kl_budget"] = join_budgets([*(one.kl_budget for one in calibrated.values()), *others], budget)
+    return found
+
+
+def note_shares(value: Any, calibrations: Mapping[str, Calibration]) -> list[str]:
+    """Write a line for each β that looks like a share of what can be reached."""
+    notes = [note_share(name, one, calibrations.get(name)) for name, one in _read_pairs(value).items()]
+    return [note for note in notes if note is not None]
+
+
+def _read_pairs(value: Any) -> dict[str, Any]:
+    pairs = _split(value) if isinstance(value, str) else value
+    if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
+        raise OptionError(f"radq must give names of guides their strengths, got {shorten(value)}.", HINT)
+    return {_name(name): one for name, one in pairs.items()}
 
 
 def _find_setting(name: str, value: Any, calibration: Calibration | None) -> Setting | None:
     """Find the setting of a calibrated strength; None for β, and for names that are no guides."""
-    if name in SETTINGS or isinstance(value, bool) or not isinstance(value, str | int | float):
+    if name in SETTINGS or not is_strength(value):
         return None
     return find_setting(value, calibration, f"the guide {shorten(name)}")
 
 
 def write_strengths(strengths: Mapping[str, float | None]) -> str:
-    """Write β as a text, from which `read_strengths` reads the same; a sign says that it is no strength."""
+    """Write β as a text, from which `read_strengths` reads the same; a sign says that a small β is meant."""
     return ",".join(
         f"{name}={number:+}" if number is not None else f"{name}=none" if name == "kl_budget" else name
         for name, number in strengths.items()
