@@ -102,7 +102,7 @@ def test_a_guided_step_has_few_operations_more(rows: int, lm_folders: dict[str, 
     guide = RewardGuide(make_readout("q", lm_folders["llama"]), {"nice": 5.0, "rude": -3.0})
     plain, guided = step_kernels(lm, None, rows), step_kernels(lm, guide, rows)
     assert len(plain) > 50
-    assert 0 < len(guided) - len(plain) <= 27
+    assert 0 < len(guided) - len(plain) <= 28  # one of them takes the rewards of the token that was drawn
     assert len(step_kernels(lm, guide, rows, kl_budget=0.5)) - len(guided) <= 55
 
 
