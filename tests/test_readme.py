@@ -117,7 +117,7 @@ def toy_rewards(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def toy_plays_embedded(toy: Path, toy_rewards: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (embedded, loading, stored):
         monkeypatch.setattr(module, "base_folder", lambda: toy, raising=False)
-        monkeypatch.setattr(module, "find_embedded", lambda: toy / "model.gguf", raising=False)
+        monkeypatch.setattr(module, "find_embedded", lambda: toy / "config.json", raising=False)
         monkeypatch.setattr(module, "reward_folder", toy_rewards.__getitem__, raising=False)
 
 

@@ -116,6 +116,7 @@ def test_an_attribute_is_reduced_by_kl(call: Any, world: Path, capsys: pytest.Ca
     assert table[-1]["score"] < table[0]["score"]
 
 
+@pytest.mark.filterwarnings("ignore:the judge still improves")
 def test_a_judge_that_is_the_guide_is_named(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="is the reward model itself"):
         main(call("--limit", "3"))

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ from calibrations import PRAISE
 
 from radq.errors import OptionError, RadqError
 from radq.models.calibration import shipped_strengths, write_calibration
+from radq.models.fingerprints import fingerprint_model
 from radq.serving.config import GuideEntry, ServeConfig
 
 
@@ -38,33 +40,28 @@ defaults: {kl_budget: null}
 
 
 @pytest.fixture
-def calibrated(tmp_path: Path) -> str:
-    write_calibration(tmp_path, PRAISE)
-    return str(tmp_path)
+def calibrated(tmp_path: Path, toy: Path) -> str:
+    write_calibration(tmp_path, replace(PRAISE, base_fingerprint=fingerprint_model(toy)))
+    return f"{tmp_path}:praise"
 
 
-@pytest.mark.filterwarnings("ignore:praise was calibrated over")
-def test_operators_write_strengths_as_words_or_percentages(calibrated: str) -> None:
-    guide = {"guide": f"{calibrated}:praise", "default": "50%", "suggested": "weak"}
-    config = ServeConfig("toy", guides={"praise": guide}, models={"kind": {"praise": "strong"}})
+def test_operators_write_strengths_as_words_or_percentages(calibrated: str, toy: Path) -> None:
+    guide = {"guide": calibrated, "default": "50%", "suggested": "weak"}
+    config = ServeConfig(str(toy), guides={"praise": guide}, models={"a@kind": {"praise": "strong"}})
     assert (config.guides["praise"].default, config.guides["praise"].suggested) == (-10.0, -6.6)
-    assert config.models["toy@kind"] == {"praise": -30.0, "kl_budget": 0.5}
-    (entry,) = ServeConfig("toy", guides={"praise": f"{calibrated}:praise=60%"}).guides.values()
-    assert entry.suggested == -14.0
-    plain = ServeConfig("toy", guides={"praise": f"{calibrated}:praise"})
-    assert plain.guides["praise"].suggested == PRAISE.named["strong"]
+    assert config.models["a@kind"] == {"praise": -30.0, "kl_budget": 0.5}
+    for written, beta in ((calibrated, PRAISE.named["strong"]), (f"{calibrated}=60%", -14.0)):
+        assert GuideEntry.read(written, "the guide", str(toy)).suggested == beta
     with pytest.raises(OptionError, match="is not calibrated"):
-        GuideEntry.read({"guide": f"{calibrated}:joy", "default": "strong"}, "the guide")
+        GuideEntry.read({"guide": f"{toy}:joy", "default": "strong"}, "the guide", str(toy))
 
 
-@pytest.mark.filterwarnings("ignore:praise was calibrated over")
-def test_operators_numbers_that_look_like_strengths_are_told(calibrated: str) -> None:
-    guide = f"{calibrated}:praise"
+def test_operators_numbers_that_look_like_strengths_are_told(calibrated: str, toy: Path) -> None:
     with pytest.warns(UserWarning, match="default=0.5 is β .* write default=50%"):
-        assert GuideEntry.read({"guide": guide, "default": 0.5}, "the guide").default == 0.5
-    with pytest.warns(UserWarning, match="virtual model 'toy@kind': praise=0.5 is β"):
-        config = ServeConfig("toy", guides={"praise": guide}, models={"kind": {"praise": 0.5}})
-    assert config.models["toy@kind"] == {"praise": 0.5}
+        assert GuideEntry.read({"guide": calibrated, "default": 0.5}, "the guide", str(toy)).default == 0.5
+    with pytest.warns(UserWarning, match="virtual model 'a@kind': praise=0.5 is β"):
+        config = ServeConfig(str(toy), guides={"praise": calibrated}, models={"a@kind": {"praise": 0.5}})
+    assert config.models["a@kind"] == {"praise": 0.5}
 
 
 def test_the_shipped_suggestions_lie_in_their_safe_zones() -> None:
