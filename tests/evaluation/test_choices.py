@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_guided_probabilities(
     for beta in (0.0, 5.0, -20.0):
         guide = radq.RewardGuide(model, {"praise": beta})
         expected = [answer_by_hand(toy_lm, toy_tokenizer, one, model, beta) for one in QUESTIONS]
-        assert find_answers(toy_lm, toy_tokenizer, QUESTIONS, guide) == expected
+        assert find_answers(toy_lm, toy_tokenizer, QUESTIONS, guide, kl_budget=None) == expected
     unguided = [answer_by_hand(toy_lm, toy_tokenizer, one, model, 0.0) for one in QUESTIONS]
     assert find_answers(toy_lm, toy_tokenizer, QUESTIONS) == unguided
     strong = radq.RewardGuide(model, {"praise": -50.0})
