@@ -69,12 +69,12 @@ def test_train_and_score(labelled: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_labels_may_be_words(labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = pandas.read_csv(labelled)
-    rows["praise"] = rows["praise"].map({0.0: "Dull", 1.0: "fine"})
+    rows["praise"] = rows["praise"].map({0.0: "Bad", 1.0: "good"})
     rows.to_csv(labelled, index=False)
     argv = ["judge", "train", "--data", str(labelled), "--text", "body", "--labels", "praise", "--overwrite"]
     argv += ["--encoder", str(make_classifier(tmp_path / "encoder", kind="encoder")), "--out", str(tmp_path / "out")]
     assert main(argv) == 0
-    assert "label 'praise': dull → 0, fine → 1" in capsys.readouterr().out
+    assert "label 'praise': bad → 0, good → 1" in capsys.readouterr().out
     assert "none of them is a label in praise" in fails(capsys, *argv, "--label-map", "grim=0,fun=1")
 
 

@@ -270,10 +270,12 @@ def _scale_words(cells: LabelCells, column: int, name: str) -> LabelScale:
         match = NEGATION.fullmatch(low)
         if match and match[1] == high:
             return LabelScale({low: 0.0, high: 1.0})
-    example = f"for example --label-map {suggest_map(words)}"
+    hint = f"give each its number from 0 to 1, for example --label-map {suggest_map(words)}"
+    if len(words) == 2:
+        hint = f"say which of them is 1: --label-map {suggest_map(words)}, or the other way round."
     raise DataError(
         f"label {name!r} has the word{'s' * (len(words) > 1)} {_list_words(words)}, whose numbers are not known.",
-        f"give each its number from 0 to 1, {example}" if len(words) <= WORDS_SHOWN else "name a column with labels.",
+        hint if len(words) <= WORDS_SHOWN else "name a column with labels.",
     )
 
 
