@@ -86,10 +86,29 @@ def read_yaml(file: str | Path, kind: type[T]) -> T:
 def load_yaml(file: str | Path) -> Any:
     """The contents of a YAML file; those of an empty one are {}."""
     try:
-        stored = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        stored = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise OptionError(f"cannot read {str(file)!r}: {first_line(error)}.", "give a YAML file.") from error
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" in line {mark.line + 1}"
+        reason = getattr(error, "problem", None) or first_line(error)
+        raise OptionError(f"cannot read {str(file)!r}{place}: {reason}.", "give a YAML file.") from error
     return {} if stored is None else stored
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that stands twice, of which YAML's own loader keeps the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                name = self.construct_object(key)
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{name!r} stands there a second time", key.start_mark
+                    )
+                seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def check_values(settings: Any) -> None:

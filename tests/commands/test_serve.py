@@ -70,6 +70,17 @@ def test_sigterm_under_load(models: Path) -> None:
     assert 200 in statuses
 
 
+def test_health_tells_the_end_before_the_door_closes(models: Path) -> None:
+    with process(models) as (one, address):
+        assert httpx.get(f"{address}/health").status_code == 200
+        one.send_signal(signal.SIGTERM)
+        statuses = []
+        while 503 not in statuses:
+            statuses.append(httpx.get(f"{address}/health").status_code)
+        assert one.wait(timeout=60) in (0, -signal.SIGTERM)
+    assert set(statuses) <= {200, 503}
+
+
 def test_check(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--check", str(models / "serve.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"base": "toy", "guides": ["praise"], "models": []}

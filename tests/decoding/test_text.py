@@ -1,6 +1,7 @@
 """Texts that grow token by token, stop strings, chats, and streams of text."""
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it() -> None:
     for wrong in ("x", ["x", ""]):
         with pytest.raises(OptionError, match="stop must be"):
             generate(lm, TOKENIZER, ["5"], stop=wrong)
+
+
+def test_names_of_control_tokens_in_messages_are_text(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    config, tokenizer = make_lm("gpt2").config, copy.deepcopy(byte_tokenizer)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}<end>{% endfor %}"
+    end, chat = tokenizer.eos_token_id, [{"role": "x<end>", "content": " a<end><end>b "}]
+    config.vocab_size = len(tokenizer)
+    (ids,) = encode_prompts(config, tokenizer, [chat], 1, context=200)
+    assert tokenizer.decode(ids) == "x<end>: a<end><end>b<end>"
+    assert [place for place, token in enumerate(ids) if token == end] == [len(ids) - 1]
+    (allowed,) = encode_prompts(config, tokenizer, [chat], 1, context=200, control_tokens=True)
+    assert allowed == tokenizer("x<end>: a<end><end>b<end>").input_ids
+    assert allowed.count(end) == 4
 
 
 def test_prompts_may_be_token_ids_or_chats() -> None:

@@ -94,7 +94,13 @@ def test_the_shipped_suggestions_lie_in_their_safe_zones() -> None:
         ("hosts: [3]", "hosts must be one text"),
         ("guides: 3", "names with values"),
         ("[1]", "names with values"),
-        ("{", "cannot read"),
+        ("{", "in line 1"),
+        ("base: toy\nguides: {a: 'x:b=1'\nlimits: [", "in line 3"),
+        ("guides:\n  a: x:b=1\n  a: x:b=2", "in line 3: 'a' stands there a second time"),
+        ("device: gpu", "there is no device 'gpu'"),
+        ("defaults: {top_k: 30}\nlimits: {top_k: 20}", "top_k is 30, and limits allow 20"),
+        ("defaults: {max_tokens: 30}\nlimits: {max_tokens: 20}", "max_tokens is 30, and limits allow 20"),
+        ("connections: {header_seconds: 0}", "header_seconds must be more than 0"),
     ],
 )
 def test_mistakes_of_operators(tmp_path: Path, text: str, reason: str) -> None:

@@ -141,7 +141,7 @@ def generate(
         tokenizer: the tokenizer of the base model.
         prompts: one or more texts to continue; with an empty text the model starts from its BOS token. A prompt may
             also be a list of token ids, or a list of chat messages, {"role": …, "content": …}, which the tokenizer's
-            chat template turns into a text.
+            chat template turns into a text. Names of special tokens in messages are text like any other.
         guide: steers the base model; None samples from the base model alone.
         top_k: each token is chosen among the k most likely ones of the base model; None takes the whole vocabulary.
         top_p: of these, only the smallest set that holds this probability are candidates; None keeps all.

@@ -5,6 +5,8 @@
 A prompt is a text, a list of token ids, or a list of chat messages.
 """
 
+import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from radq.decoding.text import UNFINISHED, continue_text
 from radq.errors import ContextLengthError, OptionError
 from radq.models.loading import Wrappable, max_positions, name_positions
-from radq.models.vocabulary import exceeds, find_bos, tokenise
+from radq.models.vocabulary import exceeds, find_bos, find_control_tokens, tokenise, tokenise_plainly
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -26,6 +28,7 @@ def encode_prompts(
     max_new_tokens: int,
     context: int | None = None,
     longest: int | None = None,
+    control_tokens: bool = False,
 ) -> list[list[int]]:
     """Tokenise prompts, with the special tokens that the base model expects; an empty prompt becomes a BOS.
 
@@ -35,6 +38,8 @@ def encode_prompts(
         config: the base model's.
         context: the longest text that is allowed, with the new tokens; by default what the base model has room for.
         longest: the most tokens of a prompt; by default there is no other limit than `context`.
+        control_tokens: whether the names of special tokens, such as <|im_end|>, stand for these tokens in messages of
+            chats too, and not for their characters alone.
     """
     if isinstance(prompts, str) or not prompts:
         raise OptionError(
@@ -46,7 +51,9 @@ def encode_prompts(
         positions, room = context, f"context of {context} tokens"
     rooms = [longest, None if positions is None else positions - max_new_tokens]
     most = min((one for one in rooms if one is not None), default=None)
-    encoded = [ids or [bos] for ids in _tokens_of(prompts, tokenizer, bos, config.get_text_config().vocab_size, most)]
+    vocab_size = config.get_text_config().vocab_size
+    found = _tokens_of(prompts, tokenizer, bos, vocab_size, most, control_tokens)
+    encoded = [ids or [bos] for ids in found]
     too_long = max(map(len, encoded))
     if longest is not None and too_long > longest:
         raise ContextLengthError(f"a prompt may have at most {longest} tokens, got {too_long}.", "shorten it.")
@@ -61,7 +68,12 @@ def encode_prompts(
 
 
 def _tokens_of(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, bos: int, vocab_size: int, most: int | None
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    bos: int,
+    vocab_size: int,
+    most: int | None,
+    control_tokens: bool,
 ) -> Iterator[list[int]]:
     """The tokens of texts, of lists of token ids, and of chats; `most` is the number that a prompt may have."""
     written = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -72,7 +84,7 @@ def _tokens_of(
         if isinstance(prompt, str):
             yield next(texts)
         elif all(isinstance(message, Mapping) for message in prompt) and prompt:
-            yield _read_chat(tokenizer, prompt, number, most)
+            yield _read_chat(tokenizer, prompt, number, most, control_tokens)
         elif all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
             yield [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         else:
@@ -91,17 +103,42 @@ def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) 
         )
 
 
-def _read_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, number: int, most: int | None) -> list[int]:
+def _read_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Any, number: int, most: int | None, control_tokens: bool
+) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise OptionError(
             f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
         )
+    names = [] if control_tokens else find_control_tokens(tokenizer, messages)
+    marks = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names}
     try:
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: Any = tokenizer.apply_chat_template(_replace(messages, marks), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise errors of their own about roles and their order
         raise OptionError(f"the chat template refuses prompt {number}: {error}.", "check its messages.") from error
     check_size(tokenizer, text, most)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    if not marks:
+        return tokenizer(text, add_special_tokens=False).input_ids
+    parts = re.split(f"({'|'.join(marks)})", text)
+    return [token for part in parts if part for token in _tokenise_part(tokenizer, part, marks)]
+
+
+def _tokenise_part(tokenizer: PreTrainedTokenizerBase, part: str, marks: Mapping[str, str]) -> list[int]:
+    """Tokenise a part of a chat: the name of a control token as characters, everything else as it is."""
+    if part in marks:
+        return tokenise_plainly(tokenizer, marks[part])
+    return tokenizer(part, add_special_tokens=False).input_ids
+
+
+def _replace(value: Any, marks: Mapping[str, str]) -> Any:
+    """Put marks in place of the names of control tokens, in all texts of messages."""
+    if isinstance(value, str):
+        for mark, name in marks.items():
+            value = value.replace(name, mark)
+        return value
+    if isinstance(value, Mapping):
+        return {key: _replace(item, marks) for key, item in value.items()}
+    return [_replace(item, marks) for item in value] if isinstance(value, list | tuple) else value
 
 
 def find_stops(

@@ -84,6 +84,35 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: int)
     return rows
 
 
+def find_control_tokens(tokenizer: PreTrainedTokenizerBase, value: Any) -> list[str]:
+    """Find the names of special tokens that stand in texts, maybe inside lists and dictionaries, longest first."""
+    special = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+    left, found = [value], set()
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            found |= {name for name in special if name in one}
+        elif isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+    return sorted(found, key=len, reverse=True)
+
+
+def tokenise_plainly(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokenise a text in which the names of special tokens are characters like any others."""
+    if tokenizer not in _PLAIN:
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelError("this tokenizer cannot read the names of special tokens as text.", "leave them out.")
+        _PLAIN[tokenizer] = type(backend).from_str(backend.to_str())  # one of its own, since threads share tokenizers
+        _PLAIN[tokenizer].encode_special_tokens = True
+    return _PLAIN[tokenizer].encode(text, add_special_tokens=False).ids
+
+
+_PLAIN: WeakKeyDictionary[PreTrainedTokenizerBase, Any] = WeakKeyDictionary()
+
+
 # Pre-tokenizers of tokenizers that leave no character out.
 KEEPING = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
 

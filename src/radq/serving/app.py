@@ -21,7 +21,6 @@ from radq.serving.answers import Answer
 from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody, check_content_type
 from radq.serving.gate import Gate
 from radq.serving.info import VERSION, describe_server
-from radq.serving.keys import check_key
 from radq.serving.metrics import Metrics
 from radq.serving.orders import read_order
 from radq.serving.page_files import add_page
@@ -40,6 +39,7 @@ class Server:
     def __init__(self, served: Served, api_key: str | None = None):
         self.served, self.config, self.api_key = served, served.config, api_key
         self.metrics = Metrics()
+        self.told_end = False  # whether /health has said that the server ends
         self.scheduler = Scheduler(served, self.metrics)
         self._readers = ThreadPoolExecutor(4, "radq-reader"), ThreadPoolExecutor(1, "radq-long-reader")
 
@@ -112,9 +112,6 @@ class Server:
             needs_key=self.api_key is not None,
         )
 
-    def check_key(self, request: Request) -> None:
-        check_key(request, [] if self.api_key is None else [self.api_key])
-
     def count(self, route: str, status: int) -> None:
         self.metrics.requests.labels(route, str(status)).inc()
 
@@ -139,7 +136,8 @@ def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0
     app = FastAPI(title="radq", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     hosts = AllowedHosts(address, server.config.hosts)
-    app.add_middleware(Gate, limit=server.config.limits.body_bytes, count=server.count, hosts=hosts)
+    keys = [] if api_key is None else [api_key]
+    app.add_middleware(Gate, limit=server.config.limits.body_bytes, count=server.count, hosts=hosts, keys=keys)
     add_handlers(app)
     _add_texts(app, server)
     _add_descriptions(app, server)
@@ -148,8 +146,7 @@ def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0
 
 
 def _add_texts(app: FastAPI, server: Server) -> None:
-    checks = [Depends(server.check_key), Depends(check_content_type)]
-    guarded: dict[str, Any] = {"dependencies": checks, "responses": ERRORS}
+    guarded: dict[str, Any] = {"dependencies": [Depends(check_content_type)], "responses": ERRORS}
 
     @app.post("/v1/completions", **guarded)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -165,7 +162,7 @@ def _add_texts(app: FastAPI, server: Server) -> None:
 
 
 def _add_descriptions(app: FastAPI, server: Server) -> None:
-    guarded: dict[str, Any] = {"dependencies": [Depends(server.check_key)], "responses": ERRORS}
+    guarded: dict[str, Any] = {"responses": ERRORS}
 
     @app.get("/v1/models", **guarded)
     async def models() -> dict[str, Any]:
@@ -182,6 +179,7 @@ def _add_descriptions(app: FastAPI, server: Server) -> None:
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         if server.scheduler.closing or not server.scheduler.alive:
+            server.told_end = True
             return answer_problem(503, "the server is about to end.")
         return JSONResponse({"status": "ok"})
 

@@ -3,10 +3,20 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import HTTPException, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+def _refuse_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("boolean", "Input should be a number, and not true or false")
+    return value
+
+
+NoBoolean = BeforeValidator(_refuse_boolean)
+Number = Annotated[float, NoBoolean, Field(allow_inf_nan=False)]
+Whole = Annotated[int, NoBoolean, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, NoBoolean, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(BaseModel):
@@ -32,17 +42,15 @@ class TextBody(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = Field(None, description="A model of /v1/models; by default the base model.")
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="The newer name of max_tokens."
-    )
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = Field(None, description="The newer name of max_tokens.")
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(description="The number of candidates of each token.")] | None = None
-    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    n: Annotated[Count, Field(ge=1)] | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    seed: Annotated[int, NoBoolean, Field(ge=-(2**63), lt=2**64)] | None = None
+    top_logprobs: Annotated[Count, Field(le=20)] | None = Field(
         None, description="The number of alternatives that are told about each token."
     )
     stream: bool | None = None
@@ -52,10 +60,8 @@ class TextBody(BaseModel):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
-        None, description="Tokens that end the text, beside those of the model."
-    )
+    min_tokens: Count | None = None
+    stop_token_ids: list[Count] | None = Field(None, description="Tokens that end the text, beside those of the model.")
     response_format: ResponseFormat | None = Field(None, description="Whether the text is JSON, maybe of a schema.")
     ignore_eos: bool | None = Field(None, description="Whether the stop tokens of the model end nothing.")
     return_token_ids: bool | None = None
@@ -75,7 +81,7 @@ class CompletionBody(TextBody):
     prompt: str | list[str] | list[Whole] | list[list[Whole]] = Field(
         description="One or more texts, or lists of token ids."
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Count, Field(le=20)] | None = None
     echo: bool | None = Field(None, description="Whether the answer begins with the prompt.")
 
 

@@ -43,6 +43,7 @@ from radq.settings import Range, build, load_yaml
 LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
 OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths
 MEANINGS = {"sentiment": "positive"}  # of strengths whose names do not say what a high reward stands for
+DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.\-/@:]*")
 
@@ -212,6 +213,8 @@ class Connections:
     """Longest time between an answer and the next request of a connection."""
     send_seconds: Annotated[float, Range(0, without_low=True)] = 30.0
     """Longest time that a client may leave a part of an answer unread."""
+    drain_seconds: Annotated[float, Range(0)] = 5.0
+    """Longest time after SIGTERM in which connections are still taken, so that /health can say that the server ends."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,8 @@ class ServeConfig:
     limits: Limits = Limits()
     connections: Connections = Connections()
     defaults: Defaults = Defaults()
+    control_tokens: bool = False
+    """Whether the names of special tokens, such as <|im_end|>, stand for these tokens in messages of clients."""
     hosts: list[str] = field(default_factory=list)
     """Names by which clients may address `radq serve`, beside localhost and its address; see `AllowedHosts`."""
 
@@ -264,6 +269,14 @@ class ServeConfig:
         return cls(base=base or EMBEDDED, guides=guides, models={"kind": strengths})
 
     def __post_init__(self) -> None:
+        if not DEVICE.fullmatch(self.device):
+            raise OptionError(f"there is no device {self.device!r}.", "choose auto, cpu, cuda, cuda:1, mps or xpu.")
+        for name in ("top_k", "max_tokens"):
+            default, most = getattr(self.defaults, name), getattr(self.limits, name)
+            if default is not None and default > most:
+                raise OptionError(
+                    f"defaults: {name} is {default}, and limits allow {most}.", "lower the default, or raise the limit."
+                )
         for host in self.hosts:
             check_host(host)
         entries = {

@@ -1,16 +1,20 @@
 """A middleware before all routes.
 
-It refuses names that are not the server's, limits bodies, counts answers, and tells browsers in headers what to trust.
+Before a body is read, it refuses names that are not the server's and requests without a key. It limits bodies, answers
+HEAD as GET, counts answers, and tells browsers in headers what to trust.
 """
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
+from fastapi.responses import Response
 
 from radq.serving.allowed_hosts import AllowedHosts
+from radq.serving.keys import MISSING_KEY, has_key
 from radq.serving.problems import answer_problem
 
+GUARDED = ("/v1/", "/radq/")  # the beginnings of routes that need a key
 POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),
@@ -29,6 +33,7 @@ class Gate:
         limit: the most bytes of a body.
         count: is told the route and the status of each answer.
         hosts: the names by which clients may address the server; None allows any.
+        keys: one of them opens the routes below `GUARDED`; without any, all are open.
     """
 
     def __init__(
@@ -37,8 +42,9 @@ class Gate:
         limit: int,
         count: Callable[[str, int], None] | None = None,
         hosts: AllowedHosts | None = None,
+        keys: Sequence[str] = (),
     ):
-        self.app, self.limit, self.count, self.hosts = app, limit, count, hosts
+        self.app, self.limit, self.count, self.hosts, self.keys = app, limit, count, hosts, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +57,7 @@ class Gate:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self.limit:
-                raise HTTPException(413, f"a body may have at most {self.limit} bytes. hint: send less.")
+                raise HTTPException(413, self._too_long)
             return message
 
         async def counted(message: MutableMapping[str, Any]) -> None:
@@ -61,12 +67,25 @@ class Gate:
                     self.count(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
-        refused = self._find_refused(scope)
-        if refused is None:
-            await self.app(scope, limited, counted)
-        else:
-            message = f"this server is not called {refused[:100]!a}. hint: let its operator add this name to hosts."
-            await answer_problem(403, message, code="host_not_allowed")(scope, receive, counted)
+        if scope["method"] == "HEAD":  # the server leaves the body of its answer out
+            scope = {**scope, "method": "GET"}
+        refusal = self._refuse(scope)
+        await (self.app(scope, limited, counted) if refusal is None else refusal(scope, receive, counted))
+
+    def _refuse(self, scope: Scope) -> Response | None:
+        """Refuse a request by its headers alone."""
+        host, path = self._find_refused(scope), scope["path"]
+        if host is not None:
+            message = f"this server is not called {host[:100]!a}. hint: let its operator add this name to hosts."
+            return answer_problem(403, message, code="host_not_allowed")
+        if path.startswith(GUARDED) and not has_key(Request(scope), self.keys):
+            return answer_problem(401, MISSING_KEY)
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        return answer_problem(413, self._too_long) if length.isdigit() and int(length) > self.limit else None
+
+    @property
+    def _too_long(self) -> str:
+        return f"a body may have at most {self.limit} bytes. hint: send less."
 
     def _find_refused(self, scope: Scope) -> str | None:
         """Find a Host header that is not allowed. Browsers always send one, so a request without any may pass."""

@@ -7,6 +7,7 @@ taken, a new one takes the place of the one that has waited longest for the rest
 """
 
 import asyncio
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -128,7 +129,7 @@ class Listener(uvicorn.Server):
             app: what `make_app` has made.
             announce: is told the address when the server can be reached.
         """
-        self.radq, self.announce = app.state.server, announce
+        self.radq, self.announce, self._drains = app.state.server, announce, False
         limits: Connections = self.radq.config.connections
         self.room = Room(limits)
         options: dict[str, Any] = {"http": partial(Connection, self.room), "ws": "none", "backlog": BACKLOG}
@@ -146,5 +147,16 @@ class Listener(uvicorn.Server):
             self.announce(self.address)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.should_exit:
+            self._drains = False  # the second signal
+        else:
+            self._drains = sig == signal.SIGTERM
         self.radq.scheduler.close(PATIENCE)
         super().handle_exit(sig, frame)
+
+    async def main_loop(self) -> None:
+        """Serve until a signal. After SIGTERM, go on until /health has said so, since balancers ask there."""
+        await super().main_loop()
+        end = asyncio.get_running_loop().time() + self.room.limits.drain_seconds
+        while self._drains and not self.radq.told_end and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)

@@ -209,7 +209,15 @@ def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> list[list[
     given: Sequence[Prompt] = _prompts(body)
     if len(given) > limits.choices:
         raise OptionError(f"a request may have at most {limits.choices} prompts.", "send several requests.")
-    return encode_prompts(served.lm.config, served.tokenizer, given, room, served.context, limits.prompt_tokens)
+    return encode_prompts(
+        served.lm.config,
+        served.tokenizer,
+        given,
+        room,
+        served.context,
+        limits.prompt_tokens,
+        served.config.control_tokens,
+    )
 
 
 def _asked_tokens(body: TextBody) -> int | None:

@@ -1,6 +1,7 @@
 """Errors as answers in OpenAI's shape, each with its status."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +17,16 @@ from radq.serving.scheduler import BusyError, ClosingError
 
 LOGGER = logging.getLogger(__name__)
 STATUS = {BusyError: 429, ClosingError: 503, UnknownModelError: 404}
+WORDS = {
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+    "int_parsing": "Input should be a whole number",
+    "int_from_float": "Input should be a whole number",
+    "int_type": "Input should be a whole number",
+    "float_parsing": "Input should be a number",
+    "float_type": "Input should be a number",
+}  # of errors whose own words speak of Python
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -68,17 +79,33 @@ async def _on_radq_error(_: Request, error: Exception) -> Response:
 
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first.get("type") == "json_invalid":
+    found = error.errors()
+    if found[0].get("type") == "json_invalid":
         return answer_problem(400, "the body is no JSON. hint: send an object of JSON.")
-    place = ".".join(str(part) for part in first.get("loc", ())[1:]) or None
-    message = str(first.get("msg", "the request is not valid"))
-    return answer_problem(400, f"{place or 'the body'}: {message}"[:500], param=place and place[:100])
+    of_field = [one for one in found if one["loc"][:2] == found[0]["loc"][:2]]  # one for each type that it may have
+    places = [_find_place(one["loc"][1:], error.body, one["type"] == "missing") for one in of_field]
+    deepest = max(range(len(places)), key=lambda number: len(places[number]))
+    place, first = ".".join(places[deepest]), of_field[deepest]
+    message = WORDS.get(first["type"], str(first.get("msg", "the request is not valid")))
+    return answer_problem(400, f"{place or 'the body'}: {message}"[:500], param=place[:100] or None)
+
+
+def _find_place(names: Sequence[str | int], body: Any, missing: bool) -> list[str]:
+    """Find the place of an error in the body. Its location also names types, which a client has not written."""
+    place: list[str] = []
+    for name in names:
+        if isinstance(body, dict) and (name in body or missing):
+            place, body = [*place, str(name)], body.get(name)
+        elif isinstance(body, list) and isinstance(name, int) and name < len(body):
+            place, body = [*place, str(name)], body[name]
+    return place
 
 
 async def _on_http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return answer_problem(error.status_code, str(error.detail))
+    answer = answer_problem(error.status_code, str(error.detail))
+    answer.headers.update(error.headers or {})  # such as Allow
+    return answer
 
 
 async def _on_bug(_: Request, error: Exception) -> Response:

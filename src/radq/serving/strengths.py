@@ -97,6 +97,8 @@ def _number(name: str, value: Any) -> float | None:
         return None
     if value is True and name not in SETTINGS:
         return None
+    if name == "details" and isinstance(value, bool):
+        return float(value)
     number = to_number(value)
     if not math.isfinite(number):
         raise OptionError(f"radq must give {shorten(name)} a finite number, got {shorten(value)}.", HINT)
@@ -106,7 +108,7 @@ def _number(name: str, value: Any) -> float | None:
 def to_number(value: Any) -> float:
     """Turn a number, or a text that holds one, into a float; NaN if the value is neither."""
     try:
-        return math.nan if value is None else float(value)
+        return math.nan if value is None or isinstance(value, bool) else float(value)
     except (OverflowError, TypeError, ValueError):
         return math.nan
 
