@@ -380,6 +380,11 @@ def test_parts_of_a_character_are_known(call: Call) -> None:
         {"text": "◌", "ghost": True},
         {"text": "<|im_end|>", "ghost": True},
     ]
+    begun = call("m.asBegun(value)", [part, last, {"id": 4, "piece": " a", "token": " a"}])
+    assert [detail["piece"] for detail in begun] == [" ", "", " a"]
+    assert call("m.isPart(value)", [*begun, {"piece": "", "token": ""}, {"piece": " ", "token": " "}]) == [
+        True, True, False, True, False,
+    ]  # fmt: skip
     assert call("m.candidateName(value)", ["\ufffd\ufffd", " a", ""]) == ["◌", " a", "◌"]
 
 

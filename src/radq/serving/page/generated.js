@@ -2,6 +2,7 @@
 import { continuedRequest } from "./request.js";
 import { forcedDetail, summarise } from "./statistics.js";
 import { createTokenText } from "./token_text.js";
+import { asBegun, isPart } from "./visible.js";
 
 const ENDS = { stop: "finished", length: "length limit reached", error: "stopped by an error", stopped: "stopped" };
 
@@ -20,10 +21,12 @@ export function createGenerated({ label, inspector, onBranch }) {
 
   function branch(index, candidate) {
     const { body } = request;
-    const forced = forcedDetail(tokens.details[index], candidate, body.temperature);
+    const forced = asBegun(forcedDetail(tokens.details[index], candidate, body.temperature));
+    const whole = tokens.details.slice(0, index).findLastIndex((detail) => !isPart(detail)) + 1;
+    const parts = tokens.details.slice(whole, index).map(asBegun);
     earlier.push([...tokens.details]);
-    tokens.cut(index);
-    tokens.append(forced);
+    tokens.cut(whole);
+    for (const detail of [...parts, forced]) tokens.append(detail);
     tokens.focus(index);
     inspector.close(false);
     const ids = [...promptIds, ...tokens.details.map((detail) => detail.id)];

@@ -30,8 +30,8 @@ export function createScore({ info, store, inspector }) {
       const scores = await scoreText(store.state.scoreText, signal);
       tokens.begin("");
       element.classList.add("filled");
-      for (const { id, token, piece, logprob, rewards } of scores.tokens) {
-        tokens.append({ id, token, piece: piece ?? token, base_logprob: logprob, rewards, candidates: [] });
+      for (const { id, token, logprob, rewards } of scores.tokens) {
+        tokens.append({ id, token, piece: token, base_logprob: logprob, rewards, candidates: [] });
       }
       fillMeters(numbers, {
         ...rewardMeters(scores.rewards, info.attributes),

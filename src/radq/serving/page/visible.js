@@ -30,8 +30,11 @@ const UNFINISHED = "\ufffd"; // what stands for the first bytes of a character
 // Whether a token is the beginning of a character that later tokens complete.
 export function isPart(detail) {
   const token = detail.token ?? "";
-  return (detail.piece ?? "") === "" && (token === "" || token.includes(UNFINISHED));
+  return (detail.piece ?? "").trim() === "" && (detail.piece === token ? token === "" : token.includes(UNFINISHED));
 }
+
+// The same token at the end of a prompt: what comes after it begins with the character, but not with what is before it.
+export const asBegun = (detail) => ({ ...detail, piece: detail.token.replace(/\ufffd+$/u, "") });
 
 // The text of tokens that belong together. They may add none: a special token is shown by its name, and the beginning
 // of a character by a circle.
