@@ -180,7 +180,7 @@ def test_virtual_models_are_their_strengths(client: Any) -> None:
     ("kind", "body"),
     [
         (openai.NotFoundError, {"model": "gpt-5", "prompt": "x"}),
-        (openai.BadRequestError, {"model": "toy", "prompt": "x", "max_tokens": -1}),
+        (openai.BadRequestError, {"model": "toy", "prompt": "x", "max_tokens": 0}),
         (openai.BadRequestError, {"model": "toy", "prompt": "x", "extra_body": {"radq": {"joy": 1}}}),
     ],
 )
