@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
+from radq.decoding.guide_rows import Guides
 from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
-from radq.guides.base import BaseStates
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prompt_graphs import MOST_TOKENS, PromptGraphs
 from radq.models.prompt_parts import PromptParts
@@ -35,6 +35,8 @@ from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import log_probabilities, pad_left
 
+Asked = Sequence[Collection[int]] | None  # of each row, the numbers of the guides that it asks for; None for all
+Started = tuple[list[int], Any]  # the numbers of the prompts that a guide has read, and its state of them
 Process = Callable[[Float[Tensor, "b v"]], Float[Tensor, "b v"]]
 
 LOGGER = logging.getLogger(__name__)
@@ -62,6 +64,14 @@ class Drawn:
         return Drawn(proposal, *(values[:rows].clone() for values in (self.choice, self.tokens, self.numbers)))
 
 
+@dataclass(frozen=True)
+class Read:
+    """Prompts that were read before their rows are added."""
+
+    base: Any  # a Reading
+    states: list[Started]  # of each guide
+
+
 class Decoder:
     """Rows of texts that a base model and a guide continue together."""
 
@@ -72,7 +82,6 @@ class Decoder:
         layers = join_layers([one.base_layers for one in asked])
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
         readers = [self.reader, *(reader for reader in asked if not reader.base_layers)]
-        self._num_readers = len(readers)
         models = [reader.model for reader in readers]
         dtypes = [reader.model.dtype for reader in asked] or [torch.float64]
         self._precision = reduce(torch.promote_types, dtypes, torch.float32)  # of β, so that no step has to convert it
@@ -83,7 +92,7 @@ class Decoder:
             reader.model: torch.compile(reader.model.forward, dynamic=False) for reader in readers if compile
         }
         self.base: Any = None  # a Reading or SlotReading
-        self.state: Any = None  # the guide's
+        self.guides = Guides(guide, self._take_states, self.reader.vocabulary.size)
         self.count = 0  # rows
         self._rows: Strengths | None = None  # of all slots
         self._steerings: list[Steering] = []
@@ -97,19 +106,30 @@ class Decoder:
     # --- rows ---
 
     @torch.no_grad()
-    def read_ahead(self, prompts: Sequence[Sequence[int]], parts: PromptParts, tokens: int) -> bool:
-        """Let base model and guide read so many tokens of prompts that are to be added; return whether all are read."""
+    def read_ahead(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked, parts: PromptParts, tokens: int
+    ) -> bool:
+        """Let base model and guides read so many tokens of prompts that are to be added; return whether all are read.
+
+        Args:
+            rows, asked: as for `add`.
+        """
         if self._read_by_graphs(prompts):
             return True  # when they are added
-        input_ids, attention_mask = pad_left(prompts, device=self.device)
 
-        def read() -> tuple[Any, Any]:
-            base = self.reader.read(input_ids, attention_mask)
-            if self.guide is None:
-                return base, None
-            return base, self.guide.start_beside(self._base_states, input_ids, attention_mask)
+        def read() -> Read:
+            base = self.reader.read(*pad_left(prompts, device=self.device))
+            return Read(base, [self._start(number, prompts, rows, asked) for number in range(len(self.guides.members))])
 
         return parts.read(tokens, read)
+
+    def _start(self, number: int, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked) -> Started:
+        """Let a guide read the prompts of the rows that ask for it."""
+        places = sorted({rows[row] for row in _find_rows(number, len(rows), asked)})
+        if not places:
+            return places, None
+        own = pad_left([prompts[place] for place in places], device=self.device)
+        return places, self.guides.members[number].start(*own)
 
     def _read_by_graphs(self, prompts: Sequence[Sequence[int]]) -> bool:
         return self.captures.on and max(map(len, prompts)) * len(prompts) <= MOST_TOKENS
@@ -125,7 +145,8 @@ class Decoder:
         capacity: int,
         width: int,
         stops: Sequence[Collection[int]] | None = None,
-        read: tuple[Any, Any] | None = None,
+        asked: Asked = None,
+        read: Read | None = None,
     ) -> None:
         """Read prompts, and add rows. Each row has the number of its prompt, its settings and its random numbers.
 
@@ -133,54 +154,60 @@ class Decoder:
             capacity: the number of rows for which there should be room.
             width: the number of tokens for which there should be room in each row.
             stops: the tokens that end each row.
+            asked: the guides that each row asks for, by their numbers in the sum; None if all rows ask for all.
             read: the result of `read_ahead`, if the prompts are read already.
         """
         self._steerings += steerings
         self._plan = Plan.of(self._steerings)
-        input_ids, attention_mask = pad_left(prompts, device=self.device)
-        index = None if list(rows) == list(range(len(prompts))) else torch.tensor(rows, device=self.device)
+        first, last = self.count, self.count + len(rows)
         with self._prompts.used() if self.captures.on else nullcontext():
-            base, state = read or (self.reader.read(input_ids, attention_mask), None)
-            self._join("base", base, index, capacity, width)
-            if self.guide is not None:
-                if read is None:  # after the base model has joined: a graph may write to the same memory
-                    state = self.guide.start_beside(self._base_states, input_ids, attention_mask)
-                self._join("state", state, index, capacity, width)
+            base = read.base if read else self.reader.read(*pad_left(prompts, device=self.device))
+            self._join_base(_choose(base, rows, range(len(prompts)), self.device), capacity, width)
+            for number, member in enumerate(self.guides.members):
+                own = _find_rows(number, len(rows), asked)
+                member.widest = Plan.of(
+                    [self._steerings[row] for row in [*member.rows, *(first + row for row in own)]]
+                ).widest
+                if own:  # after the base model has joined: a graph may write to the same memory
+                    places, state = read.states[number] if read else self._start(number, prompts, rows, asked)
+                    state = _choose(state, [rows[row] for row in own], places, self.device)
+                    settle = partial(self._settle, capacity=capacity, width=width, widest=member.widest)
+                    member.join(state, [first + row for row in own], settle)
         size = self.reader.vocabulary.size
         strengths = Strengths.stack(steerings, betas, size, self.device, self._precision, stops)
-        first, last = self.count, self.count + len(rows)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
         self._write_rows(first, last, strengths)
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
         self._done[first:last] = 0
         self.count = last
+        self._place_guides()
 
-    @property
-    def _base_states(self) -> BaseStates:
-        return BaseStates(self._take_states, self.reader.vocabulary.size)
+    def _place_guides(self) -> None:
+        for member in self.guides.members:
+            member.place(self.count, self.capacity, self.device)
 
     def _take_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
         """Return the outputs of layers of the base model at the last token of each row, side by side."""
         return pick_layers(self.base.notes, self.reader.layers, layers)
 
-    def _siblings(self, reader: Reader) -> int:
+    def _siblings(self, reader: Reader, widest: int | None) -> int:
         """Return the number of candidates that a model reads beside each other."""
-        return min(SIBLINGS_PER_FORWARD, self._plan.widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
+        return min(SIBLINGS_PER_FORWARD, widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
 
-    def _join(self, name: str, new: Any, index: Tensor | None, capacity: int, width: int) -> None:
-        """Join new rows of the base model or of the guide to those that there are."""
-        new = new if index is None else new.select(index)
-        old = getattr(self, name)
-        if old is None:
-            joined = new.map_readings(lambda reading: self._settle(reading, capacity, width))
+    def _join_base(self, new: Any, capacity: int, width: int) -> None:
+        """Join new rows of the base model to those that there are."""
+        if self.base is None:
+            self.base = self._settle(new, capacity, width)
         else:
-            for reading in self.slots:
-                reading.resize(self.count)
-            joined = old.join([old, new])
-        setattr(self, name, joined)
+            self._resize_base(self.count)
+            self.base = self.base.join([self.base, new])
 
-    def _settle(self, reading: Any, capacity: int, width: int) -> Any:
-        settled = settle(reading, capacity, width, self._siblings(reading.reader))
+    def _resize_base(self, rows: int) -> None:
+        if isinstance(self.base, SlotReading):
+            self.base.resize(rows)
+
+    def _settle(self, reading: Any, capacity: int, width: int, widest: int | None = None) -> Any:
+        settled = settle(reading, capacity, width, self._siblings(reading.reader, widest))
         if self.compile and isinstance(settled, SlotReading):
             settled.compiled = self._compiled[reading.reader.model]
         return settled
@@ -215,11 +242,10 @@ class Decoder:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Rows that keep their places are not copied."""
         index = torch.tensor(rows, dtype=torch.long)
-        for reading in self.slots:
-            reading.resize(self.count)
+        self._resize_base(self.count)
+        for member in self.guides.members:
+            member.keep(rows)
         self.base = self.base.select(index)
-        if self.guide is not None:
-            self.state = self.state.select(index)
         index = index.to(self.device)
         assert self._rows is not None
         for values in (*vars(self._rows).values(), self._uniforms, self._done):
@@ -229,6 +255,7 @@ class Decoder:
         self.count = len(rows)
         if self._tokens is not None:
             self._tokens = self._tokens[index]
+        self._place_guides()
 
     @property
     def may_leave(self) -> bool:
@@ -240,9 +267,12 @@ class Decoder:
         if not self._in_slots:
             self.clear()
             return
-        for reading in self.slots:
-            reading.resize(self.count).select(torch.zeros(0, dtype=torch.long))
+        for member in self.guides.members:
+            member.keep([])
+        if self.base is not None:
+            self.base.resize(self.count).select(torch.zeros(0, dtype=torch.long))
         self._steerings, self.count = [], 0
+        self._place_guides()
 
     def clear(self) -> None:
         """Forget all rows and give their memory back."""
@@ -263,24 +293,16 @@ class Decoder:
     @property
     def _in_slots(self) -> bool:
         """Whether all models work with slots."""
-        return len(self.slots) == self._num_readers
+        readings = [reading for member in self.guides.members for reading in member.readings]
+        return all(
+            isinstance(reading, SlotReading) for reading in ([] if self.base is None else [self.base, *readings])
+        )
 
     @property
     def slots(self) -> list[SlotReading]:
         """The readings in slots; a model that cannot work with them has none."""
-        if self.base is None:
-            return []
-        found: list[SlotReading] = []
-
-        def collect(reading: Any) -> Any:
-            if isinstance(reading, SlotReading):
-                found.append(reading)
-            return reading
-
-        self.base.map_readings(collect)
-        if self.guide is not None:
-            self.state.map_readings(collect)
-        return found
+        base = [self.base] if isinstance(self.base, SlotReading) else []
+        return [*base, *(reading for member in self.guides.members for reading in member.slots)]
 
     @torch.no_grad()
     def draw(self, alive: np.ndarray, process: Process | None = None) -> Drawn:
@@ -291,15 +313,14 @@ class Decoder:
             process: changes the logits of the base model before candidates are chosen.
         """
         self._began = time.perf_counter()
-        slots = self.slots
         captured = self.captures.on and self._in_slots and process is None
         rows = self._count_rows(captured)
-        for reading in slots:
-            reading.resize(rows).reserve(alive, self._siblings(reading.reader))
+        self._reserve(rows, alive, all_rows=captured or (self.compile and self._in_slots))
         self._current = None
         if captured:
-            shape = (rows, *((reading.window, reading.epoch) for reading in slots))
-            kind = (self._plan, shape if self.compile else None)  # a shape is compiled in its first step
+            active = [reading for member in self.guides.active for reading in member.slots]
+            shape = (rows, *((reading.window, reading.epoch) for reading in [self.base, *active]))
+            kind = (self._plan, self.guides.kind, shape if self.compile else None)  # compiled in its first step
             self._current = self.captures.find(kind, shape, lambda: self._draw(rows), self._read)
         if self._current is None:
             drawn = self._draw(rows, process)
@@ -309,6 +330,21 @@ class Decoder:
             self.captures.count(self._current, self.count / rows)
         self._tokens = drawn.tokens
         return drawn
+
+    def _reserve(self, rows: int, alive: np.ndarray, all_rows: bool) -> None:
+        """Make room for a token of every row. Guides compute as many rows as the base model where steps are captured,
+        so that the number of rows that ask for each makes no further shapes.
+        """
+        if isinstance(self.base, SlotReading):
+            self.base.make_room(self.count, rows).reserve(alive)
+        for member in self.guides.active:
+            texts = len(member.rows)
+            member.resize(rows if all_rows else texts)
+            for reading in member.slots:
+                reading.make_room(texts, member.computed)
+                reading.reserve(
+                    alive if member.every else alive[member.rows], self._siblings(reading.reader, member.widest)
+                )
 
     @torch.no_grad()
     def read(self) -> None:
@@ -337,30 +373,45 @@ class Decoder:
         assert self._rows is not None
         strengths = self._rows.map(lambda values: values[:rows], self._plan)
         logits = self.base.last
-        proposal = propose(logits if process is None else process(logits), self.guide, self.state, strengths)
-        self.state = proposal.state if self.guide is not None else None
+        guides = self.guides if self.guides.active else None
+        proposal = propose(logits if process is None else process(logits), guides, None, strengths)
         done = self._done[:rows]
         place = done.clamp(max=self._uniforms.shape[1] - 1)[:, None]
         choice = choose(proposal, strengths, self._uniforms[:rows].gather(1, place).squeeze(1))
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
         done.add_(1)
-        numbers = _measure(proposal, choice, tokens, logits, self.guide is not None)
-        return Drawn(replace(proposal, state=None), choice, tokens, numbers)  # captured steps keep what this holds
+        numbers = _measure(proposal, choice, tokens, logits, guides is not None)
+        return Drawn(proposal, choice, tokens, numbers)
 
     def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
-        if self.guide is None:
+        guides = self.guides.active
+        if side is None or not any(member.reads for member in guides):
             self.base = self.base.read(tokens)
-        elif side is None or self._num_readers == 1:  # the guide has nothing to read
-            self.base = self.base.read(tokens)
-            self.state = self.guide.advance(self.state, tokens)
+            for member in guides:
+                member.advance(tokens)
         else:
-            before = self.state  # its memory must not be used again while the other stream reads it
+            before = [member.state for member in guides]  # whose memory must not be used again while it is read
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self.state = self.guide.advance(before, tokens)
+                for member in guides:
+                    member.advance(tokens)
             self.base = self.base.read(tokens)
             torch.cuda.current_stream().wait_stream(side)
+            del before
+
+
+def _find_rows(number: int, count: int, asked: Asked) -> list[int]:
+    """Find the rows that ask for a guide."""
+    return [row for row in range(count) if asked is None or number in asked[row]]
+
+
+def _choose(state: Any, wanted: Sequence[int], held: Sequence[int], device: torch.device) -> Any:
+    """Take rows of a state, in the order in which they are wanted, and maybe several times."""
+    if list(wanted) == list(held):
+        return state
+    places = {number: place for place, number in enumerate(held)}
+    return state.select(torch.tensor([places[number] for number in wanted], device=device))
 
 
 def _measure(

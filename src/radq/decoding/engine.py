@@ -16,7 +16,7 @@ import gc
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from radq.decoding.decoder import Decoder, Drawn
+from radq.decoding.guide_rows import fill_gaps
 from radq.decoding.request import FinishReason, Request, Ticket
 from radq.errors import MemoryLimitError
 from radq.guides import Guide
@@ -42,6 +43,7 @@ FEWER = 0.75  # rows are moved together when so few of them are still running
 KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.kept`
 
 
+_ALL = range(sys.maxsize)  # numbers of guides
 _HALVED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
 
 
@@ -52,6 +54,10 @@ class _Joining:
     tickets: list[Ticket]
     prompts: dict[tuple[int, ...], int]  # numbered, each once
     parts: PromptParts = field(default_factory=PromptParts)
+
+    def rows(self, tickets: Sequence[Ticket]) -> list[int]:
+        """Return the numbers of the prompts of some of the tickets."""
+        return [self.prompts[ticket.text] for ticket in tickets]
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,14 @@ class StepResult:
 
     tickets: list[Ticket]
     numbers: np.ndarray
-    drawn: Drawn | None  # on the device, for callers that asked for it
+    drawn: Drawn | None  # on the device, if some request wants details
 
 
 class Engine:
-    """Continues the texts of all requests together, with one base model and one guide."""
+    """Continues the texts of all requests together, with one base model and one guide.
+
+    Of a sum of guides, each text is steered and read by those parts alone that its request asks for.
+    """
 
     def __init__(
         self,
@@ -83,18 +92,16 @@ class Engine:
         guide: Guide | None = None,
         max_rows: int | None = None,
         captures: bool = True,
-        details: bool = False,
         compile: bool = False,
     ):
         """
         Args:
             max_rows: the most texts that are decoded together; by default as many as fit into free memory.
             captures: whether steps on a CUDA device are captured as graphs, which is faster and gives the same texts.
-            details: whether the results of steps hold all candidates, which are then read at once.
             compile: whether the models are compiled by torch.compile, which takes up to some minutes, and makes steps
                 of small models faster.
         """
-        self.lm, self.guide, self.max_rows, self.details, self.compile = lm, guide, max_rows, details, compile
+        self.lm, self.guide, self.max_rows, self.compile = lm, guide, max_rows, compile
         if not lm.training:
             lm.eval()  # also those of its parts that are not
         # The tokens of prompts that base model and guide together read between two steps of texts; None for no limit.
@@ -102,7 +109,7 @@ class Engine:
         self.decoder = Decoder(lm, guide, captures, compile)
         self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
-        self.lag = LAG if lm.device.type == "cuda" and not details else 0
+        self.lag = LAG if lm.device.type == "cuda" else 0
         self.waiting: deque[Ticket] = deque()
         self._joining: _Joining | None = None
         self.running: list[Ticket] = []  # in the order of the decoder's rows; some of them may have ended
@@ -111,7 +118,8 @@ class Engine:
         self._fitting: int | None = None  # rows that fit into memory
         self._stops: set[int] = set()  # tokens that end some text
         self._watches = False  # whether some request has a function that is told every token
-        self._processes = False  # whether some request has logits processors
+        self._processes = False  # whether some running request has logits processors
+        self._tells = False  # whether some running request wants all candidates
 
     # --- requests ---
 
@@ -121,7 +129,6 @@ class Engine:
         self.waiting.append(ticket)
         self._stops |= request.stops
         self._watches = self._watches or request.watch is not None
-        self._processes = self._processes or bool(request.processors)
         return ticket
 
     def finish(self, ticket: Ticket, reason: FinishReason) -> None:
@@ -147,7 +154,7 @@ class Engine:
             self.finish(ticket, "cancelled")
         self.waiting.clear()
         self._in_flight.clear()
-        self._stops, self._watches, self._processes, self.prompt_budget = set(), False, False, None
+        self._stops, self._watches, self.prompt_budget = set(), False, None
         self._keep([])
         return self
 
@@ -212,8 +219,13 @@ class Engine:
                 room -= self._join(self._choose(room))
         elif self.prompt_budget and self.has_prompts and room > 0:
             self._joining = self._joining or self._choose(room)
-            if self.decoder.read_ahead(list(self._joining.prompts), self._joining.parts, self.prompt_budget):
+            if self._read_ahead(self._joining, self.prompt_budget):
                 self._join(self._joining)
+
+    def _read_ahead(self, joining: _Joining, tokens: int) -> bool:
+        """Read so many tokens of the prompts of requests; return whether all are read."""
+        rows, asked = joining.rows(joining.tickets), _list_guides(joining.tickets)
+        return self.decoder.read_ahead(list(joining.prompts), rows, asked, joining.parts, tokens)
 
     def _leave(self) -> None:
         """Let rows leave that have ended."""
@@ -223,14 +235,13 @@ class Engine:
 
     def _keep(self, alive: list[int]) -> None:
         """Move the last rows into the places of those that have ended, so that few rows are copied."""
-        staying = set(alive)
-        movers = [row for row in alive if row >= len(alive)]
-        rows = [place if place in staying else movers.pop() for place in range(len(alive))]
+        rows, staying = fill_gaps(alive), set(alive)
         for place, ticket in enumerate(self.running):
             ticket.place = ticket.place if place in staying else None
         self.running, self._left = [self.running[row] for row in rows], self._left[rows]
         for place, ticket in enumerate(self.running):
             ticket.place = place
+        self._look_at_running()
         if rows:
             self.decoder.keep(rows)
         else:
@@ -281,18 +292,25 @@ class Engine:
             ticket.place = place
         self.running += chosen
         self._left = np.concatenate([self._left, left])
+        self._look_at_running()
         self.decoder.add(
             list(joining.prompts),
-            [joining.prompts[ticket.text] for ticket in chosen],
+            joining.rows(chosen),
             [request.steering for request in requests],
             [self._strengths(request) for request in requests],
             uniforms,
             capacity=min(self._room(), len(self.running) + len(self.waiting)),
             width=max(map(len, joining.prompts)) + max(left) + overhead,
             stops=[request.stops for request in requests],
+            asked=_list_guides(chosen),
             read=joining.parts.result,
         )
         return len(chosen)
+
+    def _look_at_running(self) -> None:
+        """Note what the running requests need of each step."""
+        self._processes = any(ticket.request.processors for ticket in self.running)
+        self._tells = any(ticket.request.details for ticket in self.running)
 
     def _strengths(self, request: Request) -> tuple[float, ...]:
         own = () if self.guide is None else self.guide.beta
@@ -314,7 +332,7 @@ class Engine:
         if self.lag and numbers.is_cuda:
             numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
-        details = drawn.copy(len(self.running)) if self.details else None
+        details = drawn.copy(len(self.running)) if self._tells else None
         self._in_flight.append(_InFlight(list(self.running), self._left == 0, numbers, event, details))
 
     def _process(self, logits: Tensor) -> Tensor:
@@ -335,8 +353,8 @@ class Engine:
         return logits
 
     def _receive(self, results: list[StepResult]) -> None:
-        """Take the results of all steps but the last ones; of all, if no more come or processors must see them."""
-        behind = self.lag if self._left.any() and not self._processes else 0
+        """Take the results of all steps but the last ones; of all, if no more come or somebody must see them now."""
+        behind = self.lag if self._left.any() and not (self._processes or self._tells) else 0
         while len(self._in_flight) > behind:
             results.append(self._take(self._in_flight.popleft()))
 
@@ -380,6 +398,7 @@ class Engine:
         self.waiting.extendleft(reversed(going))
         self._in_flight.clear()  # the tokens in it are drawn again, by the same random numbers
         self.running, self._left = [], np.zeros(0, dtype=np.int64)
+        self._look_at_running()
         for ticket in texts:
             ticket.place = None
         if len(texts) == 1:
@@ -402,3 +421,11 @@ class Engine:
             )
             self.finish(ticket, "error")
         ticket.stuck = len(ticket.rows)
+
+
+def _list_guides(tickets: Sequence[Ticket]) -> list[Sequence[int]] | None:
+    """List the guides that each text asks for; None if all texts ask for all of them."""
+    asked = [ticket.request.guides for ticket in tickets]
+    if all(guides is None for guides in asked):
+        return None
+    return [_ALL if guides is None else guides for guides in asked]

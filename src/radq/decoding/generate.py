@@ -329,7 +329,7 @@ def _submit(
     schema = changes.json_schema
     grammar = None if schema is None else Grammar(tokenizer, num_logits(lm), schema)
     uniforms = draw_uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
-    engine = Engine(lm, guide, batch_size, details=True) if details else take_engine(lm, guide, batch_size, compile)
+    engine = Engine(lm, guide, batch_size) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
     ends = frozenset(stops)
     with collecting_later():  # thousands of requests would have all objects of the process looked at again and again
@@ -341,7 +341,10 @@ def _submit(
                 watch = _StopTexts(growing) if stop else None
                 numbers = uniforms[p, s], strengths
                 masks = () if grammar is None else (grammar.mask(length, ends),)
-                request = Request(encoded[p], steering, max_new_tokens, *numbers, ends, watch, (*masks, *own))
+                processing = (*masks, *own)
+                request = Request(
+                    encoded[p], steering, max_new_tokens, *numbers, ends, watch, processing, details=details
+                )
                 tickets[p * num_samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
 

@@ -26,6 +26,9 @@ class Request:
         stops: tokens that end the text.
         watch: a function that is told every token, and says whether the text ends with it.
         processors: logits processors of transformers, which change the base model's logits before the steering.
+        guides: the guides that steer the text, by their numbers in a sum; None for all of them. The strengths of the
+            others do not matter.
+        details: whether the results of its steps hold all candidates.
     """
 
     prompt: Sequence[int]
@@ -36,6 +39,8 @@ class Request:
     stops: frozenset[int] = frozenset()
     watch: Callable[[int], bool] | None = None
     processors: tuple[Processor, ...] = ()
+    guides: tuple[int, ...] | None = None
+    details: bool = False
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,13 @@ class SlotReading:
         self.count = texts * self.copies
         return self
 
+    def make_room(self, texts: int, rows: int) -> "SlotReading":
+        """Compute so many rows, of which so many texts are in use; there may have been slots for these alone."""
+        self.resize(texts)
+        if rows * self.copies > self.capacity:
+            self._allocate(rows * self.copies, self.width)
+        return self.resize(rows)
+
     def note(self, notes: Float[Tensor, "b m"]) -> "SlotReading":
         """Keep other numbers beside each row."""
         assert self._notes is not None

@@ -21,6 +21,7 @@ from radq.serving.answers import Answer
 from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody, check_content_type
 from radq.serving.gate import Gate
 from radq.serving.info import VERSION, describe_server
+from radq.serving.keys import name_client
 from radq.serving.metrics import Metrics
 from radq.serving.orders import read_order
 from radq.serving.page_files import add_page
@@ -61,7 +62,7 @@ class Server:
         scores = order.prompt_scores(self.served)
         if scores is not None and not await unless_gone(request, self._read_scores(scores)):
             return Response(status_code=499)  # nobody reads this
-        stream = TextStream(order, self.served, self.scheduler)
+        stream = TextStream(order, self.served, self.scheduler, name_client(request))
         answer = Answer(kind, order, self.served, stream.texts, scores)
         stream.start()
         if order.stream:

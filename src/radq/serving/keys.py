@@ -25,3 +25,9 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
     """Refuse a request without one of the keys, if there are any."""
     if not has_key(request, keys):
         raise HTTPException(401, MISSING_KEY)
+
+
+def name_client(request: Request) -> str:
+    """Name the client of a request: by its address and by its key, if it sends one, since clients may share either."""
+    host = "" if request.client is None else request.client.host
+    return f"{host} {request.headers.get('authorization', '')}"

@@ -134,6 +134,7 @@ class Listener(uvicorn.Server):
         self.room = Room(limits)
         options: dict[str, Any] = {"http": partial(Connection, self.room), "ws": "none", "backlog": BACKLOG}
         options |= {"log_level": "warning", "server_header": False, "timeout_keep_alive": limits.idle_seconds}
+        self.radq.scheduler.when_broken = self._give_up
         super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=int(PATIENCE) + 2, **options))
 
     @property
@@ -160,3 +161,12 @@ class Listener(uvicorn.Server):
         end = asyncio.get_running_loop().time() + self.room.limits.drain_seconds
         while self._drains and not self.radq.told_end and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.05)
+
+    def _give_up(self) -> None:
+        self.should_exit = True
+
+    def run(self, *given: Any, **options: Any) -> None:
+        """Listen until a signal comes; end the process with 1 if nothing can be decoded any more."""
+        super().run(*given, **options)
+        if self.radq.scheduler.broken:
+            raise SystemExit(1)

@@ -53,7 +53,7 @@ class Order:
     def num_texts(self) -> int:
         return len(self.prompts) * self.n
 
-    def texts(self, served: Served, deliver: Callable[[Delivery], None]) -> list[Text]:
+    def texts(self, served: Served, deliver: Callable[[Delivery], None], client: str = "") -> list[Text]:
         """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, max(self.max_tokens))
         processors = [make_processors(self.changes, len(prompt), self.stop_tokens) for prompt in self.prompts]
@@ -69,6 +69,8 @@ class Order:
                 stops=self.stop_tokens,
                 growing=GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens),
                 deliver=deliver,
+                order=self,
+                client=client,
                 details=self.details or bool(self.logprobs),
                 tells_stop=self.echo is not None and self.logprobs is not None,
                 processors=(*self._masks(prompt), *processors[p]),
@@ -81,9 +83,8 @@ class Order:
         """Prepare the log-probabilities of the tokens of prompts, where the answer tells them."""
         if self.echo is None or self.logprobs is None:
             return None
-        selection = served.panel.select(self.strengths)
-        guide = served.panel.sum(selection.guides) if selection.guides else None
-        settings = self.steering, selection.strengths, self.stop_tokens, self.logprobs
+        guide, strengths = served.panel.sum(self.strengths)
+        settings = self.steering, strengths, self.stop_tokens, self.logprobs
         return PromptScores(served.lm, guide, self.prompts, *settings)
 
     def _masks(self, prompt: list[int]) -> tuple[Processor, ...]:

@@ -25,7 +25,7 @@ Model = tuple[str, tuple[tuple[str, float], ...]]  # a folder, and the numbers o
 
 @dataclass(frozen=True)
 class Selection:
-    """The guides of a panel that a text needs, by their numbers, and their strengths, one guide after the other."""
+    """The guides that a text needs, by their numbers in the panel, and the strengths of all guides of the panel."""
 
     guides: tuple[int, ...] = ()
     strengths: tuple[float, ...] = ()
@@ -72,17 +72,20 @@ class Panel:
 
     def select(self, wanted: Mapping[str, float]) -> Selection:
         """Select the guides that texts with these strengths by name need."""
-        rows = dict(sorted(self.strengths(wanted).items()))
-        strengths, first = [], {}
-        for guide, row in rows.items():
-            first[guide] = len(strengths)
-            strengths += row
+        rows = self.strengths(wanted)
+        strengths: list[float] = []
+        first: list[int] = []  # the place of each guide among the strengths
+        for number, guide in enumerate(self.guides):
+            first.append(len(strengths))
+            strengths += rows.get(number, [0.0] * len(guide.beta))
         places = {name: first[guide] + place for name, (guide, place) in self.places.items() if name in wanted}
-        return Selection(tuple(rows), tuple(strengths), places)
+        return Selection(tuple(sorted(rows)), tuple(strengths), places)
 
-    def sum(self, numbers: Sequence[int]) -> Guide:
-        """Add up the guides with these numbers."""
-        return reduce(add, [self.guides[number] for number in numbers])
+    def sum(self, wanted: Mapping[str, float]) -> tuple[Guide | None, tuple[float, ...]]:
+        """Add up the guides that texts with these strengths by name need; also return the strengths of the sum."""
+        rows = sorted(self.strengths(wanted).items())
+        guide = reduce(add, [self.guides[number] for number, _ in rows]) if rows else None
+        return guide, tuple(strength for _, row in rows for strength in row)
 
     # --- rewards ---
 

@@ -13,10 +13,10 @@ from radq.errors import ContextLengthError, OptionError, RadqError
 from radq.serving.bodies import ErrorBody
 from radq.serving.config import UnknownModelError
 from radq.serving.fields import FieldError
-from radq.serving.scheduler import BusyError, ClosingError
+from radq.serving.scheduler import BusyError, ClosingError, FailedError
 
 LOGGER = logging.getLogger(__name__)
-STATUS = {BusyError: 429, ClosingError: 503, UnknownModelError: 404}
+STATUS = {BusyError: 429, ClosingError: 503, FailedError: 503, UnknownModelError: 404}
 WORDS = {
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",

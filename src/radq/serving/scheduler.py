@@ -3,23 +3,32 @@
     scheduler.submit([text])      # from any thread; text.deliver is called in the scheduler's thread
     scheduler.cancel([text])      # its row is free from the next step on
 
-Texts that need the same guides are decoded together, in an engine of their own; engines take turns, step by step.
+One engine decodes all texts, whatever guides they need: its guide is the sum of all, and each follows its own texts.
+
+Whatever goes wrong, every client is told, and the thread begins anew with another engine. If that fails again and
+again, the scheduler is broken, and its process must end: a server that is up and decodes nothing helps nobody.
 """
 
 import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
-from radq.decoding.engine import Engine, StepResult
+import numpy as np
+
+from radq.decoding.config import Steering
+from radq.decoding.engine import KEPT, Engine, StepResult
 from radq.decoding.kept import keep_engine, take_engine
-from radq.decoding.request import Ticket
+from radq.decoding.request import Request, Ticket
 from radq.errors import RadqError, explain
+from radq.guides import Guide
 from radq.models.prompt_parts import PromptParts
 from radq.serving.clock import ClockedGuide
 from radq.serving.details import StepNumbers
@@ -29,6 +38,9 @@ from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
 TASKS_AT_ONCE = 4  # of those that wait, each of which may hold the keys and values of a text
+MOST_FAILURES = 3  # in a row, without a token between them, after which a new beginning is no longer tried
+PAUSE = 1.0  # seconds before a new beginning, times the failures in a row
+FAILED = "decoding failed; the server's log says why."
 PROMPT_BUDGET = {"cpu": 128, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
 
 
@@ -40,13 +52,8 @@ class ClosingError(RadqError):
     """An error for a request that comes while the server is about to end."""
 
 
-@dataclass(eq=False)
-class _Lane:
-    """An engine, and the texts that it decodes."""
-
-    engine: Engine
-    guide: ClockedGuide | None
-    texts: dict[Ticket, Text] = field(default_factory=dict)
+class FailedError(RadqError):
+    """An error for a request that could not be answered because of a failure of the server."""
 
 
 @dataclass(eq=False)
@@ -82,10 +89,15 @@ class Scheduler:
         self._change = threading.Condition()
         self._waiting: deque[Text] = deque()
         self._tasks: deque[_Task] = deque()
-        self._lanes: dict[tuple[tuple[int, ...], bool], _Lane] = {}
-        self._clocked: dict[tuple[int, ...], ClockedGuide] = {}
-        self._round = 0
+        self._clocks = [ClockedGuide(guide) for guide in served.panel.guides]
+        self._guide: Guide | None = reduce(add, self._clocks) if self._clocks else None
+        self._engine: Engine | None = None  # while there are texts
+        self._texts: dict[Ticket, Text] = {}  # that it decodes
         self._deadline = math.inf  # of texts that run while the server ends
+        self._turn = False  # whether it is that of a task, not of prompts
+        self._failures = 0  # in a row, without a token between them
+        self.broken = False  # whether nothing can be decoded any more
+        self.when_broken: Callable[[], None] = lambda: None  # called in the scheduler's thread
         metrics.watch(lambda: self.waiting, lambda: self.running, lambda: self.nbytes)
         self._thread = threading.Thread(target=self._run, name="radq-scheduler", daemon=True)
         self._thread.start()
@@ -141,7 +153,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return sum(len(lane.texts) for lane in list(self._lanes.values()))
+        return len(self._texts)
 
     @property
     def waiting(self) -> int:
@@ -150,47 +162,71 @@ class Scheduler:
     @property
     def nbytes(self) -> int:
         """The memory that running texts hold in keys and values."""
-        return sum(lane.engine.decoder.nbytes for lane in list(self._lanes.values()))
+        engine = self._engine
+        return 0 if engine is None else engine.decoder.nbytes
 
     def _check_open(self) -> None:
+        if self.broken:
+            raise ClosingError(FAILED, "send the request to another server, or later.")
         if self.closing:
             raise ClosingError("the server is about to end.", "send the request to another server, or later.")
 
     # --- in the scheduler's thread ---
 
     def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:  # a bug: nothing more is decoded, and every client is told
-            self._deadline = 0.0
-            for lane in self._lanes.values():
-                self._fail(lane, error)
-            self._refuse_waiting()
-            self._refuse_tasks()
+        """Work until `close`. After an error outside of the engines' steps, which is a bug, begin anew."""
+        while not self.broken:
+            try:
+                if self._failures:
+                    self._try_device()
+                self._work()
+                return
+            except Exception as error:
+                self._failures += 1
+                LOGGER.critical("the scheduler failed", exc_info=error)
+                self._fail_all(explain(error) or FAILED)
+                self.broken = self._failures >= MOST_FAILURES
+                time.sleep(PAUSE * (self._failures - 1) * (not self.broken))
+        self._fail_all(FAILED)  # what has come meanwhile
+        self.when_broken()
+
+    def _try_device(self) -> None:
+        """Decode one token, which fails where a GPU can no longer be used by this process."""
+        vars(self.served.lm).pop(KEPT, None)
+        prompt = self.served.encode("a") or [0]
+        list(Engine(self.served.lm, None, 1).submit(Request(prompt, Steering(), 1, np.zeros(1))))
+
+    def _fail_all(self, reason: str) -> None:
+        """End all texts, and answer everybody who waits, with an error."""
+        running, self._texts, self._engine = self._texts, {}, None
+        with self._change:
+            waiting, self._waiting = self._waiting, deque()
+            tasks, self._tasks = self._tasks, deque()
+        for text in [*running.values(), *waiting]:
+            text.deliver(Delivery(text, [], finish_reason="error", error=reason))
+        for task in tasks:
+            task.fail(FailedError(reason))
 
     def _work(self) -> None:
         while True:
             with self._change:
-                while not (self._waiting or self._tasks or self._lanes or self.closing):
+                while not (self._waiting or self._tasks or self._texts or self.closing):
                     self._change.wait()
-                if self.closing and not self._lanes and not self._tasks:
+                if self.closing and not self._texts and not self._tasks:
                     self._refuse_waiting()
                     return
             self._obey_deadline()
             self._admit()
             self._read_prompts_or_do_task()
-            for key, lane in list(self._lanes.items()):
-                self._step(lane)
-                if not lane.texts:
-                    self._put_away(key)
+            if self._engine is not None:
+                self._step(self._engine)
 
     def _obey_deadline(self) -> None:
         if self.closing:
             self._refuse_waiting()
         if time.perf_counter() > self._deadline:
-            for lane in self._lanes.values():
-                for text in lane.texts.values():
-                    text.cancelled = True
+            for text in self._texts.values():
+                text.cancelled = True
 
     def _refuse_waiting(self) -> None:
         while self._waiting:
@@ -203,88 +239,83 @@ class Scheduler:
                 ClosingError("the server is about to end.", "send the request to another server.")
             )
 
-    def _do_task(self) -> None:
+    def _do_task(self, tokens: int) -> None:
         """Do a part of a task. The first tasks take turns, so that a short one does not wait for a long one."""
-        budget = PROMPT_BUDGET["cpu" if self.served.lm.device.type == "cpu" else "cuda"]
-        ended = self._tasks[0].go_on(budget)
+        ended = self._tasks[0].go_on(tokens)
         task = self._tasks.popleft()
         if not ended:
             self._tasks.insert(TASKS_AT_ONCE - 1, task)
 
+    def _read_prompts_or_do_task(self) -> None:
+        """Let prompts and tasks take turns, so that running texts never wait for both."""
+        engine, budget = self._engine, PROMPT_BUDGET["cpu" if self.served.lm.device.type == "cpu" else "cuda"]
+        self._turn = not self._turn
+        does_task = bool(self._tasks) and (self._turn or engine is None or not engine.has_prompts)
+        if engine is not None:
+            engine.prompt_budget = 0 if does_task else budget
+        if does_task:
+            self._do_task(budget)
+
     def _admit(self) -> None:
-        """Let waiting texts join their engines while there is room; those that were cancelled leave."""
+        """Let waiting texts join the engine while there is room; those that were cancelled leave."""
         with self._change:
             cancelled = [text for text in self._waiting if text.cancelled]
             self._waiting = deque(text for text in self._waiting if not text.cancelled)
         for text in cancelled:
             text.deliver(Delivery(text, [], finish_reason="cancelled"))
         while self._waiting and self.running < self.limits.rows:
-            text = self._waiting.popleft()
-            lane = self._lane(text.selection.guides, text.details)
-            lane.texts[lane.engine.submit(text.request())] = text
+            text = self._choose()
+            if self._engine is None:
+                self._engine = take_engine(self.served.lm, self._guide, self.limits.rows)
+            self._texts[self._engine.submit(text.request())] = text
+            self._waiting.remove(text)  # not before: it must not be lost if something fails
 
-    def _lane(self, guides: tuple[int, ...], details: bool) -> _Lane:
-        key = guides, details
-        if key not in self._lanes:
-            guide = self._guide(guides) if guides else None
-            rows = self.limits.rows
-            engine = (
-                Engine(self.served.lm, guide, rows, details=True)
-                if details
-                else take_engine(self.served.lm, guide, rows)
-            )
-            self._lanes[key] = _Lane(engine, guide)
-        return self._lanes[key]
+    def _choose(self) -> Text:
+        """Choose the next text: of the client, and then of the request, with the fewest running ones."""
+        running = self._texts.values()
+        clients, orders = Counter(text.client for text in running), Counter(id(text.order) for text in running)
+        return min(list(self._waiting), key=lambda text: (clients[text.client], orders[id(text.order)]))
 
-    def _read_prompts_or_do_task(self) -> None:
-        """Choose what is read in this round, prompts of one lane or a task, so that no text waits for all of them."""
-        self._round += 1
-        readers: list[_Lane | None] = [lane for lane in self._lanes.values() if lane.engine.has_prompts]
-        if self._tasks:
-            readers.append(None)
-        chosen = readers[self._round % len(readers)] if readers else None
-        for lane in self._lanes.values():
-            lane.engine.prompt_budget = PROMPT_BUDGET[lane.engine.kind] if lane is chosen else 0
-        if chosen is None and self._tasks:
-            self._do_task()
-
-    def _guide(self, numbers: tuple[int, ...]) -> ClockedGuide:
-        if numbers not in self._clocked:
-            self._clocked[numbers] = ClockedGuide(self.served.panel.sum(numbers))
-        return self._clocked[numbers]
-
-    def _step(self, lane: _Lane) -> None:
-        """Draw a token for each text of a lane, and deliver what has come."""
-        for ticket, text in lane.texts.items():
+    def _step(self, engine: Engine) -> None:
+        """Draw a token for each text, and deliver what has come."""
+        for ticket, text in self._texts.items():
             if text.cancelled:
                 ticket.cancel()
-        began, guided = time.perf_counter(), 0.0 if lane.guide is None else lane.guide.seconds
+        began, guided = time.perf_counter(), self._guide_seconds
         try:
-            results = lane.engine.step()
+            results = engine.step()
         except Exception as error:
-            self._fail(lane, error)
+            self._fail(error)
             return
         for result in results:
             if result.drawn is not None:
-                self._tell(lane, result)
-        self.metrics.count_step(time.perf_counter() - began, 0.0 if lane.guide is None else lane.guide.seconds - guided)
-        for ticket, text in list(lane.texts.items()):
-            self._deliver(lane, ticket, text)
+                self._tell(result)
+        self.metrics.count_step(time.perf_counter() - began, self._guide_seconds - guided)
+        for ticket, text in list(self._texts.items()):
+            self._deliver(ticket, text)
+        if not self._texts:
+            self._put_away(engine)
 
-    def _tell(self, lane: _Lane, result: StepResult) -> None:
+    @property
+    def _guide_seconds(self) -> float:
+        return sum(clock.seconds for clock in self._clocks)
+
+    def _tell(self, result: StepResult) -> None:
         assert result.drawn is not None
         numbers = StepNumbers(result.drawn.proposal)
         for row, (ticket, chosen) in enumerate(zip(result.tickets, result.drawn.choice.tolist(), strict=False)):
-            if ticket in lane.texts:
-                lane.texts[ticket].tell(ticket, row, chosen, numbers)
+            text = self._texts.get(ticket)
+            if text is not None and text.details:
+                text.tell(ticket, row, chosen, numbers)
 
-    def _deliver(self, lane: _Lane, ticket: Ticket, text: Text) -> None:
+    def _deliver(self, ticket: Ticket, text: Text) -> None:
         first = not text.drawn
         tokens = text.take(ticket)
         if tokens:
+            self._failures = 0
             self.metrics.count_tokens(text, tokens, first)
         if ticket.finish_reason is not None:
-            del lane.texts[ticket]
+            del self._texts[ticket]
             error = str(ticket.failure) if ticket.finish_reason == "error" else None
             if ticket.finish_reason == "cancelled" and self.closing:
                 error = "the server is about to end."
@@ -292,17 +323,17 @@ class Scheduler:
         elif tokens:
             text.deliver(Delivery(text, tokens))
 
-    def _fail(self, lane: _Lane, error: Exception) -> None:
-        """End the texts of a lane after an error of its engine; other texts go on."""
+    def _fail(self, error: Exception) -> None:
+        """End all texts of the engine after an error, which is a bug; those that wait will have another engine."""
         LOGGER.error("decoding failed", exc_info=error)
-        reason = explain(error) or "decoding failed; the server's log says why."
-        texts, lane.texts = lane.texts, {}
+        reason = explain(error) or FAILED
+        texts, self._texts, self._engine = self._texts, {}, None
         for text in texts.values():
             text.deliver(Delivery(text, [], finish_reason="error", error=reason))
-        lane.engine.decoder.clear()
+        self._try_device()
 
-    def _put_away(self, key: Any) -> None:
-        """Give the memory of an engine without texts back; on a GPU its captured steps are kept."""
-        lane = self._lanes.pop(key)
-        if not lane.engine.details and not lane.engine.busy:
-            keep_engine(lane.engine)
+    def _put_away(self, engine: Engine) -> None:
+        """Give the memory of the engine back; on a GPU its captured steps are kept."""
+        self._engine = None
+        if not engine.busy:
+            keep_engine(engine)

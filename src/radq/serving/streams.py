@@ -18,11 +18,11 @@ from radq.serving.texts import Delivery, Text
 class TextStream:
     """The texts of an order, and what the scheduler's thread says about them, in the thread of the event loop."""
 
-    def __init__(self, order: Order, served: Served, scheduler: Scheduler):
+    def __init__(self, order: Order, served: Served, scheduler: Scheduler, client: str):
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[Delivery] = asyncio.Queue()
         self._scheduler = scheduler
-        self.texts: list[Text] = order.texts(served, self._deliver)
+        self.texts: list[Text] = order.texts(served, self._deliver, client)
         self._left = len(self.texts)
 
     def start(self) -> None:

@@ -38,6 +38,8 @@ class Text:
     stops: frozenset[int]
     growing: GrowingText
     deliver: Callable[[Delivery], None]
+    order: Any = None  # the request that it belongs to, and
+    client: str = ""  # who sent it: requests of clients take turns
     details: bool = False
     processors: tuple[Processor, ...] = ()
     tells_stop: bool = False  # whether a stop token is told, as one without text
@@ -49,16 +51,17 @@ class Text:
     _told: list[list[Candidate]] = field(default_factory=list)  # of each token, where the request has details
 
     def request(self) -> Request:
-        beta = self.selection.strengths if self.selection.guides else None
         return Request(
             self.prompt,
             self.steering,
             self.max_tokens,
             self.uniforms,
-            beta,
+            self.selection.strengths,
             self.stops,
             self._watch,
             self.processors,
+            self.selection.guides,
+            self.details,
         )
 
     def _watch(self, token: int) -> bool:

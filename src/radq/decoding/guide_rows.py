@@ -1,0 +1,219 @@
+"""The guides of a decoder. Each follows the rows that ask for it, and no others.
+
+So rows with different sets of guides share the steps of their base model: a guide reads and scores its own rows, and
+its shifts are added to these rows alone. Axes: b rows of the decoder, r rows of a guide, k candidates, s strengths.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from radq.guides import Guide, SumGuide
+from radq.guides.base import Advice, BaseStates
+from radq.models.reward_state import BaseReading
+from radq.models.slots import SlotReading
+
+
+def fill_gaps(staying: Sequence[int]) -> list[int]:
+    """Order the rows that stay, so that few move: the last ones take the places of those that leave."""
+    known = set(staying)
+    movers = [row for row in staying if row >= len(staying)]
+    return [place if place in known else movers.pop() for place in range(len(staying))]
+
+
+class GuideRows:
+    """A guide, its state of the texts that it follows, and their rows in the decoder."""
+
+    def __init__(self, guide: Guide, columns: slice, base: Callable[[tuple[int, ...]], Tensor], num_tokens: int):
+        """
+        Args:
+            columns: of the guide among all strengths.
+            base: takes the outputs of layers of the base model for all rows of the decoder.
+            num_tokens: of the base model.
+        """
+        self.guide, self.columns = guide, columns
+        self.base = BaseStates(lambda layers: self.take(base(layers)), num_tokens)
+        self.reads = any(not reader.base_layers for reader in guide.readers)  # whether it runs transformers of its own
+        self.state: Any = None
+        self.begun = False  # whether there is a state
+        self.rows: list[int] = []
+        self.every = True  # whether these are all rows of the decoder, in its order
+        self.widest: int | None = None  # the candidates that one of its rows asks for; None for the whole vocabulary
+        self.computed = 0  # rows, of which a captured step has some that are not in use
+        self._targets = torch.zeros(0, dtype=torch.long)  # the rows in the decoder, counted from 1; 0 for none
+
+    # --- rows ---
+
+    def start(self, input_ids: Int[Tensor, "p t"], attention_mask: Int[Tensor, "p t"]) -> Any:
+        return self.guide.start_beside(self.base, input_ids, attention_mask)
+
+    def join(self, new: Any, rows: Iterable[int], settle: Callable[[Any], Any]) -> None:
+        """Add texts that stand in these rows of the decoder; `settle` moves first readings into slots."""
+        self.resize(len(self.rows))
+        self.state = self.state.join([self.state, new]) if self.begun else new.map_readings(settle)
+        self.begun = True
+        self.rows += rows
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep what stands in these rows of the decoder, which will be its rows 0, 1, 2, …"""
+        self.resize(len(self.rows))
+        places = {row: place for place, row in enumerate(rows)}
+        own = list(rows) if self.every else fill_gaps([place for place, row in enumerate(self.rows) if row in places])
+        if own:
+            self.state = self.state.select(torch.tensor(own))
+        elif self.begun:
+            self._rest()
+        self.rows = [places[self.rows[place]] for place in own]
+
+    def _rest(self) -> None:
+        """Let all texts go. Slots stay for others, and captured steps with them."""
+        if all(isinstance(reading, SlotReading) for reading in self.readings):
+            for reading in self.slots:
+                reading.select(torch.zeros(0, dtype=torch.long))
+        else:
+            self.state, self.begun = None, False
+
+    def place(self, count: int, capacity: int, device: torch.device) -> None:
+        """Note where the texts stand among so many rows of the decoder, which has room for more."""
+        self.every = self.rows == list(range(count))
+        if len(self._targets) < capacity:
+            self._targets = torch.zeros(capacity, dtype=torch.long, device=device)
+        if not self.every:
+            self._targets.zero_()
+            self._targets[: len(self.rows)] = torch.tensor(self.rows, dtype=torch.long) + 1
+        self.resize(len(self.rows))
+
+    def resize(self, rows: int) -> None:
+        """Compute so many rows."""
+        self.computed = rows
+        for reading in self.slots:
+            reading.resize(rows)
+
+    @property
+    def readings(self) -> list[Any]:
+        """The readings of the guide's own transformers."""
+        found: list[Any] = []
+
+        def collect(reading: Any) -> Any:
+            if not isinstance(reading, BaseReading):
+                found.append(reading)
+            return reading
+
+        if self.begun:
+            self.state.map_readings(collect)
+        return found
+
+    @property
+    def slots(self) -> list[SlotReading]:
+        return [reading for reading in self.readings if isinstance(reading, SlotReading)]
+
+    # --- steps ---
+
+    def take(self, values: Tensor) -> Tensor:
+        """Take the guide's rows of those of the decoder."""
+        if self.every:
+            return values
+        return values.index_select(0, (self._targets[: self.computed] - 1).clamp(min=0))
+
+    def spread(self, values: Tensor, like: Int[Tensor, "b k"]) -> Tensor:
+        """Put numbers about the guide's candidates where the decoder has them; other places are 0."""
+        rows, width = like.shape
+        if self.every and values.shape[1] == width:
+            return values
+        wide = values.new_zeros(rows + 1, width, *values.shape[2:])  # rows that are not in use write to the first one
+        targets = torch.arange(1, rows + 1, device=values.device) if self.every else self._targets[: self.computed]
+        wide[:, : values.shape[1]].index_copy_(0, targets, values)
+        return wide[1:]
+
+    def advise(self, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]) -> Advice:
+        """Give an opinion on the candidates of the guide's own rows, as many as one of them asks for."""
+        own, strengths = self.take(candidates)[:, : self.widest], self.take(beta[:, self.columns])
+        advice = self.guide.advise(self.state, own, strengths)
+        self.state = advice.state
+        return advice
+
+    def advance(self, tokens: Int[Tensor, " b"]) -> None:
+        self.state = self.guide.advance(self.state, self.take(tokens))
+
+
+class Guides:
+    """All guides of a decoder, which advise as their sum does."""
+
+    def __init__(self, guide: Guide | None, base: Callable[[tuple[int, ...]], Tensor], num_tokens: int):
+        parts = () if guide is None else guide.guides if isinstance(guide, SumGuide) else (guide,)
+        self.members: list[GuideRows] = []
+        first = 0
+        for part in parts:
+            last = first + len(part.beta)
+            self.members.append(GuideRows(part, slice(first, last), base, num_tokens))
+            first = last
+
+    @property
+    def active(self) -> list[GuideRows]:
+        """The guides that some row asks for; the others cost nothing."""
+        return [member for member in self.members if member.rows]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a step computes for the guides, whatever their numbers are."""
+        return tuple((member.every, member.widest) if member.rows else None for member in self.members)
+
+    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        assert beta is not None
+        advices = {member: member.advise(candidates, beta) for member in self.active}
+        shifts = [
+            member.spread(self._leave_out(advice.shift, member, beta), candidates) for member, advice in advices.items()
+        ]
+        clipped = [member.spread(one.clipped, candidates) for member, one in advices.items() if one.clipped is not None]
+        filters = [(member, one.allowed) for member, one in advices.items() if one.allowed is not None]
+
+        def allowed(logits: Float[Tensor, "b k"]) -> Bool[Tensor, "b k"]:
+            gone = [
+                member.spread(~allow(member.take(logits)[:, : member.widest]), candidates) for member, allow in filters
+            ]
+            return ~_add_up(gone)
+
+        return Advice(
+            _add_up(shifts),
+            None,
+            _add_up(clipped) if clipped else None,
+            self._gather_rewards(advices, candidates, beta),
+            allowed if filters else None,
+        )
+
+    def _leave_out(self, shift: Float[Tensor, "r k"], member: GuideRows, beta: Float[Tensor, "b s"]) -> Tensor:
+        """Set the shift to 0 in rows whose strengths are 0: there, what a guide without numbers says does not count.
+
+        Where there is no other guide, rows without numbers are not steered anyway.
+        """
+        own = beta[:, member.columns]
+        if len(self.members) == 1 or not own.shape[1]:
+            return shift
+        return torch.where((member.take(own) == 0).all(1, keepdim=True), 0.0, shift)
+
+    def _gather_rewards(
+        self, advices: dict[GuideRows, Advice], candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]
+    ) -> tuple[Tensor, ...] | None:
+        """Gather what each strength multiplies; None if one of the guides that are asked does not tell."""
+        if any(advice.rewards is None for advice in advices.values()):
+            return None
+        parts: list[Tensor] = []
+        for member in self.members:
+            if member in advices:
+                parts += [
+                    member.spread(part.to(candidates.device), candidates) for part in advices[member].rewards or ()
+                ]
+            else:
+                parts.append(beta.new_zeros(*candidates.shape, len(member.guide.beta)))
+        return tuple(parts)
+
+
+def _add_up(parts: Sequence[Tensor]) -> Tensor:
+    """Add up tensors; of flags, whether one of them is set."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total | part if total.dtype == torch.bool else total + part
+    return total
