@@ -87,7 +87,8 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
     deepest = max(range(len(places)), key=lambda number: len(places[number]))
     place, first = ".".join(places[deepest]), of_field[deepest]
     message = WORDS.get(first["type"], str(first.get("msg", "the request is not valid")))
-    return answer_problem(400, f"{place or 'the body'}: {message}"[:500], param=place[:100] or None)
+    shown = f"{place or 'the body'}: {message}"[:500]
+    return answer_problem(400, f"{shown}. hint: /openapi.json tells what a field may be.", param=place[:100] or None)
 
 
 def _find_place(names: Sequence[str | int], body: Any, missing: bool) -> list[str]:
