@@ -179,7 +179,7 @@ def leave_out_ends(
     if not cut:
         return texts
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    special = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+    special = {*special, *tokenizer.all_special_ids} - {tokenizer.unk_token_id}  # pyright: ignore[reportUnhashable]
 
     def leave_out(ids: list[int]) -> list[int]:
         body = len(ids)

@@ -122,7 +122,8 @@ def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> bool:
     longest = _find_longest_token(tokenizer)
     if longest is None or len(text) <= longest * tokens:
         return False
-    normalizer: Any = tokenizer.backend_tokenizer.normalizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    normalizer = backend.normalizer
     return normalizer is None or len(normalizer.normalize_str(text)) > longest * tokens
 
 

@@ -116,7 +116,7 @@ def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
 
     def label(result: Result) -> str:
         if over_budget:
-            return f"KL {exact(result.kl_budget)}"
+            return f"KL {exact(result.kl_budget or 0.0)}"
         if result.best_of is not None:
             return f"n={result.best_of}"
         if result.ask is not None:

@@ -90,7 +90,8 @@ class Scheduler:
         self._waiting: deque[Text] = deque()
         self._tasks: deque[_Task] = deque()
         self._clocks = [ClockedGuide(guide) for guide in served.panel.guides]
-        self._guide: Guide | None = reduce(add, self._clocks) if self._clocks else None
+        guides: list[Guide] = [*self._clocks]
+        self._guide = reduce(add, guides) if guides else None
         self._engine: Engine | None = None  # while there are texts
         self._texts: dict[Ticket, Text] = {}  # that it decodes
         self._deadline = math.inf  # of texts that run while the server ends
