@@ -66,7 +66,7 @@ def test_tokens_have_the_likelihood_of_what_they_were_drawn_from(
     lm, model = make_lm("gpt2").double(), make_reward("q", lm_folders["gpt2"])
     gedi = make_guide("gedi", "gpt2", 6.0, **FILTER)
     assert isinstance(gedi, GeDiGuide)
-    options: dict[str, Any] = {"top_k": top_k, "temperature": temperature, "stop_token_ids": STOPS}
+    options: dict[str, Any] = {"top_k": top_k, "temperature": temperature, "kl_budget": None, "stop_token_ids": STOPS}
     ways = [
         (None, lambda prefix: unguided_logits(lm, prefix, top_k, temperature)),
         (
@@ -108,7 +108,7 @@ def test_the_divergence_of_samples_is_the_exact_one(
     exact += sum(p * step([11, token])[1] for token, p in enumerate(first.tolist()) if p > 0)
     drawn = generate(
         *(lm, TOKENIZER, ["11"], RewardGuide(model, WEIGHTS)),
-        **(options | {"max_new_tokens": 2, "num_samples": 2000, "stop_token_ids": []}),
+        **(options | {"kl_budget": None, "max_new_tokens": 2, "num_samples": 2000, "stop_token_ids": []}),
     )
     rows = {"nll": [g.nll for g in drawn], "drawn_nll": [g.drawn_nll for g in drawn]}
     tokens = np.array([[g.num_text_tokens for g in drawn]])

@@ -57,7 +57,7 @@ def test_the_guided_ones_are_those_of_the_formulas(
     lm = make_lm(family).double()
     folder = lm_folders[family]
     model = make_readout("q", folder).double() if kind == "readout" else make_reward(kind, folder).double()
-    guide, steering = RewardGuide(model, WEIGHTS), Steering(top_k, top_p, temperature)
+    guide, steering = RewardGuide(model, WEIGHTS), Steering(top_k, top_p, temperature, kl_budget=None)
     scores = PromptScores(lm, guide, PROMPTS, steering, guide.beta, stops)
     assert scores.go_on(10_000)
     outside = 0

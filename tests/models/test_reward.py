@@ -440,7 +440,7 @@ def test_a_reward_model_is_no_language_model(lm_folders: dict[str, Path], tmp_pa
 
 def test_a_backbone_folder_without_weights(lm_folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(lm_folders["gpt2"] / "config.json", tmp_path)
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="holds no model: it has no"):
         RadQ.from_backbone(tmp_path, attributes=["a"])
 
 

@@ -58,7 +58,9 @@ def test_guided_ones_are_those_of_the_guides(running: Running) -> None:
     folders = [served.config.guides[name].folder for name in ("praise", "length")]
     guide = radq.load_guide(f"{folders[0]}:praise=10") + radq.load_guide(f"{folders[1]}:length=3")
     ids = [encode(running, prompt) for prompt in PROMPTS]
-    scores = PromptScores(served.lm, guide, ids, radq.Steering(30), guide.beta, [served.tokenizer.eos_token_id])
+    scores = PromptScores(
+        served.lm, guide, ids, radq.Steering(30, kl_budget=None), guide.beta, [served.tokenizer.eos_token_id]
+    )
     assert scores.go_on(10_000)
     for choice, expected in zip(answer["choices"], scores.guided, strict=True):
         found = choice["radq"]["prompt_logprobs"]
