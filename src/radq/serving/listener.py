@@ -148,12 +148,13 @@ class Listener(uvicorn.Server):
             self.announce(self.address)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.should_exit:
-            self._drains = False  # the second signal
-        else:
-            self._drains = sig == signal.SIGTERM
+        terminates = sig == signal.SIGTERM
+        self._drains = terminates and not self.should_exit  # not after a second signal
         self.radq.scheduler.close(PATIENCE)
-        super().handle_exit(sig, frame)
+        if terminates:  # an end that was asked for is no failure; uvicorn would raise the signal again after it
+            self.should_exit = True
+        else:
+            super().handle_exit(sig, frame)
 
     async def main_loop(self) -> None:
         """Serve until a signal. After SIGTERM, go on until /health has said so, since balancers ask there."""
