@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.generate import generate
@@ -17,6 +18,7 @@ from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.models import embedded, gguf
 from radq.models.calibration import shipped_calibrations, shipped_strengths
+from radq.models.fingerprints import fingerprint_model
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.settings import read_yaml
@@ -66,6 +68,22 @@ def test_a_conversion_that_broke_off_is_done_again(package: list[Path], monkeypa
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # nothing half is left
     (folder / "config.json").unlink()  # nor does half a folder count
     embedded.base_folder()
+    assert len(package) == 2
+
+
+def test_a_conversion_that_was_changed_is_refused(package: list[Path]) -> None:
+    folder = embedded.base_folder()
+    name = embedded.base_name()
+    assert fingerprint_model(folder) == fingerprint_model("embedded") == name
+    weights = load_file(folder / "model.safetensors")
+    save_file({key: value * 1.1 for key, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="have changed since it was converted"):
+        load_causal_lm("embedded")
+    assert name not in fingerprint_model(folder)  # under its own name it is a model like any other
+    shutil.rmtree(folder)
+    assert load_causal_lm("embedded")
+    (folder / embedded.RECORD).unlink()  # as an older radq leaves it
+    assert embedded.base_folder() == folder
     assert len(package) == 2
 
 

