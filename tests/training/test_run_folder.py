@@ -1,5 +1,6 @@
 """Run folders: nothing else is written over, targets belong to teacher and rows, and a run goes on as it was begun."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pandas
 import pytest
 import torch
 from instruments import full_disk
+from safetensors.torch import load_file, save_file
 from training_runs import changed, lines, make_settings, weights
 
 from radq.cli import main
@@ -21,6 +23,7 @@ from radq.training.checkpoints import find_checkpoints, find_damage
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 from radq.training.experts import train_experts
 from radq.training.reward import train
+from radq.training.run_folder import FINGERPRINTS
 
 pytestmark = [
     pytest.mark.slow,
@@ -279,6 +282,41 @@ def test_a_student_goes_on_with_its_teacher_alone(
     make_teacher(tmp_path / "teacher", calm_toy, 1)
     with pytest.raises(OptionError, match="the contents of teacher changed"):
         train(student, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("begins", "changed_file", "named"),
+    [
+        ({}, "model.safetensors", "backbone_files"),  # trained weights, which a checkpoint holds already
+        ({"lora_rank": 2}, "config.json", "backbone_files"),
+        ({"init": "start", "backbone": ""}, "model.safetensors", "init"),
+    ],
+)
+def test_a_run_goes_on_with_the_model_it_began_with_alone(
+    begins: dict[str, Any], changed_file: str, named: str, settings: RewardTrainingConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "start"
+    if "init" in begins:
+        RadQ.from_backbone(settings.backbone, ["praise"]).save_pretrained(folder)
+    else:
+        shutil.copytree(settings.backbone, folder)
+    begins = begins | {name: str(folder) for name in ("init", "backbone") if name == named.removesuffix("_files")}
+    begun = changed(settings, max_steps=1, **begins)
+    train(begun)
+    train(begun, resume=True)
+    if changed_file == "config.json":
+        config = json.loads((folder / changed_file).read_text())
+        (folder / changed_file).write_text(json.dumps(config | {"layer_norm_epsilon": 0.01}))
+    else:
+        tensors = load_file(folder / changed_file)
+        tensors[next(name for name in tensors if "mlp" in name)] += 0.1
+        save_file(tensors, folder / changed_file, {"format": "pt"})
+    with pytest.raises(OptionError, match=f"the contents of {named} changed"):
+        train(begun, resume=True)
+    fingerprints = json.loads((Path(begun.out) / FINGERPRINTS).read_text())
+    del fingerprints[named]  # as in a run of an older radq
+    (Path(begun.out) / FINGERPRINTS).write_text(json.dumps(fingerprints))
+    train(begun, resume=True)
 
 
 def test_a_changed_interval_holds_from_the_resumed_step_on(

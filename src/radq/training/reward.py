@@ -19,6 +19,7 @@ from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
+from radq.models.fingerprints import fingerprint_model
 from radq.models.loading import (
     find_backbone,
     find_tokenizer,
@@ -102,6 +103,7 @@ def train(
     if teacher is not None and config.base:
         maker = _prepare_candidates(config, model, teacher, found, shows)
         contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
+        contents["base_files"] = fingerprint_model(config.base)
     states = _prepare_states(config, model, found, contents["backbone"], shows) if config.cache_states else []
     if resume:
         check_resumed(out, config, contents)
@@ -284,9 +286,16 @@ def _fingerprint_contents(
     config: RewardTrainingConfig,
     teacher: Teacher | None,
 ) -> dict[str, str]:
-    """Compute fingerprints of the data, teacher and frozen weights of a run; trained weights are in its checkpoints."""
+    """Compute fingerprints of all that a run depends on.
+
+    The weights with which training begins count although a checkpoint replaces them: else a run would go on as if the
+    model had not changed.
+    """
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     contents = {"data": data.fingerprint, "backbone": fingerprint_tensors(sorted(frozen.items()))}
+    for name, model_name in (("init", config.init), ("backbone_files", config.backbone)):
+        if model_name:
+            contents[name] = fingerprint_model(model_name)
     if eval_data is not None:
         contents["eval_data"] = eval_data.fingerprint
     if teacher is not None:

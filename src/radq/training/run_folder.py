@@ -1,8 +1,8 @@
 """The folder of a training run: which folders are allowed, the files a run begins with, and how it may be resumed.
 
 config.yaml holds the settings. fingerprints.json holds fingerprints of the contents that a run depends on: data,
-evaluation data, teacher, base, prompts and frozen weights. labels.json says how the labels of each column became
-numbers.
+evaluation data, teacher, base, prompts, frozen weights, and the files of the models. labels.json says how the labels of
+each column became numbers.
 """
 
 import json
@@ -31,7 +31,9 @@ RESULTS = "results.json"  # the metrics of a run that has ended
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
 FINGERPRINTED = (  # a resumed run may name them otherwise
     *("data", "eval_data", "teacher", "teacher_classifier", "backbone", "base", "prompts"),
+    *("init", "backbone_files", "base_files"),
 )
+LATER = ("backbone", "init", "backbone_files", "base_files")  # which an older radq did not keep of every run
 CHANGEABLE = (
     *("out", "cache", "log_steps", "save_steps", "save_minutes", "report_to", "micro_batch_size"),
     *("gradient_checkpointing", "capture_steps", "cache_states"),
@@ -120,7 +122,7 @@ def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str]) -
         and getattr(begun, option.name) != getattr(config, option.name)
     ]
     if known:
-        known = {"backbone": contents.get("backbone")} | known  # an older radq kept none of experts
+        known = {name: contents.get(name) for name in LATER} | known
         changed += [f"the contents of {name}" for name in FINGERPRINTED if known.get(name) != contents.get(name)]
     if changed:
         raise OptionError(
