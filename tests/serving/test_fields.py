@@ -2,16 +2,19 @@
 
 import json
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from serving import Running
 
 import radq
 from radq.decoding.prompts import find_stops
-from radq.serving import fields
+from radq.serving import bodies, fields
 from radq.serving.bodies import Kind
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -191,3 +194,62 @@ def test_a_stream_says_that_it_is_cut(running: Running) -> None:
     lines = ask(running, "completion", max_tokens=10**6, stream=True).text.splitlines()
     first = json.loads(lines[0].removeprefix("data: "))
     assert first["radq"]["max_tokens"] == 48
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["param"]
+
+
+@pytest.mark.parametrize("name", fields.REFUSED_OF_MESSAGES)
+def test_refused_fields_of_messages_are_named(running: Running, name: str) -> None:
+    message = {"role": "assistant", "content": None}
+    asked = ask(running, "chat", messages=[*WELL_FORMED["chat"]["messages"], message | {name: {"id": "1"}}])
+    assert refusal(asked) == (400, f"messages.1.{name}")
+    assert ask(running, "chat", messages=[message | {name: None, "content": "film"}]).status_code == 200
+
+
+def test_unknown_fields_of_messages_are_named_in_the_answer(running: Running) -> None:
+    messages = [{"role": "user", "content": "film", "name": "Ann", "refusal": None}]
+    assert ask(running, "chat", messages=messages).json()["radq"]["ignored"] == ["messages.name"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", {"type": "json_object", "schema": {"type": "array"}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}, "grammar": "x"}}),
+        ("stream_options", {"include_usage": True, "continuous_usage_stats": True}),
+    ],
+)
+def test_unknown_parts_of_fields_are_refused(running: Running, name: str, value: dict[str, Any]) -> None:
+    status, place = refusal(ask(running, "completion", **{name: value}))
+    assert (status, place.split(".")[0]) == (400, name)
+
+
+def test_the_newer_name_of_max_tokens_is_named(running: Running) -> None:
+    assert refusal(ask(running, "chat", max_completion_tokens=0)) == (400, "max_completion_tokens")
+
+
+def test_errors_of_scored_texts_name_the_text(running: Running) -> None:
+    for text in ("", " ", "\ud800"):
+        content = json.dumps({"text": text})
+        answer = httpx.post(
+            f"{running.address}/radq/score", content=content, headers={"Content-Type": "application/json"}
+        )
+        assert refusal(answer) == (400, "text")
+
+
+@pytest.mark.parametrize("prompt", [[True], [1, "a"], [[1], "a"], [1.5], [[1.5]], [None], ["film", 1]])
+def test_mixed_prompts_are_refused(running: Running, prompt: list[Any]) -> None:
+    status, place = refusal(ask(running, "completion", prompt=prompt))
+    assert (status, place.split(".")[0]) == (400, "prompt")
+
+
+def test_many_token_ids_are_refused_at_once(running: Running) -> None:
+    """Each of them was checked by Python, and named in an error of its own."""
+    for value in (5, True):
+        asked = bodies.CompletionBody.model_validate
+        began = time.perf_counter()
+        with suppress(ValidationError):
+            asked({"prompt": [value] * 400_000})
+        assert time.perf_counter() - began < 0.5  # it took more than one second

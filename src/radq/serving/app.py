@@ -19,6 +19,7 @@ from radq.decoding.prompt_scores import PromptScores
 from radq.serving.allowed_hosts import AllowedHosts
 from radq.serving.answers import Answer
 from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody, check_content_type
+from radq.serving.fields import reading
 from radq.serving.gate import Gate
 from radq.serving.info import VERSION, describe_server
 from radq.serving.keys import name_client
@@ -85,8 +86,9 @@ class Server:
         return True
 
     async def score(self, body: ScoreBody, request: Request) -> Response:
-        check_unicode(body.text)
-        ids = await self.read(request, self.served.encode, body.text)
+        with reading("text"):
+            check_unicode(body.text)
+            ids = await self.read(request, self.served.encode, body.text)
         work = asyncio.wrap_future(self.scheduler.call(lambda: self.served.score(ids)))
         scores = await unless_gone(request, work)
         return Response(status_code=499) if scores is None else JSONResponse(scores)

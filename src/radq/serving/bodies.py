@@ -17,20 +17,31 @@ NoBoolean = BeforeValidator(_refuse_boolean)
 Number = Annotated[float, NoBoolean, Field(allow_inf_nan=False)]
 Whole = Annotated[int, NoBoolean, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, NoBoolean, Field(ge=0, lt=2**31)]
+Token = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]  # a strict number needs no Python of its own
+Tokens = Annotated[
+    list[Token], Field(fail_fast=True)
+]  # a body has room for half a million, each of which might be wrong
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: bool = False
+    include_obfuscation: bool = Field(False, description="Changes nothing here.")
 
 
 class Schema(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid")
 
     schema_: dict[str, Any] = Field(alias="schema")
+    name: str | None = Field(None, description="Changes nothing here, as do the next two.")
+    description: str | None = None
+    strict: bool | None = None
 
 
 class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -48,7 +59,7 @@ class TextBody(BaseModel):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(description="The number of candidates of each token.")] | None = None
     n: Annotated[Count, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: Annotated[int, NoBoolean, Field(ge=-(2**63), lt=2**64)] | None = None
     top_logprobs: Annotated[Count, Field(le=20)] | None = Field(
         None, description="The number of alternatives that are told about each token."
@@ -61,7 +72,9 @@ class TextBody(BaseModel):
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[Count] | None = Field(None, description="Tokens that end the text, beside those of the model.")
+    stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = Field(
+        None, description="Tokens that end the text, beside those of the model."
+    )
     response_format: ResponseFormat | None = Field(None, description="Whether the text is JSON, maybe of a schema.")
     ignore_eos: bool | None = Field(None, description="Whether the stop tokens of the model end nothing.")
     return_token_ids: bool | None = None
@@ -78,7 +91,7 @@ class TextBody(BaseModel):
 
 
 class CompletionBody(TextBody):
-    prompt: str | list[str] | list[Whole] | list[list[Whole]] = Field(
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = Field(
         description="One or more texts, or lists of token ids."
     )
     logprobs: Annotated[Count, Field(le=20)] | None = None

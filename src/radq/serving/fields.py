@@ -5,12 +5,12 @@ be sent with a value that changes nothing. What stands nowhere is named in the a
 like steering. The list of docs/serving.md is made from this table.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
 from radq.errors import OptionError
-from radq.serving.bodies import ChatBody, CompletionBody, Kind
+from radq.serving.bodies import ChatBody, CompletionBody, Kind, Message
 
 BODIES: dict[Kind, type[CompletionBody | ChatBody]] = {"completion": CompletionBody, "chat": ChatBody}
 
@@ -88,6 +88,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
+REFUSED_OF_MESSAGES = ("audio", "function_call", "tool_calls")  # fields of messages; others are named under `ignored`
 HINTS = dict.fromkeys(("format", "guided_json", "json_schema", "structured_outputs"), "write response_format.") | {
     "max_new_tokens": "write max_tokens.",
     "n_predict": "write max_tokens.",
@@ -163,7 +164,20 @@ def find_ignored(body: CompletionBody | ChatBody) -> list[str]:
             nothing = (body.n or 1,)
         if not any(same(value, one) for one in nothing):
             raise FieldError(name, f"this server does not support {name}.", HINTS.get(name, f"leave {name} out."))
-    return sorted(set(unknown) - HARMLESS - set(table))
+    of_messages = _find_ignored_of_messages(body.messages) if isinstance(body, ChatBody) else set()
+    return sorted(set(unknown) - HARMLESS - set(table) | of_messages)
+
+
+def _find_ignored_of_messages(messages: Sequence[Message]) -> set[str]:
+    found: set[str] = set()
+    for number, message in enumerate(messages):
+        for name, value in (message.model_extra or {}).items():
+            if name in REFUSED_OF_MESSAGES and value not in (None, []):
+                place = f"messages.{number}.{name}"
+                raise FieldError(place, f"this server does not support {place}.", f"leave {name} out.")
+            if value is not None:
+                found.add(f"messages.{name}")
+    return found
 
 
 def same(value: Any, other: Any) -> bool:

@@ -104,7 +104,8 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     echo = _read_echo(body, prompts, served)
     asked_tokens = _asked_tokens(body)
     if asked_tokens == 0 and echo is None:
-        raise FieldError("max_tokens", "max_tokens must be at least 1, got 0.", "0 is for echo, which tells prompts.")
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise FieldError(name, f"{name} must be at least 1, got 0.", "0 is for echo, which tells prompts.")
     max_tokens = _find_max_tokens(asked_tokens, prompts, served)
     n = body.n or 1
     if len(prompts) * n > config.limits.choices:

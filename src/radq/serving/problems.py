@@ -65,7 +65,7 @@ def check_unicode(value: Any) -> None:
         elif isinstance(one, dict):
             left += [*one.keys(), *one.values()]
         elif isinstance(one, list):
-            left += one
+            left += [item for item in one if type(item) is not int]  # token ids may be very many
 
 
 async def _on_radq_error(_: Request, error: Exception) -> Response:
