@@ -131,3 +131,39 @@ def test_many_samples_of_one_request_leave_room_for_others(models: Path) -> None
         go.set()
         few.result(), many.result()
     assert ends == ["few", "many"]
+
+
+def test_long_texts_of_one_request_leave_a_row_for_others(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a request that takes all rows would hold up all others until one of its texts ends."""
+    with serving(make_config(models, limits=Limits(rows=2, max_tokens=48))) as running, ThreadPoolExecutor(2) as pool:
+        scheduler, go = running.server.scheduler, threading.Event()
+        step = scheduler._step
+        monkeypatch.setattr(scheduler, "_step", lambda engine: (step(engine), go.wait(30)))
+        ends: list[str] = []
+
+        def asked(name: str, n: int, tokens: int) -> None:
+            ask(running, {"prompt": PROMPT, "n": n, "max_tokens": tokens, "ignore_eos": True})
+            ends.append(name)
+
+        many = pool.submit(asked, "many", 2, 40)
+        while scheduler.running < 2:
+            threading.Event().wait(0.01)
+        few = pool.submit(asked, "few", 1, 2)
+        while scheduler.waiting < 1:
+            threading.Event().wait(0.01)
+        go.set()
+        few.result(), many.result()
+    assert ends == ["few", "many"]
+
+
+def test_scores_are_refused_when_the_time_of_an_end_is_over(models: Path) -> None:
+    with serving(make_config(models)) as running, ThreadPoolExecutor(1) as pool:
+        scheduler, begun, go = running.server.scheduler, threading.Event(), threading.Event()
+        scheduler.call(lambda: (begun.set(), go.wait(30)))
+        assert begun.wait(30)
+        score = pool.submit(httpx.post, f"{running.address}/radq/score", json={"text": PROMPT}, timeout=60)
+        while not len(scheduler._tasks) > 1:
+            threading.Event().wait(0.01)
+        scheduler.close()
+        go.set()
+        assert score.result().status_code == 503

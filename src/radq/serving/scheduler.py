@@ -38,6 +38,7 @@ from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
 TASKS_AT_ONCE = 4  # of those that wait, each of which may hold the keys and values of a text
+SPARE = 4  # rows for each of which there is one more, for those whom the texts of another hold up
 MOST_FAILURES = 3  # in a row, without a token between them, after which a new beginning is no longer tried
 PAUSE = 1.0  # seconds before a new beginning, times the failures in a row
 FAILED = "decoding failed; the server's log says why."
@@ -89,6 +90,7 @@ class Scheduler:
         self._change = threading.Condition()
         self._waiting: deque[Text] = deque()
         self._tasks: deque[_Task] = deque()
+        self._spare = max(1, self.limits.rows // SPARE)
         self._clocks = [ClockedGuide(guide) for guide in served.panel.guides]
         guides: list[Guide] = [*self._clocks]
         self._guide = reduce(add, guides) if guides else None
@@ -228,17 +230,15 @@ class Scheduler:
         if time.perf_counter() > self._deadline:
             for text in self._texts.values():
                 text.cancelled = True
+            while self._tasks:
+                self._tasks.popleft().fail(
+                    ClosingError("the server is about to end.", "send the request to another server, or later.")
+                )
 
     def _refuse_waiting(self) -> None:
         while self._waiting:
             text = self._waiting.popleft()
             text.deliver(Delivery(text, [], finish_reason="cancelled", error="the server is about to end."))
-
-    def _refuse_tasks(self) -> None:
-        while self._tasks:
-            self._tasks.popleft().fail(
-                ClosingError("the server is about to end.", "send the request to another server.")
-            )
 
     def _do_task(self, tokens: int) -> None:
         """Do a part of a task. The first tasks take turns, so that a short one does not wait for a long one."""
@@ -264,18 +264,26 @@ class Scheduler:
             self._waiting = deque(text for text in self._waiting if not text.cancelled)
         for text in cancelled:
             text.deliver(Delivery(text, [], finish_reason="cancelled"))
-        while self._waiting and self.running < self.limits.rows:
-            text = self._choose()
+        while (text := self._choose()) is not None:
             if self._engine is None:
-                self._engine = take_engine(self.served.lm, self._guide, self.limits.rows)
+                self._engine = take_engine(self.served.lm, self._guide, self.limits.rows + self._spare)
             self._texts[self._engine.submit(text.request())] = text
             self._waiting.remove(text)  # not before: it must not be lost if something fails
 
-    def _choose(self) -> Text:
-        """Choose the next text: of the client, and then of the request, with the fewest running ones."""
+    def _choose(self) -> Text | None:
+        """Choose the next text: of the client, and then of the request, with the fewest running ones.
+
+        When all rows are taken, it may have a spare one if nothing of its client or request runs beside several texts
+        of another. Otherwise long texts of one request would hold up all others until they end.
+        """
+        waiting, room = list(self._waiting), self.limits.rows - self.running
+        if not waiting or room <= -self._spare:
+            return None
         running = self._texts.values()
         clients, orders = Counter(text.client for text in running), Counter(id(text.order) for text in running)
-        return min(list(self._waiting), key=lambda text: (clients[text.client], orders[id(text.order)]))
+        text = min(waiting, key=lambda text: (clients[text.client], orders[id(text.order)]))
+        held_up = _is_held_up(text.client, clients) or _is_held_up(id(text.order), orders)
+        return text if room > 0 or held_up else None
 
     def _step(self, engine: Engine) -> None:
         """Draw a token for each text, and deliver what has come."""
@@ -338,3 +346,8 @@ class Scheduler:
         self._engine = None
         if not engine.busy:
             keep_engine(engine)
+
+
+def _is_held_up(one: Any, running: "Counter[Any]") -> bool:
+    """Whether nothing of a client or request runs, and several texts of another do."""
+    return not running[one] and max(running.values(), default=0) > 1
