@@ -115,7 +115,7 @@ function listenToChoices(info, store) {
 }
 
 // A virtual model stands for strengths: the sliders move to them.
-export function settingsOfModel(info, id, state) {
+function settingsOfModel(info, id, state) {
   const {
     kl_budget: klBudget = state.klBudget,
     top_k: topK = state.topK,

@@ -86,7 +86,7 @@ for choice in answer.choices:
 }
 
 // A JSON value as Python writes it. Strings of JSON are strings of Python, too.
-export function pythonLiteral(value, indent = "") {
+function pythonLiteral(value, indent = "") {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
   if (typeof value !== "object") return JSON.stringify(value);

@@ -6,7 +6,7 @@ const STORED_KEY = "radq-key"; // in the session only: closing the tab forgets i
 const BUSY = [429, 502, 503, 504]; // states of the server that pass
 let asking = null; // one question at a time, however many requests were refused
 
-export class ServerError extends Error {}
+class ServerError extends Error {}
 
 export async function getInfo() {
   return readJson(await send("radq/info", null, null));
@@ -20,7 +20,7 @@ export async function scoreText(text, signal) {
 export async function* streamChoices({ path, body }, signal) {
   const answer = await send(path, body, signal);
   for await (const event of readEvents(answer.body)) {
-    if (event.error) throw new ServerError(event.error.message ?? "The server stopped with an error.");
+    if (event.error) throw new ConnectionBroke(event.error.message ?? "The server stopped with an error.");
     yield* readChoices(event);
   }
 }

@@ -1,7 +1,7 @@
 // The state of the page, and the address that holds it. The address is the part behind "#": browsers do not send it.
 import { SHIFT } from "./scale.js";
 
-export const VIEWS = ["compare", "score", "grid"];
+const VIEWS = ["compare", "score", "grid"];
 const EXAMPLE = "The meeting this morning was";
 const TOKENS = 64; // of a text, where the server allows more
 const SAMPLES = 8; // texts on each side, since one alone may show nothing
@@ -32,7 +32,7 @@ export function initialState(info) {
 
 // The server's own strengths; where all of them are zero, the first attribute has the suggested one, so that there is
 // something to see.
-export function initialStrengths(info) {
+function initialStrengths(info) {
   const strengths = Object.fromEntries(
     Object.entries(info.attributes).map(([name, facts]) => [name, facts.default ?? 0]),
   );
