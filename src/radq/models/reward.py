@@ -84,6 +84,7 @@ class RewardModel(PreTrainedModel):
 
     config: RewardModelConfig
     tokenizer: PreTrainedTokenizerBase | None
+    may_change = True  # whether a program may change weights after this model has computed something from them
 
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
@@ -294,7 +295,7 @@ class RewardModel(PreTrainedModel):
 
         A readout takes `states` in place of a forward of its base model, where they are given (`base_states`).
         """
-        if not torch.is_grad_enabled():
+        if self.may_change and not torch.is_grad_enabled():
             self.notice_changes()
         given = {} if states is None else {"states": states}
         rewards = self.link(self(input_ids, attention_mask, **given).rewards)

@@ -50,6 +50,9 @@ class RewardTrainer(BatchTrainer):
         super().__init__(model, config, train_dataset, eval_dataset, progress)
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
+            for part in teacher.modules():
+                if isinstance(part, RewardModel):
+                    part.may_change = False  # so that a captured step need not wait for the answer
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)
