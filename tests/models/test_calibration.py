@@ -201,7 +201,7 @@ def test_an_evaluation_uses_no_strengths_of_another_base(
     guides, judges = {"praised": f"{two_bases}:praise=strong"}, {"good": GoodWords()}
     lm: Any = load_causal_lm(toy)
     drawn, by_hand = (
-        radq.evaluate(lm, toy_tokenizer, ["the film"], one, judges, max_new_tokens=5).guides[1].texts
+        radq.evaluate(lm, toy_tokenizer, ["the film"], one, judges, max_new_tokens=5, kl_budget=0.5).guides[1].texts
         for one in (guides, {"praised": load_guide(f"{two_bases}:praise=-30")})
     )
     assert drawn == by_hand
