@@ -20,8 +20,8 @@ class Arguments:
     """Find the β, or the KL budget, of strengths from 0 to 1, and store them in the folder of the reward model.
 
     Strength 1 is the point beyond which an independent judge no longer improves by more than its interval, or the
-    perplexity leaves a bound; strength 0.5 reaches half of its improvement. `--guide MODEL:attribute=strong` and
-    `=0.6` then work. The same command goes on with a calibration that was stopped.
+    perplexity leaves a bound; 50% reaches half of its improvement. `--guide MODEL:attribute=strong` and `=60%`
+    then work. The same command goes on with a calibration that was stopped.
     """
 
     model: Positional[str]
