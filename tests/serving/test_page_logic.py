@@ -166,6 +166,10 @@ def test_both_sides_ask_for_the_same_random_numbers(call: Call) -> None:
     assert guided["body"]["prompt"] == STATE["prompt"]
 
 
+def test_small_strengths_are_numbers_too(call: Call) -> None:
+    assert one(call, "m.plainRequest(value, {sentiment: 0.5})", STATE)["body"]["radq"]["sentiment"] == 0.5
+
+
 def test_a_chat_branches_by_its_tokens(call: Call) -> None:
     request = one(call, "m.plainRequest(value, {sentiment: 35}, 2)", STATE | {"mode": "chat"})
     assert request["path"] == "v1/chat/completions"

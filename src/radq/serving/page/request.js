@@ -3,10 +3,6 @@
 // A strength of zero for every attribute: nothing is steered, and all rewards are reported.
 export const zeroStrengths = (info) => Object.fromEntries(Object.keys(info.attributes).map((name) => [name, 0]));
 
-// For a calibrated attribute, the server takes a number up to 1 for a strength; with a sign, it is β.
-const asBeta = (value) => (value > 0 && value <= 1 ? `+${value}` : value);
-const asBetas = (strengths) => Object.fromEntries(Object.entries(strengths).map(([name, one]) => [name, asBeta(one)]));
-
 // The request as somebody would write it: { path, body }.
 export function plainRequest(state, strengths, samples = 1) {
   const chat = state.mode === "chat";
@@ -17,7 +13,7 @@ export function plainRequest(state, strengths, samples = 1) {
     max_tokens: state.maxTokens,
     temperature: state.temperature,
     seed: state.seed,
-    radq: { ...asBetas(strengths), kl_budget: state.klBudget, top_k: state.topK },
+    radq: { ...strengths, kl_budget: state.klBudget, top_k: state.topK },
   };
   if (samples > 1) body.n = samples;
   return { path: chat ? "v1/chat/completions" : "v1/completions", body };
