@@ -443,11 +443,27 @@ def test_bad_options_are_named_with_their_value(options: dict[str, Any], message
     assert caught.value.hint
 
 
-def test_a_steering_in_the_place_of_top_k_is_explained() -> None:
+def test_values_of_other_doors_are_explained(tmp_path: Path) -> None:
     """In a process of its own, since types are checked here."""
-    program = "import radq; radq.generate(None, None, [], None, radq.Steering())"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "OptionError: top_k must be a whole number, got a Steering. hint: generate takes top_k" in found.stderr
+    program = """
+import radq
+from radq.toy import make_toy
+reward = radq.RadQ.from_backbone(make_toy("toy"), attributes=["praise"])
+for call in (
+    lambda: radq.generate(None, None, [], None, radq.Steering()),
+    lambda: radq.Steering(kl_budget="none"),
+    lambda: radq.RewardGuide(reward, {"praise": "strong"}),
+):
+    try:
+        call()
+    except radq.errors.OptionError as error:
+        print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    misplaced, budget, strength = found.stdout.splitlines()
+    assert "top_k must be a whole number, got a Steering. hint: generate takes top_k" in misplaced
+    assert "kl_budget must be 0 or more nats per token, got 'none'. hint: None sets no such limit" in budget
+    assert "beta must be numbers, got {'praise': 'strong'}. hint: radq.load_guide reads strengths" in strength
 
 
 def test_a_prompt_longer_than_the_context(lm_folders: dict[str, Path]) -> None:

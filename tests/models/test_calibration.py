@@ -109,7 +109,9 @@ def test_wrong_strengths(model: Path, tmp_path_factory: pytest.TempPathFactory) 
     for text in ("120%", "-5%", "x%", "%"):
         with pytest.raises(OptionError, match="from 0% to 100%"):
             parse_guide(f"{model}:praise={text}")
-    with pytest.raises(OptionError, match="no specification"):
+    with pytest.raises(OptionError, match="to steer the other way, give β as a number"):
+        parse_guide(f"{model}:praise=-60%")
+    with pytest.raises(OptionError, match="no specification.*DIR:attribute=strong"):
         parse_guide(f"{model}:praise=stronger")
     for folder, name in ((model, "joy"), (tmp_path_factory.mktemp("bare"), "praise")):
         with pytest.raises(OptionError, match="is not calibrated"):

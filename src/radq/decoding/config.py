@@ -49,9 +49,9 @@ class Steering:
             raise OptionError(
                 f"temperature must be 0 or a positive number, got {self.temperature}.", "0 is greedy decoding."
             )
-        if self.kl_budget is not None and not self.kl_budget >= 0:
+        if isinstance(self.kl_budget, str) or (self.kl_budget is not None and not self.kl_budget >= 0):
             raise OptionError(
-                f"kl_budget must be 0 or more nats per token, got {self.kl_budget}.", "None sets no such limit."
+                f"kl_budget must be 0 or more nats per token, got {self.kl_budget!r}.", "None sets no such limit."
             )
         if self.ends not in get_args(Ends):
             raise OptionError(f"ends must be base or taught, got {self.ends!r}.", "base suits nearly all guides.")

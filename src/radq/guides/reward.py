@@ -36,6 +36,11 @@ class RewardGuide(Guide):
 
     def __init__(self, model: RewardModel, beta: Mapping[str, float], clamp: bool = True):
         require_attributes(beta, model.config.attributes)
+        if any(isinstance(number, str) for number in beta.values()):
+            raise OptionError(
+                f"beta must be numbers, got {dict(beta)!r}.",
+                "radq.load_guide reads strengths, such as 'DIR:attribute=strong'.",
+            )
         if not beta or not all(math.isfinite(number) for number in beta.values()):
             raise OptionError(
                 f"beta must give one or more attributes a finite number each, got {dict(beta)!r}.",

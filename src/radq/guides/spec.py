@@ -37,7 +37,7 @@ from radq.models.stored import check_language_model, check_reward_model
 if TYPE_CHECKING:
     from radq.guides.base import Guide
 
-HINT = "write it as DIR:attribute=beta,attribute=beta; for experts as DIR:alpha=2 or DIR:omega=30."
+HINT = "write it as DIR:attribute=beta or DIR:attribute=strong; for experts as DIR:alpha=2 or DIR:omega=30."
 Numbers = Mapping[str, float]
 MakeGuide = Callable[[Numbers], Any]  # from numbers to a guide
 

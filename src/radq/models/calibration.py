@@ -327,7 +327,8 @@ def _read_percentage(text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share <= 1:
-        raise OptionError(f"a strength must be from 0% to 100%, got {text[:40]!r}.", "write it as 60%.")
+        hint = "to steer the other way, give β as a number." if share < 0 else "write it as 60%."
+        raise OptionError(f"a strength must be from 0% to 100%, got {text[:40]!r}.", hint)
     return share
 
 
