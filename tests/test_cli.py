@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,12 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     assert exit_.value.code == 0
     assert f"radq {command}" in capsys.readouterr().out
+
+
+def test_a_warning_is_one_line_that_stands_once(capsys: pytest.CaptureFixture[str]) -> None:
+    fails(capsys, "generate", "--no-such-option")
+    lines = [warnings.formatwarning("slow", UserWarning, "file.py", 1) for _ in range(2)]
+    assert lines == ["warning: slow\n", ""]
 
 
 def test_unknown_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:

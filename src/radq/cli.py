@@ -75,8 +75,16 @@ def _dispatch(argv: list[str]) -> int:
     # reads this variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     limit_threads()
-    # Warnings are one line, without the line of code that raised them.
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    told: set[str] = set()
+
+    def format_warning(message: Warning | str, *_: object, **__: object) -> str:
+        """Write a warning in one line, without the line of code that raised it, and each line once."""
+        line = f"warning: {message}\n"
+        again = line in told
+        told.add(line)
+        return "" if again else line
+
+    warnings.formatwarning = format_warning
     # torch warns with a C++ stack trace that a CPU without bfloat16 is slower; the results are right.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     _run_command(name, rest)

@@ -59,9 +59,9 @@ def test_operators_write_strengths_as_words_or_percentages(calibrated: str, toy:
 def test_operators_numbers_that_look_like_strengths_are_told(calibrated: str, toy: Path) -> None:
     with pytest.warns(UserWarning, match="default=0.5 is β .* write default=50%"):
         assert GuideEntry.read({"guide": calibrated, "default": 0.5}, "the guide", str(toy)).default == 0.5
-    with pytest.warns(UserWarning, match="virtual model 'a@kind': praise=0.5 is β"):
-        config = ServeConfig(str(toy), guides={"praise": calibrated}, models={"a@kind": {"praise": 0.5}})
-    assert config.models["a@kind"] == {"praise": 0.5}
+    with pytest.warns(UserWarning, match=f"virtual model '{toy.name}@kind': praise=0.5 is β"):
+        config = ServeConfig(str(toy), guides={"praise": calibrated}, models={"kind": {"praise": 0.5}})
+    assert config.models[f"{toy.name}@kind"] == {"praise": 0.5}
 
 
 def test_the_shipped_suggestions_lie_in_their_safe_zones() -> None:

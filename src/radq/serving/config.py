@@ -288,7 +288,7 @@ class ServeConfig:
                     f"a guide cannot be named {name!r}.", f"use letters, digits and _, and not {', '.join(SETTINGS)}."
                 )
         object.__setattr__(self, "guides", entries)
-        models = {self._model_name(name): self._strengths(name, value) for name, value in self.models.items()}
+        models = {(full := self._model_name(name)): self._strengths(full, value) for name, value in self.models.items()}
         object.__setattr__(self, "models", models)
 
     @property
