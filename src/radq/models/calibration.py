@@ -220,8 +220,9 @@ def find_calibration(
         return _require_same_weights(found[-1], place, fetch)
     same = [one for one in found if one.base_fingerprint == _fingerprint_base(base)]
     if not same:
+        other = f"{base or 'this language model'!r}{' as it is now' * any(one.base == base for one in found)}"
         raise OtherModelError(
-            f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over {base or 'this language model'!r}.",
+            f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over {other}.",
             "measure its strengths there with `radq calibrate`, or give β as a number.",
         )
     return _require_same_weights(same[-1], place, fetch)
