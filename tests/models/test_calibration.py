@@ -143,6 +143,8 @@ def test_a_calibration_replaces_that_of_the_same_attribute_and_base(model: Path)
 def test_another_base_is_named(model: Path, toy: Path) -> None:
     with pytest.raises(OptionError, match=r"is calibrated over 'toy', not over '.*toy.*'.*radq calibrate"):
         find_calibration(model, "praise", str(toy))
+    with pytest.raises(OptionError, match="not over 'toy' as it is now"):
+        find_calibration(model, "praise", "toy")
     own = replace(PRAISE, base_fingerprint=fingerprint_model(toy))
     write_calibration(model, own)
     write_calibration(model, replace(PRAISE, seed=1))
