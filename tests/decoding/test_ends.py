@@ -18,6 +18,7 @@ from radq.decoding.config import Steering
 from radq.decoding.generate import stream
 from radq.decoding.steering import Strengths, propose
 from radq.guides import Guide, RewardGuide
+from radq.guides.gedi import filter_candidates
 from radq.hosts.transformers import GuidedLogitsProcessor
 
 TOKENIZER = make_number_tokenizer()
@@ -94,6 +95,17 @@ def test_forbidden_words_leave_their_share_to_the_others() -> None:
     guide = ConstantGuide(torch.tensor([-9.0, 1.0, 1.0]), allowed=[False, True, False])
     found = propose(torch.zeros(1, 3), guide, NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([1 / 3, 2 / 3, 0])]
+
+
+def test_a_filter_counts_words_alone() -> None:
+    """Else an end that the guide likes, though never sure, would turn the filter of words off."""
+    logits = torch.tensor([[0.5, 0.125, 0.125, 0.125, 0.125]]).log()
+    posterior = torch.tensor([[0.7, 0.6, 0.5, 0.1, 0.05]]).log()
+    guide: Any = ConstantGuide(torch.zeros(5))
+    guide.allowed = lambda logits: filter_candidates(posterior, logits, 0.8, 0.8)
+    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 5, "cpu", stops=[[0]])
+    found = propose(logits, guide, NoState(), strengths)
+    assert found.logits.softmax(-1).tolist() == [pytest.approx([0.5, 0.5, 0, 0, 0])]
 
 
 def test_where_all_candidates_are_ends_they_stay_as_they_are() -> None:

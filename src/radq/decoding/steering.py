@@ -233,7 +233,7 @@ def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: Any, str
     shift = torch.where(finite[:, None], advice.shift.to(base.dtype), constant((0.0,), base.dtype, base.device))
     stops = _find_stops(candidates, strengths)
     words = base if stops is None else base.masked_fill(stops, -torch.inf)
-    barrier = None if advice.allowed is None else _barrier(words, advice.allowed(base + shift))
+    barrier = None if advice.allowed is None else _barrier(words, advice.allowed(words + shift))
     if strengths.plan.budgeted:
         budget = strengths.kl_budget if stops is None else strengths.kl_budget / _share_of_words(words, base)
         barrier, scale = fit_budget(words, shift, barrier, budget)

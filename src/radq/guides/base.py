@@ -67,7 +67,8 @@ class Advice:
     # What each strength multiplies, in parts of (b, k, s) numbers, in the order of the strengths: rewards,
     # or differences of experts. None if a guide does not tell.
     rewards: tuple[Tensor, ...] | None = None
-    # Given the candidates' logits with all shifts, which may be chosen; None if the guide forbids nothing.
+    # Given the candidates' logits with all shifts, which may be chosen; None if the guide forbids nothing. Stop tokens
+    # that keep their probability have −∞ among these logits, and cannot be forbidden.
     allowed: Callable[[Float[Tensor, "b k"]], Bool[Tensor, "b k"]] | None = None
 
 
