@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,23 +96,24 @@ def test_every_half_of_a_step_may_fail(fail_at: Any, monkeypatch: pytest.MonkeyP
     lm = make_lm("gpt2").double()
     fail_at(None)
     expected = [_tokens(one) for one in _run(lm)]
-    for owner, name in [(Decoder, one) for one in ("draw", "read", "add", "keep")] + [(Engine, "_take")]:
-        whole, left = getattr(owner, name), [1]
+    doors = [(Decoder, one) for one in ("draw", "read", "add", "keep")] + [(Engine, "_take")]
+    for (owner, name), lag, number in product(doors, (0, 2), (0, 1, 4)):
+        whole, left = getattr(owner, name), list(range(number + 1))
 
         def fail(self: Any, *given: Any, whole: Any = whole, left: Any = left, **options: Any) -> Any:
-            if left and left.pop():
+            if left and not left.pop():
                 raise engine_module.torch.OutOfMemoryError("none")
             return whole(self, *given, **options)
 
         fail_at(None)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
-            assert [_tokens(one) for one in _run(lm)] == expected, name
-        assert not left
+            assert [_tokens(one) for one in _run(lm, lag)] == expected, (name, lag, number)
 
 
-def _run(lm: Any) -> list[Ticket]:
+def _run(lm: Any, lag: int = 0) -> list[Ticket]:
     engine = Engine(lm, max_rows=3)
+    engine.lag = lag
     tickets = [engine.submit(make_request(number, length=3 + number)) for number in range(4)]
     for _ in engine.run():
         pass

@@ -356,7 +356,8 @@ class Engine:
         """Take the results of all steps but the last ones; of all, if no more come or somebody must see them now."""
         behind = self.lag if self._left.any() and not (self._processes or self._tells) else 0
         while len(self._in_flight) > behind:
-            results.append(self._take(self._in_flight.popleft()))
+            results.append(self._take(self._in_flight[0]))
+            self._in_flight.popleft()  # not before: if memory is full, the texts of the step must be found
 
     def _take(self, step: _InFlight) -> StepResult:
         """Give tokens to their tickets, and end those that have a stop token, all their tokens, or no numbers."""
