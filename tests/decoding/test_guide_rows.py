@@ -1,5 +1,7 @@
 """Rows with different sets of guides in one engine: each text is that of its own guides alone."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
 from operator import add
@@ -12,10 +14,13 @@ import torch
 from baselines import make_guide
 from engine_requests import make_request
 from families import make_lm, make_readout, make_reward
+from torch import Tensor
 
+from radq.decoding.config import Steering
 from radq.decoding.engine import Engine
 from radq.decoding.guide_rows import fill_gaps
 from radq.guides import Guide, RewardGuide
+from radq.guides.base import Advice
 
 SETS = [own for size in range(4) for own in combinations(range(3), size)]  # 8 sets of three guides
 
@@ -76,6 +81,55 @@ def test_a_guide_reads_and_scores_the_rows_that_ask_for_it_alone(lm_folders: dic
     assert shapes[2] == []
     assert [len(found) for found in shapes.values()] == [1, 1, 0]
     assert shapes[1] == [(1, 3)]  # though another row has the whole vocabulary
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The state of a guide that runs no model: the number of tokens of each text."""
+
+    values: Tensor
+
+    def select(self, rows: Tensor) -> "Lengths":
+        return Lengths(self.values[rows])
+
+    @staticmethod
+    def join(states: "Sequence[Lengths]") -> "Lengths":
+        return Lengths(torch.cat([state.values for state in states]))
+
+    def map_readings(self, change: Any) -> "Lengths":
+        return self
+
+
+class LengthGuide(Guide):
+    """Wants the token with the number of the text's tokens."""
+
+    readers: Sequence[Any] = ()
+    beta = (50.0,)
+
+    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Lengths:
+        assert attention_mask is not None
+        return Lengths(attention_mask.sum(1))
+
+    def advise(self, state: Lengths, candidates: Tensor, beta: Tensor | None = None) -> Advice:
+        return Advice(self.beta_rows(beta, torch.zeros(len(candidates))) * (candidates == state.values[:, None]), state)
+
+    def advance(self, state: Lengths, tokens: Tensor) -> Lengths:
+        return Lengths(state.values + 1)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_state_without_a_model_ends_with_its_texts(beside: bool, lm_folders: dict[str, Path]) -> None:
+    """All texts of the guide leave before the next ones come."""
+    guide = LengthGuide() + make_guide("dexperts", "llama") if beside else LengthGuide()
+    engine = Engine(make_lm("llama").double(), guide, max_rows=2)
+    steering = Steering(None, temperature=0, kl_budget=None)
+    for number in (1, 2, 3, 4, 7):
+        request = make_request(number, 3, steering=steering, stops=frozenset(), guides=(0,))
+        length = len(request.prompt)
+        tickets = [engine.submit(request) for _ in range(1 + number % 2)]
+        assert [[token.id for token in ticket] for ticket in tickets] == [
+            [length, length + 1, length + 2] for _ in tickets
+        ]
 
 
 def test_gaps_are_filled_by_the_last_rows() -> None:

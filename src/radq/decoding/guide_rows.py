@@ -62,19 +62,11 @@ class GuideRows:
         self.resize(len(self.rows))
         places = {row: place for place, row in enumerate(rows)}
         own = list(rows) if self.every else fill_gaps([place for place, row in enumerate(self.rows) if row in places])
-        if own:
-            self.state = self.state.select(torch.tensor(own))
-        elif self.begun:
-            self._rest()
-        self.rows = [places[self.rows[place]] for place in own]
-
-    def _rest(self) -> None:
-        """Let all texts go. Slots stay for others, and captured steps with them."""
-        if all(isinstance(reading, SlotReading) for reading in self.readings):
-            for reading in self.slots:
-                reading.select(torch.zeros(0, dtype=torch.long))
+        if own or (self.begun and len(self.slots) == len(self.readings)):  # empty slots and captured steps stay
+            self.state = self.state.select(torch.tensor(own, dtype=torch.long))
         else:
             self.state, self.begun = None, False
+        self.rows = [places[self.rows[place]] for place in own]
 
     def place(self, count: int, capacity: int, device: torch.device) -> None:
         """Note where the texts stand among so many rows of the decoder, which has room for more."""
