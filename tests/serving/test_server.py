@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -18,7 +19,7 @@ from serving import Running, make_config, serving
 import radq
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.engine import Engine
-from radq.errors import RadqError
+from radq.errors import OptionError, RadqError
 from radq.models.prompt_parts import PartlyRead
 from radq.serving import app as app_module
 from radq.serving import scheduler as scheduler_module
@@ -539,6 +540,16 @@ def test_names_of_json(running: Running, kind: str) -> None:
 def test_bodies_that_are_too_long(running: Running) -> None:
     answer = post(running, prompt="x" * 2**20)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_long_chats_are_refused_before_templates_write_them(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radq.decoding.prompts.check_size", refuse_size := mock.Mock(side_effect=OptionError("size")))
+    monkeypatch.setattr("radq.decoding.prompts.find_control_tokens", mock.Mock(side_effect=AssertionError))
+    answer = httpx.post(
+        f"{running.address}/v1/chat/completions", json={"messages": [{"role": "user", "content": "film"}] * 2}
+    )
+    assert answer.status_code == 400
+    assert refuse_size.call_args.args[1] == "filmfilm"
 
 
 def test_long_bodies_do_not_hold_up_short_ones(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,8 @@ def _read_chat(
         raise OptionError(
             f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
         )
+    contents = (message.get("content") for message in messages)
+    check_size(tokenizer, "".join(one for one in contents if isinstance(one, str)), most)  # before templates write it
     names = [] if control_tokens else find_control_tokens(tokenizer, messages)
     marks = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names}
     try:

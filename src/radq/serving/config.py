@@ -193,7 +193,7 @@ class Limits:
     stops: Annotated[int, Range(0)] = 16
     """Most stop texts of a request."""
     rows: Annotated[int, Range(1)] = 16
-    """Most texts that are decoded at once; others wait."""
+    """Most texts that are decoded at once; others wait. A quarter more are for those whom texts of another hold up."""
     queue: Annotated[int, Range(0)] = 256
     """Most texts that wait; further requests are answered with status 429."""
 
