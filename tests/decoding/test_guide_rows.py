@@ -103,7 +103,7 @@ class Lengths:
 class LengthGuide(Guide):
     """Wants the token with the number of the text's tokens."""
 
-    readers: Sequence[Any] = ()
+    readers: Sequence[Any] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
     beta = (50.0,)
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Lengths:
