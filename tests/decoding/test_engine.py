@@ -15,6 +15,7 @@ from instruments import CountWaiting
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from radq import generate
+from radq.decoding import engine as engine_module
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
 from radq.decoding.engine import Engine
@@ -200,6 +201,29 @@ def test_full_memory_halves_the_rows_and_changes_no_text(monkeypatch: pytest.Mon
     monkeypatch.setattr(Decoder, "draw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(MemoryLimitError, match="a single text"):
         list(Engine(lm).submit(requests[0]))
+
+
+def test_a_shortage_of_memory_is_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "CALM", 8)
+    engine, keep = Engine(make_lm("gpt2")), Decoder.read
+
+    def read_few(self: Decoder) -> None:
+        if self.count > 2:
+            raise torch.OutOfMemoryError("no memory")
+        keep(self)
+
+    for number in range(12):
+        engine.submit(make_request(number, length=6, stops=frozenset()))
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "read", read_few)
+        with pytest.warns(UserWarning, match="texts at once for some time"):
+            [engine.step() for _ in range(6)]
+    assert len(engine.running) <= 2
+    together = []
+    while engine.busy:
+        engine.step()
+        together.append(len(engine.running))
+    assert max(together) == 4  # after eight more steps
 
 
 def test_functions_that_watch_end_a_text_and_see_each_token_once() -> None:

@@ -39,6 +39,7 @@ LAG = 2  # steps between the work of a GPU and the reading of its results
 PROMPT_TOKENS = {"cpu": 4096, "cuda": 16384}  # of prompts that are read together
 MOST_ROWS = {"cpu": 64, "cuda": 8192}
 MEMORY_SHARE = 0.7  # of the free memory may be filled with rows
+CALM = 2048  # steps without full memory, after which twice as many rows are tried
 FEWER = 0.75  # rows are moved together when so few of them are still running
 KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.kept`
 
@@ -116,6 +117,7 @@ class Engine:
         self._left = np.zeros(0, dtype=np.int64)  # tokens still to be drawn in each row; 0 if it has ended
         self._in_flight: deque[_InFlight] = deque()
         self._fitting: int | None = None  # rows that fit into memory
+        self._calm = 0  # steps since memory was full
         self._stops: set[int] = set()  # tokens that end some text
         self._watches = False  # whether some request has a function that is told every token
         self._processes = False  # whether some running request has logits processors
@@ -211,6 +213,11 @@ class Engine:
             self.waiting = deque(ticket for ticket in self.waiting if ticket.finish_reason is None)
         if self._joining and all(ticket.finish_reason is not None for ticket in self._joining.tickets):
             self._joining = None
+        self._calm += 1
+        if self._calm % CALM == 0:  # what had filled the memory may have left
+            self._fitting = None
+            if self.lm in _HALVED:
+                _HALVED[self.lm] *= 2
         room = self._room() - running if self.has_prompts else 0
         if self.kind == "cpu" or running <= FEWER * len(self.running) or room > 0:
             self._leave()
@@ -399,6 +406,7 @@ class Engine:
         self.waiting.extendleft(reversed(going))
         self._in_flight.clear()  # the tokens in it are drawn again, by the same random numbers
         self.running, self._left = [], np.zeros(0, dtype=np.int64)
+        self._calm = 0
         self._look_at_running()
         for ticket in texts:
             ticket.place = None
@@ -407,7 +415,7 @@ class Engine:
         elif texts:
             _HALVED[self.lm] = len(texts) // 2
             warnings.warn(
-                f"the memory is full, so radq decodes {len(texts) // 2} texts at once from now on.", stacklevel=3
+                f"the memory is full, so radq decodes {len(texts) // 2} texts at once for some time.", stacklevel=3
             )
         self.decoder.clear()
         vars(self.lm).pop(KEPT, None)
