@@ -108,8 +108,8 @@ def _leave_out(variant: Variant, reason: str) -> LeftOut:
 class FixedEngine(Engine):
     """An engine that does not go on with fewer rows when the memory is full."""
 
-    def _begin_again_with_half(self, error: Exception) -> None:
-        raise MemoryLimitError(f"{self.max_rows} rows do not fit into memory.", MEMORY_HINT) from error
+    def _go_back(self) -> None:
+        raise MemoryLimitError(f"{self.max_rows} rows do not fit into memory.", MEMORY_HINT)
 
 
 def make_engine(models: BenchModels, guide: Guide | None, variant: Variant) -> Engine:
