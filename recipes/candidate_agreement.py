@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import tyro
 import yaml
-from study.jobs import RADQ, Job, run_all, write_json
 from torch import Tensor
 
 import radq
@@ -36,6 +35,7 @@ from radq.files import read_lines, whole_file
 from radq.judges.agreement import rank_correlation
 from radq.training.candidate_agreement import compare_rewards
 from radq.training.candidates import UNUSED, CandidateSet
+from study.jobs import RADQ, Job, run_all, write_json
 
 TEACHER, BASE, LABEL = "embedded:sentiment", "embedded", "sentiment"
 TARGET = 1.15  # times the unguided perplexity, where students are compared

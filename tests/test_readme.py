@@ -26,7 +26,7 @@ TRAINING = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
 ENGINE = (REPOSITORY / "docs" / "engine.md").read_text(encoding="utf-8")
 DECODING = (REPOSITORY / "docs" / "decoding.md").read_text(encoding="utf-8")
 DOCUMENTS = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
-DOCUMENTS += [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "recipes" / "study").glob("*.md")]
+DOCUMENTS += [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "study").glob("*.md")]
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -17,7 +17,7 @@ import yaml
 from jobs import Job
 from trainings import JUDGES
 
-EMBEDDED = Path(__file__).resolve().parents[1] / "embedded"
+EMBEDDED = Path(__file__).resolve().parents[1] / "recipes" / "embedded"
 RECIPE = "sentiment"  # the embedded model whose recipe both attributes take
 CLASSIFIER = "1-classifier"  # the step that has settings of its own for each attribute
 READS = {"sentiment": "text", "toxicity": "continuation"}  # what judges read, as in the paper

@@ -33,7 +33,7 @@ from radq.settings import read_yaml
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
-STUDY = REPOSITORY / "recipes" / "study"
+STUDY = REPOSITORY / "study"
 TASK_GUIDES = ("rad-v", "rad-q (distilled)", "rad-q (labels)", "dexperts", "gedi")
 METRICS = ("dist_2", "positive_rate[sentiment]")
 ABLATION_GUIDES = (
@@ -426,7 +426,7 @@ def test_the_same_study_gives_the_same_files(docs: Path, tmp_path: Path) -> None
 
 
 def test_the_published_page_is_what_was_measured(tmp_path: Path) -> None:
-    run_script(STUDY / "page.py", "recipes/study/measured", "--out", str(tmp_path), folder=REPOSITORY)
+    run_script(STUDY / "page.py", "study/measured", "--out", str(tmp_path), folder=REPOSITORY)
     assert (tmp_path / "results.md").read_text() == (REPOSITORY / "docs" / "results.md").read_text()
     drawn, published = (
         {file.name for file in (docs / "results").iterdir()} for docs in (tmp_path, REPOSITORY / "docs")

@@ -1,8 +1,8 @@
 """The study: the paper's claims on SmolLM2-135M, in pieces that take a GPU minutes each. See README.md.
 
-    python recipes/study/run.py prepare RTP.jsonl.gz NEUTRAL.jsonl.gz NEGATIVE.jsonl.gz IMDB.jsonl.xz --folder STUDY
-    python recipes/study/run.py train --folder STUDY      (then judges, sweeps, rank, time, expressivity, …)
-    python recipes/study/run.py contest --folder STUDY    (then second: the contest)
+    python study/run.py prepare RTP.jsonl.gz NEUTRAL.jsonl.gz NEGATIVE.jsonl.gz IMDB.jsonl.xz --folder STUDY
+    python study/run.py train --folder STUDY      (then judges, sweeps, rank, time, expressivity, …)
+    python study/run.py contest --folder STUDY    (then second: the contest)
 
 Pieces run radq's own commands in the study's folder, several at once. Finished work is not repeated.
 """
@@ -47,7 +47,7 @@ from radq.models.gguf import convert_gguf
 from radq.models.loading import find_device, load_causal_lm, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
-RECIPES = HERE.parent
+EXPRESSIVITY = HERE.parent / "recipes" / "expressivity.py"
 SWEEPS = ("sentiment", "detox")  # the longest first
 DATA = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
 EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
@@ -214,7 +214,7 @@ def expressivity(jobs: int) -> None:
         Path("expressivity").mkdir(exist_ok=True)
         Path(job.makes).write_text(output)
 
-    script = [sys.executable, str(RECIPES / "expressivity.py"), "--device", "cuda", "--kind"]
+    script = [sys.executable, str(EXPRESSIVITY), "--device", "cuda", "--kind"]
     run_all([Job(f"expressivity-{kind}", [*script, kind], f"expressivity/{kind}.txt") for kind in "vq"], jobs, keep)
 
 
@@ -312,7 +312,7 @@ def record_piece(piece: str, seconds: float, commit: str) -> None:
     """Append the piece with its hardware, versions and seconds to pieces.jsonl."""
     line = {
         "piece": piece,
-        "command": f"python recipes/study/run.py {piece}",
+        "command": f"python study/run.py {piece}",
         "commit": commit,
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": version("torch"),
@@ -324,7 +324,7 @@ def record_piece(piece: str, seconds: float, commit: str) -> None:
 
 
 def find_commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RECIPES, capture_output=True, text=True)
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 
 

@@ -1,6 +1,6 @@
 """Write docs/results.md and its figures from the stored measurements of a study.
 
-    python recipes/study/page.py recipes/study/measured --out docs
+    python study/page.py study/measured --out docs
 
 The page holds the results: sentences, figures, sample texts, claims with verdicts, limits. LOG.md has the rest.
 """
@@ -68,7 +68,7 @@ EXPRESSIVITY_LIMIT = (
 @dataclass
 class Arguments:
     study: tyro.conf.Positional[Path]
-    """Folder of the study, such as recipes/study/measured."""
+    """Folder of the study, such as study/measured."""
     out: Path = Path("docs")
     """Folder for results.md and results/."""
 
@@ -84,7 +84,7 @@ def main(arguments: Arguments) -> None:
 def write_page(study: Study, plots: Sequence[Plot]) -> str:
     claims = find_claims(study)
     parts = [
-        "<!-- Written by recipes/study/page.py from recipes/study/measured: change those, not this file. -->\n",
+        "<!-- Written by study/page.py from study/measured: change those, not this file. -->\n",
         "# Results\n",
         _introduction(),
         "".join(item(f"{place}.", sentence) for place, sentence in enumerate(_sentences(study), 1)),
@@ -104,8 +104,8 @@ def _introduction() -> str:
         "the average over prompts of the most toxic of 25 samples, sentiment the share of positive samples. "
         f"Guides are compared at equal perplexity, in the sentences at k = {TOP_K} with positive numbers where the "
         "first guide is better; brackets hold 95% intervals. "
-        "[recipes/study](../recipes/study/README.md) has the code and the measurements, "
-        "[LOG.md](../recipes/study/LOG.md) the settings, more tables and how the runs went."
+        "[study](../study/README.md) has the code and the measurements, "
+        "[LOG.md](../study/LOG.md) the settings, more tables and how the runs went."
     )
     return wrapped(text)
 
@@ -279,7 +279,7 @@ def _claims(claims: Sequence[Claim]) -> str:
     text = (
         f"Of {len(claims)} lines: {counts}. In {against} of them a claim holds in some setting by the margin alone, "
         "although the first is worse. Verdicts are computed by the rules of "
-        "[claims.py](../recipes/study/claims.py). Unless said otherwise, the numbers are differences at equal "
+        "[claims.py](../study/claims.py). Unless said otherwise, the numbers are differences at equal "
         "perplexity, first guide minus second: less toxicity and more sentiment are better."
     )
     rows = [[claim.text, claim.subject.removesuffix(" prompts"), claim.verdict, _measured(claim)] for claim in claims]
@@ -308,7 +308,7 @@ def _limits(study: Study) -> str:
         f"The margins ({MARGIN} for no difference, {SLIGHT} for a slight one) are chosen here; the paper has none.",
         f"Judges are models that err, and guidance may exploit their errors. AUC on unseen texts: {', '.join(judges)}.",
         "Perplexity does not see that texts become alike. GeDi's filter leaves the base few tokens to choose from; at "
-        "equal Dist-2 or MAUVE its lead is smaller or gone ([LOG.md](../recipes/study/LOG.md)).",
+        "equal Dist-2 or MAUVE its lead is smaller or gone ([LOG.md](../study/LOG.md)).",
     ]
     return "".join(item("-", point) for point in points)
 

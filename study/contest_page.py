@@ -1,6 +1,6 @@
 """Write docs/contest.md and its figures from the kept numbers of a contest.
 
-    python recipes/study/contest_page.py recipes/study/measured/contest --out docs
+    python study/contest_page.py study/measured/contest --out docs
 
 The page says how our readout stands to each other method, in words that rules compute, and what was not run.
 """
@@ -72,7 +72,7 @@ SHIPPED = "has learnt from more, and [lowers it further](../src/radq/assets/toxi
 @dataclass
 class Arguments:
     measured: tyro.conf.Positional[Path]
-    """Folder of the contest, such as recipes/study/measured/contest."""
+    """Folder of the contest, such as study/measured/contest."""
     out: Path = Path("docs")
     """Folder for contest.md and contest/, or the page of another base model and its figures."""
     resamples: int = 1000
@@ -91,7 +91,7 @@ def main(arguments: Arguments) -> None:
 def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], bootstrap: Bootstrap) -> str:
     base = read_base(folder)
     parts = [
-        "<!-- Written by recipes/study/contest_page.py from the kept numbers: change those, not this file. -->\n",
+        "<!-- Written by study/contest_page.py from the kept numbers: change those, not this file. -->\n",
         "# The contest\n" if base == EMBEDDED else f"# The contest with {base.title}\n",
         wrapped(f"{_introduction(base)} {_brackets(places)}"),
         _headlines(places, READOUT_PAIRS, bootstrap),
@@ -113,7 +113,7 @@ def _introduction(base: BaseModel) -> str:
         f"have their best settings? {base.prompts:,} prompts of each task, 25 samples of 20 tokens. Sentiment is the "
         "share of positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout "
         "are in points of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
-        "[recipes/study](../recipes/study/README.md) has code and numbers. All methods that are trained learn from the "
+        "[study](../study/README.md) has code and numbers. All methods that are trained learn from the "
         "same labels" + (f"; the toxicity model that radq ships {SHIPPED}." if base == EMBEDDED else ".")
     )
 

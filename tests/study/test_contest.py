@@ -580,7 +580,7 @@ def test_the_published_pages_are_written_from_the_published_numbers(
     modules: Modules, tmp_path: Path, name: str
 ) -> None:
     module, root = modules["contest_page"], Path(__file__).parents[2]
-    module.main(module.Arguments(root / "recipes/study/measured" / name, tmp_path))
+    module.main(module.Arguments(root / "study/measured" / name, tmp_path))
     assert (tmp_path / f"{name}.md").read_text() == (root / "docs" / f"{name}.md").read_text()
 
 
@@ -656,7 +656,7 @@ def test_a_contest_goes_on_from_published_numbers(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Second trainings take the published choice of settings; neither the first ones nor dev prompts run again."""
-    measured = Path(__file__).parents[2] / "recipes" / "study" / "measured" / "contest"
+    measured = Path(__file__).parents[2] / "study" / "measured" / "contest"
     pieces = modules["pieces"]
     monkeypatch.chdir(tmp_path)
     for name in ("choices", "kept", "second"):

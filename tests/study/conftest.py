@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-STUDY = Path(__file__).parents[2] / "recipes" / "study"
+STUDY = Path(__file__).parents[2] / "study"
 
 
 @pytest.fixture(scope="module")

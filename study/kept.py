@@ -1,6 +1,6 @@
 """The numbers of the contest that are kept: small files, from which everything on the page can be computed again.
 
-    python recipes/study/kept.py TASK METHOD        (in the study's folder, after the method's sweep)
+    python study/kept.py TASK METHOD        (in the study's folder, after the method's sweep)
 
 kept/TASK-METHOD.npz         CELL/METRIC: the totals and weights of each prompt whose sums make a metric, (2, p) float32
 kept/TASK-METHOD.jsonl.xz    a line per cell: its settings, and the first sample of 500 prompts of each class

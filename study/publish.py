@@ -1,6 +1,6 @@
 """Copy the numbers of a contest that can be published: what the page needs, and the metrics of its models.
 
-    python recipes/study/publish.py runs/study recipes/study/measured/contest
+    python study/publish.py runs/study study/measured/contest
 
 The folder of a run that went on from published numbers holds these, too, so they are replaced as a whole.
 """
