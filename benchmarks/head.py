@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import RadQ
 from radq.benchmark.clock import describe_machine, read_clock
-from radq.models.hub import quiet
+from radq.sources.hub import quiet
 from radq.training.losses import baseline_loss, squared_loss
 
 Batch = dict[str, Tensor]

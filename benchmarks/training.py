@@ -26,7 +26,7 @@ from radq.benchmark.clock import describe_machine, read_clock
 from radq.data.dataset import RewardData
 from radq.data.label_cells import NUMBER, LabelCells
 from radq.data.label_scale import LabelRules
-from radq.models.hub import quiet
+from radq.sources.hub import quiet
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward_trainer import RewardTrainer
 

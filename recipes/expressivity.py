@@ -19,7 +19,7 @@ import tyro
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from radq import RadQ, RadV, RewardModel
-from radq.models.hub import quiet
+from radq.sources.hub import quiet
 from radq.training.losses import squared_loss
 
 

@@ -14,7 +14,7 @@ from jobs import RADQ, Job, keep_json, run_all, write_json
 from methods import OURS, OURS_AGAIN, PLAIN_K
 
 from radq import RadV
-from radq.models.embedded import EMBEDDED
+from radq.sources.embedded import EMBEDDED
 
 FILE = "costs.json"
 ALL_LAYERS = "models/all-layers"

@@ -23,7 +23,7 @@ from rehearsal import TOY, Rehearsal, run_here
 from second import forget_opinions, second_opinions
 from trainings import describe_model, training_job
 
-from radq.models.embedded import reward_folder
+from radq.sources.embedded import reward_folder
 
 HERE = Path(__file__).resolve().parent
 SWEEP_MEMORY = 30.0  # GB

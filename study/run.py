@@ -43,8 +43,8 @@ from radq.evaluation.metrics import ScoredTexts, measure
 from radq.files import read_lines, whole_file
 from radq.judges.encoders import load_encoder
 from radq.judges.models import load_judge
-from radq.models.gguf import convert_gguf
 from radq.models.loading import find_device, load_causal_lm, load_tokenizer
+from radq.sources.gguf import convert_gguf
 
 HERE = Path(__file__).resolve().parent
 EXPRESSIVITY = HERE.parent / "recipes" / "expressivity.py"

@@ -24,7 +24,7 @@ from families import FAMILIES, make_lm
 from hypothesis import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from radq.models.hub import quiet
+from radq.sources.hub import quiet
 from radq.toy import make_toy
 
 torch.set_num_threads(1)

@@ -17,7 +17,9 @@ MAX_LOOSE_MODULES = 8
 STEPS = (
     {"errors"},
     {"files", "numerics", "settings"},
-    {"data", "models"},
+    {"data"},
+    {"sources"},
+    {"models"},
     {"guides"},
     {"decoding", "toy"},
     {"judges"},

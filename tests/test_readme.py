@@ -18,7 +18,7 @@ from scripts import run_script
 import radq
 from radq.cli import main
 from radq.judges import models as judge_models
-from radq.models import embedded, loading, stored
+from radq.sources import embedded, model_source
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -115,7 +115,7 @@ def toy_rewards(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture
 def toy_plays_embedded(toy: Path, toy_rewards: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (embedded, loading, stored):
+    for module in (embedded, model_source):
         monkeypatch.setattr(module, "base_folder", lambda: toy, raising=False)
         monkeypatch.setattr(module, "find_embedded", lambda: toy / "config.json", raising=False)
         monkeypatch.setattr(module, "reward_folder", toy_rewards.__getitem__, raising=False)

@@ -57,8 +57,8 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from radq.models.hub import quiet
     from radq.numerics import pad_right
+    from radq.sources.hub import quiet
 
     tokenizer = make_tokenizer()
     bos: Any = tokenizer.bos_token_id

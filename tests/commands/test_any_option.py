@@ -22,9 +22,9 @@ from word_judge import GoodWords
 
 from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels
-from radq.models import embedded
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.rad_q import RadQ
+from radq.sources import embedded
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels, compare
 from radq.judges.base import Judge
 from radq.judges.models import load_judge
-from radq.models import embedded, gguf
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.rad_q import RadQ
+from radq.sources import embedded, gguf
 from radq.toy import GOOD
 
 needs_the_real_one = pytest.mark.skipif(

@@ -18,9 +18,9 @@ from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.hosts.batching import Request, Steerer
 from radq.hosts.guidance import Guidance
 from radq.hosts.transformers import GuidedLogitsProcessor
-from radq.models.hub import quiet
 from radq.models.reward import RewardModel
 from radq.serving.panel import Panel
+from radq.sources.hub import quiet
 
 START, END = VOCAB, VOCAB + 1  # ids of the added tokens
 PROMPTS = ["5 9 3", f"<|im_start|> 11 {'7 ' * 3}<|im_end|>", "6 <|im_start|> 31 14 3 8"]

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from radq.models.hub import quiet
+from radq.sources.hub import quiet
 
 Answer = tuple[int, Any, dict[str, str]]  # status, document and headers
 MARK = "==========\n"

@@ -23,7 +23,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from radq.models.hub import quiet
+from radq.sources.hub import quiet
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"a good bad film plot very the was dull fine".split()]
 MODELS = {

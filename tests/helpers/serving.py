@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from radq.models.hub import quiet
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.serving.app import Server, make_app
 from radq.serving.config import Limits, ServeConfig
 from radq.serving.listener import Listener
 from radq.serving.served import Served
+from radq.sources.hub import quiet
 
 CHAT = "{% for message in messages %}the {{ message['content'] }} {% endfor %}"
 

@@ -24,9 +24,9 @@ from families import make_reward
 from serving import Running, serving
 from vllm_world import NEW_TOKENS, PROMPTS, TOKENIZER, World
 
-from radq.models.hub import quiet
 from radq.models.rad_q import RadQ
 from radq.serving.config import ServeConfig
+from radq.sources.hub import quiet
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),

@@ -18,9 +18,9 @@ from radq.judges.labels import choose_label, read_labels
 from radq.judges.linear import Card, LinearModel, split_rows
 from radq.judges.models import JUDGES, InvertedJudge, RewardJudge, UnitJudge, load_judge
 from radq.judges.readers import TransformersReader
-from radq.models.embedded import reward_folder
-from radq.models.fingerprints import identify
 from radq.models.rad_v import RadV
+from radq.sources.embedded import reward_folder
+from radq.sources.model_source import ModelSource
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad bad bad", "fine", "very good plot"]
 
@@ -382,4 +382,8 @@ def test_scores_do_not_depend_on_kernels_that_an_earlier_product_has_turned_off(
 
 
 def test_a_reward_model_that_radq_ships_is_named_by_its_contents() -> None:
-    assert identify("embedded:sentiment") == identify(reward_folder("sentiment")) != identify("embedded:toxicity")
+    assert (
+        ModelSource.find("embedded:sentiment").identity
+        == ModelSource.find(reward_folder("sentiment")).identity
+        != ModelSource.find("embedded:toxicity").identity
+    )

@@ -32,11 +32,11 @@ from radq.models.calibration import (
     read_calibrations,
     write_calibration,
 )
-from radq.models.embedded import CONVERTED, embedded_rewards, reward_folder
-from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
 from radq.models.loading import load_causal_lm
 from radq.models.rad_q import RadQ
 from radq.serving.strengths import read_strengths
+from radq.sources.embedded import CONVERTED, embedded_rewards, reward_folder
+from radq.sources.model_source import ModelSource, fingerprint_weights_in
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_another_base_is_named(model: Path, toy: Path) -> None:
         find_calibration(model, "praise", str(toy))
     with pytest.raises(OptionError, match="not over 'toy' as it is now"):
         find_calibration(model, "praise", "toy")
-    own = replace(PRAISE, base_fingerprint=fingerprint_model(toy))
+    own = replace(PRAISE, base_fingerprint=ModelSource.find(toy).fingerprint)
     write_calibration(model, own)
     write_calibration(model, replace(PRAISE, seed=1))
     with warnings.catch_warnings():
@@ -159,7 +159,7 @@ def two_bases(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     RadQ.from_backbone(toy, ["praise"]).save_pretrained(folder)
     points = [StrengthPoint(0.0, 0.0, 2.0, 0.2, 1.0), StrengthPoint(1.0, -400.0, 2.0, 0.6, 1.3)]
-    write_calibration(folder, replace(PRAISE, base_fingerprint=fingerprint_model(toy)))
+    write_calibration(folder, replace(PRAISE, base_fingerprint=ModelSource.find(toy).fingerprint))
     write_calibration(folder, replace(PRAISE, base="other", base_fingerprint="y", table=points))
     return folder
 
@@ -219,8 +219,10 @@ def test_the_embedded_base_is_known_by_its_folder_too(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = shutil.copytree(toy, tmp_path / "radq" / f"{CONVERTED}0123456789abcdef")
-    assert fingerprint_model(folder) == "embedded@0123456789abcdef"
-    assert fingerprint_model(shutil.copytree(toy, tmp_path / folder.name)) == fingerprint_model(toy)
+    assert ModelSource.find(folder).fingerprint == "embedded@0123456789abcdef"
+    assert (
+        ModelSource.find(shutil.copytree(toy, tmp_path / folder.name)).fingerprint == ModelSource.find(toy).fingerprint
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"calibrations": [{"attribute": "praise"}]}'])

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.models.config import RewardModelConfig
-from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm, load_config
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import read_vocabulary
+from radq.sources.hub import quiet
 from radq.training.losses import baseline_loss, squared_loss
 
 KINDS = ["q", "v"]

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 from radq import RadQ
 from radq.data.examples import DataColumns, read_examples
 from radq.evaluation.sweep.config import load_sweep
-from radq.models.hub import quiet
 from radq.settings import read_yaml
+from radq.sources.hub import quiet
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import baseline_loss, squared_loss

@@ -6,8 +6,8 @@ from calibrations import PRAISE
 
 from radq.errors import OptionError, RadqError
 from radq.models.calibration import shipped_strengths, write_calibration
-from radq.models.fingerprints import fingerprint_model
 from radq.serving.config import GuideEntry, ServeConfig
+from radq.sources.model_source import ModelSource
 
 
 def write(folder: Path, text: str) -> Path:
@@ -41,7 +41,7 @@ defaults: {kl_budget: null}
 
 @pytest.fixture
 def calibrated(tmp_path: Path, toy: Path) -> str:
-    write_calibration(tmp_path, replace(PRAISE, base_fingerprint=fingerprint_model(toy)))
+    write_calibration(tmp_path, replace(PRAISE, base_fingerprint=ModelSource.find(toy).fingerprint))
     return f"{tmp_path}:praise"
 
 

@@ -22,7 +22,7 @@ from serving import Running, make_config, make_models, serving
 
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.models.calibration import write_calibration
-from radq.models.fingerprints import fingerprint_model
+from radq.sources.model_source import ModelSource
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Path:
 def running(models: Path) -> Iterator[Running]:
     praise = {"guide": f"{models / 'q'}:praise", "range": [-50, 50], "suggested": 10, "safe": [-20, 30]}
     guides = {"praise": praise, "calm": f"{models / 'q'}:calm=5", "length": f"{models / 'v'}:length=3"}
-    calibration = replace(PRAISE, attribute="calm", base_fingerprint=fingerprint_model(models / "toy"))
+    calibration = replace(PRAISE, attribute="calm", base_fingerprint=ModelSource.find(models / "toy").fingerprint)
     write_calibration(models / "q", calibration)
     with serving(make_config(models, guides=guides)) as found:
         yield found

@@ -28,11 +28,11 @@ from radq.data.examples import DataColumns
 from radq.errors import OptionError, StoppedError
 from radq.guides import Guide, RewardGuide
 from radq.models import kv_cache, rad_v
-from radq.models.hub import quiet
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
+from radq.sources.hub import quiet
 from radq.training import candidates as candidates_module
 from radq.training.arguments import training_device
 from radq.training.candidate_agreement import compare_rewards, measure_candidate_agreement

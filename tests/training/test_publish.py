@@ -16,10 +16,10 @@ from training_runs import changed
 import radq
 from radq.errors import ModelError, OptionError
 from radq.models.calibration import read_calibrations
-from radq.models.embedded import reward_folder
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
+from radq.sources.embedded import reward_folder
 from radq.training.card import write_card
 from radq.training.config import RewardTrainingConfig
 from radq.training.publish import push_to_hub

@@ -6,9 +6,9 @@ from typing import Literal
 from radq.benchmark.shapes import SHAPES
 from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
 from radq.errors import OptionError
-from radq.models.embedded import EMBEDDED
-from radq.models.stored import check_language_model, check_reward_model, read_config
 from radq.settings import COUNT, Range, names_in_table
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import ModelSource, check_language_model, check_reward_model
 
 UNGUIDED = "none"
 GUIDE_NAMES = names_in_table("radq.benchmark.guides:GUIDES")
@@ -122,7 +122,7 @@ class BenchConfig:
         """The size of the language model's vocabulary, where it is known without loading the model."""
         if self.lm in SHAPES or self.lm == EMBEDDED:
             return SHAPES["smollm2" if self.lm == EMBEDDED else self.lm].vocab_size
-        size = read_config(self.lm).get("vocab_size")
+        size = ModelSource.find(self.lm).config.get("vocab_size")
         return size if isinstance(size, int) else None
 
     @property

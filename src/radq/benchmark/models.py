@@ -23,11 +23,11 @@ from transformers import (
 from radq.benchmark.config import BenchConfig, kind_of
 from radq.benchmark.shapes import SHAPES, Shape
 from radq.models.config import RewardModelConfig
-from radq.models.hub import quiet
 from radq.models.loading import load, truncate
 from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos
 from radq.numerics import require_memory
+from radq.sources.hub import quiet
 
 REWARD_LAYERS = 0.4  # of a language model's layers are in a random reward model of its first layers
 ATTRIBUTE = "reward"

@@ -108,9 +108,9 @@ def _check(arguments: Arguments) -> "tuple[CalibrationPlan, Path]":
     from radq.errors import OptionError
     from radq.evaluation.calibration import CalibrationPlan, read_enough_prompts
     from radq.models.calibration import calibrated_folder
-    from radq.models.embedded import EMBEDDED
-    from radq.models.stored import check_reward_model
     from radq.settings import names_in_table
+    from radq.sources.embedded import EMBEDDED
+    from radq.sources.model_source import check_reward_model
 
     kind, _, name = arguments.model.partition(":")
     if kind == EMBEDDED and not name:
@@ -164,11 +164,11 @@ SAME = (  # options with the same names in the plan
 
 def _find_attribute(arguments: Arguments) -> str:
     from radq.errors import OptionError
-    from radq.models.stored import read_config, require_reward_model
+    from radq.sources.model_source import ModelSource, require_reward_model
 
     if arguments.attribute is not None:
         return arguments.attribute
-    stored = read_config(arguments.model)
+    stored = ModelSource.find(arguments.model).config
     require_reward_model(arguments.model, stored)
     known = stored.get("attributes") or []
     if len(known) != 1:
@@ -180,7 +180,7 @@ def _warn_of_shared_judge(plan: "CalibrationPlan", target: Path) -> None:
     """Warn of a judge that is the guide itself, or that reads the hidden states of the base model."""
     import warnings
 
-    from radq.models.embedded import EMBEDDED
+    from radq.sources.embedded import EMBEDDED
 
     judge = plan.judge.removeprefix("not:")
     kind, _, source = judge.partition(":")
@@ -250,7 +250,7 @@ REASONS = {
 
 def _show(arguments: Arguments, found: "Calibration", file: Path) -> None:
     from radq.commands.console import print_table
-    from radq.models.embedded import EMBEDDED
+    from radq.sources.embedded import EMBEDDED
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"

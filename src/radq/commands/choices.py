@@ -41,7 +41,7 @@ def run(arguments: Arguments) -> None:
     from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
     from radq.errors import OptionError
     from radq.guides.spec import check_guide, find_budget, parse_guide
-    from radq.models.stored import check_language_model
+    from radq.sources.model_source import check_language_model
 
     if arguments.limit is not None and arguments.limit < 1:
         raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all questions.")
@@ -90,12 +90,12 @@ def describe_answers(
     from radq.files import fingerprint_values
     from radq.guides.folders import fingerprint_guide
     from radq.guides.spec import parse_guide
-    from radq.models.fingerprints import fingerprint_model
+    from radq.sources.model_source import ModelSource
 
     parsed = [parse_guide(guide, base) for guide in guides]
     return {
         "questions": fingerprint_values([asdict(question) for question in questions]),
-        "base": fingerprint_model(base),
+        "base": ModelSource.find(base).fingerprint,
         "guides": [{"model": fingerprint_guide(folder, numbers), "numbers": numbers} for folder, numbers in parsed],
         "kl_budget": kl_budget,
     }

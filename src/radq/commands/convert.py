@@ -35,8 +35,8 @@ def run(arguments: Arguments) -> None:
     from radq.commands.console import announce, print_json
     from radq.errors import OptionError
     from radq.files import require_own_folder
-    from radq.models.embedded import EMBEDDED
-    from radq.models.stored import holds_reward_model, read_config
+    from radq.sources.embedded import EMBEDDED
+    from radq.sources.model_source import ModelSource, holds_reward_model
 
     require_own_folder(arguments.out, holds_reward_model, "a reward model")
     if arguments.out.exists() and not arguments.overwrite:
@@ -45,7 +45,7 @@ def run(arguments: Arguments) -> None:
             "choose another folder, or replace the reward model in it with --overwrite.",
         )
     if arguments.backbone != EMBEDDED:
-        read_config(arguments.backbone)
+        _ = ModelSource.find(arguments.backbone).config  # refused if there is none
     announce(f"converting {arguments.checkpoint}", arguments.json)
     from radq.models.convert import convert
 

@@ -55,7 +55,7 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     from radq.commands.console import announce, print_json
     from radq.decoding.config import check_counts
-    from radq.models.embedded import find_embedded
+    from radq.sources.embedded import find_embedded
 
     check_counts(num_samples=arguments.num_samples)
     find_embedded()

@@ -175,7 +175,7 @@ def _check(arguments: Arguments) -> list[str]:
     from radq.decoding.config import check_counts, check_stop
     from radq.errors import OptionError
     from radq.guides.spec import check_guide, parse_guide
-    from radq.models.stored import check_language_model
+    from radq.sources.model_source import check_language_model
 
     prompts = _read_prompts(arguments)
     _steering(arguments)

@@ -46,7 +46,7 @@ def run(arguments: Arguments) -> None:
     from radq.data.generations import read_generations
     from radq.evaluation.estimates import Bootstrap
     from radq.evaluation.sweep.config import SweepCell
-    from radq.models.stored import check_language_model
+    from radq.sources.model_source import check_language_model
 
     judges, plain = _sort_metrics(arguments)
     bootstrap = Bootstrap(arguments.resamples)

@@ -55,7 +55,7 @@ def run(arguments: Arguments) -> None:
     from radq.commands.console import announce
     from radq.data.tables import check_sources
     from radq.errors import ModelError, OptionError
-    from radq.models.stored import check_reward_model
+    from radq.sources.model_source import check_reward_model
 
     if arguments.data is not None and arguments.text:
         raise OptionError("both --text and --data are given.", "give one of them.")

@@ -33,12 +33,12 @@ def run(arguments: Arguments) -> None:
 def show_outcome(settings: RewardTrainingConfig, metrics: dict[str, float], as_json: bool) -> None:
     """Say what the figures mean, and which commands come next."""
     from radq.commands.console import is_first_process
-    from radq.models.stored import read_config
+    from radq.sources.model_source import ModelSource
     from radq.training.outcome import BETA, PAIR_BETA, describe_outcome, next_commands
 
     if as_json or not is_first_process():
         return
-    stored = read_config(settings.out)
+    stored = ModelSource.find(settings.out).config
     attributes = stored["attributes"]
     print(*describe_outcome(metrics, attributes, "token" if settings.spans else "text"), sep="\n")
     low, high = stored["response_range"] if settings.compares else (0.0, 0.0)

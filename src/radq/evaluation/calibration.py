@@ -34,9 +34,8 @@ from radq.models.calibration import (
     StrengthPoint,
     calibrated_folder,
 )
-from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
-from radq.models.stored import read_config
 from radq.settings import COUNT, Range, check_values
+from radq.sources.model_source import ModelSource, fingerprint_weights_in
 
 GUIDE, JUDGE = "guide", "judge"  # their names in the sweep
 USUAL_SHIFT = 60.0  # β times the width of the rewards: a usual strength, around which levels are tried
@@ -101,7 +100,7 @@ class CalibrationPlan:
 
     def _usual_beta(self) -> float:
         """A usual β, by the width of the range of the model's rewards."""
-        config = read_config(calibrated_folder(self.folder, self.attribute))
+        config = ModelSource.find(calibrated_folder(self.folder, self.attribute)).config
         low, high = _find_range(config, self.attribute)
         return USUAL_SHIFT / (high - low) if high > low else USUAL_SHIFT
 
@@ -193,7 +192,8 @@ def find_work_folder(
 
     `instruments` are the fingerprints of the judge and of other models that read the texts.
     """
-    models = fingerprint_model(plan.base), fingerprint_model(calibrated_folder(plan.folder, plan.attribute))
+    names = plan.base, calibrated_folder(plan.folder, plan.attribute)
+    models = [ModelSource.find(name).fingerprint for name in names]
     key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models, instruments)
     return (cache or default_cache_folder()) / "calibrations" / key
 
@@ -217,7 +217,7 @@ def _describe(
     return Calibration(
         attribute=plan.attribute,
         base=plan.base if not Path(plan.base).is_dir() else Path(plan.base).resolve().name,
-        base_fingerprint=fingerprint_model(plan.base),
+        base_fingerprint=ModelSource.find(plan.base).fingerprint,
         weights=fingerprint_weights_in(Path(calibrated_folder(plan.folder, plan.attribute))),
         by=plan.by,
         reduce=plan.reduce,

@@ -24,10 +24,10 @@ from radq.judges.base import Judge
 from radq.judges.encoders import load_encoder
 from radq.judges.models import LinearJudge
 from radq.models.calibration import shipped_calibrations
-from radq.models.embedded import EMBEDDED, judge_folder
 from radq.models.loading import load_causal_lm, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.numerics import pad_right
+from radq.sources.embedded import EMBEDDED, judge_folder
 
 NUM_TOKENS = 24  # the length of a continuation that does not stop by itself
 

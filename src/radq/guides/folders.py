@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from radq.files import fingerprint_values
-from radq.models.embedded import EMBEDDED
-from radq.models.fingerprints import fingerprint_model
-from radq.models.stored import read_config
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import ModelSource
 
 EXPERT, ANTI_EXPERT = "expert", "anti"  # folders that `radq train-experts --method dexperts` writes
 
@@ -19,7 +18,7 @@ def holds_experts(folder: str | Path) -> bool:
 
 def read_codes(folder: str | Path) -> dict[str, Any] | None:
     """Read GeDi's control codes and scale from config.json; return None if the folder holds another model."""
-    return read_config(folder).get("gedi")
+    return ModelSource.find(folder).config.get("gedi")
 
 
 def fingerprint_guide(folder: str, attributes: Iterable[str]) -> str:
@@ -28,4 +27,4 @@ def fingerprint_guide(folder: str, attributes: Iterable[str]) -> str:
         parts = [f"{EMBEDDED}:{name}" for name in sorted(attributes)]
     else:
         parts = [str(Path(folder) / name) for name in (EXPERT, ANTI_EXPERT)] if holds_experts(folder) else [folder]
-    return fingerprint_values(*map(fingerprint_model, parts))
+    return fingerprint_values(*(ModelSource.find(part).fingerprint for part in parts))

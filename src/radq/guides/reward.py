@@ -20,8 +20,8 @@ from radq.models.readout import check_base
 from radq.models.reward import RewardModel
 from radq.models.reward_state import BaseReading, RewardState
 from radq.models.slots import takes_slots
-from radq.models.stored import require_attributes
 from radq.numerics import at_least_float32, constant
+from radq.sources.model_source import require_attributes
 
 
 @final

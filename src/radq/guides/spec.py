@@ -31,8 +31,8 @@ from radq.models.calibration import (
     looks_like_share,
     note_share,
 )
-from radq.models.embedded import EMBEDDED
-from radq.models.stored import check_language_model, check_reward_model
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import check_language_model, check_reward_model
 
 if TYPE_CHECKING:
     from radq.guides.base import Guide

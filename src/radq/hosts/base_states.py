@@ -19,9 +19,9 @@ from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
 from radq.hosts.follower import Follower, Text
 from radq.models.loading import hidden_size, load_causal_lm
-from radq.models.origins import identify_backbone
 from radq.models.readout import join_layers
 from radq.models.reward_state import BaseReading, RewardState
+from radq.sources.model_source import ModelSource
 
 _KEPT: dict[str, Tensor] = {}  # the states of the latest logits of this process
 WANTED = "radq_layers"  # the name in vLLM's configurations of the earlier layers whose outputs are wanted
@@ -88,7 +88,7 @@ def _find_hindrance(vllm_config: Any) -> str | None:
 def _check_weights(guide: RewardGuide, vllm_config: Any) -> None:
     """Raise if vLLM's base model is not the one whose states the readout was trained on."""
     name = vllm_config.model_config.model
-    if identify_backbone(name).fingerprint != guide.model.config.backbone_fingerprint:
+    if ModelSource.find(name).weights_fingerprint != guide.model.config.backbone_fingerprint:
         guide.check_base(load_causal_lm(name))  # a copy in another data type is the same base model
 
 

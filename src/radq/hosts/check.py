@@ -13,9 +13,9 @@ from typing import Any
 from radq.errors import ContextLengthError, RadqError
 from radq.guides.folders import EXPERT, holds_experts
 from radq.guides.spec import GUIDES, find_kind
-from radq.models.embedded import EMBEDDED
-from radq.models.stored import check_language_model, read_config
 from radq.serving.config import GuideEntry, ServeConfig
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import ModelSource, check_language_model
 
 
 def check_guides(config: ServeConfig, max_model_len: int | None = None) -> list[str]:
@@ -76,7 +76,7 @@ def _describe(entry: GuideEntry) -> tuple[Any, int | None, int]:
     from radq.models.vocabulary import Vocabulary, read_vocabulary
 
     if find_kind(entry.folder) in (GUIDES["embedded"], GUIDES["reward"]):
-        stored = read_config(f"{EMBEDDED}:{entry.strength}" if entry.folder == EMBEDDED else entry.folder)
+        stored = ModelSource.find(f"{EMBEDDED}:{entry.strength}" if entry.folder == EMBEDDED else entry.folder).config
         backbone = AutoConfig.for_model(**stored["backbone"])
         vocabulary = Vocabulary(*(stored.get("vocabulary") or [backbone.get_text_config().vocab_size]))
         return vocabulary, max_positions(backbone), int(stored.get("prepend_bos", True))

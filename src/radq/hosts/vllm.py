@@ -31,10 +31,11 @@ from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
 from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry, find_registry_for_client
 from radq.hosts.records import Records
-from radq.models.loading import load_config, load_tokenizer, max_positions, resolve
+from radq.models.loading import load_config, load_tokenizer, max_positions
 from radq.numerics import available_memory
 from radq.serving.config import NAME, OPTIONS
 from radq.serving.panel import Panel
+from radq.sources.model_source import ModelSource
 
 first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
 second_runner: Any = require_package("vllm.v1.worker.gpu.sample.logits_processor", "vllm")
@@ -293,8 +294,8 @@ class VllmEngine:
         **options: Any,
     ):
         self.guides = split_guides(guides or {})
-        self.tokenizer = load_tokenizer(base)
-        self._config = load_config(base)
+        source = ModelSource.find(base)
+        self.tokenizer, self._config = source.tokenizer, load_config(source)
         positions = max_positions(self._config) or LONGEST
         self.max_model_len = max_model_len or min(LONGEST, positions - (HEADROOM if guides else 0))
         self.tokens_per_second = 0.0  # in the last call of `generate`
@@ -310,7 +311,7 @@ class VllmEngine:
         if platforms.current_platform.is_cpu():  # vLLM 0.32 fails there on a seeded request that is read in chunks
             options = {"enable_chunked_prefill": False, **options}
         self._vllm = require_package("vllm", "vllm")
-        self.llm: Any = self._vllm.LLM(str(resolve(base)), max_model_len=self.max_model_len, **processors, **options)
+        self.llm: Any = self._vllm.LLM(source.place, max_model_len=self.max_model_len, **processors, **options)
 
     def generate(
         self,

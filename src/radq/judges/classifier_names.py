@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from radq.errors import ModelError, OptionError
 from radq.judges.labels import choose_label, read_labels
-from radq.models import MODEL_TYPE
-from radq.models.stored import read_config
 from radq.settings import names_in_table
+from radq.sources import MODEL_TYPE
+from radq.sources.model_source import ModelSource
 
 KINDS = names_in_table("radq.judges.models:JUDGES")
 
@@ -82,7 +82,7 @@ def check_classifier(text: str) -> None:
 def _read_classifier_config(source: str) -> dict[str, Any]:
     if holds_onnx(source) and not (Path(source) / "config.json").is_file():
         return {}
-    config = read_config(source)
+    config = ModelSource.find(source).config
     if config.get("model_type") == MODEL_TYPE:
         raise ModelError(f"{source!r} holds a reward model of radq, not a classifier.", "give it as --teacher.")
     return config

@@ -21,7 +21,7 @@ from transformers import AutoModel
 
 from radq.errors import ModelError
 from radq.judges.readers import OnnxReader, Reader, TransformersReader, find_onnx
-from radq.models.embedded import EMBEDDED
+from radq.sources.embedded import EMBEDDED
 
 EMBEDDED_LAYERS = 16  # of 30: later layers represent the next token more than the text
 

@@ -21,10 +21,10 @@ from radq.judges.labels import choose_label, find_link
 from radq.judges.linear import LinearModel
 from radq.judges.llm import load_rubric_judge
 from radq.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader
-from radq.models.embedded import EMBEDDED, judge_folder
-from radq.models.fingerprints import identify
 from radq.models.reward import RewardModel
 from radq.numerics import same_kernels
+from radq.sources.embedded import EMBEDDED, judge_folder
+from radq.sources.model_source import ModelSource
 
 GPU_BATCH_SIZE = 4096  # a GPU is fast with many short texts at once
 
@@ -138,7 +138,7 @@ class RewardJudge(Judge):
         self.tokenizer = self.model.tokenizer
         attributes = self.model.config.attributes
         self.attribute = attributes[choose_label(attributes, attribute, folder)]
-        self.name = f"reward:{identify(folder)}#{self.attribute}"
+        self.name = f"reward:{ModelSource.find(folder).identity}#{self.attribute}"
         self._truncated = 0
 
     @property

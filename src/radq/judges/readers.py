@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
 from radq.judges.labels import read_labels
-from radq.models.fingerprints import identify
 from radq.models.loading import load_config, load_tokenizer, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
+from radq.sources.model_source import ModelSource
 
 BATCH_SIZE = 64  # texts in one forward
 GROUP_SIZE = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
@@ -80,7 +80,7 @@ class TransformersReader(Reader):
         self.problem_type = config.problem_type
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
         self.pad = _pad_token(self.model, self.tokenizer, str(source))
-        self.name = identify(source)
+        self.name = ModelSource.find(source).identity
         if num_layers is not None:
             self.name += f"/{num_layers}"
 
@@ -128,7 +128,7 @@ class OnnxReader(Reader):
         self.tokenizer = _open_tokenizer(folder)
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self.max_tokens)
-        self.name = identify(folder)
+        self.name = ModelSource.find(folder).identity
 
     def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
         for n, encoding in enumerate(self.tokenizer.encode_batch(list(texts))):

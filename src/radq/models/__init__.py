@@ -1,3 +1,1 @@
-"""Models: reward models and their heads, the cache of keys and values, loading, and the embedded default."""
-
-MODEL_TYPE = "radq"  # of reward models, in their config.json
+"""Models: reward models and their heads, readers of texts, the cache of keys and values, loading."""

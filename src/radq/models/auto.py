@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from radq.models import MODEL_TYPE
+from radq.sources import MODEL_TYPE
 
 CONFIG_CLASSES, MODEL_CLASSES = "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"
 NAMES = {  # module of transformers: its table, and the name of our class

@@ -20,10 +20,9 @@ import numpy as np
 
 from radq.errors import ModelError, OptionError, UnknownAttributeError
 from radq.files import explained_writing, whole_file
-from radq.models.embedded import EMBEDDED, embedded_rewards, reward_folder
-from radq.models.fingerprints import fingerprint_model, fingerprint_weights_in
-from radq.models.hub import find_file
 from radq.settings import build
+from radq.sources.embedded import EMBEDDED, embedded_rewards, reward_folder
+from radq.sources.model_source import ModelName, ModelSource, fingerprint_weights_in
 
 CALIBRATION = "calibration.json"
 NAMED = {"weak": 0.33, "medium": 0.67, "strong": 1.0}
@@ -72,7 +71,7 @@ class Calibration:
 
     Attributes:
         base: the name of the base model.
-        base_fingerprint: tells base models apart, see `radq.models.fingerprints`.
+        base_fingerprint: tells base models apart, see `ModelSource.fingerprint`.
         by: whether strengths differ in β, or in the KL budget.
         reduce: whether strengths reduce the attribute.
         max_perplexity_ratio: the bound that the perplexity ratio keeps, with its interval.
@@ -175,7 +174,7 @@ def write_calibration(folder: Path, calibration: Calibration) -> Path:
 def _find_calibrations(folder: str | Path, fetch: bool) -> Path:
     """The file with the calibrations of a folder or hub name; without `fetch`, a hub name has that in its cache."""
     if fetch or Path(folder).is_dir():
-        return find_file(folder, CALIBRATION)
+        return ModelSource.find(folder).find_file(CALIBRATION)
     name = str(folder)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -194,7 +193,7 @@ class OtherModelError(OptionError):
 
 
 def find_calibration(
-    folder: str | Path, attribute: str, base: str | None = None, fetch: bool = True
+    folder: str | Path, attribute: str, base: ModelName | None = None, fetch: bool = True
 ) -> Calibration | None:
     """Find the calibration of an attribute over a base model; None if the attribute is not calibrated.
 
@@ -220,7 +219,8 @@ def find_calibration(
         return _require_same_weights(found[-1], place, fetch)
     same = [one for one in found if one.base_fingerprint == _fingerprint_base(base)]
     if not same:
-        other = f"{base or 'this language model'!r}{' as it is now' * any(one.base == base for one in found)}"
+        name = str(base)
+        other = f"{name or 'this language model'!r}{' as it is now' * any(one.base == name for one in found)}"
         raise OtherModelError(
             f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over {other}.",
             "measure its strengths there with `radq calibrate`, or give β as a number.",
@@ -239,10 +239,10 @@ def _require_same_weights(calibration: Calibration, place: str | Path, fetch: bo
     return calibration
 
 
-def _fingerprint_base(name: str) -> str | None:
+def _fingerprint_base(name: ModelName) -> str | None:
     """The fingerprint of a base model; None for one in memory whose folder is not known, or no longer there."""
     try:
-        return fingerprint_model(name) if name else None
+        return ModelSource.find(name).fingerprint if str(name) else None
     except (ModelError, OSError):
         return None
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from transformers import AutoConfig, PreTrainedConfig
 
 from radq.errors import OptionError
-from radq.models import MODEL_TYPE
-from radq.models.origins import Origin
+from radq.sources import MODEL_TYPE
+from radq.sources.model_source import Origin
 
 RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that is not above the high."
 
@@ -32,7 +32,7 @@ class RewardModelConfig(PreTrainedConfig):
         backbone_name: where a frozen backbone is found, since the folder then holds adapters or a readout, and the
             head: `embedded`, a hub name, or a folder, in config.json relative to the folder of the reward model.
         backbone_revision: commit of a backbone on the hub.
-        backbone_fingerprint: fingerprint of its weights, see `radq.models.origins`.
+        backbone_fingerprint: fingerprint of its weights, see `radq.sources.model_source`.
     """
 
     model_type = MODEL_TYPE

@@ -6,34 +6,26 @@ Weights come from safetensors only, and no code from a model repository is ever 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import (
     MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 
 from radq.errors import ModelError, OptionError, fills_memory
-from radq.models.embedded import EMBEDDED, base_folder, reward_folder
-from radq.models.hub import HUB_OPTIONS, explained
-from radq.models.peft_adapter import find_adapter, merge_adapter, refuse_soft_prompts
-from radq.models.stored import require_language_model, require_weights
 from radq.numerics import emulates
 from radq.settings import asked_threads
+from radq.sources.hub import HUB_OPTIONS
+from radq.sources.model_source import ModelName, ModelSource, require_language_model
+from radq.sources.peft_adapter import merge_adapter, refuse_soft_prompts
 
 LOGGER = logging.getLogger(__name__)
 ACCELERATORS = ("cuda", "mps", "xpu")
@@ -44,73 +36,36 @@ if (threads := asked_threads()) is not None:  # also where Python has imported t
     torch.set_num_threads(threads)
 
 
-def resolve(name: str | Path) -> str | Path:
-    """Turn a model's name into what transformers loads.
-
-    `embedded` and `embedded:ATTRIBUTE` become the folders of the base and of the reward model that radq brings along.
-    Folders and hub names stay as they are.
-    """
-    kind, _, attribute = str(name).partition(":")
-    if kind != EMBEDDED:
-        return name
-    return reward_folder(attribute) if attribute else base_folder()
-
-
-def load_config(name: str | Path, **hub: Any) -> PreTrainedConfig:
+def load_config(name: ModelName, **hub: Any) -> PreTrainedConfig:
     """Read the configuration of a language model; other arguments are among `HUB_OPTIONS`."""
-    name = resolve(name)
-    if (adapter := find_adapter(name)) is not None:
-        config = load_config(adapter.base, **hub)
-        if adapter.num_labels not in (None, config.num_labels):
-            config.num_labels = adapter.num_labels
+    source = ModelSource.find(name, **hub)
+    if source.adapter is not None and source.base is not None:
+        config = load_config(source.base)
+        if source.adapter.num_labels not in (None, config.num_labels):
+            config.num_labels = source.adapter.num_labels
         return config
-    with explained(name, "a model configuration", hub):
-        config = AutoConfig.from_pretrained(name, **hub)
-    require_language_model(name, config.model_type)
+    with source.explained("a model configuration"):
+        config = AutoConfig.from_pretrained(source.place, **source.hub)
+    require_language_model(source.place, config.model_type)
     return config
 
 
-def load_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: ModelName, **hub: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer by hub name or folder, from a tokenizer.json, or from GPT-2's encoder.json and vocab.bpe.
 
     Other arguments are among `HUB_OPTIONS`.
     """
-    name = resolve(name)
-    path = Path(name)
-    if (adapter := find_adapter(name)) is not None and not adapter.has_tokenizer:
-        return load_tokenizer(adapter.base, **hub)
-    try:
-        if path.suffix == ".json" and path.is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        if (path / "encoder.json").is_file() and (path / "vocab.bpe").is_file():
-            return _read_gpt2_tokenizer(path)
-    except Exception as error:  # tokenizers raises nothing more precise
-        raise ModelError(f"cannot read a tokenizer from {str(name)!r}: {error}.", "is the file whole?") from error
-    with explained(name, "a tokenizer", hub):
-        return AutoTokenizer.from_pretrained(name, **hub)
+    return ModelSource.find(name, **hub).tokenizer
 
 
-def _read_gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Byte-level BPE from the two files that GPT-2 was published with."""
-    backend = Tokenizer(BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end)
-
-
-def find_tokenizer(name: str | Path, **hub: Any) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(name: ModelName, **hub: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where the folder has none."""
-    name = resolve(name)
-    if (adapter := find_adapter(name)) is not None and not adapter.has_tokenizer:
-        return find_tokenizer(adapter.base, **hub)
-    if Path(name).is_dir() and not list(Path(name).glob("*tokenizer*")) + list(Path(name).glob("vocab.*")):
-        return None
-    return load_tokenizer(name, **hub)
+    source = ModelSource.find(name, **hub)
+    return source.tokenizer if source.has_tokenizer else None
 
 
 def load_causal_lm(
-    name: str | Path,
+    name: ModelName,
     num_layers: int | None = None,
     dtype: torch.dtype | str = "auto",
     device: str | None = None,
@@ -121,15 +76,16 @@ def load_causal_lm(
     It comes to the device, by default the CPU or where a `device_map` says. The data type "auto" is the one in which
     the weights are stored, or float32 on a CPU that emulates it. Other arguments are those of transformers.
     """
-    config = load_config(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
+    source = ModelSource.find(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
+    config = load_config(source)
     if num_layers is not None:
         truncate(config, num_layers)
-    lm = load_weights(AutoModelForCausalLM.from_pretrained, name, config=config, dtype=dtype, **loading)
-    return lm.eval() if loading.get("device_map") is not None else to_device(lm, name, device, dtype)
+    lm = load_weights(AutoModelForCausalLM.from_pretrained, source, config=config, dtype=dtype, **loading)
+    return lm.eval() if loading.get("device_map") is not None else to_device(lm, source, device, dtype)
 
 
 def to_device(
-    model: Model, name: str | Path, device: str | torch.device | None, dtype: torch.dtype | str | None
+    model: Model, name: ModelName, device: str | torch.device | None, dtype: torch.dtype | str | None
 ) -> Model:
     """The model in evaluation mode on a device, by default the CPU.
 
@@ -150,7 +106,7 @@ def to_device(
 
 
 def load(
-    name: str | Path, device: str = "auto", dtype: torch.dtype | str = "auto"
+    name: ModelName, device: str = "auto", dtype: torch.dtype | str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a language model in evaluation mode, and its tokenizer.
 
@@ -163,10 +119,11 @@ def load(
         dtype: data type of the weights; "auto" takes the one in which they are stored, or float32 on a CPU that has no
             instructions for it.
     """
-    return load_causal_lm(name, dtype=dtype, device=find_device(device)), load_tokenizer(name)
+    source = ModelSource.find(name)
+    return load_causal_lm(source, dtype=dtype, device=find_device(device)), source.tokenizer
 
 
-def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
+def load_output_embedding(name: ModelName) -> Float[Tensor, "v d"]:
     """Load the output embedding, whose row e(v) stands for token v in a linear head, and only one layer with it."""
     lm = load_causal_lm(name, num_layers=1)
     head: Any = lm.get_output_embeddings()
@@ -180,19 +137,19 @@ def load_output_embedding(name: str | Path) -> Float[Tensor, "v d"]:
 
 
 def load_weights(
-    from_pretrained: Callable[..., Any], name: str | Path, unused: tuple[str, ...] = (), **kwargs: Any
+    from_pretrained: Callable[..., Any], name: ModelName, unused: tuple[str, ...] = (), **kwargs: Any
 ) -> Any:
     """Call `from_pretrained`, but raise an error where it would draw random weights because the folder lacks them.
 
     Tensors whose names begin with one of `unused` are not needed and may be missing. The folder of an adapter of PEFT
     becomes its base model with the adapter merged into the weights.
     """
-    name = resolve(name)
-    if (adapter := find_adapter(name)) is not None:
-        replaced = tuple(f"{module}." for module in adapter.replaced)
-        model = load_weights(from_pretrained, adapter.base, (*unused, *replaced), **kwargs)
-        depths = (one.get_text_config().num_hidden_layers for one in (model.config, load_config(adapter.base)))
-        return merge_adapter(model, adapter, whole=len({*depths}) == 1)
+    source = ModelSource.find(name)
+    if source.adapter is not None and source.base is not None:
+        replaced = tuple(f"{module}." for module in source.adapter.replaced)
+        model = load_weights(from_pretrained, source.base, (*unused, *replaced), **kwargs)
+        depths = (one.get_text_config().num_hidden_layers for one in (model.config, load_config(source.base)))
+        return merge_adapter(model, source.adapter, whole=len({*depths}) == 1)
     for option, needed in {"use_safetensors": True, "output_loading_info": False}.items():
         if kwargs.pop(option, needed) != needed:
             raise OptionError(
@@ -200,13 +157,15 @@ def load_weights(
                 f"leave it at {needed}: radq reads safetensors and refuses missing weights.",
             )
     if "subfolder" not in kwargs:
-        require_weights(name)
-    with explained(name, "model weights", kwargs):
-        model, report = from_pretrained(name, use_safetensors=True, output_loading_info=True, **kwargs)
+        source.require_weights()
+    with source.explained("model weights"):
+        model, report = from_pretrained(
+            source.place, use_safetensors=True, output_loading_info=True, **{**source.hub, **kwargs}
+        )
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(unused))
     if missing:
         raise ModelError(
-            f"the weights in {str(name)!r} lack {len(missing)} tensors, the first is {missing[0]!r}.",
+            f"the weights in {source.place!r} lack {len(missing)} tensors, the first is {missing[0]!r}.",
             "is the folder complete, and does its config.json belong to these weights?",
         )
     return model
@@ -250,7 +209,7 @@ def hidden_size(config: PreTrainedConfig) -> int:
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
-def find_backbone(lm: Wrappable, name: str | Path) -> PreTrainedModel:
+def find_backbone(lm: Wrappable, name: ModelName) -> PreTrainedModel:
     """The transformer below a language model's head: the class that `AutoModel` would make."""
     refuse_soft_prompts(lm)
     wanted = MODEL_MAPPING.get(type(lm.config), None)

@@ -24,15 +24,14 @@ from transformers.utils.hub import cached_file
 
 from radq.errors import ModelError
 from radq.models.config import RewardModelConfig
-from radq.models.embedded import EMBEDDED, HUB_NAME
-from radq.models.hub import explained
 from radq.models.loading import find_backbone, find_tokenizer
-from radq.models.origins import find_backbone_source
 from radq.models.readout import check_base
 from radq.numerics import version_of
+from radq.sources.embedded import EMBEDDED, HUB_NAME
+from radq.sources.model_source import ModelName, ModelSource
+from radq.sources.peft_adapter import CONFIG_FILE, WEIGHT_FILE
 
 SCALE = 2.0  # s in W + s·B·A, as with lora_alpha = 2 · rank
-CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
 READOUT_FILE = "model.safetensors"  # also of adapters, in folders that earlier versions have written
 
 
@@ -241,19 +240,24 @@ def save_trained(weights: dict[str, Tensor], folder: Path) -> None:
     save_file(trained, folder / READOUT_FILE, metadata={"format": "pt"})
 
 
-def find_adapters(name: str | Path, **hub: Any) -> Path:
+def _find_adapters(source: ModelSource) -> Path:
     """Find the file with the adapters of a LoRA model, in a folder or on the hub."""
     for file in (WEIGHT_FILE, READOUT_FILE):
-        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
+        found = cached_file(source.place, file, _raise_exceptions_for_missing_entries=False, **source.hub)
         if found is not None:
             return Path(found)
     raise ModelError(
-        f"{str(name)!r} holds neither {WEIGHT_FILE} nor {READOUT_FILE}.", "copy or download the whole folder again."
+        f"{source.place!r} holds neither {WEIGHT_FILE} nor {READOUT_FILE}.", "copy or download the whole folder again."
     )
 
 
-def load_adapters(model: nn.Module, file: Path) -> None:
-    """Load adapters and head into a reward model whose backbone has adapters already."""
+def load_adapters(model: Any, source: ModelSource) -> None:
+    """Load adapters or a readout, and the head, into a reward model of the same shape."""
+    with source.explained("a readout" if model.config.readout else "adapters"):
+        _load_file(model, _find_adapters(source))
+
+
+def _load_file(model: nn.Module, file: Path) -> None:
     weights = {_model_name(name): tensor for name, tensor in load_file(file).items()}
     missing = [name for name in _without_backbone(model.state_dict()) if name not in weights]
     if missing:
@@ -265,9 +269,8 @@ def load_adapters(model: nn.Module, file: Path) -> None:
 def load_beside_backbone(
     kind: Any,
     config: RewardModelConfig,
-    name: str | Path,
-    given_backbone: str | Path | None,
-    hub: dict[str, Any],
+    source: ModelSource,
+    given_backbone: ModelName | None,
     dtype: Any = None,
     torch_dtype: Any = None,
     **loading: Any,
@@ -281,41 +284,37 @@ def load_beside_backbone(
     assert config.backbone is not None
     origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
     what = "readout" if config.readout else "LoRA reward model"
-    source = find_backbone_source(origin, Path(name) if Path(name).is_dir() else None, what)
+    backbone = origin.find(source.folder, what)
     loading = {key: value for key, value in loading.items() if key not in ("revision", "subfolder")}  # of the adapters
-    if origin.is_hub and not Path(source).is_dir():
-        loading["revision"] = origin.revision
     wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
     model = kind._over_backbone(
-        source,
+        backbone,
         config.attributes,
         config.backbone.num_hidden_layers,
         torch.float32 if wanted == "auto" else getattr(torch, wanted),
-        loading,
+        {**loading, **backbone.hub},
         **_options(config),
     )
     if config.lora_rank:
         add_adapters(model.backbone, config.lora_rank)
         model.config.lora_rank = config.lora_rank
-    found = str(Path(source).resolve()) if Path(source).is_dir() else source
-    model.config.set_origin(replace(origin, name=found))
-    with explained(name, "a readout" if config.readout else "adapters", hub):
-        load_adapters(model, find_adapters(name, **hub))
+    model.config.set_origin(replace(origin, name=backbone.full_name))
+    load_adapters(model, source)
     if model.readout is not None:
         model.backbone.requires_grad_(False)
-        check_base(model.readout.sketch, model.backbone, repr(source))
+        check_base(model.readout.sketch, model.backbone, repr(backbone.name))
     return model
 
 
-def load_beside_lm(kind: Any, config: RewardModelConfig, name: str | Path, lm: Any, hub: dict[str, Any]) -> Any:
+def load_beside_lm(kind: Any, config: RewardModelConfig, source: ModelSource, lm: Any) -> Any:
     """Load a reward model with a readout, which shares the weights of the language model that is to be steered."""
-    with explained(name, "a readout", hub):
-        file = find_adapters(name, **hub)
+    with source.explained("a readout"):
+        file = _find_adapters(source)
         sketch = load_file(file)["readout.sketch"]
     check_base(sketch, find_backbone(lm, type(lm).__name__))  # first, since other shapes could not be loaded
-    model = kind._over_lm(lm, find_tokenizer(name, **hub), "the language model", config.attributes, **_options(config))
+    model = kind._over_lm(lm, find_tokenizer(source), "the language model", config.attributes, **_options(config))
     model.config.set_origin(config.origin)
-    load_adapters(model, file)
+    _load_file(model, file)
     return model
 
 

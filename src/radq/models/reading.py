@@ -18,11 +18,11 @@ from radq.errors import ContextLengthError
 from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
-from radq.models.peft_adapter import refuse_soft_prompts
 from radq.models.prompt_graphs import prompt_graphs
 from radq.models.prompt_parts import PartlyRead, prompt_parts, read_texts
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
 from radq.numerics import log_probabilities
+from radq.sources.peft_adapter import refuse_soft_prompts
 
 TOKENS_PER_FORWARD = 16384  # of prompts, at least
 NUMBERS_PER_FORWARD = 2**26  # of hidden states, on an accelerator: small models read more tokens at once, and wait less

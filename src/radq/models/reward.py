@@ -31,19 +31,16 @@ from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
 from radq.models import packing
 from radq.models.config import RewardModelConfig
-from radq.models.hub import HUB_OPTIONS, explained, quiet
 from radq.models.loading import (
     find_backbone,
     find_tokenizer,
     load_causal_lm,
     load_config,
     load_weights,
-    resolve,
     to_device,
 )
 from radq.models.lora import (
     add_adapters,
-    find_adapters,
     load_adapters,
     load_beside_backbone,
     load_beside_lm,
@@ -52,14 +49,14 @@ from radq.models.lora import (
     save_trained,
     unfold_adapters,
 )
-from radq.models.origins import identify_backbone
 from radq.models.prompt_parts import prompt_parts
 from radq.models.reading import Reader
 from radq.models.readout import Readout, ReadoutConfig, sketch_weights
 from radq.models.reward_state import RewardState
-from radq.models.stored import require_reward_model
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary, writes_bos
 from radq.numerics import at_least_float32
+from radq.sources.hub import HUB_OPTIONS, quiet
+from radq.sources.model_source import ModelName, ModelSource, require_reward_model
 
 # Their modules import this one, so they are imported when one of them is needed.
 KINDS = {"q": "radq.models.rad_q:RadQ", "v": "radq.models.rad_v:RadV"}
@@ -101,7 +98,7 @@ class RewardModel(PreTrainedModel):
     @classmethod
     def _over_backbone(
         cls,
-        name: str | Path,
+        name: ModelName,
         attributes: Sequence[str],
         num_layers: int | None,
         dtype: torch.dtype,
@@ -109,16 +106,16 @@ class RewardModel(PreTrainedModel):
         **options: Any,
     ) -> Any:
         """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
-        lm = load_causal_lm(name, num_layers, dtype, **loading)
-        tokenizer = find_tokenizer(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
-        model = cls._over_lm(lm, tokenizer, name, attributes, **options)
+        source = ModelSource.find(name, **_pick_hub(loading))
+        lm = load_causal_lm(source, num_layers, dtype, **loading)
+        model = cls._over_lm(lm, find_tokenizer(source), source, attributes, **options)
         model.freeze_embeddings()
         return model
 
     @classmethod
     def _over_base(
         cls,
-        name: str | Path,
+        name: ModelName,
         attributes: Sequence[str],
         num_layers: int | None,
         width: int | None,
@@ -126,16 +123,17 @@ class RewardModel(PreTrainedModel):
         **options: Any,
     ) -> Any:
         """Make an untrained model that reads hidden states of a language model, which stays as it is."""
-        shape = load_config(name)
+        source = ModelSource.find(name)
+        shape = load_config(source)
         readout = ReadoutConfig.choose(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
-        model = cls._over_backbone(name, attributes, None, dtype, readout=readout.to_dict(), **options)
+        model = cls._over_backbone(source, attributes, None, dtype, readout=readout.to_dict(), **options)
         model.backbone.requires_grad_(False)
         model.readout.sketch.copy_(sketch_weights(model.backbone))
-        model.config.set_origin(identify_backbone(name))
+        model.config.set_origin(source.origin)
         return model
 
     @classmethod
-    def _over_lm(cls, lm: Any, tokenizer: Any, name: str | Path, attributes: Sequence[str], **options: Any) -> Any:
+    def _over_lm(cls, lm: Any, tokenizer: Any, name: ModelName, attributes: Sequence[str], **options: Any) -> Any:
         """Make an untrained model over the backbone of a language model, which it shares with the language model."""
         if isinstance(attributes, str) or not attributes or len(set(attributes)) != len(attributes):
             raise OptionError(f"attributes must be a list of different names, got {attributes!r}.", "give one or more.")
@@ -198,7 +196,7 @@ class RewardModel(PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: str | Path,
+        pretrained_model_name_or_path: ModelName,
         device: str | torch.device | None = None,
         *,
         backbone: str | Path | None = None,
@@ -222,26 +220,27 @@ class RewardModel(PreTrainedModel):
         """
         if device is not None and kwargs.get("device_map") is not None:
             raise OptionError(f"both device ({device}) and device_map are given.", "give one of them.")
-        name = resolve(pretrained_model_name_or_path)
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        stored = _read_stored_config(name, **hub)
+        source = ModelSource.find(pretrained_model_name_or_path, **_pick_hub(kwargs))
+        stored = _read_stored_config(source)
         kind = import_kind(stored["kind"])
         if not issubclass(kind, cls):
-            raise ModelError(f"{str(name)!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel.")
+            raise ModelError(
+                f"{source.place!r} holds a {kind.__name__}, not a {cls.__name__}.", "load it by RewardModel."
+            )
         kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
         config: Any = kwargs.pop("config", None) or RewardModelConfig.from_dict(stored)
         if config.readout and lm is not None:
-            return load_beside_lm(kind, config, name, lm, hub)
+            return load_beside_lm(kind, config, source, lm)
         if config.beside_backbone:
-            model: Any = load_beside_backbone(kind, config, name, backbone, hub, **kwargs)
+            model: Any = load_beside_backbone(kind, config, source, backbone, **kwargs)
         else:
             if attention := kwargs.pop("attn_implementation", None):
                 config.backbone._attn_implementation = attention
-            model = load_weights(super(RewardModel, kind).from_pretrained, name, config=config, **kwargs)
-        model.tokenizer = find_tokenizer(name, **hub) or model.tokenizer  # beside adapters: that of the backbone
+            model = load_weights(super(RewardModel, kind).from_pretrained, source, config=config, **kwargs)
+        model.tokenizer = find_tokenizer(source) or model.tokenizer  # beside adapters: that of the backbone
         model.freeze_embeddings()
         if kwargs.get("device_map") is None:
-            return to_device(model, name, device, kwargs.get("dtype", kwargs.get("torch_dtype")))
+            return to_device(model, source.place, device, kwargs.get("dtype", kwargs.get("torch_dtype")))
         _check_one_device(model)
         return model.eval()
 
@@ -253,8 +252,7 @@ class RewardModel(PreTrainedModel):
     def load_trained(self, folder: str | Path) -> None:
         """Load the trained weights from a folder that a model of this shape has saved, such as a checkpoint."""
         if self.config.beside_backbone:
-            with explained(folder, "a readout" if self.config.readout else "adapters"):
-                load_adapters(self, find_adapters(folder))
+            load_adapters(self, ModelSource.find(folder))
         else:
             saved = load_weights(super(RewardModel, type(self)).from_pretrained, folder, dtype=self.dtype)
             self.load_state_dict(saved.state_dict())
@@ -263,7 +261,7 @@ class RewardModel(PreTrainedModel):
         """Freeze the backbone and add adapters to it. Only adapters and head are then trained and saved."""
         add_adapters(self.backbone, rank)
         self.config.lora_rank = rank
-        self.config.set_origin(identify_backbone(backbone_name))
+        self.config.set_origin(ModelSource.find(backbone_name).origin)
 
     def train(self, mode: bool = True) -> Any:
         if mode and self.config.lora_rank:
@@ -468,11 +466,15 @@ def _check_one_device(model: RewardModel) -> None:
         )
 
 
-def _read_stored_config(name: str | Path, **hub: Any) -> dict[str, Any]:
-    with explained(name, "a reward model", hub):
-        stored, _ = RewardModelConfig.get_config_dict(name, **hub)
-    require_reward_model(name, stored)
+def _read_stored_config(source: ModelSource) -> dict[str, Any]:
+    with source.explained("a reward model"):
+        stored, _ = RewardModelConfig.get_config_dict(source.place, **source.hub)
+    require_reward_model(source.place, stored)
     return stored
+
+
+def _pick_hub(loading: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: loading[key] for key in HUB_OPTIONS if key in loading}
 
 
 def import_kind(kind: str) -> type[RewardModel]:

@@ -18,11 +18,11 @@ from transformers.initialization import no_init_weights
 
 from radq.errors import ModelError
 from radq.files import MODEL_FILES, require_own_folder, whole_folder
-from radq.models.hub import quiet
 from radq.models.lora import merged_weights
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import writes_bos
+from radq.sources.hub import quiet
 
 HEADS = ("score", "classifier")  # names of the last layer of transformers' token classifiers
 # What programs such as vLLM do to the logits, so that their scores are rewards: nothing, or σ.

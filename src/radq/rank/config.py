@@ -8,7 +8,7 @@ import tyro
 
 from radq.data.tables import check_sources
 from radq.errors import OptionError
-from radq.models.stored import check_language_model, check_reward_model
+from radq.sources.model_source import check_language_model, check_reward_model
 
 if TYPE_CHECKING:
     from radq.data.label_scale import LabelRules

@@ -13,10 +13,10 @@ from typing import Any
 
 from radq.evaluation.estimates import TRUSTED_PROMPTS, Estimate
 from radq.evaluation.metrics import ATTRIBUTE_METRICS
-from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.report.curves import Curve, Step, find_curves, find_unguided
 from radq.report.results import NAN, Result, Run, metric_and_judge, printable, unique
 from radq.report.tables import Entry, Table, interval, metric_order, number
+from radq.sources.embedded import EMBEDDED, HUB_NAME
 
 MAX_PERPLEXITY_RATIO = 1.5  # guided to unguided: each guide is shown at its strongest β that stays below
 PERPLEXITY = "perplexity"

@@ -34,11 +34,11 @@ from radq.models.calibration import (
     note_share,
     shipped_strengths,
 )
-from radq.models.embedded import EMBEDDED
-from radq.models.stored import check_language_model
 from radq.serving.allowed_hosts import check_host
 from radq.serving.strengths import SETTINGS, note_shares, read_strengths
 from radq.settings import Range, build, load_yaml
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import check_language_model
 
 LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
 OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths

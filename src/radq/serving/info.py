@@ -5,8 +5,8 @@ from importlib.metadata import version
 from typing import Any
 
 from radq.decoding.config import DEFAULT_KL_BUDGET
-from radq.models.embedded import EMBEDDED, HUB_NAME
 from radq.serving.config import ServeConfig
+from radq.sources.embedded import EMBEDDED, HUB_NAME
 
 VERSION = version("radq")
 Ranges = Mapping[str, Sequence[float] | None]  # lowest and highest reward of each guide

@@ -12,13 +12,13 @@ import torch
 
 from radq.guides import Guide, RewardGuide
 from radq.guides.spec import guide_maker
-from radq.models.embedded import EMBEDDED
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.readout import join_layers, pick_layers
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
 from radq.serving.config import GuideEntry
+from radq.sources.embedded import EMBEDDED
 
 Model = tuple[str, tuple[tuple[str, float], ...]]  # a folder, and the numbers of its guide that are no strengths
 

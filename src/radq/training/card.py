@@ -15,10 +15,10 @@ import yaml
 from radq.data.label_scale import read_scale
 from radq.errors import OptionError
 from radq.models.calibration import Calibration, read_calibrations
-from radq.models.embedded import EMBEDDED, HUB_NAME
-from radq.models.hub import find_snapshot, looks_like_path
-from radq.models.stored import read_config
 from radq.settings import read_yaml
+from radq.sources.embedded import EMBEDDED, HUB_NAME
+from radq.sources.hub import looks_like_path
+from radq.sources.model_source import ModelSource
 from radq.training.config import RewardTrainingConfig
 from radq.training.outcome import find_language_model
 from radq.training.run_folder import LABELS, RESULTS, SETTINGS
@@ -36,7 +36,7 @@ LIMITS = """- Rewards are meant for language models with the vocabulary of the b
 def write_card(folder: str | Path, name: str, license: str | None = None) -> str:  # noqa: A002
     """Write the card of a reward model that will be called `name` on the hub, as markdown with a YAML header."""
     folder = Path(folder)
-    model, run, results = read_config(folder), _read_run(folder), _read_json(folder / RESULTS)
+    model, run, results = ModelSource.find(folder).config, _read_run(folder), _read_json(folder / RESULTS)
     base = _describe_base(model, run)
     title = f"# {name.rpartition('/')[2]}"
     parts = [_write_header(run, base, license), title, _describe_model(model, base), _show_use(name, model)]
@@ -75,7 +75,7 @@ def _describe_base(model: dict[str, Any], run: RewardTrainingConfig | None) -> t
         return "", None
     if looks_like_path(str(found)) or Path(str(found)).is_dir():
         return Path(str(found)).name, None
-    return str(found), model.get("backbone_revision") or find_snapshot(str(found)).name
+    return str(found), model.get("backbone_revision") or ModelSource.find(found).revision
 
 
 def _write_header(run: RewardTrainingConfig | None, base: tuple[str, str | None], license: str | None) -> str:  # noqa: A002

@@ -6,7 +6,7 @@ from radq.data.prompts import read_prompts
 from radq.data.tables import check_sources
 from radq.errors import OptionError
 from radq.judges.classifier_names import check_classifier
-from radq.models.stored import check_language_model, check_reward_model
+from radq.sources.model_source import check_language_model, check_reward_model
 from radq.training.run_config import TrainingConfig
 from radq.training.run_folder import check_run_folder
 from radq.training.teacher_names import check_teachers, needs_base

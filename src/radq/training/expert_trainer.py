@@ -15,8 +15,8 @@ from transformers import EvalPrediction, PreTrainedModel
 
 from radq.data.dataset import RewardData
 from radq.guides.expert import class_log_posterior
-from radq.models.hub import quiet
 from radq.numerics import log_probabilities
+from radq.sources.hub import quiet
 from radq.training.config import ExpertTrainingConfig
 from radq.training.losses import gedi_loss, text_loss
 from radq.training.trainer import BatchTrainer

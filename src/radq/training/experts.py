@@ -24,10 +24,10 @@ from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, explained_writing, require_room, whole_file, whole_folder
 from radq.guides.folders import ANTI_EXPERT, EXPERT
-from radq.models.fingerprints import fingerprint_model
-from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.vocabulary import find_bos
+from radq.sources.hub import quiet
+from radq.sources.model_source import ModelSource
 from radq.training.arguments import make_arguments
 from radq.training.checkpoints import find_checkpoints
 from radq.training.checks import check_run
@@ -79,7 +79,7 @@ def train_experts(
         found = load_run_data(config, start, progress and processes.is_main_process, scales)
     config, data, eval_data = found.config, found.train, found.evaluation
     parts = list(_split(config, data, eval_data))
-    contents = {"data": data.fingerprint, "backbone": fingerprint_model(config.backbone)}
+    contents = {"data": data.fingerprint, "backbone": ModelSource.find(config.backbone).fingerprint}
     contents |= {} if eval_data is None else {"eval_data": eval_data.fingerprint}
     if resume:
         check_resumed(out, config, contents)

@@ -10,8 +10,8 @@ from typing import Any
 
 from radq.errors import ModelError, OptionError, ServerError, first_line
 from radq.files import MODEL_FILES
-from radq.models.embedded import EMBEDDED
-from radq.models.stored import check_reward_model, read_config
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import ModelSource, check_reward_model
 from radq.training.card import write_card
 
 CARD = "README.md"
@@ -66,7 +66,7 @@ def _find_files(folder: Path) -> list[Path]:
 
 
 def _warn_of_local_backbone(folder: Path) -> None:
-    stored = read_config(folder)
+    stored = ModelSource.find(folder).config
     name, revision = stored.get("backbone_name"), stored.get("backbone_revision")
     if name and name != EMBEDDED and not revision:
         warnings.warn(

@@ -19,7 +19,6 @@ from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
-from radq.models.fingerprints import fingerprint_model
 from radq.models.loading import (
     find_backbone,
     find_tokenizer,
@@ -32,6 +31,7 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
+from radq.sources.model_source import ModelSource
 from radq.training.arguments import choose_precision, training_device
 from radq.training.candidates import CandidateMaker
 from radq.training.checks import check_run
@@ -103,7 +103,7 @@ def train(
     if teacher is not None and config.base:
         maker = _prepare_candidates(config, model, teacher, found, shows)
         contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
-        contents["base_files"] = fingerprint_model(config.base)
+        contents["base_files"] = ModelSource.find(config.base).fingerprint
     states = _prepare_states(config, model, found, contents["backbone"], shows) if config.cache_states else []
     if resume:
         check_resumed(out, config, contents)
@@ -295,7 +295,7 @@ def _fingerprint_contents(
     contents = {"data": data.fingerprint, "backbone": fingerprint_tensors(sorted(frozen.items()))}
     for name, model_name in (("init", config.init), ("backbone_files", config.backbone)):
         if model_name:
-            contents[name] = fingerprint_model(model_name)
+            contents[name] = ModelSource.find(model_name).fingerprint
     if eval_data is not None:
         contents["eval_data"] = eval_data.fingerprint
     if teacher is not None:

@@ -23,8 +23,8 @@ from radq.guides.base import ReadsOnce
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import find_kind, load_guide, parse_guide
 from radq.models.reward import RewardModel
-from radq.models.stored import require_attributes
 from radq.models.vocabulary import Vocabulary
+from radq.sources.model_source import require_attributes
 from radq.training.arguments import in_precision
 from radq.training.teacher_names import find_reward_models, split_teachers
 

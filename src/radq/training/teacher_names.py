@@ -7,8 +7,8 @@ from pathlib import Path
 
 from radq.errors import OptionError
 from radq.guides.spec import GUIDES, check_guide, find_kind, parse_guide
-from radq.models.embedded import EMBEDDED
-from radq.models.stored import check_reward_model
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import check_reward_model
 
 
 def split_teachers(text: str) -> list[str]:

@@ -38,9 +38,9 @@ from radq.errors import (
     first_line,
 )
 from radq.files import explained_writing
-from radq.models.hub import quiet
 from radq.models.kv_cache import known_positions
 from radq.numerics import empty_cache, without_emulation_notice
+from radq.sources.hub import quiet
 from radq.training.arguments import make_arguments
 from radq.training.callbacks import EpochCallback, MetricsCallback, RunCallback, SavingCallback, point_to_best
 from radq.training.capture import CapturedSteps, can_capture

@@ -32,8 +32,8 @@ from radq.errors import OptionError
 from radq.evaluation.estimates import MAX_RESAMPLES
 from radq.evaluation.metrics import METRICS, check_metric
 from radq.guides.spec import check_guide
-from radq.models.stored import check_language_model, check_reward_model
 from radq.settings import COUNT, Range, check_values, exact, read_yaml
+from radq.sources.model_source import check_language_model, check_reward_model
 
 UNGUIDED = "none"
 WHILE_DECODING = "base"  # perplexity under the base model, from the logits that each token was chosen by

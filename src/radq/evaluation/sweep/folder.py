@@ -19,7 +19,7 @@ from radq.errors import OptionError
 from radq.evaluation.sweep.config import Sweep, dump_sweep, find_changes, fingerprint_prompts
 from radq.files import require_own_folder, whole_file
 from radq.guides.folders import fingerprint_guide
-from radq.models.fingerprints import fingerprint_model
+from radq.sources.model_source import ModelSource
 
 FINGERPRINTS = "fingerprints.json"
 FILES = ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl", FINGERPRINTS)
@@ -81,7 +81,7 @@ def _require_same_sweep(folder: Path, asked: dict[str, Any]) -> None:
 
 def require_same_writers(folder: Path, sweep: Sweep) -> None:
     """Refuse to go on with the texts of a folder if the base model or a guide has changed."""
-    found = {"the base model": fingerprint_model(sweep.base)}
+    found = {"the base model": ModelSource.find(sweep.base).fingerprint}
     for name, guide in sweep.guides.items():
         if guide.folder:
             found[f"the guide {name!r}"] = fingerprint_guide(guide.folder, guide.weights)

@@ -29,8 +29,8 @@ from radq.judges.base import CachedJudge, Judge
 from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.models import UnitJudge, load_judge
 from radq.judges.pairs import load_pair_judge, score_pairs
-from radq.models.fingerprints import fingerprint_model
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
+from radq.sources.model_source import ModelSource
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
 ENDS = ("ended", "length")  # of every text; no model is needed to measure them
@@ -120,7 +120,7 @@ def check_instruments(sweep: Sweep, device: str) -> dict[str, str]:
     found = {f"the judge {name!r}": _load_judge(use, device).name for name, use in sweep.judges.items()}
     if sweep.perplexity not in (None, WHILE_DECODING):
         load_config(sweep.perplexity)
-        found["the model that measures perplexity"] = fingerprint_model(sweep.perplexity)
+        found["the model that measures perplexity"] = ModelSource.find(sweep.perplexity).fingerprint
     if sweep.mauve is not None:
         found["the encoder of MAUVE"] = load_encoder(sweep.mauve, device).name
     return found

@@ -14,9 +14,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from radq.errors import ModelError, OptionError, first_line, require_package
-from radq.models import MODEL_TYPE
-from radq.models.embedded import EMBEDDED
-from radq.models.hub import quiet, require_source
+from radq.sources import MODEL_TYPE
+from radq.sources.embedded import EMBEDDED
+from radq.sources.hub import quiet, require_source
 
 CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -32,10 +32,6 @@ class PeftAdapter:
     @property
     def weights(self) -> Path:
         return self.folder / WEIGHT_FILE
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return (self.folder / "tokenizer_config.json").is_file()
 
     @property
     def replaced(self) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError
-from radq.models.hub import quiet
 from radq.models.loading import load_causal_lm
-from radq.models.origins import fingerprint_weights, identify_backbone
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
+from radq.sources.hub import quiet
+from radq.sources.model_source import ModelSource
 
 IDS = torch.tensor([[5, 9, 3, 12]])
 
@@ -52,7 +52,7 @@ def test_the_working_directory_does_not_matter(world: Path, monkeypatch: pytest.
     model.save_pretrained("runs/praise")
     stored = json.loads(Path("runs/praise/config.json").read_text())
     assert stored["backbone_name"] == "../../lm"
-    assert stored["backbone_fingerprint"] == fingerprint_weights(Path("lm"))
+    assert stored["backbone_fingerprint"] == ModelSource.find(Path("lm")).weights_fingerprint
     expected = model.token_rewards(IDS)
     monkeypatch.chdir(tmp_path)
     assert torch.equal(RewardModel.from_pretrained(world / "runs/praise").token_rewards(IDS), expected)
@@ -99,14 +99,14 @@ def test_a_backbone_with_other_weights_is_refused(world: Path, lm_folders: dict[
 
 
 def test_a_fingerprint_knows_numbers_not_files(world: Path) -> None:
-    before = fingerprint_weights(world / "lm")
+    before = ModelSource.find(world / "lm").weights_fingerprint
     lm = load_causal_lm(world / "lm")
     with quiet():
         lm.save_pretrained(world / "sharded", max_shard_size="2KB")
     assert len(list((world / "sharded").glob("*.safetensors"))) > 1
-    assert fingerprint_weights(world / "sharded") == before
+    assert ModelSource.find(world / "sharded").weights_fingerprint == before
     change_weights(world / "lm")
-    assert fingerprint_weights(world / "lm") != before
+    assert ModelSource.find(world / "lm").weights_fingerprint != before
 
 
 def test_a_folder_of_an_earlier_version_loads(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,9 @@ def test_model_and_backbone_from_the_hub(
     toy_tokenizer.save_pretrained(world / "lm")
     commit = put_into_hub_cache(world / "lm", "someone/lm", cache)
     options: dict[str, Any] = {"cache_dir": str(cache), "local_files_only": True}
-    origin = identify_backbone("someone/lm")
+    origin = ModelSource.find("someone/lm").origin
     assert (origin.name, origin.revision) == ("someone/lm", commit)
-    assert origin.fingerprint == fingerprint_weights(world / "lm")
+    assert origin.fingerprint == ModelSource.find(world / "lm").weights_fingerprint
     model = make_adapted("someone/lm")
     model.save_pretrained(world / "praise")
     put_into_hub_cache(world / "praise", "me/praise", cache)

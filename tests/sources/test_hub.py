@@ -11,10 +11,10 @@ import pytest
 from huggingface_hub import constants
 
 from radq.errors import ModelError
-from radq.models import hub
-from radq.models.hub import looks_like_path, require_source
 from radq.models.loading import load_causal_lm, load_tokenizer
-from radq.models.stored import check_language_model, read_config
+from radq.sources import hub
+from radq.sources.hub import looks_like_path, require_source
+from radq.sources.model_source import ModelSource, check_language_model
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_paths_are_never_asked_for(name: str, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(hub, "_hub_answers", lambda: pytest.fail("the hub was asked"))
     if name in (".", ""):
         with pytest.raises(ModelError, match="config.json"):
-            read_config(name)
+            _ = ModelSource.find(name).config
         return
     assert looks_like_path(name)
     with pytest.raises(ModelError, match="there is no folder"):
@@ -112,7 +112,7 @@ def test_a_cached_name_needs_no_hub(online: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
     (folder / "snapshots" / "abc" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert read_config("me/mine") == {"model_type": "gpt2"}
+    assert ModelSource.find("me/mine").config == {"model_type": "gpt2"}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         check_language_model("me/other")

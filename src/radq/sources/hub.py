@@ -3,11 +3,10 @@
 Importing this module imports neither torch nor transformers, so that a wrong name is refused at once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -24,16 +23,15 @@ def looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
-def require_source(name: str | Path, cache_dir: str | Path | None = None) -> None:
+def require_source(name: str, cache_dir: str | Path | None = None) -> None:
     """Refuse a name that is no folder, that the cache of the hub does not hold, and that cannot be fetched now."""
     if Path(name).is_dir():
         return
     if Path(name).suffix == ".gguf" and Path(name).is_file():
         raise ModelError(
-            f"{str(name)!r} is a GGUF file.",
+            f"{name!r} is a GGUF file.",
             "convert it: `from radq.models.gguf import convert_gguf; convert_gguf(FILE, FOLDER)`.",
         )
-    name = str(name)
     if looks_like_path(name):
         raise ModelError(f"there is no folder {name!r}.", HINT)
     from huggingface_hub import constants
@@ -48,16 +46,13 @@ def require_source(name: str | Path, cache_dir: str | Path | None = None) -> Non
         raise ModelError(f"there is no folder {name!r} here, and the hub {constants.ENDPOINT} cannot be reached.", HINT)
 
 
-def find_file(name: str | Path, file: str) -> Path:
-    """The place of a file of a folder or hub name; one of the hub is fetched unless the cache holds it."""
-    require_source(name)
-    if Path(name).is_dir():
-        return Path(name) / file
+def fetch_file(name: str, file: str) -> Path:
+    """The place of a file of a hub name, which is fetched unless the cache holds it."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(str(name), file)
+    cached = try_to_load_from_cache(name, file)
     try:
-        return Path(cached if isinstance(cached, str) else hf_hub_download(str(name), file))
+        return Path(cached if isinstance(cached, str) else hf_hub_download(name, file))
     except OSError as error:
         raise _explain(error, name, file) from error
 
@@ -94,16 +89,6 @@ def _hub_answers() -> bool:
     return bool(answers)
 
 
-def find_snapshot(name: str) -> Path:
-    """The folder in which the files of a hub name lie; its own name is the commit."""
-    from transformers.utils.hub import cached_file
-
-    with explained(name, "a model configuration"):
-        file = cached_file(name, "config.json")
-    assert file is not None  # or it had raised
-    return Path(file).parent
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide transformers' load reports and progress bars inside the block; radq raises what matters in them."""
@@ -121,13 +106,8 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def explained(name: str | Path, what: str, hub: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
-    """Turn what transformers raises while loading into one line that names the folder and a way out.
-
-    Args:
-        hub: the options among `HUB_OPTIONS` with which the name is loaded.
-    """
-    require_source(name, hub.get("cache_dir"))
+def explained(name: str | Path, what: str) -> Iterator[None]:
+    """Turn what transformers raises while loading into one line that names the folder and a way out."""
     try:
         with quiet():
             yield

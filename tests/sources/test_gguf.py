@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, WriteError
-from radq.models.gguf import convert_gguf
+from radq.sources.gguf import convert_gguf
 
 NAMES = {  # of the tensors of a layer, here and in GGUF
     "input_layernorm": "attn_norm",

@@ -15,12 +15,11 @@ from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import ModelError
 from radq.judges.classifiers import load_classifier
-from radq.models.fingerprints import fingerprint_model, identify
-from radq.models.hub import quiet
 from radq.models.loading import load_tokenizer
-from radq.models.origins import fingerprint_weights
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
+from radq.sources.hub import quiet
+from radq.sources.model_source import ModelSource
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
 TEXTS = ["the film was good .", "the film was quite bad and dull ."]
@@ -105,8 +104,8 @@ def test_scale_adapter_and_base_model_are_in_the_fingerprints(adapter: Path, toy
     shutil.copy(toy / "tokenizer.json", tmp_path / "base")
     settings["base_model_name_or_path"] = str(tmp_path / "base")
     (other / "adapter_config.json").write_text(json.dumps(settings))
-    for name in (fingerprint_weights, fingerprint_model, identify):
-        assert len({name(one) for one in (toy, adapter, scaled, other)}) == 4
+    for name in ("weights_fingerprint", "fingerprint", "identity"):
+        assert len({getattr(ModelSource.find(one), name) for one in (toy, adapter, scaled, other)}) == 4
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from radq import files
 from radq.files import SETTLED, remember
-from radq.models.fingerprints import fingerprint_model
 from radq.models.rad_q import RadQ
+from radq.sources.model_source import ModelSource
 
 HOUR = 3600
 
@@ -37,14 +37,14 @@ def test_every_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
     tensors = {name: torch.randn(300, 1000) for name in ("embedding", "layer", "norm", "unembedding")}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    before = fingerprint_model(tmp_path)
+    before = ModelSource.find(tmp_path).fingerprint
     for name in tensors:
         changed = load_file(tmp_path / "model.safetensors")
         changed[name][150, 500] += 1
         save_file(changed, tmp_path / "model.safetensors")
-        assert fingerprint_model(tmp_path) != before, name
+        assert ModelSource.find(tmp_path).fingerprint != before, name
     save_file(tensors, tmp_path / "model.safetensors")
-    assert fingerprint_model(tmp_path) == before
+    assert ModelSource.find(tmp_path).fingerprint == before
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_every_tensor_of_a_large_file_counts(tmp_path: Path) -> None:
 )
 def test_every_file_that_answers_depend_on_counts(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("one")
-    before = fingerprint_model(tmp_path)
+    before = ModelSource.find(tmp_path).fingerprint
     (tmp_path / name).write_text("two")
-    assert fingerprint_model(tmp_path) != before
+    assert ModelSource.find(tmp_path).fingerprint != before
 
 
 @pytest.mark.parametrize("name", ["calibration.json", "README.md", "results.json", "metrics.jsonl", "checkpoint-5/x"])
@@ -62,7 +62,7 @@ def test_what_is_written_about_a_model_does_not_count(toy: Path, tmp_path: Path,
     folder = shutil.copytree(toy, tmp_path / "elsewhere")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("0.9")
-    assert fingerprint_model(folder) == fingerprint_model(toy)
+    assert ModelSource.find(folder).fingerprint == ModelSource.find(toy).fingerprint
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -77,10 +77,10 @@ def test_the_backbone_beside_which_a_reward_model_stands_counts(
         model = RadQ.from_backbone(tmp_path / "base", ["praise"])
         model.add_lora(2, str(tmp_path / "base"))
     model.save_pretrained(tmp_path / "guide")
-    before = fingerprint_model(tmp_path / "guide")
-    assert fingerprint_model(tmp_path / "guide") == before
+    before = ModelSource.find(tmp_path / "guide").fingerprint
+    assert ModelSource.find(tmp_path / "guide").fingerprint == before
     change_in_place(tmp_path / "base" / file, -1 if file == "model.safetensors" else 1)
-    assert fingerprint_model(tmp_path / "guide") != before
+    assert ModelSource.find(tmp_path / "guide").fingerprint != before
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from radq.decoding.generate import generate
 from radq.errors import ModelError, UnknownAttributeError
 from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
-from radq.models import embedded, gguf
 from radq.models.calibration import shipped_calibrations, shipped_strengths
-from radq.models.fingerprints import fingerprint_model
 from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.reward import RewardModel
 from radq.settings import read_yaml
+from radq.sources import embedded, gguf
+from radq.sources.model_source import ModelSource
 from radq.training.config import RewardTrainingConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "embedded"
@@ -74,12 +74,12 @@ def test_a_conversion_that_broke_off_is_done_again(package: list[Path], monkeypa
 def test_a_conversion_that_was_changed_is_refused(package: list[Path]) -> None:
     folder = embedded.base_folder()
     name = embedded.base_name()
-    assert fingerprint_model(folder) == fingerprint_model("embedded") == name
+    assert ModelSource.find(folder).fingerprint == ModelSource.find("embedded").fingerprint == name
     weights = load_file(folder / "model.safetensors")
     save_file({key: value * 1.1 for key, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="have changed since it was converted"):
         load_causal_lm("embedded")
-    assert name not in fingerprint_model(folder)  # under its own name it is a model like any other
+    assert name not in ModelSource.find(folder).fingerprint  # under its own name it is a model like any other
     shutil.rmtree(folder)
     assert load_causal_lm("embedded")
     (folder / embedded.RECORD).unlink()  # as an older radq leaves it
