@@ -59,7 +59,7 @@ def test_names_of_the_hub_are_no_paths(name: str) -> None:
 def test_a_gguf_file_is_to_be_converted(tmp_path: Path) -> None:
     (tmp_path / "small.gguf").touch()
     with pytest.raises(ModelError, match=r"small\.gguf' is a GGUF file\. hint: convert it: .*convert_gguf"):
-        require_source(tmp_path / "small.gguf")
+        require_source(str(tmp_path / "small.gguf"))
 
 
 def test_a_hub_that_is_not_there(online: Path, monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:

@@ -41,7 +41,7 @@ def run(arguments: Arguments) -> None:
     from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
     from radq.errors import OptionError
     from radq.guides.spec import check_guide, find_budget, parse_guide
-    from radq.sources.model_source import check_language_model
+    from radq.sources.model_source import ModelSource, check_language_model
 
     if arguments.limit is not None and arguments.limit < 1:
         raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all questions.")
@@ -49,7 +49,8 @@ def run(arguments: Arguments) -> None:
         raise OptionError(f"there is no file {str(arguments.data)!r}.", "give a file of questions.")
     for specification in arguments.guide:
         check_guide(*parse_guide(specification, arguments.base))
-    check_language_model(arguments.base)
+    base = ModelSource.find(arguments.base)
+    check_language_model(base)
     asked = arguments.kl_budget
     budget = find_budget(arguments.guide, DEFAULT_KL_BUDGET, arguments.base) if asked == "auto" else read_budget(asked)
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
@@ -60,7 +61,7 @@ def run(arguments: Arguments) -> None:
 
     questions = read_questions(arguments.data)[: arguments.limit]
     device = find_device(arguments.device)
-    lm, tokenizer = load(arguments.base, device)
+    lm, tokenizer = load(base, device)
     guide = load_guides(arguments.guide, device, lm=lm, base=arguments.base)
     limit = None if budget == "none" else budget
     runs = {"unguided": (None, None)} | ({} if guide is None else {"guided": (guide, limit)})

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from radq.decoding.config import LogitChanges, Steering
     from radq.decoding.generate import Generation
+    from radq.sources.model_source import ModelSource
 
 KL_BUDGET = (
     "Largest KL divergence per token, in nats, between steered and unsteered distribution; β is scaled down to it, so "
@@ -80,8 +81,10 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     from radq.commands.console import announce, print_json
+    from radq.sources.model_source import ModelSource
 
-    prompts = _check(arguments)
+    base = ModelSource.find(arguments.base)
+    prompts = _check(arguments, base)
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.decoding.generate import generate
     from radq.guides.spec import load_guides
@@ -93,8 +96,8 @@ def run(arguments: Arguments) -> None:
         len(prompts) * arguments.num_samples, arguments.max_new_tokens, "give a smaller --num-samples."
     )
     device = find_device(arguments.device)
-    dtype = choose_dtype(arguments.dtype, arguments.base, device)
-    lm, tokenizer = load(arguments.base, device, dtype)
+    dtype = choose_dtype(arguments.dtype, base, device)
+    lm, tokenizer = load(base, device, dtype)
     guide = load_guides(arguments.guide, device, dtype, arguments.clamp, lm, arguments.base)
     if arguments.stream:
         _print_streams(arguments, prompts, lm, tokenizer, guide)
@@ -170,7 +173,7 @@ def _kl_budget(arguments: Arguments) -> float | None:
     return read_budget(arguments.kl_budget)
 
 
-def _check(arguments: Arguments) -> list[str]:
+def _check(arguments: Arguments, base: "ModelSource") -> list[str]:
     """Refuse what can be refused before torch is imported; return the prompts."""
     from radq.decoding.config import check_counts, check_stop
     from radq.errors import OptionError
@@ -188,7 +191,7 @@ def _check(arguments: Arguments) -> list[str]:
         raise OptionError(f"--stream prints one text of each prompt, and {other} is given.", "give one of the two.")
     for specification in arguments.guide:
         check_guide(*parse_guide(specification, arguments.base))
-    check_language_model(arguments.base)
+    check_language_model(base)
     return prompts
 
 

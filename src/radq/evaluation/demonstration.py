@@ -24,7 +24,7 @@ from radq.judges.base import Judge
 from radq.judges.encoders import load_encoder
 from radq.judges.models import LinearJudge
 from radq.models.calibration import shipped_calibrations
-from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.loading import load
 from radq.models.reward import RewardModel
 from radq.numerics import pad_right
 from radq.sources.embedded import EMBEDDED, judge_folder
@@ -113,7 +113,7 @@ class Comparison:
 
 def load_demo_models(attributes: Sequence[str] = tuple(ATTRIBUTES), device: str = "cpu") -> DemoModels:
     """Load the models. The first call on a machine converts the base model, which takes a quarter of a minute."""
-    lm, tokenizer = load_causal_lm(EMBEDDED, device=device), load_tokenizer(EMBEDDED)
+    lm, tokenizer = load(EMBEDDED, device)
     rewards = {name: RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device) for name in attributes}
     encoder = load_encoder(EMBEDDED, device)
     return DemoModels(

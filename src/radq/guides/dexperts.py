@@ -15,6 +15,7 @@ from radq.guides.expert import Expert, candidate_logits
 from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts
 from radq.models.loading import find_tokenizer, load_causal_lm
 from radq.models.reading import Reader
+from radq.sources.model_source import ModelSource
 
 
 @final
@@ -88,6 +89,6 @@ def load_experts(folder: str | Path, device: str = "cpu", dtype: torch.dtype | s
             f"{str(folder)!r} has no folders {EXPERT!r} and {ANTI_EXPERT!r}.",
             "make them with `radq train-experts --method dexperts`.",
         )
-    parts = [Path(folder) / name for name in (EXPERT, ANTI_EXPERT)]
+    parts = [ModelSource.find(Path(folder) / name) for name in (EXPERT, ANTI_EXPERT)]
     expert, anti_expert = (load_causal_lm(part, dtype=dtype, device=device) for part in parts)
     return {"expert": expert, "anti_expert": anti_expert, "tokenizer": find_tokenizer(parts[0])}

@@ -6,7 +6,7 @@ from typing import Any
 
 from radq.files import fingerprint_values
 from radq.sources.embedded import EMBEDDED
-from radq.sources.model_source import ModelSource
+from radq.sources.model_source import ModelName, ModelSource
 
 EXPERT, ANTI_EXPERT = "expert", "anti"  # folders that `radq train-experts --method dexperts` writes
 
@@ -16,7 +16,7 @@ def holds_experts(folder: str | Path) -> bool:
     return all((Path(folder) / name).is_dir() for name in (EXPERT, ANTI_EXPERT))
 
 
-def read_codes(folder: str | Path) -> dict[str, Any] | None:
+def read_codes(folder: ModelName) -> dict[str, Any] | None:
     """Read GeDi's control codes and scale from config.json; return None if the folder holds another model."""
     return ModelSource.find(folder).config.get("gedi")
 

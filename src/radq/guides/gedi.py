@@ -17,6 +17,7 @@ from radq.guides.expert import Expert, candidate_logits, class_log_posterior, lo
 from radq.guides.folders import read_codes
 from radq.models.loading import find_tokenizer, load_causal_lm
 from radq.models.reading import Reader
+from radq.sources.model_source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,10 @@ def filter_candidates(
 
 def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str = "auto") -> dict[str, Any]:
     """The arguments of `GeDiGuide` other than ω, prior and filter."""
-    stored = read_codes(folder)
+    source = ModelSource.find(folder)
+    stored = read_codes(source)
     if stored is None:
         raise ModelError(f"{str(folder)!r} names no control codes.", "make it with `radq train-experts --method gedi`.")
     high, low = stored["codes"]
-    lm = load_causal_lm(folder, dtype=dtype, device=device)
-    return {"lm": lm, "codes": (high, low), "scale": stored["scale"], "tokenizer": find_tokenizer(folder)}
+    lm = load_causal_lm(source, dtype=dtype, device=device)
+    return {"lm": lm, "codes": (high, low), "scale": stored["scale"], "tokenizer": find_tokenizer(source)}

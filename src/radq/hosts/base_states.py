@@ -88,8 +88,9 @@ def _find_hindrance(vllm_config: Any) -> str | None:
 def _check_weights(guide: RewardGuide, vllm_config: Any) -> None:
     """Raise if vLLM's base model is not the one whose states the readout was trained on."""
     name = vllm_config.model_config.model
-    if ModelSource.find(name).weights_fingerprint != guide.model.config.backbone_fingerprint:
-        guide.check_base(load_causal_lm(name))  # a copy in another data type is the same base model
+    source = ModelSource.find(name)
+    if source.weights_fingerprint != guide.model.config.backbone_fingerprint:
+        guide.check_base(load_causal_lm(source))  # a copy in another data type is the same base model
 
 
 def _has_weights(guide: RewardGuide, vllm_config: Any) -> bool:

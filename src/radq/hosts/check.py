@@ -43,10 +43,11 @@ class _BaseModel:
     """The base model, whose tokens and length of texts guides must agree with."""
 
     def __init__(self, name: str, max_model_len: int | None):
-        from radq.models.loading import load_config, load_tokenizer, max_positions
+        from radq.models.loading import load_config, max_positions
 
-        config = load_config(name)
-        self.name, self.tokenizer = name, load_tokenizer(name)
+        source = ModelSource.find(name)
+        config = load_config(source)
+        self.name, self.tokenizer = name, source.tokenizer
         self.size: int = config.get_text_config().vocab_size
         self.positions, self.length = max_positions(config), max_model_len
 
@@ -80,7 +81,7 @@ def _describe(entry: GuideEntry) -> tuple[Any, int | None, int]:
         backbone = AutoConfig.for_model(**stored["backbone"])
         vocabulary = Vocabulary(*(stored.get("vocabulary") or [backbone.get_text_config().vocab_size]))
         return vocabulary, max_positions(backbone), int(stored.get("prepend_bos", True))
-    folder = Path(entry.folder) / EXPERT if holds_experts(entry.folder) else entry.folder
-    config = load_config(folder)
-    vocabulary = read_vocabulary(config.get_text_config().vocab_size, find_tokenizer(folder))
+    source = ModelSource.find(Path(entry.folder) / EXPERT if holds_experts(entry.folder) else entry.folder)
+    config = load_config(source)
+    vocabulary = read_vocabulary(config.get_text_config().vocab_size, find_tokenizer(source))
     return vocabulary, max_positions(config), 1

@@ -132,13 +132,14 @@ class RewardJudge(Judge):
     group_size = GROUP_SIZE
 
     def __init__(self, folder: str, attribute: str | None, device: str = "cpu"):
-        self.model = RewardModel.from_pretrained(folder, device, dtype=torch.float32)
+        source = ModelSource.find(folder)
+        self.model = RewardModel.from_pretrained(source, device, dtype=torch.float32)
         if self.model.tokenizer is None:
             raise ModelError(f"{folder!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
         self.tokenizer = self.model.tokenizer
         attributes = self.model.config.attributes
         self.attribute = attributes[choose_label(attributes, attribute, folder)]
-        self.name = f"reward:{ModelSource.find(folder).identity}#{self.attribute}"
+        self.name = f"reward:{source.identity}#{self.attribute}"
         self._truncated = 0
 
     @property

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
 from radq.judges.labels import read_labels
-from radq.models.loading import load_config, load_tokenizer, load_weights, truncate
+from radq.models.loading import load_config, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
-from radq.sources.model_source import ModelSource
+from radq.sources.model_source import ModelName, ModelSource
 
 BATCH_SIZE = 64  # texts in one forward
 GROUP_SIZE = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
@@ -59,14 +59,15 @@ class TransformersReader(Reader):
     """Runs a transformers model over batches of texts of similar length.
 
     Args:
-        source: hub name or folder; safetensors only.
+        name: hub name or folder; safetensors only.
         auto_class: `AutoModel` for hidden states, `AutoModelForSequenceClassification` for logits.
         num_layers: use the first layers alone; None for all.
     """
 
     group_size = GROUP_SIZE
 
-    def __init__(self, source: str | Path, auto_class: Any, device: str = "cpu", num_layers: int | None = None):
+    def __init__(self, name: ModelName, auto_class: Any, device: str = "cpu", num_layers: int | None = None):
+        source = ModelSource.find(name)
         config = load_config(source)
         if num_layers is not None:
             truncate(config, num_layers)
@@ -74,13 +75,13 @@ class TransformersReader(Reader):
             auto_class.from_pretrained, source, unused=("pooler.",), config=config, dtype=torch.float32
         )
         self.model.to(device).eval()  # pyright: ignore[reportArgumentType]
-        self.tokenizer = load_tokenizer(source)
+        self.tokenizer = source.tokenizer
         config = self.model.config
         self.labels = [label for _, label in sorted((config.id2label or {}).items())]
         self.problem_type = config.problem_type
-        self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source))
-        self.pad = _pad_token(self.model, self.tokenizer, str(source))
-        self.name = ModelSource.find(source).identity
+        self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source.name))
+        self.pad = _pad_token(self.model, self.tokenizer, source.name)
+        self.name = source.identity
         if num_layers is not None:
             self.name += f"/{num_layers}"
 

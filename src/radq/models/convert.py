@@ -27,6 +27,7 @@ from radq.models.loading import find_tokenizer, load_config
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos, read_vocabulary
+from radq.sources.model_source import ModelSource
 
 Weights = dict[str, Tensor]
 
@@ -55,8 +56,8 @@ def convert(
         prepend_bos: whether the reward model reads a BOS first; by default as in the public code, RAD no and rad-q yes.
     """
     weights = _unwrap(read_weights(checkpoint))
-    config = load_config(backbone)
-    tokenizer = find_tokenizer(backbone)
+    source = ModelSource.find(backbone)
+    config, tokenizer = load_config(source), find_tokenizer(source)
     kind = _recognise(weights)
     head = _read_head(weights, kind)
     if kind == "q":

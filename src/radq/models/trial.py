@@ -6,19 +6,19 @@ Texts depend on both in the last digits of sums, so nothing is tried unless some
 import logging
 import time
 from itertools import product
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radq.models.loading import load_config, truncate
+from radq.sources.model_source import ModelName
 
 LOGGER = logging.getLogger(__name__)
 FASTEST = "fastest"
 ROUNDS = 7
 
 
-def choose_dtype(dtype: str, base: str | Path, device: str) -> str:
+def choose_dtype(dtype: str, base: ModelName, device: str) -> str:
     """The data type that is asked for; where it is `fastest`, the one that wins a trial. A trial also sets the threads.
 
     On a GPU it is bfloat16, or float16 on one without bfloat16: no trial is needed for that.
@@ -35,7 +35,7 @@ def choose_dtype(dtype: str, base: str | Path, device: str) -> str:
     return best
 
 
-def _try_all(base: str | Path) -> dict[tuple[int, str], float]:
+def _try_all(base: ModelName) -> dict[tuple[int, str], float]:
     """The seconds of a step of the base model's first layers, with random weights, by threads and data type."""
     config = load_config(base)
     truncate(config, min(2, config.num_hidden_layers))

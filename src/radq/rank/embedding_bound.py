@@ -28,6 +28,7 @@ from radq.models.vocabulary import Vocabulary, read_vocabulary
 from radq.numerics import require_memory
 from radq.rank.completion import NUMBERS_PER_CHUNK, group_entries
 from radq.rank.matrix import RewardMatrix, concatenate_ranges
+from radq.sources.model_source import ModelName, ModelSource
 
 ROUNDING = 1e-8  # a residual below this share of its row is a rounding error, and counts as 0
 
@@ -98,8 +99,9 @@ def bound_by_backbone(matrix: RewardMatrix, backbone: str, progress: bool = Fals
     """Lower bounds of the error of RAD-Q over a backbone; None for a matrix that does not say what its tokens are."""
     if matrix.vocabulary is None or matrix.omega2_prefixes is None:
         return None
-    check_backbone_tokens(backbone, matrix.vocabulary)
-    embedding = load_output_embedding(backbone)
+    source = ModelSource.find(backbone)
+    check_backbone_tokens(source, matrix.vocabulary)
+    embedding = load_output_embedding(source)
     highest = int(matrix.tokens.max())
     if highest >= len(embedding):
         raise VocabularyError(
@@ -107,21 +109,22 @@ def bound_by_backbone(matrix: RewardMatrix, backbone: str, progress: bool = Fals
             f"data have the token {highest}.",
             "use the tokenizer that the backbone was trained with.",
         )
-    tokenizer = find_tokenizer(backbone)
+    tokenizer = find_tokenizer(source)
     decode = str if tokenizer is None else lambda tokens: str(tokenizer.decode(tokens))
     return bound_by_embedding(matrix, embedding, decode, progress=progress)
 
 
-def check_backbone_tokens(backbone: str, vocabulary: Vocabulary) -> None:
+def check_backbone_tokens(backbone: ModelName, vocabulary: Vocabulary) -> None:
     """Refuse a backbone whose token ids mean something else: its embeddings would belong to other tokens."""
-    tokenizer = find_tokenizer(backbone)
+    source = ModelSource.find(backbone)
+    tokenizer = find_tokenizer(source)
     if tokenizer is None:
-        same = getattr(load_config(backbone).get_text_config(), "vocab_size", None) == vocabulary.size
+        same = getattr(load_config(source).get_text_config(), "vocab_size", None) == vocabulary.size
     else:
         same = read_vocabulary(vocabulary.num_tokens or 0, tokenizer).fingerprint == vocabulary.fingerprint
     if not same:
         raise VocabularyError(
-            f"the tokens of the matrix are not those of the backbone {backbone!r}.",
+            f"the tokens of the matrix are not those of the backbone {str(backbone)!r}.",
             "leave --tokenizer out to use that of the backbone, or leave --backbone out to compute ranks only.",
         )
 

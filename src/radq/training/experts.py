@@ -24,7 +24,7 @@ from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, explained_writing, require_room, whole_file, whole_folder
 from radq.guides.folders import ANTI_EXPERT, EXPERT
-from radq.models.loading import load_causal_lm, load_config, load_tokenizer
+from radq.models.loading import load_causal_lm, load_config
 from radq.models.vocabulary import find_bos
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource
@@ -71,15 +71,16 @@ def train_experts(
     processes = join_processes(config)
     processes.wait_for_everyone()  # all have looked before one writes
     config = take_settings_of_run(out, config) if resume else config
-    tokenizer = load_tokenizer(config.backbone)
-    text_format = _make_format(config, tokenizer)
+    backbone = ModelSource.find(config.backbone)
+    tokenizer = backbone.tokenizer
+    text_format = _make_format(config, backbone)
     with first_process_first():
         scales = read_scales(out, config) if resume else None
-        start = Start(tokenizer, load_config(config.backbone), text_format.max_length)
+        start = Start(tokenizer, load_config(backbone), text_format.max_length)
         found = load_run_data(config, start, progress and processes.is_main_process, scales)
     config, data, eval_data = found.config, found.train, found.evaluation
     parts = list(_split(config, data, eval_data))
-    contents = {"data": data.fingerprint, "backbone": ModelSource.find(config.backbone).fingerprint}
+    contents = {"data": data.fingerprint, "backbone": backbone.fingerprint}
     contents |= {} if eval_data is None else {"eval_data": eval_data.fingerprint}
     if resume:
         check_resumed(out, config, contents)
@@ -188,8 +189,8 @@ def _save_model(trainer: ExpertTrainer, folder: Path, tokenizer: PreTrainedToken
         tokenizer.save_pretrained(temporary)
 
 
-def _make_format(config: ExpertTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> TextFormat:
-    backbone = load_config(config.backbone)
+def _make_format(config: ExpertTrainingConfig, source: ModelSource) -> TextFormat:
+    backbone, tokenizer = load_config(source), source.tokenizer
     bos = find_bos(backbone, tokenizer)
     words = (config.code_high, config.code_low)
     codes = [_encode_code(word, tokenizer) for word in words] if config.method == "gedi" else [[]]

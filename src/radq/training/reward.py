@@ -255,7 +255,8 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
         tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.max_tokens
         rank = model.config.lora_rank
     else:
-        tokenizer, backbone = find_tokenizer(config.backbone), load_config(config.backbone)
+        source = ModelSource.find(config.backbone)
+        tokenizer, backbone = find_tokenizer(source), load_config(source)
         positions = max_positions(backbone)
         max_tokens = None if positions is None else positions - 1  # a BOS stands before each text
     if tokenizer is None:
@@ -360,10 +361,11 @@ def _prepare_candidates(
     progress: bool,
 ) -> CandidateMaker:
     """Load the base model and find its prompts; nothing is written or computed before all of them are checked."""
-    tokenizer = find_tokenizer(config.base)
+    source = ModelSource.find(config.base)
+    tokenizer = find_tokenizer(source)
     if tokenizer is None:
         raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
-    lm = load_causal_lm(config.base)
+    lm = load_causal_lm(source)
     student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
     if student.readout is not None:
         check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))

@@ -18,7 +18,7 @@ from radq.evaluation.sweep.requests import add_request
 from radq.guides import RewardGuide
 from radq.guides.meter import Meter
 from radq.guides.spec import guide_maker
-from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.loading import load
 from radq.models.reward import RewardModel
 from radq.numerics import empty_cache, reset_peak_memory
 
@@ -66,8 +66,7 @@ class TransformersEngine(Engine):
 
     def __init__(self, sweep: Sweep, device: str):
         super().__init__(sweep, device)
-        self.lm = load_causal_lm(sweep.base, dtype=sweep.dtype, device=device)
-        self.tokenizer = load_tokenizer(sweep.base)
+        self.lm, self.tokenizer = load(sweep.base, device, sweep.dtype)
         self._loaded: tuple[str, Any] = ("", None)
         self._counting = ExitStack()  # with the meter of the guide that is loaded
 

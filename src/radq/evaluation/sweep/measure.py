@@ -29,7 +29,7 @@ from radq.judges.base import CachedJudge, Judge
 from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.models import UnitJudge, load_judge
 from radq.judges.pairs import load_pair_judge, score_pairs
-from radq.models.loading import load_causal_lm, load_config, load_tokenizer
+from radq.models.loading import load, load_config
 from radq.sources.model_source import ModelSource
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
@@ -119,8 +119,9 @@ def check_instruments(sweep: Sweep, device: str) -> dict[str, str]:
     """
     found = {f"the judge {name!r}": _load_judge(use, device).name for name, use in sweep.judges.items()}
     if sweep.perplexity not in (None, WHILE_DECODING):
-        load_config(sweep.perplexity)
-        found["the model that measures perplexity"] = ModelSource.find(sweep.perplexity).fingerprint
+        source = ModelSource.find(sweep.perplexity)
+        load_config(source)
+        found["the model that measures perplexity"] = source.fingerprint
     if sweep.mauve is not None:
         found["the encoder of MAUVE"] = load_encoder(sweep.mauve, device).name
     return found
@@ -174,8 +175,7 @@ class Instruments:
         }
         if perplexity is None:
             return cls(loaded)
-        lm = load_causal_lm(perplexity, dtype=dtype, device=device)
-        return cls(loaded, lm, load_tokenizer(perplexity), batch_size)
+        return cls(loaded, *load(perplexity, device, dtype), batch_size)
 
     def measure(
         self,
