@@ -43,7 +43,7 @@ from radq.evaluation.metrics import ScoredTexts, measure
 from radq.files import read_lines, whole_file
 from radq.judges.encoders import load_encoder
 from radq.judges.models import load_judge
-from radq.models.loading import find_device, load_causal_lm, load_tokenizer
+from radq.models.loading import find_device, load
 from radq.sources.gguf import convert_gguf
 
 HERE = Path(__file__).resolve().parent
@@ -223,7 +223,7 @@ def expressivity(jobs: int) -> None:
 
 def samples(jobs: int) -> None:
     """The first sample of the first prompts, unguided and guided by the shipped readouts at their default β."""
-    lm, tokenizer = load_causal_lm("embedded"), load_tokenizer("embedded")
+    lm, tokenizer = load("embedded", "cpu")
     rows = []
     for name, kind, count in SHOWN:
         beta = ATTRIBUTES[name].default_beta

@@ -22,7 +22,7 @@ from word_judge import GoodWords
 
 from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels
-from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.loading import load
 from radq.models.rad_q import RadQ
 from radq.sources import embedded
 
@@ -135,7 +135,7 @@ def small_demo(toy: Path) -> Iterator[None]:
         torch.manual_seed(0)
         rewards = {name: RadQ.from_backbone(toy, attributes=[name]).eval() for name in ATTRIBUTES}
         judges = {name: GoodWords() for name in ATTRIBUTES}
-        return DemoModels(load_causal_lm(toy, device=device), load_tokenizer(toy), dict(rewards), dict(judges))
+        return DemoModels(*load(toy, device), dict(rewards), dict(judges))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demonstration, "load_demo_models", load_demo_models)

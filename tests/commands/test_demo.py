@@ -21,7 +21,7 @@ from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels, compare
 from radq.judges.base import Judge
 from radq.judges.models import load_judge
-from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.loading import load
 from radq.models.rad_q import RadQ
 from radq.sources import embedded, gguf
 from radq.toy import GOOD
@@ -40,7 +40,7 @@ def models(toy: Path) -> DemoModels:
         for parameter in reward.head.parameters():
             torch.nn.init.normal_(parameter, std=0.02)  # untrained, but not all of its rewards are alike
     judges: dict[str, Judge] = {name: GoodWords() for name in ATTRIBUTES}
-    return DemoModels(load_causal_lm(toy), load_tokenizer(toy), dict(rewards), judges)
+    return DemoModels(*load(toy, "cpu"), dict(rewards), judges)
 
 
 # --- the comparison ---

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from radq import numerics
 from radq.cli import main
 from radq.errors import ModelError
-from radq.models.loading import load_tokenizer
 from radq.models.rad_q import RadQ
 from radq.rank.analysis import RankResult
 from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix
 from radq.rank.numerical import SHARES
 from radq.rank.verdict import Backbone, give_verdict
+from radq.sources.model_source import ModelSource
 from radq.toy import make_reviews
 
 
@@ -343,11 +343,11 @@ def test_model_draws_ranks(reviews: Path, toy: Path, capsys: pytest.CaptureFixtu
 
 def test_tokenizers_come_from_files_too(tmp_path: Path) -> None:
     make_number_tokenizer().save_pretrained(tmp_path)
-    alone = load_tokenizer(tmp_path / "tokenizer.json")
+    alone = ModelSource.find(tmp_path / "tokenizer.json").tokenizer
     assert alone("5 9 3", add_special_tokens=False).input_ids == [5, 9, 3]
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ModelError, match="tokenizer"):
-        load_tokenizer(tmp_path / "broken.json")
+        _ = ModelSource.find(tmp_path / "broken.json").tokenizer
 
 
 SST2 = ("--text", "sentence", "--labels", "label")

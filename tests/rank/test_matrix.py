@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.dataset import NO_LIMIT, load_data
 from radq.data.examples import DataColumns
 from radq.errors import DataError
-from radq.models.loading import load_tokenizer
 from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels
+from radq.sources.model_source import ModelSource
 
 VOCAB = 5
 
@@ -290,7 +290,7 @@ def sst2_matrix(file: Path, tokenizer: PreTrainedTokenizerBase, cache: Path) -> 
 
 
 def test_an_excerpt_of_sst2_under_a_tokenizer_of_bytes(excerpts: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(make_byte_tokenizer(tmp_path / "bytes"))
+    tokenizer = ModelSource.find(make_byte_tokenizer(tmp_path / "bytes")).tokenizer
     assert tokenizer.decode(tokenizer("a café", add_special_tokens=False).input_ids) == "a café"
     matrix = sst2_matrix(excerpts / "sst2.tsv", tokenizer, tmp_path)
     assert matrix.omega2.shape == (17, 24)
@@ -298,7 +298,7 @@ def test_an_excerpt_of_sst2_under_a_tokenizer_of_bytes(excerpts: Path, tmp_path:
 
 @pytest.mark.slow
 def test_sst2_under_the_tokenizer_of_gpt2(shared_file: Callable[[str], Path], tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(shared_file("models/gpt2-tokenizer"))
+    tokenizer = ModelSource.find(shared_file("models/gpt2-tokenizer")).tokenizer
     assert tokenizer("Hello world", add_special_tokens=False).input_ids == [15496, 995]
     assert tokenizer.decode([15496, 995]) == "Hello world"
     matrix = sst2_matrix(shared_file("data/sentiment/sst2_train.tsv.gz"), tokenizer, tmp_path)

@@ -17,7 +17,7 @@ from radq.errors import ModelError, UnknownAttributeError
 from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.models.calibration import shipped_calibrations, shipped_strengths
-from radq.models.loading import load_causal_lm, load_config, load_tokenizer
+from radq.models.loading import load, load_causal_lm, load_config
 from radq.models.reward import RewardModel
 from radq.settings import read_yaml
 from radq.sources import embedded, gguf
@@ -46,7 +46,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: Path) -> list[
 
 
 def test_it_is_a_name_like_any_other_and_converted_once(package: list[Path]) -> None:
-    lm, tokenizer = load_causal_lm("embedded"), load_tokenizer("embedded")
+    lm, tokenizer = load("embedded", "cpu")
     assert load_config("embedded").vocab_size == lm.config.vocab_size
     assert generate(lm, tokenizer, ["the film was"])[0].text
     assert len(package) == 1
@@ -125,7 +125,7 @@ def test_reward_models_that_come_along() -> None:
 )
 def test_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    lm, tokenizer = load_causal_lm("embedded"), load_tokenizer("embedded")
+    lm, tokenizer = load("embedded", "cpu")
     assert (lm.config.hidden_size, lm.config.num_hidden_layers, lm.dtype) == (576, 30, torch.float32)
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     assert tokenizer.decode(int(lm(ids).logits[0, -1].argmax())).strip() == "Paris"

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from radq.errors import ModelError
-from radq.models.loading import load_causal_lm, load_tokenizer
+from radq.models.loading import load_causal_lm
 from radq.sources import hub
 from radq.sources.hub import looks_like_path, require_source
 from radq.sources.model_source import ModelSource, check_language_model
@@ -65,7 +65,7 @@ def test_a_gguf_file_is_to_be_converted(tmp_path: Path) -> None:
 def test_a_hub_that_is_not_there(online: Path, monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint(listener))
     listener.close()
-    for load in (check_language_model, load_causal_lm, load_tokenizer):
+    for load in (check_language_model, load_causal_lm, lambda name: ModelSource.find(name).tokenizer):
         with pytest.raises(ModelError, match=r"no folder 'praise-q' here, and the hub .* cannot be reached"):
             load("praise-q")
 

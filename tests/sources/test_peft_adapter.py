@@ -15,7 +15,6 @@ from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import ModelError
 from radq.judges.classifiers import load_classifier
-from radq.models.loading import load_tokenizer
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.sources.hub import quiet
@@ -115,7 +114,7 @@ def test_a_classifier_with_an_adapter_teaches_with_it(classifier: Path, toy: Pat
     with quiet():
         plain: Any = AutoModelForSequenceClassification.from_pretrained(toy, num_labels=3, pad_token_id=0)
     expected = PeftModel.from_pretrained(plain, str(classifier)).eval()
-    rows = [load_tokenizer(toy)(text, return_tensors="pt").input_ids for text in TEXTS]
+    rows = [ModelSource.find(toy).tokenizer(text, return_tensors="pt").input_ids for text in TEXTS]
     shares = torch.stack([expected(row).logits[0].softmax(0) for row in rows])
     for column, judge in enumerate(judges, start=1):
         torch.testing.assert_close(torch.tensor(judge.score(TEXTS)), shares[:, column], check_dtype=False)

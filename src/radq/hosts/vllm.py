@@ -31,7 +31,7 @@ from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
 from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry, find_registry_for_client
 from radq.hosts.records import Records
-from radq.models.loading import load_config, load_tokenizer, max_positions
+from radq.models.loading import load_config, max_positions
 from radq.numerics import available_memory
 from radq.serving.config import NAME, OPTIONS
 from radq.serving.panel import Panel
@@ -222,7 +222,7 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any], shown: tuple[int, ...
         check_drafts([guide for guide in guides if not reads_shown(guide, shown)], model.get_vocab_size())
     if model.enable_prompt_embeds:
         raise OptionError("guides cannot read prompts that are embeddings.", "turn enable_prompt_embeds off in vLLM.")
-    tokenizer = load_tokenizer(model.tokenizer)
+    tokenizer = ModelSource.find(model.tokenizer).tokenizer
     for guide in guides:
         guide.check_vocabulary(model.get_vocab_size(), tokenizer, model.model)
         try:

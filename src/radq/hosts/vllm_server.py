@@ -9,10 +9,10 @@ from typing import Any
 
 from radq.errors import RadqError, require_package
 from radq.hosts.guidance import Registry, find_registry
-from radq.models.loading import load_tokenizer
 from radq.models.vocabulary import find_bos, tokenise
 from radq.serving.config import ServeConfig
 from radq.serving.token_texts import TokenTexts
+from radq.sources.model_source import ModelSource
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 
@@ -55,7 +55,7 @@ class VllmServer:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        return TokenTexts(load_tokenizer(self.state.engine_client.model_config.tokenizer))
+        return TokenTexts(ModelSource.find(self.state.engine_client.model_config.tokenizer).tokenizer)
 
     @property
     def has_chat(self) -> bool:

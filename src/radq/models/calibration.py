@@ -150,7 +150,7 @@ def read_calibrations(folder: str | Path, fetch: bool = True) -> list[Calibratio
     Without `fetch`, a hub name has those that its cache holds.
     """
     try:
-        file = _find_calibrations(folder, fetch)
+        file = ModelSource.find(folder).find_file(CALIBRATION, fetch)
         text = file.read_text(encoding="utf-8")
     except OSError:  # or a ModelError, which is one
         return []
@@ -169,23 +169,6 @@ def write_calibration(folder: Path, calibration: Calibration) -> Path:
     with explained_writing(file), whole_file(file) as temporary:
         temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return file
-
-
-def _find_calibrations(folder: str | Path, fetch: bool) -> Path:
-    """The file with the calibrations of a folder or hub name; without `fetch`, a hub name has that in its cache."""
-    if fetch or Path(folder).is_dir():
-        return ModelSource.find(folder).find_file(CALIBRATION)
-    name = str(folder)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, CALIBRATION)
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
-        raise FileNotFoundError(name)
-    return Path(found)
 
 
 class OtherModelError(OptionError):
@@ -230,7 +213,7 @@ def find_calibration(
 
 def _require_same_weights(calibration: Calibration, place: str | Path, fetch: bool) -> Calibration:
     """Refuse a calibration if the weights beside it are no longer those that it was measured with."""
-    found = fingerprint_weights_in(_find_calibrations(place, fetch).parent)
+    found = fingerprint_weights_in(ModelSource.find(place).find_file(CALIBRATION, fetch).parent)
     if None not in (found, calibration.weights) and found != calibration.weights:
         raise OtherModelError(
             f"{calibration.attribute} of {str(place)!r} was calibrated with other weights, which have changed since.",

@@ -1,5 +1,3 @@
 """The place under which hints and documents name the conversion of GGUF files."""
 
-from radq.sources.gguf import convert_gguf
-
-__all__ = ["convert_gguf"]
+from radq.sources.gguf import convert_gguf as convert_gguf

@@ -23,7 +23,6 @@ from transformers import (
 from radq.errors import ModelError, OptionError, fills_memory
 from radq.numerics import emulates
 from radq.settings import asked_threads
-from radq.sources.hub import HUB_OPTIONS
 from radq.sources.model_source import ModelName, ModelSource, require_language_model
 from radq.sources.peft_adapter import merge_adapter, refuse_soft_prompts
 
@@ -36,9 +35,9 @@ if (threads := asked_threads()) is not None:  # also where Python has imported t
     torch.set_num_threads(threads)
 
 
-def load_config(name: ModelName, **hub: Any) -> PreTrainedConfig:
-    """Read the configuration of a language model; other arguments are among `HUB_OPTIONS`."""
-    source = ModelSource.find(name, **hub)
+def load_config(name: ModelName) -> PreTrainedConfig:
+    """Read the configuration of a language model."""
+    source = ModelSource.find(name)
     if source.adapter is not None and source.base is not None:
         config = load_config(source.base)
         if source.adapter.num_labels not in (None, config.num_labels):
@@ -50,17 +49,9 @@ def load_config(name: ModelName, **hub: Any) -> PreTrainedConfig:
     return config
 
 
-def load_tokenizer(name: ModelName, **hub: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by hub name or folder, from a tokenizer.json, or from GPT-2's encoder.json and vocab.bpe.
-
-    Other arguments are among `HUB_OPTIONS`.
-    """
-    return ModelSource.find(name, **hub).tokenizer
-
-
-def find_tokenizer(name: ModelName, **hub: Any) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(name: ModelName) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where the folder has none."""
-    source = ModelSource.find(name, **hub)
+    source = ModelSource.find(name)
     return source.tokenizer if source.has_tokenizer else None
 
 
@@ -76,7 +67,7 @@ def load_causal_lm(
     It comes to the device, by default the CPU or where a `device_map` says. The data type "auto" is the one in which
     the weights are stored, or float32 on a CPU that emulates it. Other arguments are those of transformers.
     """
-    source = ModelSource.find(name, **{key: loading[key] for key in HUB_OPTIONS if key in loading})
+    source = ModelSource.find(name, **loading)
     config = load_config(source)
     if num_layers is not None:
         truncate(config, num_layers)
@@ -144,7 +135,7 @@ def load_weights(
     Tensors whose names begin with one of `unused` are not needed and may be missing. The folder of an adapter of PEFT
     becomes its base model with the adapter merged into the weights.
     """
-    source = ModelSource.find(name)
+    source = ModelSource.find(name, **kwargs)
     if source.adapter is not None and source.base is not None:
         replaced = tuple(f"{module}." for module in source.adapter.replaced)
         model = load_weights(from_pretrained, source.base, (*unused, *replaced), **kwargs)

@@ -55,7 +55,7 @@ from radq.models.readout import Readout, ReadoutConfig, sketch_weights
 from radq.models.reward_state import RewardState
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary, writes_bos
 from radq.numerics import at_least_float32
-from radq.sources.hub import HUB_OPTIONS, quiet
+from radq.sources.hub import quiet
 from radq.sources.model_source import ModelName, ModelSource, require_reward_model
 
 # Their modules import this one, so they are imported when one of them is needed.
@@ -106,7 +106,7 @@ class RewardModel(PreTrainedModel):
         **options: Any,
     ) -> Any:
         """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
-        source = ModelSource.find(name, **_pick_hub(loading))
+        source = ModelSource.find(name, **loading)
         lm = load_causal_lm(source, num_layers, dtype, **loading)
         model = cls._over_lm(lm, find_tokenizer(source), source, attributes, **options)
         model.freeze_embeddings()
@@ -220,7 +220,7 @@ class RewardModel(PreTrainedModel):
         """
         if device is not None and kwargs.get("device_map") is not None:
             raise OptionError(f"both device ({device}) and device_map are given.", "give one of them.")
-        source = ModelSource.find(pretrained_model_name_or_path, **_pick_hub(kwargs))
+        source = ModelSource.find(pretrained_model_name_or_path, **kwargs)
         stored = _read_stored_config(source)
         kind = import_kind(stored["kind"])
         if not issubclass(kind, cls):
@@ -471,10 +471,6 @@ def _read_stored_config(source: ModelSource) -> dict[str, Any]:
         stored, _ = RewardModelConfig.get_config_dict(source.place, **source.hub)
     require_reward_model(source.place, stored)
     return stored
-
-
-def _pick_hub(loading: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: loading[key] for key in HUB_OPTIONS if key in loading}
 
 
 def import_kind(kind: str) -> type[RewardModel]:

@@ -10,12 +10,12 @@ from tqdm import tqdm
 from radq.data.dataset import NO_LIMIT, load_data
 from radq.data.examples import DataColumns
 from radq.errors import DataError
-from radq.models.loading import load_tokenizer
 from radq.models.vocabulary import read_vocabulary
 from radq.rank.completion import Completion, Factors, check_rank, complete, degeneracy
 from radq.rank.config import DataRankConfig
 from radq.rank.embedding_bound import check_backbone_tokens
 from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels
+from radq.sources.model_source import ModelSource
 
 
 def read_matrix(config: DataRankConfig, progress: bool = False) -> RewardMatrix:
@@ -29,7 +29,7 @@ def read_matrix(config: DataRankConfig, progress: bool = False) -> RewardMatrix:
 def _build_from_files(config: DataRankConfig, progress: bool) -> RewardMatrix:
     config.check_data()
     labels = config.label_columns
-    tokenizer = load_tokenizer(config.tokenizer or str(config.backbone))
+    tokenizer = ModelSource.find(config.tokenizer or str(config.backbone)).tokenizer
     vocabulary = read_vocabulary(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values())), tokenizer)
     if config.tokenizer and config.backbone is not None:
         check_backbone_tokens(config.backbone, vocabulary)

@@ -46,14 +46,17 @@ def require_source(name: str, cache_dir: str | Path | None = None) -> None:
         raise ModelError(f"there is no folder {name!r} here, and the hub {constants.ENDPOINT} cannot be reached.", HINT)
 
 
-def fetch_file(name: str, file: str) -> Path:
-    """The place of a file of a hub name, which is fetched unless the cache holds it."""
+def find_file(name: str, file: str, fetch: bool) -> Path:
+    """The place of a file of a hub name in its cache, which may fetch it; an OSError if there is none."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(name, file)
     try:
+        cached = try_to_load_from_cache(name, file)
+        if not fetch and not isinstance(cached, str):
+            raise FileNotFoundError(file)
         return Path(cached if isinstance(cached, str) else hf_hub_download(name, file))
-    except OSError as error:
+    except (OSError, HFValidationError) as error:
         raise _explain(error, name, file) from error
 
 

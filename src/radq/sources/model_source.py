@@ -34,8 +34,8 @@ from radq.sources.embedded import (
     is_as_converted,
     reward_folder,
 )
-from radq.sources.hub import HINT, explained, fetch_file, require_source
-from radq.sources.peft_adapter import PeftAdapter, find_adapter
+from radq.sources.hub import HINT, HUB_OPTIONS, explained, find_file, require_source
+from radq.sources.peft_adapter import PeftAdapter, find_adapter, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,15 +61,19 @@ class ModelSource:
     Attributes:
         name: `embedded`, `embedded:ATTRIBUTE` for a reward model that radq brings along, a folder, or a hub name. The
             folder of an adapter of PEFT stands for its base model with the adapter merged into the weights.
-        hub: options with which a hub name is loaded, among `radq.sources.hub.HUB_OPTIONS`.
+        hub: options with which a hub name is loaded.
     """
 
     name: str
     hub: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def find(cls, name: "ModelName", **hub: Any) -> "ModelSource":
-        """The source of a name; a source is returned as it is, unless other options of the hub are given."""
+    def find(cls, name: "ModelName", **loading: Any) -> "ModelSource":
+        """The source of a name; a source is returned as it is, unless other options of the hub are given.
+
+        Of the options with which transformers loads, those among `HUB_OPTIONS` count.
+        """
+        hub = {option: loading[option] for option in HUB_OPTIONS if option in loading}
         if isinstance(name, ModelSource) and hub in ({}, name.hub):
             return name
         return cls(str(name), hub)
@@ -110,11 +114,6 @@ class ModelSource:
         """The name, which for a folder does not depend on the working directory."""
         return self.name if self.is_base or self.folder is None else str(self.folder.resolve())
 
-    @property
-    def revision(self) -> str | None:
-        """The commit of a hub name."""
-        return None if self.is_base or self.folder is not None else self.snapshot.name
-
     @cached_property
     def snapshot(self) -> Path:
         """The folder in which the files lie; for a hub name, that in the cache, which is called like the commit."""
@@ -127,10 +126,10 @@ class ModelSource:
         assert file is not None  # or it had raised
         return Path(file).parent
 
-    def find_file(self, name: str) -> Path:
+    def find_file(self, name: str, fetch: bool = True) -> Path:
         """The place of a file beside the model; one of the hub is fetched unless the cache holds it."""
         folder = self.folder if self.attribute is None else reward_folder(self.attribute)
-        return fetch_file(self.place, name) if folder is None else folder / name
+        return folder / name if folder is not None else find_file(self.place if fetch else self.name, name, fetch)
 
     def explained(self, what: str) -> AbstractContextManager[None]:
         """Turn what transformers raises while it loads the model into one line that names it and a way out."""
@@ -159,14 +158,9 @@ class ModelSource:
                 return stored
             return {key: value for key, value in stored.items() if key != "id2label"} | {"num_labels": count}
         try:
-            stored = json.loads(self.find_file("config.json").read_text(encoding="utf-8"))
+            return read_object(self.find_file("config.json"), f"the config.json in {self.name!r}")
         except FileNotFoundError as error:
             raise self._lacks("config.json") from error
-        except ValueError as error:
-            raise ModelError(f"the config.json in {self.name!r} is damaged: {error}.", "copy it again.") from error
-        if not isinstance(stored, dict):
-            raise ModelError(f"the config.json in {self.name!r} is damaged: it is {stored!r}.", "copy it again.")
-        return stored
 
     @cached_property
     def _tokenizer_source(self) -> "ModelSource":
@@ -182,7 +176,7 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer beside the model. A name may also be that of a tokenizer.json."""
+        """The tokenizer beside the model; the name may be that of a tokenizer.json."""
         if self._tokenizer_source is not self:
             return self._tokenizer_source.tokenizer
         from transformers import AutoTokenizer
@@ -254,14 +248,16 @@ class ModelSource:
     @property
     def origin(self) -> "Origin":
         """The entries of config.json about a frozen backbone that is loaded from here."""
-        return Origin(self.full_name, self.revision, self.weights_fingerprint)
+        is_hub = not self.is_base and self.folder is None
+        return Origin(self.full_name, self.snapshot.name if is_hub else None, self.weights_fingerprint)
 
     def _find_backbone(self, folder: Path) -> "ModelSource | None":
         """The frozen backbone of the reward model in a folder; None if there is none, or not with the same weights."""
         with suppress(OSError, ValueError):  # also a ModelError: loading says why
             stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if stored.get("model_type") == MODEL_TYPE and stored.get("backbone_name"):
-                source = Origin.stored_in(stored).find(folder, "reward model")
+                origin = Origin(*(stored.get(f"backbone_{name}") for name in ("name", "revision", "fingerprint")))
+                source = origin.find(folder, "reward model")
                 return source if source.is_base or source.folder is not None else None  # config.json names the commit
         return None
 
@@ -319,10 +315,6 @@ class Origin:
     name: str  # `embedded`, a hub name or a folder
     revision: str | None = None  # the commit of a hub name
     fingerprint: str | None = None  # of the weights; None in models that an earlier version has saved
-
-    @classmethod
-    def stored_in(cls, config: Mapping[str, Any]) -> "Origin":
-        return cls(config["backbone_name"], config.get("backbone_revision"), config.get("backbone_fingerprint"))
 
     @property
     def is_hub(self) -> bool:

@@ -61,13 +61,13 @@ def find_adapter(name: str | Path) -> PeftAdapter | None:
     if not (folder / CONFIG_FILE).is_file():
         return None
     if (folder / "config.json").is_file():
-        if _read(folder / "config.json").get("model_type") == MODEL_TYPE:
+        if read_object(folder / "config.json").get("model_type") == MODEL_TYPE:
             return None
         raise ModelError(
             f"{str(name)!r} holds a model and an adapter, and it is not clear whether the adapter is meant.",
             f"move {CONFIG_FILE} and {WEIGHT_FILE} into a folder of their own, or remove them.",
         )
-    settings = _read(folder / CONFIG_FILE)
+    settings = read_object(folder / CONFIG_FILE)
     if not (folder / WEIGHT_FILE).is_file():
         raise ModelError(
             f"the adapter in {str(name)!r} has no {WEIGHT_FILE}.", "save it with safetensors; radq reads no pickles."
@@ -89,13 +89,15 @@ def find_adapter(name: str | Path) -> PeftAdapter | None:
     return PeftAdapter(folder, base, settings)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_object(file: Path, what: str | None = None) -> dict[str, Any]:
+    """Read a JSON object from a file, which errors call `what`."""
+    what = what or repr(str(file))
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{str(file)!r} is damaged: {error}.", "copy it again.") from error
+        raise ModelError(f"{what} is damaged: {error}.", "copy it again.") from error
     if not isinstance(stored, dict):
-        raise ModelError(f"{str(file)!r} is damaged: it is {stored!r}.", "copy it again.")
+        raise ModelError(f"{what} is damaged: it is {stored!r}.", "copy it again.")
     return stored
 
 

@@ -75,7 +75,7 @@ def _describe_base(model: dict[str, Any], run: RewardTrainingConfig | None) -> t
         return "", None
     if looks_like_path(str(found)) or Path(str(found)).is_dir():
         return Path(str(found)).name, None
-    return str(found), model.get("backbone_revision") or ModelSource.find(found).revision
+    return str(found), model.get("backbone_revision") or ModelSource.find(found).snapshot.name
 
 
 def _write_header(run: RewardTrainingConfig | None, base: tuple[str, str | None], license: str | None) -> str:  # noqa: A002
