@@ -7,7 +7,6 @@ Axes: b batch, t time, p positions, k candidates, d hidden, a attributes, v voca
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -23,6 +22,7 @@ from radq.models.loading import hidden_size, load_output_embedding
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel, RewardOutput
 from radq.models.reward_state import RewardState
+from radq.sources.model_source import ModelName
 
 
 @final
@@ -47,7 +47,7 @@ class RadQ(RewardModel):
     @classmethod
     def from_backbone(
         cls,
-        name_or_folder: str | Path,
+        name_or_folder: ModelName,
         attributes: Sequence[str],
         head: str = "linear",
         num_layers: int | None = None,
@@ -60,7 +60,7 @@ class RadQ(RewardModel):
     @classmethod
     def from_base(
         cls,
-        name_or_folder: str | Path,
+        name_or_folder: ModelName,
         attributes: Sequence[str],
         head: str = "linear",
         num_layers: int | None = None,

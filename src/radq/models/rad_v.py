@@ -6,7 +6,6 @@ Axes: b batch, t time, p positions, k candidates, d hidden, a attributes.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -21,6 +20,7 @@ from radq.models.loading import hidden_size
 from radq.models.packing import pack_left
 from radq.models.reward import RewardModel, RewardOutput
 from radq.models.reward_state import RewardState
+from radq.sources.model_source import ModelName
 
 SIBLINGS_PER_FORWARD = 256  # more candidates than this are read in several forwards
 
@@ -41,7 +41,7 @@ class RadV(RewardModel):
     @classmethod
     def from_backbone(
         cls,
-        name_or_folder: str | Path,
+        name_or_folder: ModelName,
         attributes: Sequence[str],
         num_layers: int | None = None,
         dtype: torch.dtype = torch.float32,
@@ -53,7 +53,7 @@ class RadV(RewardModel):
     @classmethod
     def from_base(
         cls,
-        name_or_folder: str | Path,
+        name_or_folder: ModelName,
         attributes: Sequence[str],
         num_layers: int | None = None,
         width: int | None = None,
