@@ -13,7 +13,7 @@ from radq.errors import ModelError, OptionError, VocabularyError
 from radq.guides.base import Advice, Guide, States
 from radq.guides.expert import Expert, candidate_logits
 from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts
-from radq.models.loading import find_tokenizer, load_causal_lm
+from radq.models.loading import load_causal_lm
 from radq.models.reading import Reader
 from radq.sources.model_source import ModelSource
 
@@ -91,4 +91,4 @@ def load_experts(folder: str | Path, device: str = "cpu", dtype: torch.dtype | s
         )
     parts = [ModelSource.find(Path(folder) / name) for name in (EXPERT, ANTI_EXPERT)]
     expert, anti_expert = (load_causal_lm(part, dtype=dtype, device=device) for part in parts)
-    return {"expert": expert, "anti_expert": anti_expert, "tokenizer": find_tokenizer(parts[0])}
+    return {"expert": expert, "anti_expert": anti_expert, "tokenizer": parts[0].find_tokenizer()}

@@ -15,7 +15,7 @@ from radq.errors import ModelError, OptionError
 from radq.guides.base import Advice, Guide
 from radq.guides.expert import Expert, candidate_logits, class_log_posterior, log_normaliser
 from radq.guides.folders import read_codes
-from radq.models.loading import find_tokenizer, load_causal_lm
+from radq.models.loading import load_causal_lm
 from radq.models.reading import Reader
 from radq.sources.model_source import ModelSource
 
@@ -206,4 +206,4 @@ def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str 
         raise ModelError(f"{str(folder)!r} names no control codes.", "make it with `radq train-experts --method gedi`.")
     high, low = stored["codes"]
     lm = load_causal_lm(source, dtype=dtype, device=device)
-    return {"lm": lm, "codes": (high, low), "scale": stored["scale"], "tokenizer": find_tokenizer(source)}
+    return {"lm": lm, "codes": (high, low), "scale": stored["scale"], "tokenizer": source.find_tokenizer()}

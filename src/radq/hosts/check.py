@@ -73,7 +73,7 @@ def _describe(entry: GuideEntry) -> tuple[Any, int | None, int]:
     """The vocabulary of a guide, its positions, and how many of them it needs before a text."""
     from transformers import AutoConfig
 
-    from radq.models.loading import find_tokenizer, load_config, max_positions
+    from radq.models.loading import load_config, max_positions
     from radq.models.vocabulary import Vocabulary, read_vocabulary
 
     if find_kind(entry.folder) in (GUIDES["embedded"], GUIDES["reward"]):
@@ -83,5 +83,5 @@ def _describe(entry: GuideEntry) -> tuple[Any, int | None, int]:
         return vocabulary, max_positions(backbone), int(stored.get("prepend_bos", True))
     source = ModelSource.find(Path(entry.folder) / EXPERT if holds_experts(entry.folder) else entry.folder)
     config = load_config(source)
-    vocabulary = read_vocabulary(config.get_text_config().vocab_size, find_tokenizer(source))
+    vocabulary = read_vocabulary(config.get_text_config().vocab_size, source.find_tokenizer())
     return vocabulary, max_positions(config), 1

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from radq.errors import CheckpointError, OptionError, first_line
 from radq.models.config import RewardModelConfig
-from radq.models.loading import find_tokenizer, load_config
+from radq.models.loading import load_config
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos, read_vocabulary
@@ -57,7 +57,7 @@ def convert(
     """
     weights = _unwrap(read_weights(checkpoint))
     source = ModelSource.find(backbone)
-    config, tokenizer = load_config(source), find_tokenizer(source)
+    config, tokenizer = load_config(source), source.find_tokenizer()
     kind = _recognise(weights)
     head = _read_head(weights, kind)
     if kind == "q":

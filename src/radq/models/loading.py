@@ -49,12 +49,6 @@ def load_config(name: ModelName) -> PreTrainedConfig:
     return config
 
 
-def find_tokenizer(name: ModelName) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; None where the folder has none."""
-    source = ModelSource.find(name)
-    return source.tokenizer if source.has_tokenizer else None
-
-
 def load_causal_lm(
     name: ModelName,
     num_layers: int | None = None,

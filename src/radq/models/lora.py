@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 
 from radq.errors import ModelError
 from radq.models.config import RewardModelConfig
-from radq.models.loading import find_backbone, find_tokenizer
+from radq.models.loading import find_backbone
 from radq.models.readout import check_base
 from radq.numerics import version_of
 from radq.sources.embedded import EMBEDDED, HUB_NAME
@@ -312,7 +312,7 @@ def load_beside_lm(kind: Any, config: RewardModelConfig, source: ModelSource, lm
         file = _find_adapters(source)
         sketch = load_file(file)["readout.sketch"]
     check_base(sketch, find_backbone(lm, type(lm).__name__))  # first, since other shapes could not be loaded
-    model = kind._over_lm(lm, find_tokenizer(source), "the language model", config.attributes, **_options(config))
+    model = kind._over_lm(lm, source.find_tokenizer(), "the language model", config.attributes, **_options(config))
     model.config.set_origin(config.origin)
     _load_file(model, file)
     return model

@@ -33,7 +33,6 @@ from radq.models import packing
 from radq.models.config import RewardModelConfig
 from radq.models.loading import (
     find_backbone,
-    find_tokenizer,
     load_causal_lm,
     load_config,
     load_weights,
@@ -108,7 +107,7 @@ class RewardModel(PreTrainedModel):
         """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
         source = ModelSource.find(name, **loading)
         lm = load_causal_lm(source, num_layers, dtype, **loading)
-        model = cls._over_lm(lm, find_tokenizer(source), source, attributes, **options)
+        model = cls._over_lm(lm, source.find_tokenizer(), source, attributes, **options)
         model.freeze_embeddings()
         return model
 
@@ -221,7 +220,9 @@ class RewardModel(PreTrainedModel):
         if device is not None and kwargs.get("device_map") is not None:
             raise OptionError(f"both device ({device}) and device_map are given.", "give one of them.")
         source = ModelSource.find(pretrained_model_name_or_path, **kwargs)
-        stored = _read_stored_config(source)
+        with source.explained("a reward model"):
+            stored, _ = RewardModelConfig.get_config_dict(source.place, **source.hub)
+        require_reward_model(source.place, stored)
         kind = import_kind(stored["kind"])
         if not issubclass(kind, cls):
             raise ModelError(
@@ -237,7 +238,7 @@ class RewardModel(PreTrainedModel):
             if attention := kwargs.pop("attn_implementation", None):
                 config.backbone._attn_implementation = attention
             model = load_weights(super(RewardModel, kind).from_pretrained, source, config=config, **kwargs)
-        model.tokenizer = find_tokenizer(source) or model.tokenizer  # beside adapters: that of the backbone
+        model.tokenizer = source.find_tokenizer() or model.tokenizer  # beside adapters: that of the backbone
         model.freeze_embeddings()
         if kwargs.get("device_map") is None:
             return to_device(model, source.place, device, kwargs.get("dtype", kwargs.get("torch_dtype")))
@@ -464,13 +465,6 @@ def _check_one_device(model: RewardModel) -> None:
             f"device_map spreads the reward model over {', '.join(devices)}.",
             "a reward model stands on one device: give device='cuda', say, or device_map={'': 0}.",
         )
-
-
-def _read_stored_config(source: ModelSource) -> dict[str, Any]:
-    with source.explained("a reward model"):
-        stored, _ = RewardModelConfig.get_config_dict(source.place, **source.hub)
-    require_reward_model(source.place, stored)
-    return stored
 
 
 def import_kind(kind: str) -> type[RewardModel]:

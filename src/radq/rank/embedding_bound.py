@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from radq.errors import ModelError, VocabularyError
-from radq.models.loading import find_tokenizer, load_config, load_output_embedding
+from radq.models.loading import load_config, load_output_embedding
 from radq.models.vocabulary import Vocabulary, read_vocabulary
 from radq.numerics import require_memory
 from radq.rank.completion import NUMBERS_PER_CHUNK, group_entries
@@ -109,7 +109,7 @@ def bound_by_backbone(matrix: RewardMatrix, backbone: str, progress: bool = Fals
             f"data have the token {highest}.",
             "use the tokenizer that the backbone was trained with.",
         )
-    tokenizer = find_tokenizer(source)
+    tokenizer = source.find_tokenizer()
     decode = str if tokenizer is None else lambda tokens: str(tokenizer.decode(tokens))
     return bound_by_embedding(matrix, embedding, decode, progress=progress)
 
@@ -117,7 +117,7 @@ def bound_by_backbone(matrix: RewardMatrix, backbone: str, progress: bool = Fals
 def check_backbone_tokens(backbone: ModelName, vocabulary: Vocabulary) -> None:
     """Refuse a backbone whose token ids mean something else: its embeddings would belong to other tokens."""
     source = ModelSource.find(backbone)
-    tokenizer = find_tokenizer(source)
+    tokenizer = source.find_tokenizer()
     if tokenizer is None:
         same = getattr(load_config(source).get_text_config(), "vocab_size", None) == vocabulary.size
     else:

@@ -169,23 +169,27 @@ class ModelSource:
             return self
         return self.base._tokenizer_source
 
-    @property
-    def has_tokenizer(self) -> bool:
+    def find_tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer beside the model; None where the folder has none."""
         folder = self._tokenizer_source.folder
-        return folder is None or any(file for name in ("*tokenizer*", "vocab.*") for file in folder.glob(name))
+        there = folder is None or any(file for name in ("*tokenizer*", "vocab.*") for file in folder.glob(name))
+        return self.tokenizer if there else None
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer beside the model; the name may be that of a tokenizer.json."""
         if self._tokenizer_source is not self:
             return self._tokenizer_source.tokenizer
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        from radq.sources.tokenizer import read_tokenizer
-
-        found = read_tokenizer(self.folder or Path(self.name))
-        if found is not None:
-            return found
+        path = self.folder or Path(self.name)
+        try:
+            if path.suffix == ".json" and path.is_file():
+                return PreTrainedTokenizerFast(tokenizer_file=str(path))
+            if (path / "encoder.json").is_file() and (path / "vocab.bpe").is_file():
+                return _read_gpt2_tokenizer(path)
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise ModelError(f"cannot read a tokenizer from {str(path)!r}: {error}.", "is the file whole?") from error
         with self.explained("a tokenizer"):
             return AutoTokenizer.from_pretrained(self.place, **self.hub)
 
@@ -218,7 +222,8 @@ class ModelSource:
         if is_as_converted(folder):
             return f"{EMBEDDED}@{folder.name.removeprefix(CONVERTED)}"  # as `base_name`: a loaded base knows its folder
         digest = hashlib.sha256()
-        for file in _model_files(folder):
+        files = [file for file in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")) if file.is_file()]
+        for file in sorted(file for file in files if not any(fnmatch(file.name, one) for one in RECORDS)):
             digest.update(file.relative_to(folder).as_posix().encode() + bytes.fromhex(fingerprint_file(file)))
         own, below = digest.hexdigest()[:DIGITS], self.base or self._find_backbone(folder)
         return own if below is None else f"{own}+{below.fingerprint}"
@@ -265,20 +270,30 @@ class ModelSource:
 ModelName = str | Path | ModelSource
 
 
+def _read_gpt2_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Byte-level BPE from the two files that GPT-2 was published with."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend: Any = Tokenizer(models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end)
+
+
 def fingerprint_weights_in(folder: Path) -> str | None:
     """Tell the weights in a folder apart by its safetensors files, which are the same on the hub; None without any."""
     files = sorted(folder.glob("*.safetensors"))
     return fingerprint_values(*((file.name, fingerprint_file(file)) for file in files)) if files else None
 
 
-def _model_files(folder: Path) -> list[Path]:
-    files = [*folder.iterdir(), *(folder / TEMPLATES).glob("*")]
-    return sorted(file for file in files if file.is_file() and not any(fnmatch(file.name, one) for one in RECORDS))
-
-
 def _fingerprint_tensors(files: list[Path]) -> str:
     def tensors() -> Iterator[tuple[str, Any]]:
-        places = {name: file for file in files for name in _tensor_names(file)}
+        places: dict[str, Path] = {}
+        for file in files:
+            with explained(file.parent, "model weights"), safe_open(file, "pt") as stored:
+                places |= dict.fromkeys(stored.keys(), file)
         for name in sorted(places):
             with safe_open(places[name], "pt") as stored:
                 yield name, stored.get_tensor(name)
@@ -293,11 +308,6 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     with explained(folder, "model weights"):
         return [folder / Path(name).name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-
-
-def _tensor_names(file: Path) -> list[str]:
-    with explained(file.parent, "model weights"), safe_open(file, "pt") as stored:
-        return list(stored.keys())
 
 
 # --- the frozen backbone of a LoRA reward model or a readout ---

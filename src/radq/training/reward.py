@@ -21,7 +21,6 @@ from radq.files import explained_writing, fingerprint_tensors, whole_file
 from radq.models.config import simplify_ranges
 from radq.models.loading import (
     find_backbone,
-    find_tokenizer,
     load_causal_lm,
     load_config,
     max_positions,
@@ -256,7 +255,7 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
         rank = model.config.lora_rank
     else:
         source = ModelSource.find(config.backbone)
-        tokenizer, backbone = find_tokenizer(source), load_config(source)
+        tokenizer, backbone = source.find_tokenizer(), load_config(source)
         positions = max_positions(backbone)
         max_tokens = None if positions is None else positions - 1  # a BOS stands before each text
     if tokenizer is None:
@@ -362,7 +361,7 @@ def _prepare_candidates(
 ) -> CandidateMaker:
     """Load the base model and find its prompts; nothing is written or computed before all of them are checked."""
     source = ModelSource.find(config.base)
-    tokenizer = find_tokenizer(source)
+    tokenizer = source.find_tokenizer()
     if tokenizer is None:
         raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
     lm = load_causal_lm(source)
