@@ -30,8 +30,7 @@ from radq.training import capture, trainer
 from radq.training.candidates import CandidateFeed, CandidateSet
 from radq.training.capture import MOST_TOKENS, CapturedSteps, PackedBatch, can_capture
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
-from radq.training.expert_trainer import ExpertTrainer, TextFormat
-from radq.training.experts import train_experts
+from radq.training.experts import ExpertTrainer, TextFormat, train_experts
 from radq.training.pair_trainer import PairTrainer
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer

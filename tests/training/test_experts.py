@@ -23,8 +23,7 @@ from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
 from radq.training.checkpoints import find_checkpoints
 from radq.training.config import ExpertTrainingConfig
-from radq.training.expert_trainer import ExpertTrainer, score_classes
-from radq.training.experts import train_experts
+from radq.training.experts import ExpertTrainer, score_classes, train_experts
 from radq.training.losses import gedi_loss, text_loss
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
 from radq.numerics import empty_cache
 from radq.training.candidates import HELD_OUT, CandidateFeed, CandidateMaker, CandidateSet
-from radq.training.processes import first_process_first
 from radq.training.reward_trainer import RewardTrainer
+from radq.training.run import first_process_first
 
 
 class RoundsCallback(TrainerCallback):

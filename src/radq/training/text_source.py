@@ -10,7 +10,6 @@ candidates, a attributes, n texts.
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -28,7 +27,6 @@ from radq.judges.classifiers import load_classifier
 from radq.models.loading import find_device
 from radq.models.vocabulary import Vocabulary
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import RunData
 from radq.training.teacher import Source, Teacher
 
 
@@ -154,19 +152,18 @@ def load_text_teacher(config: RewardTrainingConfig, tokenizer: PreTrainedTokeniz
     return Teacher([[TextSource(judges, tokenizer, config.teacher_reads == "continuation", config.cache)]])
 
 
-def label_data(teacher: Teacher, data: RunData[RewardTrainingConfig], progress: bool) -> RunData[RewardTrainingConfig]:
+def label_data(
+    teacher: Teacher, data: RewardData, eval_data: RewardData | None, config: RewardTrainingConfig, progress: bool
+) -> tuple[RewardData, RewardData | None]:
     """Make the scores of whole texts their labels, in the rows to train on and in those to evaluate on."""
     (source,) = teacher.sources
     assert isinstance(source, TextSource)
-    parts = [part for part in (data.train, data.evaluation) if part is not None]
-    scores = {folder: source.score_data(part, progress) for folder, part in {one.folder: one for one in parts}.items()}
-    if not data.config.base:
+    scores = {part.folder: part for part in (data, eval_data) if part is not None}  # two parts may share their texts
+    scores = {folder: source.score_data(part, progress) for folder, part in scores.items()}
+    if not config.base:
         source.release()
-    train, evaluation = (
-        None if part is None else part.with_labels(scores[part.folder]) for part in (data.train, data.evaluation)
-    )
-    assert train is not None
-    return replace(data, train=train, evaluation=evaluation)
+    labelled = eval_data if eval_data is None else eval_data.with_labels(scores[eval_data.folder])
+    return data.with_labels(scores[data.folder]), labelled
 
 
 def measure_teacher(teacher: Teacher | None) -> dict[str, float]:
