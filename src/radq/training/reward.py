@@ -35,13 +35,11 @@ from radq.training.candidates import CandidateMaker
 from radq.training.config import RewardTrainingConfig
 from radq.training.data import Start, check_labels, scales_of_model
 from radq.training.outcome import warn_of_chance
-from radq.training.pair_trainer import PairTrainer
 from radq.training.prefixes import check_room, choose_prompts
 from radq.training.recipe import num_steps
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.rounds import RoundsCallback
 from radq.training.run import TrainingRun, first_process_first, write_results
-from radq.training.span_trainer import SpanTrainer
 from radq.training.states import StateCache, measure_states, prepare_states
 from radq.training.targets import cache_targets, target_ranges, target_shape
 from radq.training.teacher import Teacher, check_teacher, load_teacher
@@ -90,7 +88,7 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         states = self._prepare_states(contents["backbone"])
         self.check_resumed(contents)
         checkpoint = self.find_checkpoint(self.out)
-        trainer = self._make_trainer()
+        trainer = RewardTrainer(self.model, self.config, self.data, self.eval_data, self.teacher, self.progress)
         self.begin(contents)
         if maker is not None:
             _make_candidates(trainer, maker)
@@ -217,13 +215,6 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         if teacher.ranges is None and not config.base:
             ranges = target_ranges(self.data)
             self.model.config.response_range = simplify_ranges(ranges, len(ranges))
-
-    # --- the training ---
-
-    def _make_trainer(self) -> RewardTrainer:
-        config = self.config
-        kind = PairTrainer if config.compares else SpanTrainer if config.spans else RewardTrainer
-        return kind(self.model, config, self.data, self.eval_data, self.teacher, self.progress)
 
     def _finish(self, trainer: RewardTrainer, metrics: dict[str, float]) -> None:
         """Save the model and its metrics, and warn if it has learnt nothing."""
