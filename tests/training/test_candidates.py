@@ -46,13 +46,13 @@ from radq.training.candidates import (
     score_places,
     score_rows,
 )
+from radq.training.checks import split_teachers
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import candidate_loss, difference_loss
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.teacher import GuideSource, RewardSource, Teacher, fingerprint_model, load_teacher
-from radq.training.teacher_names import split_teachers
 
 PREFIXES = [Prefix([5, 6, 7, 8, 9], [2, 4, 5]), Prefix([1, 11, 12], [3]), Prefix([13], []), Prefix([21, 22], [1, 2])]
 

@@ -11,7 +11,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from radq.errors import OptionError, first_line
 from radq.models.loading import find_device
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 
 MANAGED = {  # fields that `trainer:` must not set, with the option of radq that sets them
     "output_dir": "out",

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from radq.data.batches import GlobalBatches
 from radq.errors import DataError
 from radq.files import append_lines, read_lines, whole_file
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 
 STOPPING = "\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n"
 

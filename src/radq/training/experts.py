@@ -34,13 +34,12 @@ from radq.models.loading import load_causal_lm, load_config, load_tokenizer
 from radq.models.vocabulary import find_bos
 from radq.numerics import log_probabilities
 from radq.training.arguments import make_arguments
-from radq.training.checkpoints import find_checkpoints
 from radq.training.config import ExpertTrainingConfig
 from radq.training.data import Start
 from radq.training.losses import gedi_loss, text_loss
 from radq.training.recipe import LONGEST
 from radq.training.run import TrainingRun, first_process_first, write_results
-from radq.training.run_folder import RESULTS, delete_run
+from radq.training.run_folder import RESULTS, delete_run, find_checkpoints
 from radq.training.trainer import BatchTrainer
 
 EQUAL_PRIORS = (0.0, 0.0)  # logarithms, up to a constant

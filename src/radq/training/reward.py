@@ -37,8 +37,7 @@ from radq.training.data import Start, check_labels, scales_of_model
 from radq.training.outcome import warn_of_chance
 from radq.training.prefixes import check_room, choose_prompts
 from radq.training.recipe import num_steps
-from radq.training.reward_trainer import RewardTrainer
-from radq.training.rounds import RoundsCallback
+from radq.training.reward_trainer import RewardTrainer, RoundsCallback
 from radq.training.run import TrainingRun, first_process_first, write_results
 from radq.training.states import StateCache, measure_states, prepare_states
 from radq.training.targets import cache_targets, target_ranges, target_shape

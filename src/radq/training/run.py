@@ -24,9 +24,9 @@ from radq.errors import OptionError, RadqError
 from radq.files import explained_writing, whole_file
 from radq.training.arguments import training_device
 from radq.training.checks import check_run
+from radq.training.config import TrainingConfig
 from radq.training.data import Scales, Start, keep_rows, load_run_data
 from radq.training.recipe import Config, num_steps
-from radq.training.run_config import TrainingConfig
 from radq.training.run_folder import (
     RESULTS,
     begin_run,

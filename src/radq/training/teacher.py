@@ -26,7 +26,7 @@ from radq.models.reward import RewardModel
 from radq.models.stored import require_attributes
 from radq.models.vocabulary import Vocabulary
 from radq.training.arguments import in_precision
-from radq.training.teacher_names import find_reward_models, split_teachers
+from radq.training.checks import find_reward_models, split_teachers
 
 Limits = tuple[float, float]
 

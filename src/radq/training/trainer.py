@@ -44,8 +44,8 @@ from radq.numerics import empty_cache, without_emulation_notice
 from radq.training.arguments import make_arguments
 from radq.training.callbacks import EpochCallback, MetricsCallback, RunCallback, SavingCallback, point_to_best
 from radq.training.capture import CapturedSteps, can_capture
-from radq.training.checkpoints import STATE, find_checkpoints, write_checksums
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
+from radq.training.run_folder import STATE, find_checkpoints, write_checksums
 
 CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
 STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches
