@@ -39,7 +39,7 @@ from radq.training.data import Start
 from radq.training.losses import gedi_loss, text_loss
 from radq.training.recipe import LONGEST
 from radq.training.run import TrainingRun, first_process_first, write_results
-from radq.training.run_folder import RESULTS, delete_run, find_checkpoints
+from radq.training.run_folder import RESULTS, check_resumed, delete_run, find_checkpoints, find_resumed_checkpoint
 from radq.training.trainer import BatchTrainer
 
 EQUAL_PRIORS = (0.0, 0.0)  # logarithms, up to a constant
@@ -200,7 +200,7 @@ class ExpertRun(TrainingRun[ExpertTrainingConfig]):
             self.load_data(Start(self.tokenizer, load_config(self.config.backbone), self.text_format.max_length))
         parts = list(_split(self.config, self.data, self.eval_data))
         contents = self.fingerprint_data(backbone=fingerprint_model(self.config.backbone))
-        self.check_resumed(contents)
+        check_resumed(self.out, self.config, contents, self.resume)
         make_arguments(
             self.config, self.eval_data is not None, self.progress
         )  # mistakes show before anything is written
@@ -218,7 +218,7 @@ class ExpertRun(TrainingRun[ExpertTrainingConfig]):
         results = folder / RESULTS  # this file is written last, so a model with it is finished
         if self.resume and results.exists():
             return json.loads(results.read_text())["metrics"]
-        checkpoint = self.find_checkpoint(folder)
+        checkpoint = find_resumed_checkpoint(folder, self.resume)
         self.processes.wait_for_everyone()  # all have looked before one writes
         if self.processes.is_main_process and checkpoint is None:
             delete_run(folder)

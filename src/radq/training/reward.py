@@ -39,6 +39,7 @@ from radq.training.prefixes import check_room, choose_prompts
 from radq.training.recipe import num_steps
 from radq.training.reward_trainer import RewardTrainer, RoundsCallback
 from radq.training.run import TrainingRun, first_process_first, write_results
+from radq.training.run_folder import check_resumed, find_resumed_checkpoint
 from radq.training.states import StateCache, measure_states, prepare_states
 from radq.training.targets import cache_targets, target_ranges, target_shape
 from radq.training.teacher import Teacher, check_teacher, load_teacher
@@ -85,8 +86,8 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
             contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
             contents["base_files"] = fingerprint_model(self.config.base)
         states = self._prepare_states(contents["backbone"])
-        self.check_resumed(contents)
-        checkpoint = self.find_checkpoint(self.out)
+        check_resumed(self.out, self.config, contents, self.resume)
+        checkpoint = find_resumed_checkpoint(self.out, self.resume)
         trainer = RewardTrainer(self.model, self.config, self.data, self.eval_data, self.teacher, self.progress)
         self.begin(contents)
         if maker is not None:

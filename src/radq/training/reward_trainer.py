@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 
 from radq.data.dataset import RewardData
 from radq.errors import OptionError
@@ -260,9 +260,7 @@ class RoundsCallback(TrainerCallback):
         """The candidates of all rounds so far."""
         return CandidateSet.join(self.sets)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         while self._is_due(state):
             if not self.maker.is_made(len(self.sets) + 1):
                 warnings.warn(
@@ -272,7 +270,7 @@ class RoundsCallback(TrainerCallback):
                 )
             self._begin_round()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         while self._is_due(state):
             self._begin_round()
 

@@ -30,8 +30,6 @@ from radq.training.recipe import Config, num_steps
 from radq.training.run_folder import (
     RESULTS,
     begin_run,
-    check_resumed,
-    find_resumed_checkpoint,
     read_scales,
     take_settings_of_run,
 )
@@ -43,14 +41,7 @@ MORE_THAN_STEPS = 1.1  # a run also updates weights, evaluates and saves
 
 
 class TrainingRun(Generic[Config]):
-    """A run in the folder `config.out`, of which this process is one.
-
-    Args:
-        resume: go on from the last checkpoint of the run in that folder.
-        overwrite: delete the run in that folder and start again.
-        progress: print what happens.
-        data, eval_data: rows that a program gives, beside those that the settings name.
-    """
+    """A run in the folder `config.out`, of which this process is one; the options are those of `radq.train`."""
 
     data: RewardData  # that of `load_data`, to train on
     eval_data: RewardData | None
@@ -86,19 +77,10 @@ class TrainingRun(Generic[Config]):
         evaluated = {} if self.eval_data is None else {"eval_data": self.eval_data.fingerprint}
         return {"data": self.data.fingerprint, **others, **evaluated}
 
-    def check_resumed(self, contents: dict[str, str]) -> None:
-        """Refuse to resume a run that began with other settings, or with contents of other fingerprints."""
-        if self.resume:
-            check_resumed(self.out, self.config, contents)
-
     def begin(self, contents: dict[str, str]) -> None:
         """Write the files with which a run begins; unless it is resumed, delete an earlier one."""
         if self.processes.is_main_process:
             begin_run(self.out, self.config, contents, self.data.scales, self.resume)
-
-    def find_checkpoint(self, folder: Path) -> Path | None:
-        """Find the checkpoint in the folder of a model from which its training goes on; None at the beginning."""
-        return find_resumed_checkpoint(folder, self.resume)
 
     def fit(self, trainer: BatchTrainer, checkpoint: Path | None) -> dict[str, float]:
         """Say what will be trained, train it, and return the metrics."""
@@ -152,16 +134,15 @@ def _hear_of_errors() -> None:
             raise error
 
 
-# --- the plan ---
+# --- the plan of a BatchTrainer; transformers' types say that its model and data may be missing ---
 
 
-def describe_plan(trainer: BatchTrainer) -> str:
+def describe_plan(trainer: Any) -> str:
     """Say in one line what is trained with which settings, chosen or given, and how long it will take here."""
-    config, model = trainer.settings, _parts(trainer).model
-    rows, held_out = len(_parts(trainer).train_dataset), len(_parts(trainer).eval_dataset or ())
+    config, rows, held_out = trainer.settings, len(trainer.train_dataset), len(trainer.eval_dataset or ())
     steps = num_steps(config, rows)
     parts = [
-        _describe_layers(model.config),
+        _describe_layers(trainer.model.config),
         f"texts of at most {config.max_length} tokens",
         f"{rows}{' pairs' * config.compares} to train on and {held_out or 'none'} held out",
         f"{config.epochs:g} passes in {steps} steps" if config.max_steps < 0 else f"{steps} steps",
@@ -184,7 +165,7 @@ def _describe_layers(config: Any) -> str:
     return f"{depth} layers" + (f" with LoRA of rank {rank}" if rank else "")
 
 
-def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
+def estimate_seconds(trainer: Any, steps: int) -> float | None:
     """Estimate the time of all steps from that of one batch of average size; None if there are several processes.
 
     The random numbers are put back, so that the estimate does not change the run.
@@ -195,26 +176,21 @@ def estimate_seconds(trainer: BatchTrainer, steps: int) -> float | None:
     sizes = np.array([len(batch) * trainer.batches.lengths[batch].max() for batch in plan])  # with padding
     typical = int(np.abs(sizes - sizes.mean()).argmin())
     rows = plan[typical][: trainer.args.per_device_train_batch_size]
-    batch = trainer.collate_for_training(_parts(trainer).train_dataset.batch(rows.tolist()))
+    batch = trainer.collate_for_training(trainer.train_dataset.batch(rows.tolist()))
     with torch.random.fork_rng():
         seconds = min(_time_step(trainer, batch) for _ in range(TRIALS))
     trainer.forget_captures()  # of a model that the Trainer has not prepared yet
     return seconds * len(plan[typical]) / len(rows) * sizes.mean() / sizes[typical] * steps * MORE_THAN_STEPS
 
 
-def _time_step(trainer: BatchTrainer, batch: dict[str, torch.Tensor]) -> float:
+def _time_step(trainer: Any, batch: dict[str, torch.Tensor]) -> float:
     """Measure the seconds of a forward and a backward pass, whose gradients are thrown away."""
-    model = _parts(trainer).model.to(trainer.args.device).train()
+    model = trainer.model.to(trainer.args.device).train()
     began = time.perf_counter()
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
     trainer.add_gradients(model, batch, items).item()  # waits for a GPU
     model.zero_grad()
     return time.perf_counter() - began
-
-
-def _parts(trainer: BatchTrainer) -> Any:
-    """Return model and data of a trainer; transformers' types say that they may be missing."""
-    return trainer
 
 
 def format_duration(seconds: float) -> str:

@@ -111,9 +111,9 @@ def delete_run(out: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str]) -> None:
+def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str], resume: bool) -> None:
     """Refuse to resume a run with other data or other settings; the error names the changes."""
-    if not is_run(out):
+    if not resume or not is_run(out):
         return
     begun = _read_settings(out, type(config))
     known = _read_fingerprints(out)

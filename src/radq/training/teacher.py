@@ -40,21 +40,13 @@ class Source(nn.Module):
     attributes: list[str]
     ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
+    vocabularies: list[Vocabulary]  # of the models
+    context: int | None  # the largest number of tokens of a text that can be read; None if there is no limit
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
         """A fingerprint of all that the rewards depend on."""
-
-    @property
-    @abstractmethod
-    def vocabularies(self) -> list[Vocabulary]:
-        """The vocabularies of the models."""
-
-    @property
-    @abstractmethod
-    def context(self) -> int | None:
-        """The largest number of tokens of a text that can be read; None if there is no limit."""
 
     @abstractmethod
     def token_rewards(
@@ -91,7 +83,7 @@ class RewardSource(Source):
     def __init__(self, model: RewardModel, attributes: Sequence[str] = ()):
         super().__init__()
         require_attributes(attributes, model.config.attributes)
-        self.model = model
+        self.model, self.vocabularies, self.context = model, [model.vocabulary], model.max_tokens
         self.attributes = list(attributes) or list(model.config.attributes)
         self._columns = [model.config.attributes.index(name) for name in self.attributes]
         self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
@@ -102,14 +94,6 @@ class RewardSource(Source):
     def fingerprint(self) -> str:
         whole = fingerprint_model(self.model)
         return whole if self.attributes == self.model.config.attributes else fingerprint_values(whole, self._columns)
-
-    @property
-    def vocabularies(self) -> list[Vocabulary]:
-        return [self.model.vocabulary]
-
-    @property
-    def context(self) -> int | None:
-        return self.model.max_tokens
 
     @property
     def reads_once(self) -> bool:
@@ -153,20 +137,13 @@ class GuideSource(Source):
         super().__init__()
         self.guide, self.attributes, self.settings, self.ranges = guide, list(attributes), settings, None
         self.label_scales = None
+        self.vocabularies, self.context = [reader.vocabulary for reader in guide.readers], guide.context
         self.models = nn.ModuleList([reader.model for reader in guide.readers])
 
     @property
     def fingerprint(self) -> str:
         weights = fingerprint_tensors(sorted(self.models.state_dict().items()))
         return fingerprint_values(type(self.guide).__name__, self.attributes, self.settings, weights)
-
-    @property
-    def vocabularies(self) -> list[Vocabulary]:
-        return [reader.vocabulary for reader in self.guide.readers]
-
-    @property
-    def context(self) -> int | None:
-        return self.guide.context
 
     @property
     def reads_once(self) -> bool:

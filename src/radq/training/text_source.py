@@ -25,7 +25,6 @@ from radq.files import fingerprint_values
 from radq.judges.base import CachedJudge, Judge
 from radq.judges.classifiers import load_classifier
 from radq.models.loading import find_device
-from radq.models.vocabulary import Vocabulary
 from radq.training.config import RewardTrainingConfig
 from radq.training.teacher import Source, Teacher
 
@@ -55,7 +54,8 @@ class TextSource(Source):
         self.attributes = [judge.attribute for judge in judges]
         limits = [judge.limits for judge in judges]
         self.ranges = limits if np.isfinite(limits).all() else None
-        self.label_scales = None
+        self.label_scales = self.context = None
+        self.vocabularies = []
         self.seconds, self.num_texts = 0.0, 0  # spent on texts that were not known
         self._truncated = 0
         self._fingerprint = fingerprint_values(
@@ -65,14 +65,6 @@ class TextSource(Source):
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
-
-    @property
-    def vocabularies(self) -> list[Vocabulary]:
-        return []
-
-    @property
-    def context(self) -> int | None:
-        return None
 
     @property
     def texts_per_second(self) -> float | None:
