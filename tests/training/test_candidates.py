@@ -514,7 +514,7 @@ def test_a_student_learns_to_compare_candidates(settings: RewardTrainingConfig, 
 
 def read_set(out: str, name: str) -> CandidateSet:
     files = sorted((Path(out) / "candidates").glob(f"*-{name}-*.npz"))
-    return CandidateSet.join([candidates_module._load(file) for file in files])
+    return CandidateSet.join([CandidateSet.load(file) for file in files])
 
 
 def test_the_loss_of_a_step_is_the_sum_of_its_parts(settings: RewardTrainingConfig, tmp_path: Path) -> None:
