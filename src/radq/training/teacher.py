@@ -29,6 +29,8 @@ from radq.training.arguments import in_precision
 from radq.training.checks import find_reward_models, split_teachers
 
 Limits = tuple[float, float]
+Texts = Int[Tensor, "b t"]  # their token ids, or a mask
+Places = Int[Tensor, "b p k"]  # candidates for some places of each text
 
 
 class Source(nn.Module):
@@ -49,23 +51,17 @@ class Source(nn.Module):
         """A fingerprint of all that the rewards depend on."""
 
     @abstractmethod
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         """Compute the reward of every token of a batch of texts, which are padded on the right."""
 
     @abstractmethod
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         """Compute the rewards of candidates for the next token of each prefix."""
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         """Compute the rewards of candidates in place of the tokens at some positions; by default, read each anew."""
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -99,22 +95,16 @@ class RewardSource(Source):
     def reads_once(self) -> bool:
         return self.model.reads_once
 
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         return self._choose(self.model.token_rewards(input_ids, attention_mask))
 
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         return self._choose(self.model.next_rewards(input_ids, attention_mask, candidates))
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         return self._choose(self.model.place_rewards(input_ids, attention_mask, positions, candidates))
 
@@ -153,19 +143,13 @@ class GuideSource(Source):
     def is_slow(self) -> bool:
         return not self.reads_once
 
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         everywhere = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         rewards = self.place_rewards(input_ids, attention_mask, everywhere, input_ids[..., None])  # (b, t, 1, a)
         return rewards[:, :, 0] * attention_mask[..., None]
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         if isinstance(self.guide, ReadsOnce):
             return self.guide.place_rewards(input_ids, attention_mask, positions, candidates)
@@ -173,7 +157,7 @@ class GuideSource(Source):
 
     @torch.no_grad()
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         return _read_rewards(self.guide.advise(self.guide.start(input_ids, attention_mask), candidates))
 
@@ -293,14 +277,12 @@ class Teacher(nn.Module):
             return parts[0][0]
         return fingerprint_values(parts, *([] if self.factors is None else [self._member_ranges()]))
 
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         """Compute the teacher's reward of every token of a batch of texts."""
         return self._mean(lambda source: source.token_rewards(input_ids, attention_mask))
 
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         """Compute the teacher's rewards of candidates for the next token of each prefix."""
         return self._mean(lambda source: source.candidate_rewards(input_ids, attention_mask, candidates))
@@ -311,11 +293,7 @@ class Teacher(nn.Module):
         return all(source.reads_once for source in self.sources)
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         """Compute the rewards of candidates in place of the tokens at some positions, if the teacher `reads_once`."""
         return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))

@@ -26,7 +26,7 @@ from radq.judges.base import CachedJudge, Judge
 from radq.judges.classifiers import load_classifier
 from radq.models.loading import find_device
 from radq.training.config import RewardTrainingConfig
-from radq.training.teacher import Source, Teacher
+from radq.training.teacher import Source, Teacher, Texts
 
 
 @final
@@ -97,9 +97,7 @@ class TextSource(Source):
         return fill_blanks(self.score_texts(self._decode(rows), progress)[:, None])[:, 0]
 
     @torch.no_grad()
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         (b, t), rows, places = input_ids.shape, [], []
         for n, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
             columns = [column for column in range(t) if mask[column]]
@@ -111,7 +109,7 @@ class TextSource(Source):
 
     @torch.no_grad()
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         prefixes = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
         pairs = zip(prefixes, candidates.tolist(), strict=True)
