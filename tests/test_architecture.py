@@ -17,6 +17,7 @@ MAX_LOOSE_MODULES = 8
 STEPS = (
     {"errors"},
     {"files", "numerics", "settings"},
+    {"store"},
     {"data"},
     {"sources"},
     {"models"},

@@ -15,8 +15,7 @@ from kills import fork, wait_for
 from safetensors.torch import load_file
 
 from radq.toy import make_reviews
-from radq.training.config import RewardTrainingConfig
-from radq.training.run_config import TrainingConfig
+from radq.training.config import RewardTrainingConfig, TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
 

@@ -46,13 +46,13 @@ from radq.training.candidates import (
     score_places,
     score_rows,
 )
+from radq.training.checks import split_teachers
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import candidate_loss, difference_loss
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.teacher import GuideSource, RewardSource, Teacher, fingerprint_model, load_teacher
-from radq.training.teacher_names import split_teachers
 
 PREFIXES = [Prefix([5, 6, 7, 8, 9], [2, 4, 5]), Prefix([1, 11, 12], [3]), Prefix([13], []), Prefix([21, 22], [1, 2])]
 
@@ -514,7 +514,7 @@ def test_a_student_learns_to_compare_candidates(settings: RewardTrainingConfig, 
 
 def read_set(out: str, name: str) -> CandidateSet:
     files = sorted((Path(out) / "candidates").glob(f"*-{name}-*.npz"))
-    return CandidateSet.join([candidates_module._load(file) for file in files])
+    return CandidateSet.join([CandidateSet.load(file) for file in files])
 
 
 def test_the_loss_of_a_step_is_the_sum_of_its_parts(settings: RewardTrainingConfig, tmp_path: Path) -> None:

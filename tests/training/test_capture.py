@@ -30,9 +30,7 @@ from radq.training import capture, trainer
 from radq.training.candidates import CandidateFeed, CandidateSet
 from radq.training.capture import MOST_TOKENS, CapturedSteps, PackedBatch, can_capture
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
-from radq.training.expert_trainer import ExpertTrainer, TextFormat
-from radq.training.experts import train_experts
-from radq.training.pair_trainer import PairTrainer
+from radq.training.experts import ExpertTrainer, TextFormat, train_experts
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
 
@@ -131,8 +129,7 @@ def make_trainer(kind: str, folder: Path, lm_folder: Path) -> tuple[Any, Any]:
     if kind == "cached":
         data.targets = np.random.default_rng(1).random((len(data.token_ids), 1)).astype(np.float32)
     model = model.double()
-    make = PairTrainer if kind == "pairs" else RewardTrainer
-    found = make(model, config, data, teacher=teacher)
+    found = RewardTrainer(model, config, data, teacher=teacher)
     if kind == "candidates":
         found.feed = feed = CandidateFeed(make_candidates(), data.rows, 0.6, 0)
         found.collate = lambda batch: batch | feed.batch(batch["rows"].numpy(), 0, len(batch["rows"]))

@@ -21,11 +21,10 @@ from radq.guides.spec import guide_maker, load_guide, load_guides
 from radq.models.rad_q import RadQ
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
-from radq.training.checkpoints import find_checkpoints
 from radq.training.config import ExpertTrainingConfig
-from radq.training.expert_trainer import ExpertTrainer, score_classes
-from radq.training.experts import train_experts
+from radq.training.experts import ExpertTrainer, score_classes, train_experts
 from radq.training.losses import gedi_loss, text_loss
+from radq.training.run_folder import find_checkpoints
 
 pytestmark = pytest.mark.slow
 

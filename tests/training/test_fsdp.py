@@ -14,9 +14,9 @@ from accelerate.utils import DistributedType
 from training_runs import SMALL, changed, losses, make_settings, run_in_two_processes, weights
 
 from radq.models.reward import RewardModel
-from radq.training.checkpoints import find_checkpoints
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward import train
+from radq.training.run_folder import find_checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from radq.errors import DataError, OptionError
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
+from radq.training.objectives import compute_metrics, constant_metrics
 from radq.training.reward import train
-from radq.training.reward_trainer import compute_metrics, constant_metrics
 
 ROWS = [
     {"text": text, "praise": label, "blame": round(1 - label)} | ({} if n % 2 else {"mood": label / 2})

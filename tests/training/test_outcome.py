@@ -13,7 +13,7 @@ from radq.judges.agreement import area_under_curve, chance_auc, chance_correlati
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
 from radq.training.outcome import describe_outcome, next_commands, warn_of_chance
-from radq.training.plan import format_duration
+from radq.training.run import format_duration
 
 GOOD = {"eval_loss": 0.1, "eval_auc_praise": 0.86, "eval_chance_auc_praise": 0.6}
 ERRORS = {"eval_weighted_mse": 0.1, "eval_constant_weighted_mse": 0.25}

@@ -25,7 +25,7 @@ from radq.models.reward import RewardModel
 from radq.toy import BAD, GOOD, make_reviews
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import baseline_loss, preference_loss
-from radq.training.pair_trainer import pair_metrics
+from radq.training.objectives import pair_metrics
 from radq.training.reward import train
 from radq.training.reward_trainer import random_tokens
 

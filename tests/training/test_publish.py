@@ -20,9 +20,8 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.sources.embedded import reward_folder
-from radq.training.card import write_card
 from radq.training.config import RewardTrainingConfig
-from radq.training.publish import push_to_hub
+from radq.training.publish import push_to_hub, write_card
 
 TOKEN = "hf_secret"
 PROGRAM = """

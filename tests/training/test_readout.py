@@ -16,10 +16,10 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.toy import NOUNS, VERBS
-from radq.training.checkpoints import find_checkpoints
 from radq.training.config import RewardTrainingConfig
 from radq.training.outcome import next_commands
 from radq.training.reward import train
+from radq.training.run_folder import find_checkpoints
 
 
 @pytest.fixture

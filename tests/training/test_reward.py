@@ -20,11 +20,12 @@ from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
-from radq.training.checkpoints import find_checkpoints
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import baseline_loss, squared_loss
+from radq.training.objectives import compute_metrics, constant_metrics
 from radq.training.reward import train
-from radq.training.reward_trainer import compute_metrics, constant_metrics, random_tokens
+from radq.training.reward_trainer import random_tokens
+from radq.training.run_folder import find_checkpoints
 
 # --- what is learnt ---
 

@@ -19,11 +19,10 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
-from radq.training.checkpoints import find_checkpoints, find_damage
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 from radq.training.experts import train_experts
 from radq.training.reward import train
-from radq.training.run_folder import FINGERPRINTS
+from radq.training.run_folder import FINGERPRINTS, find_checkpoints, find_damage
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from radq.settings import read_yaml
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 
 
 @dataclass

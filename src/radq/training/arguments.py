@@ -11,8 +11,12 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from radq.errors import OptionError, first_line
 from radq.models.loading import find_device
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 
+SAME = (  # fields that have the name of an option of radq, and its value
+    *("max_steps", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "gradient_checkpointing", "seed", "eval_steps", "save_steps", "report_to"),
+)
 MANAGED = {  # fields that `trainer:` must not set, with the option of radq that sets them
     "output_dir": "out",
     "num_train_epochs": "epochs",
@@ -23,14 +27,7 @@ MANAGED = {  # fields that `trainer:` must not set, with the option of radq that
     "resume_from_checkpoint": "resume",
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "micro_batch_size"),
     **dict.fromkeys(("gradient_accumulation_steps", "auto_find_batch_size"), "micro_batch_size"),
-    **{
-        name: name
-        for name in (
-            *("max_steps", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
-            *("adam_epsilon", "max_grad_norm", "gradient_checkpointing", "seed", "eval_steps", "save_steps"),
-            "report_to",
-        )
-    },
+    **{name: name for name in SAME},
 }
 FIXED = (  # fields that `trainer:` must not set, since radq relies on their values
     *("eval_strategy", "save_strategy", "logging_strategy", "logging_nan_inf_filter", "disable_tqdm"),
@@ -50,30 +47,18 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
     _check_report(config.report_to)
     device = training_device(config)
     precision = choose_precision(config.precision, device)
-    arguments: dict[str, Any] = {
+    arguments: dict[str, Any] = {name: getattr(config, name) for name in SAME} | {
         "output_dir": config.out,
         "num_train_epochs": config.epochs,
-        "max_steps": config.max_steps,
-        "learning_rate": config.learning_rate,
         "lr_scheduler_type": "linear",
-        "warmup_steps": config.warmup_steps,
         "optim": "adamw_torch_fused" if device in ("cuda", "cpu") else "adamw_torch",
-        "weight_decay": config.weight_decay,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "adam_epsilon": config.adam_epsilon,
-        "max_grad_norm": config.max_grad_norm,
         "bf16": precision == "bfloat16",
         "fp16": precision == "float16",
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "seed": config.seed,
         "logging_steps": config.log_steps,
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": config.eval_steps,
         "save_strategy": "steps",
         "save_steps": config.save_steps or NEVER,
-        "report_to": config.report_to,
         "disable_tqdm": not progress,
         "remove_unused_columns": False,
         "label_names": ["labels"],

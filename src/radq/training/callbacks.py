@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from radq.data.batches import GlobalBatches
 from radq.errors import DataError
 from radq.files import append_lines, read_lines, whole_file
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 
 STOPPING = "\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n"
 
@@ -25,31 +25,23 @@ def point_to_best(state: TrainerState, out: Path) -> None:
         state.best_model_checkpoint = str(out / f"checkpoint-{state.best_global_step}")
 
 
-class EpochCallback(TrainerCallback):
-    """Tells the sampler of batches which epoch it is."""
-
-    def __init__(self, batches: GlobalBatches):
-        self.batches = batches
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.batches.epoch = int((state.epoch or 0) + 1e-6)
-
-
 class RunCallback(TrainerCallback):
-    """Takes log, evaluation and save steps from the settings, not from a checkpoint, and evaluates the last weights."""
+    """Takes log, evaluation and save steps from the settings, not from a checkpoint, and evaluates the last weights.
 
-    def __init__(self, config: TrainingConfig):
-        self.config = config
+    The sampler of batches is told which epoch it is.
+    """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def __init__(self, config: TrainingConfig, batches: GlobalBatches):
+        self.config, self.batches = config, batches
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.compute_steps(args, state.max_steps)
         point_to_best(state, Path(self.config.out))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.batches.epoch = int((state.epoch or 0) + 1e-6)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.config.chooses_best and state.global_step >= state.max_steps:
             control.should_evaluate = True
 
@@ -60,9 +52,7 @@ class MetricsCallback(TrainerCallback):
     def __init__(self, file: Path):
         self.file = file
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self._read() if row["step"] <= state.global_step]
         with whole_file(self.file) as temporary, temporary.open("wb") as stream:
@@ -73,14 +63,7 @@ class MetricsCallback(TrainerCallback):
         with contextlib.suppress(FileNotFoundError, DataError):
             yield from read_lines(self.file)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         with self.file.open("ab") as stream:
             append_lines(stream, [{"step": state.global_step, "epoch": state.epoch, **(logs or {})}])
 
@@ -96,15 +79,13 @@ class SavingCallback(TrainerCallback):
         self.saved = time.monotonic()
         self.stop = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.saved = time.monotonic()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.saved = time.monotonic()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.stop:
             control.should_save = control.should_training_stop = True
         elif time.monotonic() - self.saved >= self.seconds:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -23,12 +22,13 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from radq.errors import DataError, OptionError
-from radq.files import explained_writing, fingerprint_tensors, fingerprint_values, require_room, whole_file
+from radq.files import fingerprint_tensors, fingerprint_values, require_room
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right, texts_per_forward
+from radq.store.pieces import Piece, load_arrays, missing, save_arrays
 from radq.training.arguments import choose_precision, training_device
 from radq.training.config import RewardTrainingConfig
 from radq.training.prefixes import Prefix, Prompts, write_prefixes
@@ -74,6 +74,11 @@ class CandidateSet:
         }
         missing = max(0, num_rows - len(rows))
         return {name: torch.from_numpy(_add_rows(name, values, missing)) for name, values in arrays.items()}
+
+    @staticmethod
+    def load(file: Path) -> "CandidateSet":
+        """Read the candidates of a piece."""
+        return CandidateSet(**load_arrays(file, [field.name for field in fields(CandidateSet)]))
 
     @staticmethod
     def join(sets: Sequence["CandidateSet"]) -> "CandidateSet":
@@ -176,7 +181,7 @@ class CandidateMaker:
 
     def is_made(self, round_number: int) -> bool:
         """Whether all candidates of a round are stored already."""
-        return all(file.exists() for file, _ in self._pieces(round_number))
+        return not missing(self._pieces(round_number))
 
     def make(self, round_number: int, make_guide: Callable[[float], Guide] | None = None) -> CandidateSet:
         """Make the candidates of a round, or load those that are stored; HELD_OUT in place of a round makes others.
@@ -184,25 +189,23 @@ class CandidateMaker:
         Args:
             make_guide: makes the guide of a given strength; None leaves the base model unguided.
         """
-        pieces = list(self._pieces(round_number))
-        missing = [(file, numbers) for file, numbers in pieces if not file.exists()]
-        for file, numbers in tqdm(missing, desc="candidates", unit="piece", disable=not self.progress or not missing):
-            made = self._make_piece(round_number, numbers, make_guide)
-            with explained_writing(file), whole_file(file) as temporary, temporary.open("wb") as stream:
-                np.savez(stream, **{field.name: getattr(made, field.name) for field in fields(made)})
-        found = CandidateSet.join([_load(file) for file, _ in pieces])
+        pieces = self._pieces(round_number)
+        unmade = missing(pieces)
+        for piece in tqdm(unmade, desc="candidates", unit="piece", disable=not self.progress or not unmade):
+            save_arrays(piece, **vars(self._make_piece(round_number, piece.contents, make_guide)))
+        found = CandidateSet.join([CandidateSet.load(piece.file) for piece in pieces])
         if not (found.candidates != UNUSED).any():
             raise DataError("the base model ends every prompt at once.", "give other --prompts.")
         return found
 
-    def _pieces(self, round_number: int) -> list[tuple[Path, range]]:
+    def _pieces(self, round_number: int) -> list[Piece[range]]:
         """List the files of a round, with the numbers of their prefixes."""
         total = self.config.num_prefixes
         total = min(total, HELD_OUT_PREFIXES) if round_number == HELD_OUT else total
         name = "held-out" if round_number == HELD_OUT else f"round-{round_number}"
         starts = range(0, total, self.piece)
         return [
-            (self.folder / f"{self._key}-{name}-{n:04}.npz", range(start, min(start + self.piece, total)))
+            Piece(self.folder / f"{self._key}-{name}-{n:04}.npz", range(start, min(start + self.piece, total)))
             for n, start in enumerate(starts)
         ]
 
@@ -375,11 +378,3 @@ def _chunks(items: Sequence[int], size: int) -> list[list[int]]:
 
 def _fill(places: list[int], number: int) -> list[int]:
     return places + [0] * (number - len(places))
-
-
-def _load(file: Path) -> CandidateSet:
-    try:
-        with np.load(file) as stored:
-            return CandidateSet(**{field.name: stored[field.name] for field in fields(CandidateSet)})
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise DataError(f"{str(file)!r} is damaged: {error}.", "delete this file; radq makes it again.") from error

@@ -1,15 +1,82 @@
-"""The checks of a training run that need no model. Importing this module imports no torch, so mistakes show at once."""
+"""The checks of a training run that need no model, and teachers written as text.
+
+A teacher is a list of folders of reward models, or of guides with numbers, separated by commas. Importing this module
+imports no torch, so that a mistake shows at once.
+"""
 
 from pathlib import Path
 
 from radq.data.prompts import read_prompts
 from radq.data.tables import check_sources
 from radq.errors import OptionError
+from radq.guides.spec import GUIDES, check_guide, find_kind, parse_guide
 from radq.judges.classifier_names import check_classifier
+from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import check_language_model, check_reward_model
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 from radq.training.run_folder import check_run_folder
-from radq.training.teacher_names import check_teachers, needs_base
+
+# --- teachers ---
+
+
+def split_teachers(text: str) -> list[str]:
+    """Split a list of teachers at its commas, but not at those between the numbers of a guide: DIR:a=1,b=2."""
+    if Path(text).is_dir():
+        return [text]
+    teachers: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        if not part:
+            raise OptionError(
+                f"teacher must name folders, separated by commas, got {text!r}.", "remove the superfluous commas."
+            )
+        if teachers and ":" not in part and is_guide(f"{teachers[-1]},{part}"):
+            teachers[-1] += f",{part}"
+        else:
+            teachers.append(part)
+    return teachers
+
+
+def is_guide(name: str) -> bool:
+    """Whether a teacher is written as a guide with numbers, such as DIR:alpha=2."""
+    try:
+        parse_guide(name)
+    except OptionError:
+        return False
+    return True
+
+
+def check_teachers(text: str) -> None:
+    """Refuse teachers that cannot be loaded; only their config.json is read."""
+    for name in split_teachers(text):
+        if is_guide(name):
+            check_guide(*parse_guide(name))
+        else:
+            check_reward_model(name)
+
+
+def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
+    """Find the reward models of which a teacher consists, each with the names of its attributes that count.
+
+    An empty list of names stands for all attributes. The result is None if the teacher is another guide, such as
+    experts.
+    """
+    if not is_guide(name):
+        return [(name, [])]
+    folder, numbers = parse_guide(name)
+    if find_kind(folder) is GUIDES["embedded"]:
+        return [(f"{EMBEDDED}:{attribute}", [attribute]) for attribute in numbers]
+    return [(folder, list(numbers))] if find_kind(folder) is GUIDES["reward"] else None
+
+
+def needs_base(text: str) -> bool:
+    """Whether one of the teachers is no reward model.
+
+    The range of its rewards is not stored anywhere, and is found from the rewards of a base model's candidates.
+    """
+    return any(find_reward_models(name) is None for name in split_teachers(text))
+
+
+# --- runs ---
 
 CHECKS = {
     "backbone": check_language_model,

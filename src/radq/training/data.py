@@ -20,10 +20,9 @@ from radq.data.spans import load_spans
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
 from radq.training.arguments import training_device
-from radq.training.config import RewardTrainingConfig
+from radq.training.config import RewardTrainingConfig, TrainingConfig
 from radq.training.losses import LOSSES
 from radq.training.recipe import LONGEST, Config, Task, complete, held_out_share
-from radq.training.run_config import TrainingConfig
 
 Scales = Sequence[LabelScale | None] | None
 

@@ -5,46 +5,44 @@
 Texts with a label of at least the threshold are the high class, the others the low class. DExperts needs a language
 model for each class, in the folders `expert` and `anti`. GeDi needs one language model that reads each text after the
 control code of its class; its config.json records the codes. Texts begin with a BOS, and end with the end-of-text token
-unless they were cut off.
+unless they were cut off. Axes: b batch, t time, c classes.
 """
 
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData
 from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
-from radq.files import MODEL_FILES, explained_writing, require_room, whole_file, whole_folder
+from radq.files import MODEL_FILES, explained_writing, require_room, whole_folder
+from radq.guides.expert import class_log_posterior
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.models.loading import load_causal_lm, load_config
 from radq.models.vocabulary import find_bos
+from radq.numerics import log_probabilities
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource
 from radq.training.arguments import make_arguments
-from radq.training.checkpoints import find_checkpoints
-from radq.training.checks import check_run
 from radq.training.config import ExpertTrainingConfig
-from radq.training.data import Start, keep_rows, load_run_data
-from radq.training.expert_trainer import ExpertTrainer, TextFormat
-from radq.training.plan import describe_plan
-from radq.training.processes import first_process_first, join_processes
+from radq.training.data import Start
+from radq.training.losses import gedi_loss, text_loss
 from radq.training.recipe import LONGEST
-from radq.training.run_folder import (
-    begin_run,
-    check_resumed,
-    delete_run,
-    find_resumed_checkpoint,
-    read_scales,
-    take_settings_of_run,
-)
+from radq.training.run import TrainingRun, first_process_first, write_results
+from radq.training.run_folder import RESULTS, check_resumed, delete_run, find_checkpoints, find_resumed_checkpoint
+from radq.training.trainer import BatchTrainer
+
+EQUAL_PRIORS = (0.0, 0.0)  # logarithms, up to a constant
 
 
 def train_experts(
@@ -65,35 +63,183 @@ def train_experts(
             read once and kept in the cache.
         eval_data: rows to evaluate on, given in the same way.
     """
-    config = keep_rows(config, data, eval_data, progress)
-    check_run(config, resume, overwrite)
-    out = Path(config.out)
-    processes = join_processes(config)
-    processes.wait_for_everyone()  # all have looked before one writes
-    config = take_settings_of_run(out, config) if resume else config
-    backbone = ModelSource.find(config.backbone)
-    tokenizer = backbone.tokenizer
-    text_format = _make_format(config, backbone)
-    with first_process_first():
-        scales = read_scales(out, config) if resume else None
-        start = Start(tokenizer, load_config(backbone), text_format.max_length)
-        found = load_run_data(config, start, progress and processes.is_main_process, scales)
-    config, data, eval_data = found.config, found.train, found.evaluation
-    parts = list(_split(config, data, eval_data))
-    contents = {"data": data.fingerprint, "backbone": backbone.fingerprint}
-    contents |= {} if eval_data is None else {"eval_data": eval_data.fingerprint}
-    if resume:
-        check_resumed(out, config, contents)
-    make_arguments(config, eval_data is not None, progress)  # mistakes in them show before anything is written
-    if processes.is_main_process:
-        begin_run(out, config, contents, data.scales, resume)
-    metrics: dict[str, float] = {}
-    for part in parts:
-        if progress and processes.is_main_process:
-            print(f"{part.name or config.method}: {len(part.data)} texts")
-        found = _train_part(config, part, text_format, tokenizer, resume, progress)
-        metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in found.items()}
-    return metrics
+    return ExpertRun(config, resume, overwrite, progress, data, eval_data).train()
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """BOS and control code before a text, end token after it."""
+
+    beginnings: list[list[int]]  # token ids of BOS and control code: one list for DExperts, one per class for GeDi
+    end: int | None
+    max_length: int  # a text of so many tokens may have been cut off, so no end token follows it
+
+
+class ExpertTrainer(BatchTrainer):
+    """transformers' Trainer for language models of classes of texts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ExpertTrainingConfig,
+        text_format: TextFormat,
+        train_dataset: RewardData,
+        eval_dataset: RewardData | None = None,
+        progress: bool = False,
+    ):
+        self.config, self.text_format = config, text_format
+        if config.method == "gedi":
+            model.gedi_scale = nn.Parameter(torch.ones(1))
+        super().__init__(model, config, train_dataset, eval_dataset, progress)
+
+    def collate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put the end token after each text that was not cut off."""
+        lengths = batch["attention_mask"].sum(1)
+        padded = {name: F.pad(batch[name], (0, 1)) for name in ("input_ids", "attention_mask", "loss_mask")}
+        ended = (lengths > 0) & (lengths < self.text_format.max_length)
+        if self.text_format.end is not None:
+            rows, columns = ended.nonzero().squeeze(1), lengths[ended]
+            padded["input_ids"][rows, columns] = self.text_format.end
+            padded["attention_mask"][rows, columns] = padded["loss_mask"][rows, columns] = 1
+        return batch | padded
+
+    def count_tokens(self, inputs: dict[str, Tensor]) -> int:
+        return super().count_tokens(inputs) * len(self.text_format.beginnings)
+
+    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        loss_mask, weights = inputs["loss_mask"], inputs["weights"]
+        texts, positions = self.share(inputs, num_items_in_batch)
+        output = self.score_texts(model, inputs)
+        if output.log_posterior is None:
+            loss = text_loss(output.log_probabilities, loss_mask, weights) * positions
+        else:
+            mean = gedi_loss(output.log_probabilities, output.log_posterior, loss_mask, weights, self.config.gen_weight)
+            loss = mean * len(loss_mask) / loss_mask.any(1).sum().clamp(min=1) * texts
+        return (loss, output) if return_outputs else loss
+
+    def score_texts(self, model: nn.Module, inputs: dict[str, Tensor]) -> "ClassScores":
+        """Compute how likely each text is in its own class and, for GeDi, how likely its class is for the text."""
+        scores = score_classes(model, self.text_format.beginnings, inputs["input_ids"])  # (c, b, t)
+        if len(self.text_format.beginnings) == 1:
+            return ClassScores(scores[0], None)
+        loss_mask = inputs["loss_mask"]
+        own = (inputs["labels"][:, 0] < self.config.threshold).long()[None]  # (1, b): 0 is the high class
+        lengths = loss_mask.sum(1).clamp(min=1)
+        scale: Any = self.model.gedi_scale  # pyright: ignore[reportOptionalMemberAccess]
+        posterior = class_log_posterior((scores * loss_mask).sum(2), lengths, scale, EQUAL_PRIORS)  # (2, b)
+        own_scores = scores.gather(0, own[..., None].expand(1, *loss_mask.shape))[0]
+        return ClassScores(own_scores, posterior.gather(0, own)[0])
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with quiet():
+            super()._save(output_dir, state_dict)
+
+    def read_output(self, output: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute for each text −log P, the number of tokens and the log-posterior of its class."""
+        loss_mask = inputs["loss_mask"]
+        columns = [-(output.log_probabilities * loss_mask).sum(1), loss_mask.sum(1).float()]
+        if output.log_posterior is not None:
+            columns.append(output.log_posterior)
+        return torch.stack(columns, dim=1), inputs["labels"]
+
+    def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        stats = np.asarray(prediction.predictions)
+        metrics = {"perplexity": float(np.exp(stats[:, 0].sum() / stats[:, 1].sum()))}
+        if stats.shape[1] == 3:
+            metrics["accuracy"] = float((stats[:, 2] > np.log(0.5)).mean())
+        return metrics
+
+    def metric_names(self) -> list[str]:
+        return ["perplexity", *(["accuracy"] if self.config.method == "gedi" else [])]
+
+
+class ClassScores(NamedTuple):
+    """Log-probabilities of a batch of texts, each in the class that its label puts it into."""
+
+    log_probabilities: Float[Tensor, "b t"]  # of each token
+    log_posterior: Float[Tensor, " b"] | None  # of the class, given the text; None for DExperts
+
+
+def score_classes(
+    model: nn.Module, beginnings: list[list[int]], input_ids: Int[Tensor, "b t"]
+) -> Float[Tensor, "c b t"]:
+    """Log-probability of every token of right-padded texts after each beginning, all in one forward pass."""
+    b, t = input_ids.shape
+    longest = max(map(len, beginnings))
+    runs = [
+        F.pad(
+            torch.cat([*(input_ids.new_full((b, 1), token) for token in beginning), input_ids[:, :-1]], dim=1),
+            (0, longest - len(beginning)),
+        )
+        for beginning in beginnings
+    ]
+    logits = model(input_ids=torch.cat(runs), use_cache=False).logits.chunk(len(beginnings))
+    starts = [len(beginning) - 1 for beginning in beginnings]
+    return torch.stack(
+        [log_probabilities(part[:, n : n + t], input_ids) for n, part in zip(starts, logits, strict=True)]
+    )
+
+
+# --- the run ---
+
+
+class ExpertRun(TrainingRun[ExpertTrainingConfig]):
+    """A run of one language model for GeDi, or of two for DExperts."""
+
+    def train(self) -> dict[str, float]:
+        """Train the language models, and return the metrics of all."""
+        backbone = ModelSource.find(self.config.backbone)
+        self.tokenizer = backbone.tokenizer
+        self.text_format = _make_format(self.config, backbone)
+        with first_process_first():
+            self.load_data(Start(self.tokenizer, load_config(backbone), self.text_format.max_length))
+        parts = list(_split(self.config, self.data, self.eval_data))
+        contents = self.fingerprint_data(backbone=backbone.fingerprint)
+        check_resumed(self.out, self.config, contents, self.resume)
+        has_evaluation = self.eval_data is not None
+        make_arguments(self.config, has_evaluation, self.progress)  # mistakes show before anything is written
+        self.begin(contents)
+        metrics: dict[str, float] = {}
+        for part in parts:
+            if self.shows:
+                print(f"{part.name or self.config.method}: {len(part.data)} texts")
+            found = self._train_part(part)
+            metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in found.items()}
+        return metrics
+
+    def _train_part(self, part: "_Part") -> dict[str, float]:
+        folder = self.out / part.name
+        results = folder / RESULTS  # this file is written last, so a model with it is finished
+        if self.resume and results.exists():
+            return json.loads(results.read_text())["metrics"]
+        checkpoint = find_resumed_checkpoint(folder, self.resume)
+        self.processes.wait_for_everyone()  # all have looked before one writes
+        if self.processes.is_main_process and checkpoint is None:
+            delete_run(folder)
+        torch.manual_seed(self.config.seed)
+        model = load_causal_lm(self.config.backbone, self.config.num_layers, torch.float32)
+        _check_disk(model, folder)
+        use_cache = model.config.use_cache
+        config = replace(self.config, out=str(folder))
+        trainer = ExpertTrainer(model, config, self.text_format, part.data, part.eval_data, self.progress)
+        trainer.run_folder = self.config.out
+        if trainer.is_fsdp_enabled:
+            raise OptionError("experts cannot be trained with FSDP.", "use accelerate launch --multi_gpu without FSDP.")
+        metrics = self.fit(trainer, checkpoint)
+        if self.processes.is_main_process:
+            model.config.use_cache = use_cache  # the Trainer has turned it off
+            with explained_writing(folder):
+                _save_model(trainer, folder, self.tokenizer)
+            write_results(folder, {"metrics": metrics})
+            for finished in find_checkpoints(folder):  # three times a model's size, and the next part needs the room
+                shutil.rmtree(finished)
+        return metrics
 
 
 class _Part(NamedTuple):
@@ -129,45 +275,6 @@ def _split(config: ExpertTrainingConfig, data: RewardData, eval_data: RewardData
                 "give more --eval-data, or leave out --load-best-model-at-end, --metric and --early-stopping.",
             )
         yield _Part(name, data.where(high(data) == wanted), held_out)
-
-
-def _train_part(
-    config: ExpertTrainingConfig,
-    part: _Part,
-    text_format: TextFormat,
-    tokenizer: PreTrainedTokenizerBase,
-    resume: bool,
-    progress: bool,
-) -> dict[str, float]:
-    folder = Path(config.out) / part.name
-    results = folder / "results.json"  # this file is written last, so a model with it is finished
-    if resume and results.exists():
-        return json.loads(results.read_text())["metrics"]
-    checkpoint = find_resumed_checkpoint(folder, resume)
-    processes = join_processes(config)
-    processes.wait_for_everyone()  # all have looked before one writes
-    if processes.is_main_process and checkpoint is None:
-        delete_run(folder)
-    torch.manual_seed(config.seed)
-    model = load_causal_lm(config.backbone, config.num_layers, torch.float32)
-    _check_disk(model, folder)
-    use_cache = model.config.use_cache
-    trainer = ExpertTrainer(model, replace(config, out=str(folder)), text_format, part.data, part.eval_data, progress)
-    trainer.run_folder = config.out
-    if trainer.is_fsdp_enabled:
-        raise OptionError("experts cannot be trained with FSDP.", "use accelerate launch --multi_gpu without FSDP.")
-    if progress and trainer.is_world_process_zero():
-        print(describe_plan(trainer))
-    metrics = trainer.train_and_evaluate(checkpoint)
-    if trainer.is_world_process_zero():
-        model.config.use_cache = use_cache  # the Trainer has turned it off
-        with explained_writing(folder):
-            _save_model(trainer, folder, tokenizer)
-            with whole_file(results) as temporary:
-                temporary.write_text(json.dumps({"metrics": metrics}))
-        for finished in find_checkpoints(folder):  # three times as large as the model, and the next part needs the room
-            shutil.rmtree(finished)
-    return metrics
 
 
 def _check_disk(model: Any, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
 

@@ -5,9 +5,7 @@
 If several processes are launched, each of them calls `train`, and the first one writes.
 """
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
 from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
-from radq.files import explained_writing, fingerprint_tensors, whole_file
+from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
 from radq.models.loading import (
     find_backbone,
@@ -33,26 +31,14 @@ from radq.models.reward import RewardModel
 from radq.sources.model_source import ModelSource
 from radq.training.arguments import choose_precision, training_device
 from radq.training.candidates import CandidateMaker
-from radq.training.checks import check_run
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import RunData, Start, check_labels, keep_rows, load_run_data, scales_of_model
+from radq.training.data import Start, check_labels, scales_of_model
 from radq.training.outcome import warn_of_chance
-from radq.training.pair_trainer import PairTrainer
-from radq.training.plan import describe_plan
 from radq.training.prefixes import check_room, choose_prompts
-from radq.training.processes import first_process_first, join_processes
 from radq.training.recipe import num_steps
-from radq.training.reward_trainer import RewardTrainer
-from radq.training.rounds import RoundsCallback
-from radq.training.run_folder import (
-    RESULTS,
-    begin_run,
-    check_resumed,
-    find_resumed_checkpoint,
-    read_scales,
-    take_settings_of_run,
-)
-from radq.training.span_trainer import SpanTrainer
+from radq.training.reward_trainer import RewardTrainer, RoundsCallback
+from radq.training.run import TrainingRun, first_process_first, write_results
+from radq.training.run_folder import check_resumed, find_resumed_checkpoint
 from radq.training.states import StateCache, measure_states, prepare_states
 from radq.training.targets import cache_targets, target_ranges, target_shape
 from radq.training.teacher import Teacher, check_teacher, load_teacher
@@ -77,57 +63,168 @@ def train(
             read once and kept in the cache.
         eval_data: rows to evaluate on, given in the same way.
     """
-    config = keep_rows(config, data, eval_data, progress)
-    check_run(config, resume, overwrite)
-    out = Path(config.out)
-    processes = join_processes(config)
-    shows = progress and processes.is_main_process
-    processes.wait_for_everyone()  # all have looked before one writes
-    config = take_settings_of_run(out, config) if resume else config
-    teacher = load_teacher(config.teacher) if config.teacher else None
-    if teacher is not None and shows and (note := teacher.describe_ranges()):
-        print(note)
-    copied = _find_copied(config, teacher)
-    config = replace(config, lora_rank=_find_rank(config, copied))
-    model = _start_from_trained(config, copied)
-    if config.teacher_classifier:
-        teacher = load_text_teacher(config, _describe_start(config, model).tokenizer)
-    with first_process_first():  # the others find the data tokenised
-        found = _load_data(config, model, teacher, resume, shows)
-    config, data, eval_data = found.config, found.train, found.evaluation
-    model = _make_model(config, model, teacher)
-    _note_labels(model, data, config)
-    contents = _fingerprint_contents(data, eval_data, model, config, teacher)
-    maker = None
-    if teacher is not None and config.base:
-        maker = _prepare_candidates(config, model, teacher, found, shows)
-        contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
-        contents["base_files"] = ModelSource.find(config.base).fingerprint
-    states = _prepare_states(config, model, found, contents["backbone"], shows) if config.cache_states else []
-    if resume:
-        check_resumed(out, config, contents)
-    checkpoint = find_resumed_checkpoint(out, resume)
-    make_trainer = PairTrainer if config.compares else SpanTrainer if config.spans else RewardTrainer
-    trainer = make_trainer(model, config, data, eval_data, teacher, progress)
-    if processes.is_main_process:
-        begin_run(out, config, contents, data.scales, resume)
-    if maker is not None:
-        _make_candidates(trainer, maker)
-    if teacher is not None and config.learns_tokens and (teacher.is_slow or _wants_stored_targets(config, len(data))):
-        _store_targets(trainer, teacher, contents["teacher" if config.teacher else "teacher_classifier"], progress)
-    with first_process_first():
-        for part in states:
-            part.make(shows)
-    if shows:
-        print(describe_plan(trainer))
-    metrics = trainer.train_and_evaluate(checkpoint) | ({} if maker is None else maker.metrics)
-    metrics |= measure_teacher(teacher) | measure_states(states)
-    _save_model(model, trainer, out)
-    if processes.is_main_process:
-        with explained_writing(out), whole_file(out / RESULTS) as file:
-            file.write_text(json.dumps(metrics, indent=2))
-        warn_of_chance(metrics, model.config.attributes)
-    return metrics
+    return RewardRun(config, resume, overwrite, progress, data, eval_data).train()
+
+
+class RewardRun(TrainingRun[RewardTrainingConfig]):
+    """A run of a reward model: its teacher, its model and its data, and what is computed before it is trained."""
+
+    teacher: Teacher | None
+    model: RewardModel
+
+    def train(self) -> dict[str, float]:
+        """Train the model, save it, and return the metrics."""
+        trained = self._find_beginning()
+        with first_process_first():  # the others find the data tokenised
+            self._load_rows(_describe_start(self.config, trained))
+        self.model = _make_model(self.config, trained, self.teacher)
+        self._note_labels()
+        contents = self._fingerprint()
+        maker = self._prepare_candidates()
+        if maker is not None:
+            contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
+            contents["base_files"] = ModelSource.find(self.config.base).fingerprint
+        states = self._prepare_states(contents["backbone"])
+        check_resumed(self.out, self.config, contents, self.resume)
+        checkpoint = find_resumed_checkpoint(self.out, self.resume)
+        trainer = RewardTrainer(self.model, self.config, self.data, self.eval_data, self.teacher, self.progress)
+        self.begin(contents)
+        if maker is not None:
+            _make_candidates(trainer, maker)
+        self._store_targets(trainer, contents.get("teacher") or contents.get("teacher_classifier"))
+        with first_process_first():
+            for part in states:
+                part.make(self.shows)
+        metrics = self.fit(trainer, checkpoint) | ({} if maker is None else maker.metrics)
+        metrics |= measure_teacher(self.teacher) | measure_states(states)
+        self._finish(trainer, metrics)
+        return metrics
+
+    # --- the beginning ---
+
+    def _find_beginning(self) -> RewardModel | None:
+        """Load the teacher, and the reward model to train further; None if a backbone is to be loaded."""
+        config = self.config
+        self.teacher = load_teacher(config.teacher) if config.teacher else None
+        if self.teacher is not None and self.shows and (note := self.teacher.describe_ranges()):
+            print(note)
+        copied = _find_copied(config, self.teacher)
+        self.config = config = replace(config, lora_rank=_find_rank(config, copied))
+        trained = _start_from_trained(config, copied)
+        if config.teacher_classifier:
+            self.teacher = load_text_teacher(config, _describe_start(config, trained).tokenizer)
+        return trained
+
+    def _load_rows(self, start: Start) -> None:
+        """Load the data; the scores of a classifier of whole texts become its labels."""
+        config, teacher = self.config, self.teacher
+        scales, model = None, None if teacher is None else teacher.model
+        if model is not None and config.attributes and config.label_rules == LabelRules():
+            scales = scales_of_model(model.config, config.teacher)  # labels are compared with the teacher's rewards
+        self.load_data(start, scales)
+        if config.compares:
+            return
+        if teacher is None or config.learns_tokens:
+            check_labels(self.data, self.config.attributes, config.loss)
+            return
+        self.data, self.eval_data = label_data(teacher, self.data, self.eval_data, self.config, self.shows)
+        check_labels(self.data, teacher.attributes, config.loss)
+
+    def _note_labels(self) -> None:
+        """Store the range and the scales of the labels with the model; a student has those of its teacher.
+
+        Pairs have neither. The range of their rewards is measured after training.
+        """
+        stored, data = self.model.config, self.data
+        if self.config.compares:
+            stored.label_scales = None
+        elif not self.config.learns_tokens:
+            stored.response_range = simplify_ranges(data.label_ranges, len(data.label_ranges))
+            own = None if self.config.teacher_classifier else [asdict(scale) for scale in data.scales]
+            stored.label_scales = own
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Compute fingerprints of all that the run depends on.
+
+        The weights with which training begins count although a checkpoint replaces them: else a run would go on as if
+        the model had not changed.
+        """
+        config = self.config
+        frozen = {name: value for name, value in self.model.named_parameters() if not value.requires_grad}
+        named = {"init": config.init, "backbone_files": config.backbone}
+        files = {name: ModelSource.find(given).fingerprint for name, given in named.items() if given}
+        contents = self.fingerprint_data(backbone=fingerprint_tensors(sorted(frozen.items())), **files)
+        if self.teacher is not None:
+            contents["teacher" if config.teacher else "teacher_classifier"] = self.teacher.fingerprint
+        return contents
+
+    # --- what is computed before training ---
+
+    def _prepare_candidates(self) -> CandidateMaker | None:
+        """Load the base model and find its prompts; nothing is written or computed before all of them are checked."""
+        config, student, teacher = self.config, self.model, self.teacher
+        if teacher is None or not config.base:
+            return None
+        base = ModelSource.find(config.base)
+        tokenizer = base.find_tokenizer()
+        if tokenizer is None:
+            raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
+        lm = load_causal_lm(base)
+        student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
+        if student.readout is not None:
+            check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))
+        prompts = choose_prompts(config, self.data, self.eval_data, lm, tokenizer)
+        room = [context for context in (teacher.context, student.max_tokens) if context is not None]
+        check_room(prompts, config, min(room, default=None))
+        vocabularies = [vocabulary for source in teacher.sources for vocabulary in source.vocabularies]
+        known = min(vocabulary.num_known for vocabulary in [student.vocabulary, *vocabularies])
+        maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, known, self.shows)
+        maker.check_disk()
+        return maker
+
+    def _prepare_states(self, base_fingerprint: str) -> list[StateCache]:
+        """Find the stored states of the data, if they are wanted, and say how much room they take."""
+        config = self.config
+        if not config.cache_states:
+            return []
+        parts = [part for part in (self.data, self.eval_data) if part is not None]
+        precision = choose_precision(config.precision, training_device(config))
+        states = prepare_states(self.model, parts, config.cache, base_fingerprint, precision)
+        if self.shows:
+            print(*(part.describe() for part in states), sep="\n")
+        return states
+
+    def _store_targets(self, trainer: RewardTrainer, fingerprint: str | None) -> None:
+        """Compute the teacher's rewards of all tokens, and let the data read them from files of the run folder.
+
+        That is left out if the teacher is quick and the texts are read once. The student may give any of these
+        rewards, if their range was not known before.
+        """
+        config, teacher = self.config, self.teacher
+        if teacher is None or fingerprint is None or not config.learns_tokens:
+            return
+        if not (teacher.is_slow or _wants_stored_targets(config, len(self.data))):
+            return
+        precision = choose_precision(config.precision, training_device(config))
+        for part in (self.data, self.eval_data):
+            if part is not None:
+                with first_process_first(), teacher.computing_in(precision):
+                    size = trainer.args.train_batch_size
+                    file = cache_targets(self.out / "targets", part, teacher, fingerprint, size, self.progress)
+                part.targets = np.memmap(file, np.float32, "r", shape=target_shape(part, teacher))
+        if teacher.ranges is None and not config.base:
+            ranges = target_ranges(self.data)
+            self.model.config.response_range = simplify_ranges(ranges, len(ranges))
+
+    def _finish(self, trainer: RewardTrainer, metrics: dict[str, float]) -> None:
+        """Save the model and its metrics, and warn if it has learnt nothing."""
+        with explained_writing(self.out):
+            weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # from all
+            if self.processes.is_main_process:
+                self.model.save_pretrained(self.out, state_dict=weights)
+        if self.processes.is_main_process:
+            write_results(self.out, metrics, indent=2)
+            warn_of_chance(metrics, self.model.config.attributes)
 
 
 # --- the model ---
@@ -220,42 +317,14 @@ def _check_rank(rank: int, model: RewardModel) -> None:
         )
 
 
-def _save_model(model: RewardModel, trainer: RewardTrainer, out: Path) -> None:
-    with explained_writing(out):
-        weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # from all
-        if trainer.is_world_process_zero():
-            model.save_pretrained(out, state_dict=weights)
-
-
-# --- the data ---
-
-
-def _load_data(
-    config: RewardTrainingConfig, model: RewardModel | None, teacher: Teacher | None, resume: bool, progress: bool
-) -> RunData[RewardTrainingConfig]:
-    scales = read_scales(Path(config.out), config) if resume else None
-    rewards = None if teacher is None else teacher.model
-    if scales is None and rewards is not None and config.attributes and config.label_rules == LabelRules():
-        scales = scales_of_model(rewards.config, config.teacher)  # labels are compared with the teacher's rewards
-    found = load_run_data(config, _describe_start(config, model), progress, scales)
-    if config.compares:
-        return found
-    if teacher is None or config.learns_tokens:
-        check_labels(found.train, config.attributes, config.loss)
-        return found
-    found = label_data(teacher, found, progress)
-    check_labels(found.train, teacher.attributes, config.loss)
-    return found
-
-
 def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> Start:
     rank = config.lora_rank
     if model is not None:
         tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.max_tokens
         rank = model.config.lora_rank
     else:
-        source = ModelSource.find(config.backbone)
-        tokenizer, backbone = source.find_tokenizer(), load_config(source)
+        found = ModelSource.find(config.backbone)
+        tokenizer, backbone = found.find_tokenizer(), load_config(found)
         positions = max_positions(backbone)
         max_tokens = None if positions is None else positions - 1  # a BOS stands before each text
     if tokenizer is None:
@@ -267,115 +336,13 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
     )
 
 
-def _note_labels(model: RewardModel, data: RewardData, config: RewardTrainingConfig) -> None:
-    """Store the range and the scales of the labels with the model; a student has those of its teacher.
-
-    Pairs have neither. The range of their rewards is measured after training.
-    """
-    if config.compares:
-        model.config.label_scales = None
-    elif not config.learns_tokens:
-        model.config.response_range = simplify_ranges(data.label_ranges, len(data.label_ranges))
-        model.config.label_scales = None if config.teacher_classifier else [asdict(scale) for scale in data.scales]
-
-
-def _fingerprint_contents(
-    data: RewardData,
-    eval_data: RewardData | None,
-    model: RewardModel,
-    config: RewardTrainingConfig,
-    teacher: Teacher | None,
-) -> dict[str, str]:
-    """Compute fingerprints of all that a run depends on.
-
-    The weights with which training begins count although a checkpoint replaces them: else a run would go on as if the
-    model had not changed.
-    """
-    frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
-    contents = {"data": data.fingerprint, "backbone": fingerprint_tensors(sorted(frozen.items()))}
-    for name, model_name in (("init", config.init), ("backbone_files", config.backbone)):
-        if model_name:
-            contents[name] = ModelSource.find(model_name).fingerprint
-    if eval_data is not None:
-        contents["eval_data"] = eval_data.fingerprint
-    if teacher is not None:
-        contents["teacher" if config.teacher else "teacher_classifier"] = teacher.fingerprint
-    return contents
+# --- what is computed before training ---
 
 
 def _wants_stored_targets(config: RewardTrainingConfig, num_texts: int) -> bool:
     """Whether the teacher's rewards are computed once: unless settings say otherwise, if texts are read repeatedly."""
     once = replace(config, epochs=1.0, max_steps=-1)
     return config.cache_targets or (num_steps(config, num_texts) > num_steps(once, num_texts) and not config.online)
-
-
-def _store_targets(trainer: RewardTrainer, teacher: Teacher, fingerprint: str, progress: bool) -> None:
-    """Compute the teacher's rewards of all tokens, and let the data read them from files of the run folder.
-
-    The student may give any of these rewards, if their range was not known before.
-    """
-    data: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
-    for part in (part for part in data if part is not None):
-        part.targets = _map_targets(part, teacher, fingerprint, trainer, progress)
-    if teacher.ranges is None and not trainer.config.base:
-        ranges = target_ranges(data[0])
-        trainer.reward_model.config.response_range = simplify_ranges(ranges, len(ranges))
-
-
-def _map_targets(
-    data: RewardData, teacher: Teacher, fingerprint: str, trainer: RewardTrainer, progress: bool
-) -> np.ndarray:
-    """Map a file of the run folder with the teacher's rewards of all tokens of these rows, (tokens, a), into memory."""
-    folder = Path(trainer.config.out) / "targets"
-    precision = choose_precision(trainer.config.precision, training_device(trainer.config))
-    with first_process_first(), teacher.computing_in(precision):
-        file = cache_targets(folder, data, teacher, fingerprint, trainer.args.train_batch_size, progress)
-    return np.memmap(file, np.float32, "r", shape=target_shape(data, teacher))
-
-
-def _prepare_states(
-    config: RewardTrainingConfig,
-    model: RewardModel,
-    data: RunData[RewardTrainingConfig],
-    base_fingerprint: str,
-    progress: bool,
-) -> list[StateCache]:
-    """Find the stored states of the data, and say how much room they take."""
-    parts = [part for part in (data.train, data.evaluation) if part is not None]
-    precision = choose_precision(config.precision, training_device(config))
-    states = prepare_states(model, parts, config.cache, base_fingerprint, precision)
-    if progress:
-        print(*(part.describe() for part in states), sep="\n")
-    return states
-
-
-# --- candidates ---
-
-
-def _prepare_candidates(
-    config: RewardTrainingConfig,
-    student: RewardModel,
-    teacher: Teacher,
-    data: RunData[RewardTrainingConfig],
-    progress: bool,
-) -> CandidateMaker:
-    """Load the base model and find its prompts; nothing is written or computed before all of them are checked."""
-    source = ModelSource.find(config.base)
-    tokenizer = source.find_tokenizer()
-    if tokenizer is None:
-        raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
-    lm = load_causal_lm(source)
-    student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
-    if student.readout is not None:
-        check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))
-    prompts = choose_prompts(config, data.train, data.evaluation, lm, tokenizer)
-    room = [context for context in (teacher.context, student.max_tokens) if context is not None]
-    check_room(prompts, config, min(room, default=None))
-    vocabularies = [vocabulary for source in teacher.sources for vocabulary in source.vocabularies]
-    known = min(vocabulary.num_known for vocabulary in [student.vocabulary, *vocabularies])
-    maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, known, progress)
-    maker.check_disk()
-    return maker
 
 
 def _make_candidates(trainer: RewardTrainer, maker: CandidateMaker) -> None:

@@ -1,38 +1,42 @@
-"""The trainer of reward models, with their losses and metrics. `radq.training.reward` runs it.
+"""The trainer of reward models. `radq.training.reward` runs it, and `radq.training.objectives` says what is learnt.
+
 The random tokens of the regulariser depend on row, position and epoch alone, so that micro-batches and the number of
 processes do not change them.
 """
 
+import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import EvalPrediction
+from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 
 from radq.data.dataset import RewardData
-from radq.judges.agreement import area_under_curve, chance_auc, chance_correlation, rank_correlation
+from radq.errors import OptionError
+from radq.guides import Guide, RewardGuide
+from radq.models.config import simplify_ranges
 from radq.models.loading import evaluating
 from radq.models.reward import RewardModel
-from radq.numerics import take_last
+from radq.numerics import empty_cache
 from radq.training.candidate_agreement import compare_rewards, metrics_of
-from radq.training.candidates import UNUSED, CandidateFeed, CandidateSet
+from radq.training.candidates import HELD_OUT, UNUSED, CandidateFeed, CandidateMaker, CandidateSet
 from radq.training.config import RewardTrainingConfig
-from radq.training.losses import (
-    LOSSES,
-    baseline_loss,
-    candidate_loss,
-    difference_loss,
-    distillation_loss,
-    prefix_weights,
-)
+from radq.training.losses import candidate_loss, difference_loss
+from radq.training.objectives import choose_objective
+from radq.training.run import first_process_first
 from radq.training.teacher import Teacher
-from radq.training.trainer import BatchTrainer, count_items
+from radq.training.trainer import BatchTrainer
+
+RANGE_PAIRS = 250  # pairs whose rewards decide about the range, at most
+RANGE_QUANTILES = (0.01, 0.99)
 
 
 class RewardTrainer(BatchTrainer):
-    """transformers' Trainer for reward models, on labels or on the rewards of a teacher."""
+    """transformers' Trainer for reward models, on labels, on pairs, or on the rewards of a teacher."""
 
     def __init__(
         self,
@@ -47,12 +51,19 @@ class RewardTrainer(BatchTrainer):
         self.teacher = teacher  # no part of the model, so that it is neither trained nor saved
         self.feed: CandidateFeed | None = None  # of prefixes that are learnt beside the texts
         self.held_out: CandidateSet | None = None  # candidates with which the agreement is measured
+        self.objective = choose_objective(config, model.config.attributes, train_dataset)
         super().__init__(model, config, train_dataset, eval_dataset, progress)
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(self.args.device)  # pyright: ignore[reportArgumentType]
             for part in teacher.modules():
                 if isinstance(part, RewardModel):
                     part.may_change = False  # so that a captured step need not wait for the answer
+
+    def train_and_evaluate(self, checkpoint: Path | None) -> dict[str, float]:
+        metrics = super().train_and_evaluate(checkpoint)
+        if self.config.compares:  # labels tell the range of other rewards
+            self.reward_model.config.response_range = simplify_ranges(self.measure_range(), 1)
+        return metrics
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -95,7 +106,7 @@ class RewardTrainer(BatchTrainer):
         return batch | self.feed.batch(batch["rows"].numpy(), self.batches.epoch, num_texts)
 
     def count_items(self, batch: dict[str, Tensor]) -> Float[Tensor, " n"]:
-        counts = super().count_items(batch)
+        counts = self.objective.count_items(batch)
         if "candidates" not in batch:
             return counts
         return torch.cat([counts, (batch["candidates"] >= 0).sum()[None].float()])
@@ -113,28 +124,14 @@ class RewardTrainer(BatchTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        loss_mask = inputs["loss_mask"]
-        texts, positions, *candidates = self.share(inputs, num_items_in_batch)
+        rows, positions, *candidates = self.share(inputs, num_items_in_batch)
         output = model(**read_texts(inputs), **self._random_tokens(inputs))
-        if self.config.learns_tokens:
-            loss = distillation_loss(output.rewards, loss_mask, self._targets(inputs)) * positions
-        else:
-            loss = self.row_loss(output.rewards, inputs) * texts
+        loss = self.objective.loss(output.rewards, inputs, rows, positions)
         if output.marginals is not None:
-            regulariser = baseline_loss(output.marginals, loss_mask) * positions
-            if self.config.learns_tokens:  # the mean over attributes, as in the distillation loss
-                regulariser = regulariser / output.marginals.shape[-1]
-            loss = loss + self.config.reg_weight * regulariser
+            loss = loss + self.config.reg_weight * self.objective.regulariser(output.marginals, inputs, positions)
         for share in candidates:
             loss = loss + self._candidate_loss(model, inputs) * share
         return (loss, output) if return_outputs else loss
-
-    def row_loss(self, rewards: Float[Tensor, "b t a"], inputs: dict[str, Tensor]) -> Float[Tensor, ""]:
-        """The mean of the loss on labels over the texts of a batch that have tokens."""
-        loss_mask = inputs["loss_mask"]
-        loss = LOSSES[self.config.loss].compute(rewards, loss_mask, inputs["labels"], inputs["weights"])
-        num_texts, _ = count_items(loss_mask)
-        return loss * len(loss_mask) / num_texts.clamp(min=1)
 
     def _candidate_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, ""]:
         """Compute the loss on the candidates of the prefixes that come with a batch of texts.
@@ -162,47 +159,29 @@ class RewardTrainer(BatchTrainer):
             return {}
         return {"random_tokens": random_tokens(inputs, model.vocabulary.size, self.config.seed, inputs["epoch"])}
 
-    def _targets(self, inputs: dict[str, Tensor]) -> Float[Tensor, "b t a"]:
-        """Take the teacher's rewards from the batch if they were computed before training, else compute them."""
-        if "targets" in inputs:
-            return inputs["targets"]
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Move a batch to the device, and compute the teacher's rewards if that was not done before training."""
+        inputs = super()._prepare_inputs(inputs)
+        if not self.config.learns_tokens or "targets" in inputs:
+            return inputs
         assert self.teacher is not None
         with torch.no_grad(), self.accelerator.autocast():  # in the precision of the student
-            return self.teacher.token_rewards(inputs["input_ids"], inputs["attention_mask"]).float()
+            targets = self.teacher.token_rewards(inputs["input_ids"], inputs["attention_mask"]).float()
+        return inputs | {"targets": targets}
 
     # --- evaluation ---
 
     def read_output(self, output: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute statistics of each text, and its labels and weight.
-
-        The statistics are columns: the rewards at the last token; weighted squared errors if there are labels; and if
-        there is a teacher the squared distance to it, the number of tokens, and the sums of the teacher's rewards and
-        of their squares.
-        """
-        reward_model: Any = self.model
-        rewards = reward_model.link(output.rewards)
-        loss_mask, labels = inputs["loss_mask"], inputs["labels"]
-        columns = [take_last(rewards, loss_mask)]
-        if labels.shape[1]:
-            errors = (rewards - labels[:, None]).square() * prefix_weights(loss_mask)[..., None]
-            columns.append(errors.sum(1))
-        if self.config.learns_tokens:
-            targets = self._targets(inputs)
-            distance = (rewards - targets).square().mean(-1) * loss_mask
-            columns += [distance.sum(1, keepdim=True), loss_mask.sum(1, keepdim=True).float()]
-            columns += [(targets * loss_mask[..., None]).sum(1), (targets.square() * loss_mask[..., None]).sum(1)]
-        return torch.cat(columns, dim=1), torch.cat([labels, inputs["weights"][:, None]], dim=1)
+        return self.objective.statistics(self.reward_model.link(output.rewards), inputs)
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        labels, weights = np.split(np.asarray(prediction.label_ids), [-1], axis=1)
-        model: Any = self.model
-        attributes = model.config.attributes
-        metrics = compute_metrics(np.asarray(prediction.predictions), labels, attributes)
-        if labels.shape[1]:
-            train: Any = self.train_dataset
-            loss = None if self.config.learns_tokens else self.config.loss
-            metrics |= constant_metrics(labels, weights[:, 0], train.mean_labels, attributes, loss)
-        return metrics | self.measure_candidates()
+        found = self.objective.metrics(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
+        return found | self.measure_candidates()
+
+    def metric_names(self) -> list[str]:
+        data: Any = self.eval_dataset
+        agreement = ["candidate_correlation", "candidate_error"] if self.config.base else []
+        return [*self.objective.metric_names(data), *agreement]
 
     @torch.no_grad()
     def measure_candidates(self) -> dict[str, float]:
@@ -239,17 +218,87 @@ class RewardTrainer(BatchTrainer):
         model: Any = self.model
         return model
 
-    def metric_names(self) -> list[str]:
-        data: Any = self.eval_dataset
-        model: Any = self.model
-        a = len(model.config.attributes)
-        labels, weights = data.labels[data.rows], data.weights[data.rows]
-        width = a * (1 + bool(labels.shape[1])) + (2 + 2 * a) * bool(self.config.learns_tokens)
-        label_ids: Any = np.concatenate([labels, weights[:, None]], axis=1)
-        names = self.metrics(EvalPrediction(np.ones((len(data), width)), label_ids))
-        unchanging = ("constant_", "chance_")  # training does not change these
-        agreement = ["candidate_correlation", "candidate_error"] if self.config.base else []
-        return [name for name in [*names, *agreement] if not name.startswith(unchanging)]
+    # --- the range of rewards that pairs teach ---
+
+    @torch.no_grad()
+    def measure_range(self) -> tuple[float, float]:
+        """Quantiles of the rewards of whole texts that were trained on; guides clamp rewards to this range."""
+        data: Any = self.train_dataset
+        wrapped: Any = self.model_wrapped
+        order = np.random.default_rng(self.config.seed).permutation(len(data))[:RANGE_PAIRS]
+        order = order[np.argsort(-data.lengths[order], kind="stable")]
+        chunks = np.array_split(order, math.ceil(len(order) / self.args.per_device_eval_batch_size))
+        rewards = []
+        with evaluating(self.reward_model), self.compute_loss_context_manager():
+            for chunk in chunks:
+                inputs: Any = self._prepare_inputs(data.batch(chunk.tolist()))
+                output = wrapped(**read_texts(inputs))
+                rewards.append(self.read_output(output, inputs)[0].double().cpu().numpy())
+        low, high = np.quantile(np.concatenate(rewards), RANGE_QUANTILES).tolist()
+        return low, high
+
+
+class RoundsCallback(TrainerCallback):
+    """Gives a trainer its candidates, and more of them at the beginning of each round, which is a certain step.
+
+    In later rounds the base model, guided by the student, writes more prefixes. A run that is resumed loads the
+    candidates of the rounds that it had begun.
+    """
+
+    def __init__(self, trainer: RewardTrainer, maker: CandidateMaker):
+        if trainer.is_fsdp_enabled and trainer.config.rounds > 1:
+            raise OptionError("rounds must be 1 with FSDP.", "leave --rounds out, or train without FSDP.")
+        self.trainer, self.maker = trainer, maker
+        maker.lm.to(trainer.args.device)
+        self.sets: list[CandidateSet] = []
+        with first_process_first(), torch.random.fork_rng():
+            trainer.held_out = maker.make(HELD_OUT)
+        self._begin_round()
+
+    @property
+    def candidates(self) -> CandidateSet:
+        """The candidates of all rounds so far."""
+        return CandidateSet.join(self.sets)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        while self._is_due(state):
+            if not self.maker.is_made(len(self.sets) + 1):
+                warnings.warn(
+                    f"the candidates of round {len(self.sets) + 1} are missing: the student writes them anew, and the "
+                    "run will not end as it would have.",
+                    stacklevel=2,
+                )
+            self._begin_round()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        while self._is_due(state):
+            self._begin_round()
+
+    def _is_due(self, state: TrainerState) -> bool:
+        done, rounds = len(self.sets), self.trainer.config.rounds
+        first_step = math.ceil(state.max_steps * done / rounds)
+        return done < rounds and first_step <= state.global_step < state.max_steps
+
+    def _begin_round(self) -> None:
+        """Make the candidates of the next round, or load them.
+
+        The state of the random numbers is put back, so that a run goes on alike whether they were made or loaded.
+        """
+        config, model = self.trainer.config, self.trainer.reward_model
+        number, training = len(self.sets) + 1, model.training
+        with first_process_first(), torch.random.fork_rng():
+            self.sets.append(self.maker.make(number, None if number == 1 else self._guide))
+        empty_cache()  # a teacher reads many candidates at once, and steps or other processes need the memory
+        model.train(training)
+        if config.candidate_share:
+            data: Any = self.trainer.train_dataset
+            self.trainer.feed = CandidateFeed(self.candidates, data.rows, config.candidate_share, config.seed)
+        if number == config.rounds:
+            self.maker.release()
+
+    def _guide(self, beta: float) -> Guide:
+        model = self.trainer.reward_model
+        return RewardGuide(model, dict.fromkeys(model.config.attributes, beta))
 
 
 def read_texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -283,66 +332,3 @@ def random_tokens(
         state = ((state ^ (state >> 15)) * factor) & 0xFFFFFFFF
         state = state ^ (state >> 13)
     return state % vocab_size
-
-
-def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """Compute means over texts from the statistics of `prediction_step`.
-
-    Binary labels also have AUC and accuracy, other labels have the rank correlation with them. Labels that are missing,
-    NaN, count nowhere, and an attribute without labels has no metrics.
-    """
-    a = len(attributes)
-    metrics: dict[str, float] = {}
-    if labels.shape[1]:
-        last, errors = stats[:, :a], stats[:, a : 2 * a]
-        known = ~np.isnan(labels)
-        metrics |= _with_each("weighted_mse", errors, known, attributes)
-        metrics |= _with_each("last_token_mse", (last - labels) ** 2, known, [])
-        for column, attribute in enumerate(attributes):
-            reward, label = (values[known[:, column], column] for values in (last, labels))
-            if set(np.unique(label)) == {0.0, 1.0}:
-                metrics[f"auc_{attribute}"] = area_under_curve(reward, label > 0.5)
-                metrics[f"accuracy_{attribute}"] = float(((reward > 0.5) == (label > 0.5)).mean())
-            elif len(label) > 1 and np.ptp(label) > 0:
-                metrics[f"spearman_{attribute}"] = rank_correlation(reward, label) or 0.0
-    rest = stats[:, a * (2 if labels.shape[1] else 1) :]
-    if rest.shape[1]:
-        distances, tokens, *sums = rest.astype(np.float64).sum(0)
-        metrics["distillation_mse"] = float(distances / tokens)
-        means, squares = np.array(sums[:a]) / tokens, np.array(sums[a:]) / tokens
-        metrics["constant_distillation_mse"] = float((squares - means**2).mean())
-    return metrics
-
-
-def constant_metrics(
-    labels: np.ndarray, weights: np.ndarray, constant: np.ndarray, attributes: list[str], loss: str | None
-) -> dict[str, float]:
-    """Compute the metrics of a predictor that always answers `constant`, (a,), with its loss if `loss` names one.
-
-    The AUC or rank correlation that random answers reach in one of twenty cases stands beside them. The mean of the
-    training labels is the best constant under squared error and under cross-entropy.
-    """
-    errors = (labels - constant) ** 2  # the same at every token, and the weights of the tokens sum to 1
-    known = ~np.isnan(labels)
-    metrics = _with_each("constant_weighted_mse", errors, known, attributes)
-    for column, attribute in enumerate(attributes):
-        label = labels[known[:, column], column]
-        if set(np.unique(label)) == {0.0, 1.0}:
-            metrics[f"chance_auc_{attribute}"] = chance_auc(int(label.sum()), int((1 - label).sum()))
-        elif len(label) > 1 and np.ptp(label) > 0:
-            metrics[f"chance_spearman_{attribute}"] = chance_correlation(len(label))
-    if loss is not None:
-        outputs = LOSSES[loss].head_output(torch.from_numpy(constant)).expand(len(labels), 1, -1)
-        one_token = torch.ones(len(labels), 1)
-        found = LOSSES[loss].compute(outputs, one_token, torch.from_numpy(labels), torch.from_numpy(weights))
-        metrics["constant_loss"] = float(found)
-    return metrics
-
-
-def _with_each(name: str, errors: np.ndarray, known: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """Average the known errors, both (n, a), over all under `name` and, if there are several attributes, of each."""
-    found = {name: float(errors[known].mean())} if known.any() else {}
-    if len(attributes) > 1:
-        each = zip(attributes, errors.T, known.T, strict=True)
-        found |= {f"{name}_{attribute}": float(e[k].mean()) for attribute, e, k in each if k.any()}
-    return found

@@ -2,12 +2,13 @@
 
 config.yaml holds the settings. fingerprints.json holds fingerprints of the contents that a run depends on: data,
 evaluation data, teacher, base, prompts, frozen weights, and the files of the models. labels.json says how the labels of
-each column became numbers.
+each column became numbers. A checkpoint has checksums, with which it is checked before a run goes on from it.
 """
 
 import json
 import shutil
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -16,17 +17,19 @@ from typing import Any, TypeVar
 import yaml
 
 from radq.data.label_scale import KEPT, LabelScale, read_scale
-from radq.errors import OptionError
+from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, RUN_FILES, explained_writing, require_own_folder, whole_file
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.settings import read_yaml
-from radq.training.checkpoints import find_checkpoints, find_newest_undamaged
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
 
 SETTINGS, FINGERPRINTS = RUN_FILES
 LABELS = "labels.json"
+CHECKSUMS = "checksums.json"
+STATE = "trainer_state.json"
+BYTES_PER_READ = 2**24
 RESULTS = "results.json"  # the metrics of a run that has ended
 KEY_SETTINGS = {"data", "labels", "out", "backbone", "batch_size", "learning_rate", "save_steps"}  # of every run
 FINGERPRINTED = (  # a resumed run may name them otherwise
@@ -108,9 +111,9 @@ def delete_run(out: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str]) -> None:
+def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str], resume: bool) -> None:
     """Refuse to resume a run with other data or other settings; the error names the changes."""
-    if not is_run(out):
+    if not resume or not is_run(out):
         return
     begun = _read_settings(out, type(config))
     known = _read_fingerprints(out)
@@ -162,3 +165,66 @@ def _read_fingerprints(out: Path) -> dict[str, Any]:
         return dict(json.loads((out / FINGERPRINTS).read_text()))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+# --- checkpoints ---
+
+
+def find_checkpoints(run: str | Path) -> list[Path]:
+    """Find the checkpoints of a run, oldest first."""
+    found = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Write the checksums of all files of a checkpoint, with which `find_damage` compares them later."""
+    sums = {file.relative_to(checkpoint).as_posix(): _checksum(file) for file in _files(checkpoint)}
+    (checkpoint / CHECKSUMS).write_text(json.dumps(sums))
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """Describe the damage of a checkpoint; None if there is none, or if an older radq wrote it without checksums."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text())
+        sums = json.loads((checkpoint / CHECKSUMS).read_text()) if (checkpoint / CHECKSUMS).exists() else {}
+        wrong = [name for name, known in sums.items() if _checksum(checkpoint / name) != known]
+    except (OSError, ValueError, AttributeError) as error:
+        return str(error)
+    if wrong:
+        return f"{wrong[0]} has changed since it was written"
+    best = _best_of(checkpoint, state)
+    if best is not None and best != checkpoint and (damage := find_damage(best)):
+        return f"its best checkpoint so far, {best.name}, is damaged: {damage}"
+    return None
+
+
+def find_newest_undamaged(run: str | Path) -> Path | None:
+    """The newest checkpoint without damage; None if there are no checkpoints. Damaged ones are named in a warning."""
+    damaged: list[str] = []
+    for checkpoint in reversed(find_checkpoints(run)):
+        damage = find_damage(checkpoint)
+        if damage is None:
+            if damaged:
+                warnings.warn(f"{'; '.join(damaged)}. The run goes on from {checkpoint.name}.", stacklevel=2)
+            return checkpoint
+        damaged.append(f"{checkpoint} is damaged ({damage})")
+    if damaged:
+        raise ModelError(f"{'; '.join(damaged)}.", "no checkpoint is left to go on from; start again with --overwrite.")
+    return None
+
+
+def _best_of(checkpoint: Path, state: dict[str, Any]) -> Path | None:
+    step = state.get("best_global_step")
+    return checkpoint.parent / f"checkpoint-{step}" if step else None
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    return sorted(file for file in checkpoint.rglob("*") if file.is_file())
+
+
+def _checksum(file: Path) -> int:
+    total = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(BYTES_PER_READ):
+            total = zlib.crc32(piece, total)
+    return total

@@ -23,15 +23,14 @@ from tqdm import tqdm
 from radq.data.dataset import RewardData
 from radq.files import (
     default_cache_folder,
-    explained_writing,
     fingerprint_arrays,
     fingerprint_values,
     format_bytes,
     require_room,
-    whole_file,
 )
 from radq.models.kv_cache import known_positions
 from radq.models.reward import RewardModel
+from radq.store.pieces import Piece, missing
 from radq.training.arguments import in_precision
 
 PIECE_BYTES = 2**26  # of a file, about: as many as a CPU computes in a minute
@@ -85,16 +84,15 @@ class StateCache:
     @property
     def missing_bytes(self) -> int:
         """The number of bytes that are still to be written."""
-        return sum(self._size(texts) for _, texts in self._missing)
+        return sum(piece.size or 0 for piece in missing(self._pieces()))
 
     def make(self, progress: bool = False) -> None:
         """Compute and store the states that are not stored yet; batches of the data get them from then on."""
-        missing, began = list(self._missing), time.perf_counter()
-        total = self.missing_bytes // self.token_bytes
-        with tqdm(total=total, desc="hidden states", unit="token", disable=not progress or not missing) as bar:
-            for file, texts in missing:
-                with explained_writing(file), whole_file(file) as temporary:
-                    self._read_base(texts, bar).tofile(temporary)
+        began, total = time.perf_counter(), self.missing_bytes // self.token_bytes
+        with tqdm(total=total, desc="hidden states", unit="token", disable=not progress or not total) as bar:
+            for piece in missing(self._pieces()):
+                with piece.writing() as temporary:
+                    self._read_base(piece.contents, bar).tofile(temporary)
         self.num_computed += total
         self.seconds += time.perf_counter() - began
         for part in self.parts:
@@ -113,25 +111,17 @@ class StateCache:
     @cached_property
     def _maps(self) -> list[np.ndarray]:
         shape = (-1, self.token_bytes)
-        return [np.memmap(file, np.uint8, "r").reshape(shape) for file, _ in self._pieces()]
+        return [np.memmap(piece.file, np.uint8, "r").reshape(shape) for piece in self._pieces()]
 
-    def _pieces(self) -> Iterator[tuple[Path, np.ndarray]]:
+    def _pieces(self) -> Iterator[Piece[np.ndarray]]:
         """List the files, with the numbers of their texts."""
         ends = [*self._first_texts[1:], len(self.data.offsets) - 1]
         for n, (first, end) in enumerate(zip(self._first_texts, ends, strict=True)):
-            yield self.folder / f"{n:05}.bin", np.arange(first, end)
-
-    @property
-    def _missing(self) -> Iterator[tuple[Path, np.ndarray]]:
-        for file, texts in self._pieces():
-            if not file.exists() or file.stat().st_size != self._size(texts):
-                yield file, texts
+            size = int(self.data.offsets[end] - self.data.offsets[first]) * self.token_bytes
+            yield Piece(self.folder / f"{n:05}.bin", np.arange(first, end), size)
 
     def _lengths(self, texts: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
         return self.data.offsets[texts + 1] - self.data.offsets[texts]
-
-    def _size(self, texts: Int[np.ndarray, " b"]) -> int:
-        return int(self._lengths(texts).sum()) * self.token_bytes
 
     def _read_base(self, texts: Int[np.ndarray, " b"], bar: tqdm) -> np.ndarray:
         """Compute the states of consecutive texts, of which those of similar length are read together."""

@@ -1,5 +1,6 @@
 """The teacher's rewards of all tokens of a data set, computed once and stored in a file of the run folder."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,8 @@ import torch
 from tqdm import tqdm
 
 from radq.data.dataset import RewardData
-from radq.files import explained_writing, fingerprint_values, require_room, whole_file
+from radq.files import fingerprint_values, require_room
+from radq.store.pieces import Piece
 from radq.training.teacher import Limits, Teacher
 
 TARGET_BYTES = 4  # targets are stored in float32
@@ -20,15 +22,14 @@ def cache_targets(
 
     The name of the file is made of the fingerprints of teacher and rows, so that a file never serves others.
     """
-    file = folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin"
-    shape = target_shape(data, teacher)
-    size = TARGET_BYTES * shape[0] * shape[1]
-    if not file.exists() or file.stat().st_size != size:
+    size = TARGET_BYTES * math.prod(target_shape(data, teacher))
+    piece = Piece(folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin", data, size)
+    if not piece.is_made:
         online = "" if teacher.is_slow else ", or compute them in every step (--online)"
         require_room(folder, size, "the teacher's rewards", f"make room on the disk{online}.")
-        with explained_writing(file), whole_file(file) as temporary:
+        with piece.writing() as temporary:
             _write_targets(temporary, data, teacher, batch_size, progress)
-    return file
+    return piece.file
 
 
 def target_shape(data: RewardData, teacher: Teacher) -> tuple[int, int]:

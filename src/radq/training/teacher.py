@@ -26,9 +26,11 @@ from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
 from radq.sources.model_source import require_attributes
 from radq.training.arguments import in_precision
-from radq.training.teacher_names import find_reward_models, split_teachers
+from radq.training.checks import find_reward_models, split_teachers
 
 Limits = tuple[float, float]
+Texts = Int[Tensor, "b t"]  # their token ids, or a mask
+Places = Int[Tensor, "b p k"]  # candidates for some places of each text
 
 
 class Source(nn.Module):
@@ -40,40 +42,26 @@ class Source(nn.Module):
     attributes: list[str]
     ranges: list[Limits] | None  # of the rewards of each attribute; None if nothing is known about them
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
+    vocabularies: list[Vocabulary]  # of the models
+    context: int | None  # the largest number of tokens of a text that can be read; None if there is no limit
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
         """A fingerprint of all that the rewards depend on."""
 
-    @property
     @abstractmethod
-    def vocabularies(self) -> list[Vocabulary]:
-        """The vocabularies of the models."""
-
-    @property
-    @abstractmethod
-    def context(self) -> int | None:
-        """The largest number of tokens of a text that can be read; None if there is no limit."""
-
-    @abstractmethod
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         """Compute the reward of every token of a batch of texts, which are padded on the right."""
 
     @abstractmethod
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         """Compute the rewards of candidates for the next token of each prefix."""
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         """Compute the rewards of candidates in place of the tokens at some positions; by default, read each anew."""
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -91,7 +79,7 @@ class RewardSource(Source):
     def __init__(self, model: RewardModel, attributes: Sequence[str] = ()):
         super().__init__()
         require_attributes(attributes, model.config.attributes)
-        self.model = model
+        self.model, self.vocabularies, self.context = model, [model.vocabulary], model.max_tokens
         self.attributes = list(attributes) or list(model.config.attributes)
         self._columns = [model.config.attributes.index(name) for name in self.attributes]
         self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
@@ -104,33 +92,19 @@ class RewardSource(Source):
         return whole if self.attributes == self.model.config.attributes else fingerprint_values(whole, self._columns)
 
     @property
-    def vocabularies(self) -> list[Vocabulary]:
-        return [self.model.vocabulary]
-
-    @property
-    def context(self) -> int | None:
-        return self.model.max_tokens
-
-    @property
     def reads_once(self) -> bool:
         return self.model.reads_once
 
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         return self._choose(self.model.token_rewards(input_ids, attention_mask))
 
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         return self._choose(self.model.next_rewards(input_ids, attention_mask, candidates))
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         return self._choose(self.model.place_rewards(input_ids, attention_mask, positions, candidates))
 
@@ -153,20 +127,13 @@ class GuideSource(Source):
         super().__init__()
         self.guide, self.attributes, self.settings, self.ranges = guide, list(attributes), settings, None
         self.label_scales = None
+        self.vocabularies, self.context = [reader.vocabulary for reader in guide.readers], guide.context
         self.models = nn.ModuleList([reader.model for reader in guide.readers])
 
     @property
     def fingerprint(self) -> str:
         weights = fingerprint_tensors(sorted(self.models.state_dict().items()))
         return fingerprint_values(type(self.guide).__name__, self.attributes, self.settings, weights)
-
-    @property
-    def vocabularies(self) -> list[Vocabulary]:
-        return [reader.vocabulary for reader in self.guide.readers]
-
-    @property
-    def context(self) -> int | None:
-        return self.guide.context
 
     @property
     def reads_once(self) -> bool:
@@ -176,19 +143,13 @@ class GuideSource(Source):
     def is_slow(self) -> bool:
         return not self.reads_once
 
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         everywhere = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         rewards = self.place_rewards(input_ids, attention_mask, everywhere, input_ids[..., None])  # (b, t, 1, a)
         return rewards[:, :, 0] * attention_mask[..., None]
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         if isinstance(self.guide, ReadsOnce):
             return self.guide.place_rewards(input_ids, attention_mask, positions, candidates)
@@ -196,7 +157,7 @@ class GuideSource(Source):
 
     @torch.no_grad()
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         return _read_rewards(self.guide.advise(self.guide.start(input_ids, attention_mask), candidates))
 
@@ -316,14 +277,12 @@ class Teacher(nn.Module):
             return parts[0][0]
         return fingerprint_values(parts, *([] if self.factors is None else [self._member_ranges()]))
 
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         """Compute the teacher's reward of every token of a batch of texts."""
         return self._mean(lambda source: source.token_rewards(input_ids, attention_mask))
 
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         """Compute the teacher's rewards of candidates for the next token of each prefix."""
         return self._mean(lambda source: source.candidate_rewards(input_ids, attention_mask, candidates))
@@ -334,11 +293,7 @@ class Teacher(nn.Module):
         return all(source.reads_once for source in self.sources)
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         """Compute the rewards of candidates in place of the tokens at some positions, if the teacher `reads_once`."""
         return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))

@@ -10,7 +10,6 @@ candidates, a attributes, n texts.
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -26,10 +25,8 @@ from radq.files import fingerprint_values
 from radq.judges.base import CachedJudge, Judge
 from radq.judges.classifiers import load_classifier
 from radq.models.loading import find_device
-from radq.models.vocabulary import Vocabulary
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import RunData
-from radq.training.teacher import Source, Teacher
+from radq.training.teacher import Source, Teacher, Texts
 
 
 @final
@@ -57,7 +54,8 @@ class TextSource(Source):
         self.attributes = [judge.attribute for judge in judges]
         limits = [judge.limits for judge in judges]
         self.ranges = limits if np.isfinite(limits).all() else None
-        self.label_scales = None
+        self.label_scales = self.context = None
+        self.vocabularies = []
         self.seconds, self.num_texts = 0.0, 0  # spent on texts that were not known
         self._truncated = 0
         self._fingerprint = fingerprint_values(
@@ -67,14 +65,6 @@ class TextSource(Source):
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
-
-    @property
-    def vocabularies(self) -> list[Vocabulary]:
-        return []
-
-    @property
-    def context(self) -> int | None:
-        return None
 
     @property
     def texts_per_second(self) -> float | None:
@@ -107,9 +97,7 @@ class TextSource(Source):
         return fill_blanks(self.score_texts(self._decode(rows), progress)[:, None])[:, 0]
 
     @torch.no_grad()
-    def token_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> Float[Tensor, "b t a"]:
+    def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         (b, t), rows, places = input_ids.shape, [], []
         for n, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
             columns = [column for column in range(t) if mask[column]]
@@ -121,7 +109,7 @@ class TextSource(Source):
 
     @torch.no_grad()
     def candidate_rewards(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], candidates: Int[Tensor, "b k"]
+        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
     ) -> Float[Tensor, "b k a"]:
         prefixes = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
         pairs = zip(prefixes, candidates.tolist(), strict=True)
@@ -154,19 +142,18 @@ def load_text_teacher(config: RewardTrainingConfig, tokenizer: PreTrainedTokeniz
     return Teacher([[TextSource(judges, tokenizer, config.teacher_reads == "continuation", config.cache)]])
 
 
-def label_data(teacher: Teacher, data: RunData[RewardTrainingConfig], progress: bool) -> RunData[RewardTrainingConfig]:
+def label_data(
+    teacher: Teacher, data: RewardData, eval_data: RewardData | None, config: RewardTrainingConfig, progress: bool
+) -> tuple[RewardData, RewardData | None]:
     """Make the scores of whole texts their labels, in the rows to train on and in those to evaluate on."""
     (source,) = teacher.sources
     assert isinstance(source, TextSource)
-    parts = [part for part in (data.train, data.evaluation) if part is not None]
-    scores = {folder: source.score_data(part, progress) for folder, part in {one.folder: one for one in parts}.items()}
-    if not data.config.base:
+    scores = {part.folder: part for part in (data, eval_data) if part is not None}  # two parts may share their texts
+    scores = {folder: source.score_data(part, progress) for folder, part in scores.items()}
+    if not config.base:
         source.release()
-    train, evaluation = (
-        None if part is None else part.with_labels(scores[part.folder]) for part in (data.train, data.evaluation)
-    )
-    assert train is not None
-    return replace(data, train=train, evaluation=evaluation)
+    labelled = eval_data if eval_data is None else eval_data.with_labels(scores[eval_data.folder])
+    return data.with_labels(scores[data.folder]), labelled
 
 
 def measure_teacher(teacher: Teacher | None) -> dict[str, float]:

@@ -42,10 +42,10 @@ from radq.models.kv_cache import known_positions
 from radq.numerics import empty_cache, without_emulation_notice
 from radq.sources.hub import quiet
 from radq.training.arguments import make_arguments
-from radq.training.callbacks import EpochCallback, MetricsCallback, RunCallback, SavingCallback, point_to_best
+from radq.training.callbacks import MetricsCallback, RunCallback, SavingCallback, point_to_best
 from radq.training.capture import CapturedSteps, can_capture
-from radq.training.checkpoints import STATE, find_checkpoints, write_checksums
-from radq.training.run_config import TrainingConfig
+from radq.training.config import TrainingConfig
+from radq.training.run_folder import STATE, find_checkpoints, write_checksums
 
 CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
 STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches
@@ -102,8 +102,7 @@ class BatchTrainer(Trainer):
         )
         self.captured: CapturedSteps | None = None
         self.captures = config.capture_steps and can_capture(self.args)
-        self.add_callback(EpochCallback(self.batches))
-        self.add_callback(RunCallback(config))
+        self.add_callback(RunCallback(config, self.batches))
         self.saving = SavingCallback(config.save_minutes)
         if self.args.world_size == 1:
             self.add_callback(self.saving)
