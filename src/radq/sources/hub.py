@@ -53,9 +53,7 @@ def find_file(name: str, file: str, fetch: bool) -> Path:
 
     try:
         cached = try_to_load_from_cache(name, file)
-        if not fetch and not isinstance(cached, str):
-            raise FileNotFoundError(file)
-        return Path(cached if isinstance(cached, str) else hf_hub_download(name, file))
+        return Path(cached if isinstance(cached, str) else hf_hub_download(name, file, local_files_only=not fetch))
     except (OSError, HFValidationError) as error:
         raise _explain(error, name, file) from error
 

@@ -326,13 +326,9 @@ class Origin:
     revision: str | None = None  # the commit of a hub name
     fingerprint: str | None = None  # of the weights; None in models that an earlier version has saved
 
-    @property
-    def is_hub(self) -> bool:
-        return self.revision is not None
-
     def relative_to(self, folder: Path) -> "Origin":
         """The origin as it is stored in the folder of the reward model: a path becomes relative to that folder."""
-        if self.name == EMBEDDED or self.is_hub or not Path(self.name).is_absolute():
+        if self.name == EMBEDDED or self.revision or not Path(self.name).is_absolute():
             return self
         return replace(self, name=Path(os.path.relpath(self.name, folder.resolve())).as_posix())
 
@@ -353,8 +349,8 @@ class Origin:
                 f"{places[0].name!r} holds other weights than the backbone that this {kind} was trained with.",
                 "restore that backbone, or pass backbone= with its folder to from_pretrained.",
             )
-        if self.is_hub or (self.fingerprint is None and not self.name.startswith((".", "/", "~"))):
-            return ModelSource(self.name, {"revision": self.revision} if self.is_hub else {})
+        if self.revision or (self.fingerprint is None and not self.name.startswith((".", "/", "~"))):
+            return ModelSource(self.name, {"revision": self.revision} if self.revision else {})
         raise ModelError(
             f"the backbone {self.name!r} of this {kind} does not exist.",
             f"put it beside the {kind} as {Path(self.name).name!r}, or pass backbone= to from_pretrained.",
@@ -366,7 +362,7 @@ class Origin:
         These are its path relative to the model folder, its path as it is, and its name inside and beside the model
         folder.
         """
-        if self.is_hub:
+        if self.revision:
             return [Path(self.name)]  # transformers prefers a folder of this name to the hub
         path = Path(self.name).expanduser()
         if model_folder is None:
@@ -403,15 +399,11 @@ def require_language_model(name: ModelName, model_type: Any) -> None:
 
 
 def require_reward_model(name: ModelName, stored: Mapping[str, Any]) -> None:
-    if not is_reward_model(stored):
+    if stored.get("model_type") != MODEL_TYPE or stored.get("kind") not in REWARD_KINDS:
         raise ModelError(
             f"{str(name)!r} holds a model of type {stored.get('model_type')!r}, not a reward model.",
             "train one with `radq train`, or convert a public checkpoint with `radq convert`.",
         )
-
-
-def is_reward_model(stored: Mapping[str, Any]) -> bool:
-    return stored.get("model_type") == MODEL_TYPE and stored.get("kind") in REWARD_KINDS
 
 
 def require_attributes(wanted: Iterable[str], known: Sequence[str]) -> None:
@@ -423,6 +415,7 @@ def require_attributes(wanted: Iterable[str], known: Sequence[str]) -> None:
 def holds_reward_model(folder: Path) -> bool:
     """Whether a folder holds a reward model, which a conversion may replace."""
     try:
-        return is_reward_model(ModelSource.find(folder).config)
-    except (ModelError, OSError):
+        require_reward_model(folder, ModelSource.find(folder).config)
+    except OSError:  # or a ModelError, which is one
         return False
+    return True
