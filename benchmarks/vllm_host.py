@@ -19,10 +19,10 @@ import torch
 
 from radq.decoding.config import Steering
 from radq.hosts.batching import Request, Steerer
-from radq.hosts.guidance import Guidance
 from radq.hosts.vllm import VllmEngine
-from radq.serving.config import ServeConfig
-from radq.serving.panel import Panel
+from radq.registry.config import ServeConfig
+from radq.registry.panel import Panel
+from radq.registry.strengths import Guidance
 
 PROMPT = "The film was"
 LENGTH = 512

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from public_checkpoints import PublicRad, RunsCode, config_folder
 
 from radq.cli import COMMANDS, main
 from radq.errors import OptionError
-from radq.guides.spec import parse_guide
+from radq.guides.spec import GuideSpec
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
@@ -190,11 +191,28 @@ def test_generate_refuses_another_vocabulary(reward: Path, tmp_path: Path, capsy
 
 
 def test_guides_are_read_from_text() -> None:
-    assert parse_guide("a/b:toxicity=-50") == ("a/b", {"toxicity": -50.0})
-    assert parse_guide("C:\\x:nice=1.5, rude=-2e1") == ("C:\\x", {"nice": 1.5, "rude": -20.0})
+    assert GuideSpec.parse("a/b:toxicity=-50") == GuideSpec("a/b", {"toxicity": -50.0})
+    assert GuideSpec.parse("C:\\x:nice=1.5, rude=-2e1") == GuideSpec("C:\\x", {"nice": 1.5, "rude": -20.0})
     for wrong in ("folder", "folder:", "folder:nice", "folder:nice=much", ":nice=1"):
         with pytest.raises(OptionError, match="DIR:attribute"):
-            parse_guide(wrong)
+            GuideSpec.parse(wrong)
+
+
+def test_generate_reads_the_text_of_a_guide_once(
+    toy: Path, reward: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, read = GuideSpec.parse, []
+
+    def count(text: str, *arguments: Any) -> GuideSpec:
+        read.append(text)
+        return parse(text, *arguments)
+
+    monkeypatch.setattr(GuideSpec, "parse", count)
+    guide = f"{reward}:praise=20"
+    for more in ([], ["--json"], ["--stream"]):
+        read.clear()
+        assert main(["generate", "--base", str(toy), "--prompt", "the film", "--guide", guide, *more]) == 0
+        assert read == [guide]
 
 
 # --- score ---

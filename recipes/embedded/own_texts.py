@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from radq import generate, load, load_guide
+from radq import generate, load
 from radq.data.prompts import read_prompts
 from radq.decoding.generate import Generation
 from radq.decoding.prompts import encode_prompts
 from radq.files import whole_file
-from radq.guides.spec import parse_guide
+from radq.guides.spec import GuideSpec
 from radq.judges.models import load_judge
 from radq.models.loading import find_device
 
@@ -32,15 +32,15 @@ def main() -> None:
     device = find_device("auto")
     lm, tokenizer = load(arguments.base, device=device, dtype=arguments.dtype)
     prompts = [prompt.text for prompt in read_prompts(arguments.prompts)]
-    folder, strengths = parse_guide(arguments.guide)
+    guided = GuideSpec.parse(arguments.guide)
     writer = Writer(lm, tokenizer, arguments.tokens, arguments.batch_size, arguments.seed)
     rng = np.random.default_rng(arguments.seed)
     drawn = [prompts[n] for n in rng.integers(len(prompts), size=arguments.number)]
     half = arguments.number // 2
     rows = writer.write(drawn[:half], None, 0)
     for sign, group in zip((1, -1), np.array_split(np.arange(half, arguments.number), 2), strict=True):
-        numbers = ",".join(f"{name}={sign * float(strength)}" for name, strength in strengths.items())
-        guide = load_guide(f"{folder}:{numbers}", device=device, dtype=arguments.dtype, lm=lm)
+        numbers = {name: sign * strength for name, strength in guided.numbers.items()}
+        guide = GuideSpec(guided.folder, numbers).load(device=device, dtype=arguments.dtype, lm=lm)
         for tokens, part in zip(GUIDED_TOKENS, np.array_split(group, len(GUIDED_TOKENS)), strict=True):
             rows += writer.write([drawn[n] for n in part], guide, tokens)
     rows = [(prompt, text) for prompt, text in rows if text.strip()]

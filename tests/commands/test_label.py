@@ -19,7 +19,7 @@ from radq.cli import main
 from radq.data.tables import read_table
 from radq.judges import chat
 from radq.judges.models import load_judge
-from radq.serving.config import Limits
+from radq.registry.config import Limits
 
 RUBRIC = "How long is the text?\n\nScale: 1 (short) to 5 (long)\n"
 TEXTS = [f"{'very ' * (n % 13)}good film {n}" for n in range(60)]

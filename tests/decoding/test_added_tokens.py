@@ -16,10 +16,10 @@ from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.hosts.batching import Request, Steerer
-from radq.hosts.guidance import Guidance
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.reward import RewardModel
-from radq.serving.panel import Panel
+from radq.registry.panel import Panel
+from radq.registry.strengths import Guidance
 from radq.sources.hub import quiet
 
 START, END = VOCAB, VOCAB + 1  # ids of the added tokens

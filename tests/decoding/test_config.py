@@ -14,7 +14,7 @@ from radq.evaluation.calibration import CalibrationPlan
 from radq.evaluation.choices import find_answers
 from radq.evaluation.sweep.config import PromptFile, Sweep, load_sweep
 from radq.hosts.transformers import GuidedLogitsProcessor
-from radq.serving.config import Defaults, ServeConfig
+from radq.registry.config import Defaults, ServeConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -111,7 +111,7 @@ def run(world: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_cells_are_all_settings_once_and_unguided_first() -> None:
     guide = GuideSweep("q", {"praise": -2.0}, beta=[1.0, 2.5, 10.0])
-    assert guide.numbers_at(2.5) == {"praise": -5.0}
+    assert guide.at(2.5).numbers == {"praise": -5.0}
     sweep = Sweep(
         "base", [PromptFile("p")], {"rad-q": guide}, top_k=[20, 40], kl_budget=[None, 0.5], seeds=[0, 1], metrics=[]
     )
@@ -630,7 +630,7 @@ def test_full_memory_means_smaller_batches(
 
     monkeypatch.setattr(Decoder, "draw", crowded)
     argv = ["--config", write(batch_size=16), "--out", str(tmp_path / "run"), "--cache", str(tmp_path), "--json"]
-    with pytest.warns(UserWarning, match="texts at once from now on"):
+    with pytest.warns(UserWarning, match="texts at once for some time"):
         assert main(["eval", *argv]) == 0
     assert (tmp_path / "run" / "generations.jsonl").read_bytes() == (run / "generations.jsonl").read_bytes()
     wanted, found = read_costs(run), read_costs(tmp_path / "run")

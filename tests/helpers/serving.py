@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
+from radq.registry.config import Limits, ServeConfig
 from radq.serving.app import Server, make_app
-from radq.serving.config import Limits, ServeConfig
 from radq.serving.listener import Listener
 from radq.serving.served import Served
 from radq.sources.hub import quiet

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from radq.decoding.generate import generate
 from radq.guides import Guide
-from radq.guides.spec import load_guides
+from radq.guides.spec import GuideSpec, load_guides
 from radq.models.loading import load_causal_lm
 from radq.models.rad_q import RadQ
 from radq.sources.hub import quiet
@@ -81,4 +81,4 @@ def make_readout(base: Path, num_layers: int) -> RadQ:
 
 @lru_cache(maxsize=64)
 def _load(specifications: tuple[str, ...]) -> Guide | None:
-    return load_guides(specifications)
+    return load_guides([GuideSpec.parse(one) for one in specifications])

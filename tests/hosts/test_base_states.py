@@ -16,8 +16,8 @@ from radq.guides.spec import load_guide
 from radq.hosts import base_states
 from radq.hosts.base_states import WANTED, ShownFollower, reads_shown, show_layers, take_states
 from radq.hosts.batching import Request
-from radq.hosts.guidance import Guidance
 from radq.numerics import pad_left
+from radq.registry.strengths import Guidance
 
 
 @pytest.fixture(scope="module")

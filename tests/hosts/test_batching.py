@@ -24,10 +24,10 @@ from radq.guides.base import Advice
 from radq.guides.meter import Meter
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
-from radq.hosts.guidance import Guidance
 from radq.hosts.records import RecordedRow
 from radq.models.cuda_graph import StepGraphs
-from radq.serving.panel import Panel
+from radq.registry.panel import Panel
+from radq.registry.strengths import Guidance
 
 KINDS = ["q", "v", "dexperts", "gedi"]
 NOTHING: Any = ()

@@ -9,7 +9,7 @@ from vllm_world import World
 
 from radq.errors import ContextLengthError, UnknownAttributeError, VocabularyError
 from radq.hosts.check import check_guides
-from radq.serving.config import ServeConfig
+from radq.registry.config import ServeConfig
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from radq.decoding.config import Steering
 from radq.errors import OptionError, UnknownAttributeError
 from radq.guides import RewardGuide
-from radq.hosts.guidance import Guidance, Registry
-from radq.serving.config import ServeConfig
-from radq.serving.panel import Panel
+from radq.hosts.guidance import Registry
+from radq.registry.config import ServeConfig
+from radq.registry.panel import Panel
+from radq.registry.strengths import Guidance
 
 REGISTRY = Registry(
     ServeConfig(
@@ -88,7 +89,7 @@ def test_details_read_guides_that_do_not_steer() -> None:
         ),
         ({"radq_guide": "models/tox:toxicity=-50"}, "there is no guide"),
         ({"radq_guide": ["toxicity"]}, "there is no guide"),
-        ({"radq_beta": 3}, "there is no guide None"),
+        ({"radq_beta": 3}, "there is no guide null"),
         ({"radq": "models/tox:toxicity=-50"}, "there is no guide"),
         ({"radq": "__import__('os')"}, "there is no guide"),
         ({"radq": 3}, "must give names"),
@@ -101,7 +102,7 @@ def test_details_read_guides_that_do_not_steer() -> None:
         ({"radq_guide": "toxicity", "radq_beta": "high"}, "radq_beta must be a number, got 'high'"),
         ({"radq_guide": "toxicity", "radq_beta": [1, 2]}, "got [1, 2]"),
         ({"radq_guide": "toxicity", "radq_beta": float("nan")}, "got nan"),
-        ({"radq_guide": "toxicity", "radq_beta": True}, "got True"),
+        ({"radq_guide": "toxicity", "radq_beta": True}, "got true"),
         ({"radq_guide": "toxicity", "radq_beta": 1e39}, "toxicity must be from -200 to 200"),
         ({"radq_guide": "toxicity", "radq_beta": "1e999"}, "radq_beta must be a number"),
         ({"radq": "toxicity=201"}, "toxicity must be from -200 to 200"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radq.hosts.records import RecordedRow, Records
-from radq.serving.details import MOST_CANDIDATES, CandidateRow
+from radq.registry.details import MOST_CANDIDATES, CandidateRow
 
 
 def make_row(k: int, seed: int = 0) -> RecordedRow:

@@ -130,7 +130,7 @@ def test_texts_end_at_stop_tokens(world: World, engine: Any) -> None:
 
 
 def test_an_empty_prompt_begins_with_bos(world: World, engine: Any) -> None:
-    found = engine.generate([""], "q", temperature=0, top_k=6, max_new_tokens=8, stop_token_ids=[])
+    found = engine.generate([""], "q", temperature=0, top_k=6, max_new_tokens=8, stop_token_ids=[], kl_budget=None)
     assert tokens(found) == world.own(world.guides["q"], [""], max_new_tokens=8)
 
 

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from radq.decoding.config import Steering
 from radq.errors import OptionError
 from radq.hosts import endings
-from radq.hosts.guidance import GUIDES, Guidance
+from radq.hosts.guidance import GUIDES
 from radq.hosts.vllm_details import LOST, AnswerDetails, prepare_details
 from radq.hosts.vllm_http import GuideMiddleware
 from radq.hosts.vllm_server import VllmServer
-from radq.serving.token_texts import TokenTexts
+from radq.registry.strengths import Guidance
+from radq.registry.token_texts import TokenTexts
 
 TOKENIZER = make_number_tokenizer()
 TEXTS = TokenTexts(TOKENIZER)

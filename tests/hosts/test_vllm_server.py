@@ -25,7 +25,7 @@ from serving import Running, serving
 from vllm_world import NEW_TOKENS, PROMPTS, TOKENIZER, World
 
 from radq.models.rad_q import RadQ
-from radq.serving.config import ServeConfig
+from radq.registry.config import ServeConfig
 from radq.sources.hub import quiet
 
 pytestmark = [

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from word_judge import GoodWords
 
 import radq
-from radq.errors import ModelError, OptionError
-from radq.guides.spec import find_base, find_budget, load_guide, parse_guide
+from radq.errors import ModelError, OptionError, UnknownAttributeError
+from radq.guides.spec import GuideSpec, find_base, find_budget, load_guide
 from radq.models.calibration import (
     CALIBRATION,
     Setting,
@@ -34,7 +34,7 @@ from radq.models.calibration import (
 )
 from radq.models.loading import load_causal_lm
 from radq.models.rad_q import RadQ
-from radq.serving.strengths import read_strengths
+from radq.registry.strengths import read_strengths
 from radq.sources.embedded import CONVERTED, embedded_rewards, reward_folder
 from radq.sources.model_source import ModelSource, fingerprint_weights_in
 
@@ -73,14 +73,15 @@ def test_a_strength_lies_on_the_lines_between_the_points() -> None:
 def test_words_and_percentages_are_strengths(model: Path, text: str, beta: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert parse_guide(f"{model}:praise={text}") == (str(model), {"praise": pytest.approx(beta)})
+        guide = GuideSpec.parse(f"{model}:praise={text}")
+    assert (guide.folder, guide.numbers) == (str(model), {"praise": pytest.approx(beta)})
 
 
 @pytest.mark.parametrize(("text", "share"), [("0.5", "50%"), ("1", "100%"), ("1.0", "100%"), (".25", "25%")])
 def test_a_number_that_looks_like_a_share_is_beta_and_told(model: Path, text: str, share: str) -> None:
     with pytest.warns(UserWarning, match=f"praise={text} is β .* write praise={share}"):
-        assert parse_guide(f"{model}:praise={text}")[1] == {"praise": float(text)}
-    assert find_budget([f"{model}:praise=+{text}"], 0.7) == 0.7
+        assert GuideSpec.parse(f"{model}:praise={text}").numbers == {"praise": float(text)}
+    assert find_budget(map(GuideSpec.parse, [f"{model}:praise=+{text}"]), 0.7) == 0.7
 
 
 @given(st.floats(-1e6, 1e6))
@@ -94,9 +95,9 @@ def test_a_number_is_beta_whatever_is_calibrated(number: float) -> None:
 
 def test_a_damaged_calibration_stops_no_number(model: Path) -> None:
     (model / CALIBRATION).write_text("{")
-    assert parse_guide(f"{model}:praise=0.5")[1] == {"praise": 0.5}
+    assert GuideSpec.parse(f"{model}:praise=0.5").numbers == {"praise": 0.5}
     with pytest.raises(ModelError, match="is damaged"):
-        parse_guide(f"{model}:praise=50%")
+        GuideSpec.parse(f"{model}:praise=50%")
 
 
 def test_small_beta_of_a_model_with_small_strengths_is_not_told() -> None:
@@ -108,27 +109,29 @@ def test_small_beta_of_a_model_with_small_strengths_is_not_told() -> None:
 def test_wrong_strengths(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for text in ("120%", "-5%", "x%", "%"):
         with pytest.raises(OptionError, match="from 0% to 100%"):
-            parse_guide(f"{model}:praise={text}")
+            GuideSpec.parse(f"{model}:praise={text}")
     with pytest.raises(OptionError, match="to steer the other way, give β as a number"):
-        parse_guide(f"{model}:praise=-60%")
+        GuideSpec.parse(f"{model}:praise=-60%")
     with pytest.raises(OptionError, match="no specification.*DIR:attribute=strong"):
-        parse_guide(f"{model}:praise=stronger")
+        GuideSpec.parse(f"{model}:praise=stronger")
     for folder, name in ((model, "joy"), (tmp_path_factory.mktemp("bare"), "praise")):
         with pytest.raises(OptionError, match="is not calibrated"):
-            parse_guide(f"{folder}:{name}=strong")
-    assert parse_guide(f"{model}:joy=0.5")[1] == {"joy": 0.5}
+            GuideSpec.parse(f"{folder}:{name}=strong")
+    with pytest.raises(UnknownAttributeError, match="no embedded reward model of 'nosuch'"):
+        GuideSpec.parse("embedded:nosuch=strong")
+    assert GuideSpec.parse(f"{model}:joy=0.5").numbers == {"joy": 0.5}
     assert find_setting(" 50% ", PRAISE, "praise").beta == -10
 
 
 def test_several_strengths_share_one_budget(model: Path) -> None:
-    assert find_budget([f"{model}:praise=-30"], 0.7) == 0.7
-    assert find_budget([f"{model}:praise=strong"], 0.7) == 0.5
-    assert find_budget([f"{model}:praise=strong", f"{model}:calm=strong"], 0.7) == 0.8
-    assert find_budget([f"{model}:praise=strong,calm=25%"], None) == 0.5
-    assert find_budget([f"{model}:praise=strong,calm=100"], 0.7) == 0.7
+    assert find_budget(map(GuideSpec.parse, [f"{model}:praise=-30"]), 0.7) == 0.7
+    assert find_budget(map(GuideSpec.parse, [f"{model}:praise=strong"]), 0.7) == 0.5
+    assert find_budget(map(GuideSpec.parse, [f"{model}:praise=strong", f"{model}:calm=strong"]), 0.7) == 0.8
+    assert find_budget(map(GuideSpec.parse, [f"{model}:praise=strong,calm=25%"]), None) == 0.5
+    assert find_budget(map(GuideSpec.parse, [f"{model}:praise=strong,calm=100"]), 0.7) == 0.7
     free = [replace(point, kl_budget=None) for point in PRAISE.table]
     write_calibration(model, replace(PRAISE, table=free))
-    assert find_budget([f"{model}:praise=strong,calm=strong"], 0.7) is None
+    assert find_budget(map(GuideSpec.parse, [f"{model}:praise=strong,calm=strong"]), 0.7) is None
 
 
 def test_a_calibration_replaces_that_of_the_same_attribute_and_base(model: Path) -> None:
@@ -168,15 +171,15 @@ def test_other_weights_beside_a_calibration_are_noticed(tmp_path: Path, toy: Pat
     guide = f"{tmp_path}:praise=strong"
     RadQ.from_backbone(toy, ["praise"]).save_pretrained(tmp_path)
     write_calibration(tmp_path, replace(PRAISE, weights=fingerprint_weights_in(tmp_path)))
-    assert parse_guide(guide)[1] == {"praise": -30}
+    assert GuideSpec.parse(guide).numbers == {"praise": -30}
     weights = load_file(tmp_path / "model.safetensors")
     weights["head.weight"] *= 0.5
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(OptionError, match="was calibrated with other weights.*radq calibrate"):
-        parse_guide(guide)
-    assert parse_guide(f"{tmp_path}:praise=-30")[1] == {"praise": -30}
+        GuideSpec.parse(guide)
+    assert GuideSpec.parse(f"{tmp_path}:praise=-30").numbers == {"praise": -30}
     write_calibration(tmp_path, PRAISE)  # as an older radq wrote it
-    assert parse_guide(guide)[1] == {"praise": -30}
+    assert GuideSpec.parse(guide).numbers == {"praise": -30}
 
 
 def test_shipped_calibrations_are_those_of_the_shipped_weights() -> None:
@@ -190,7 +193,7 @@ def test_a_language_model_in_memory_has_the_strengths_of_its_base(
 ) -> None:
     lm = load_causal_lm(toy)
     assert load_guide(f"{two_bases}:praise=strong", lm=lm).beta == (-30,)
-    assert find_budget([f"{two_bases}:praise=strong"], None, find_base(lm)) == 0.5
+    assert find_budget([GuideSpec.parse(f"{two_bases}:praise=strong", find_base(lm))], None) == 0.5
     for other in (load_causal_lm(lm_folders["llama"]), make_lm("llama")):
         with pytest.raises(OptionError, match="calibrated over 'toy' and 'other', not over"):
             load_guide(f"{two_bases}:praise=strong", lm=other)

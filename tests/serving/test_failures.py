@@ -15,8 +15,8 @@ from serving import Running, make_config, serving
 
 from radq.decoding import engine as engine_module
 from radq.decoding.engine import Engine
+from radq.registry.config import Limits
 from radq.serving import scheduler as scheduler_module
-from radq.serving.config import Limits
 
 PROMPT = "the film was"
 BODIES: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from serving import Running, serving
 
 import radq
 from radq import errors
-from radq.serving.config import ServeConfig
+from radq.registry.config import ServeConfig
 
 pytest.importorskip("llguidance", reason="JSON schemas need radq[serve]")
 SCHEMA = {

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from serving import Running, make_config, serving
 
-from radq.serving.config import Connections
+from radq.registry.config import Connections
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = {"prompt": "the film was", "max_tokens": 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-STYLE = Path(__file__).parents[2] / "src" / "radq" / "serving" / "page" / "style.css"
+STYLE = Path(__file__).parents[2] / "src" / "radq" / "registry" / "page" / "style.css"
 
 # How people without one kind of cones see linear red, green and blue (Viénot, Brettel and Mollon 1999, rounded; the
 # third after Machado, Oliveira and Fernandes 2009).

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-PAGE = Path(__file__).parents[2] / "src" / "radq" / "serving" / "page"
+PAGE = Path(__file__).parents[2] / "src" / "radq" / "registry" / "page"
 NODE = shutil.which("node")
 Call = Callable[[str, list[Any]], list[Any]]
 pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed")

@@ -21,9 +21,9 @@ from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.engine import Engine
 from radq.errors import OptionError, RadqError
 from radq.models.prompt_parts import PartlyRead
+from radq.registry.config import Limits
 from radq.serving import app as app_module
 from radq.serving import scheduler as scheduler_module
-from radq.serving.config import Limits
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is in radq[dev]")
 PROMPT = "the film was"

@@ -17,7 +17,7 @@ from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import DataError, MemoryLimitError, OptionError, WriteError
 from radq.guides import DExpertsGuide, GeDiGuide
-from radq.guides.spec import guide_maker, load_guide, load_guides
+from radq.guides.spec import GuideSpec, guide_maker, load_guide, load_guides
 from radq.models.rad_q import RadQ
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
@@ -294,7 +294,9 @@ def test_train_and_generate_from_the_command_line(
 def test_guides_of_all_kinds_are_loaded_and_added(settings: ExpertTrainingConfig, tmp_path: Path) -> None:
     train_experts(changed(settings, max_steps=1))
     RadQ.from_backbone(settings.backbone, attributes=["praise"]).save_pretrained(tmp_path / "reward")
-    total = load_guides([f"{settings.out}:alpha=2", f"{tmp_path / 'reward'}:praise=3"])
+    total = load_guides(
+        [GuideSpec.parse(f"{settings.out}:alpha=2"), GuideSpec.parse(f"{tmp_path / 'reward'}:praise=3")]
+    )
     assert total is not None
     assert len(total.readers) == 3
     assert load_guides([]) is None

@@ -9,6 +9,7 @@ import tyro
 
 if TYPE_CHECKING:
     from radq.evaluation.choices import Question
+    from radq.guides.spec import GuideSpec
 
 
 @dataclass
@@ -40,19 +41,20 @@ def run(arguments: Arguments) -> None:
     from radq.commands.console import announce, print_json
     from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
     from radq.errors import OptionError
-    from radq.guides.spec import check_guide, find_budget, parse_guide
+    from radq.guides.spec import GuideSpec, find_budget
     from radq.sources.model_source import ModelSource, check_language_model
 
     if arguments.limit is not None and arguments.limit < 1:
         raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all questions.")
     if not arguments.data.is_file():
         raise OptionError(f"there is no file {str(arguments.data)!r}.", "give a file of questions.")
-    for specification in arguments.guide:
-        check_guide(*parse_guide(specification, arguments.base))
     base = ModelSource.find(arguments.base)
+    guides = [GuideSpec.parse(text, base) for text in arguments.guide]
+    for one in guides:
+        one.check()
     check_language_model(base)
     asked = arguments.kl_budget
-    budget = find_budget(arguments.guide, DEFAULT_KL_BUDGET, arguments.base) if asked == "auto" else read_budget(asked)
+    budget = find_budget(guides, DEFAULT_KL_BUDGET) if asked == "auto" else read_budget(asked)
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.evaluation.choices import KeptAnswers, count_right, find_answers, read_questions
     from radq.evaluation.estimates import estimate, estimate_change
@@ -62,14 +64,14 @@ def run(arguments: Arguments) -> None:
     questions = read_questions(arguments.data)[: arguments.limit]
     device = find_device(arguments.device)
     lm, tokenizer = load(base, device)
-    guide = load_guides(arguments.guide, device, lm=lm, base=arguments.base)
+    guide = load_guides(guides, device, lm=lm)
     limit = None if budget == "none" else budget
     runs = {"unguided": (None, None)} | ({} if guide is None else {"guided": (guide, limit)})
     answers = {}
     for name, (one, most) in runs.items():
         kept = None
         if arguments.out is not None:
-            asked = describe_answers(questions, arguments.base, arguments.guide if one else [], most)
+            asked = describe_answers(questions, arguments.base, guides if one else [], most)
             kept = KeptAnswers(arguments.out / f"{name}.jsonl", asked)
         answers[name] = find_answers(lm, tokenizer, questions, one, most, not arguments.json, kept)
     sums = {name: count_right(questions, found) for name, found in answers.items()}
@@ -85,18 +87,15 @@ def run(arguments: Arguments) -> None:
 
 
 def describe_answers(
-    questions: "Sequence[Question]", base: str, guides: list[str], kl_budget: float | None
+    questions: "Sequence[Question]", base: str, guides: "Sequence[GuideSpec]", kl_budget: float | None
 ) -> dict[str, object]:
     """All that answers depend on: fingerprints of the questions and of the models, and the numbers."""
     from radq.files import fingerprint_values
-    from radq.guides.folders import fingerprint_guide
-    from radq.guides.spec import parse_guide
     from radq.sources.model_source import ModelSource
 
-    parsed = [parse_guide(guide, base) for guide in guides]
     return {
         "questions": fingerprint_values([asdict(question) for question in questions]),
         "base": ModelSource.find(base).fingerprint,
-        "guides": [{"model": fingerprint_guide(folder, numbers), "numbers": numbers} for folder, numbers in parsed],
+        "guides": [{"model": one.fingerprint, "numbers": one.numbers} for one in guides],
         "kl_budget": kl_budget,
     }

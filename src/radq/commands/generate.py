@@ -8,10 +8,13 @@ import tyro
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedTokenizerBase
 
     from radq.decoding.config import LogitChanges, Steering
     from radq.decoding.generate import Generation
+    from radq.guides.spec import GuideSpec
     from radq.sources.model_source import ModelSource
 
 KL_BUDGET = (
@@ -84,7 +87,7 @@ def run(arguments: Arguments) -> None:
     from radq.sources.model_source import ModelSource
 
     base = ModelSource.find(arguments.base)
-    prompts = _check(arguments, base)
+    prompts, specifications = _check(arguments, base)
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.decoding.generate import generate
     from radq.guides.spec import load_guides
@@ -98,9 +101,10 @@ def run(arguments: Arguments) -> None:
     device = find_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, base, device)
     lm, tokenizer = load(base, device, dtype)
-    guide = load_guides(arguments.guide, device, dtype, arguments.clamp, lm, arguments.base)
+    guide = load_guides(specifications, device, dtype, arguments.clamp, lm)
+    steering = _steering(arguments, specifications)
     if arguments.stream:
-        _print_streams(arguments, prompts, lm, tokenizer, guide)
+        _print_streams(arguments, prompts, lm, tokenizer, guide, steering)
         return
     generations = generate(
         lm,
@@ -113,7 +117,7 @@ def run(arguments: Arguments) -> None:
         max_new_tokens=arguments.max_new_tokens,
         num_samples=arguments.num_samples,
         seed=arguments.seed,
-        kl_budget=_kl_budget(arguments),
+        kl_budget=steering.kl_budget,
         ends=arguments.ends,
         stop=arguments.stop,
         batch_size=arguments.batch_size,
@@ -127,7 +131,9 @@ def run(arguments: Arguments) -> None:
         _print_table(generations, tokenizer)
 
 
-def _print_streams(arguments: Arguments, prompts: list[str], lm: Any, tokenizer: Any, guide: Any) -> None:
+def _print_streams(
+    arguments: Arguments, prompts: list[str], lm: Any, tokenizer: Any, guide: Any, steering: "Steering"
+) -> None:
     """Print a continuation of each prompt while it is written; the same texts as without --stream."""
     from radq.decoding.generate import stream_text
 
@@ -138,7 +144,7 @@ def _print_streams(arguments: Arguments, prompts: list[str], lm: Any, tokenizer:
             tokenizer,
             prompt,
             guide,
-            _steering(arguments),
+            steering,
             arguments.max_new_tokens,
             arguments.seed,
             stop=arguments.stop,
@@ -151,10 +157,12 @@ def _print_streams(arguments: Arguments, prompts: list[str], lm: Any, tokenizer:
         print()
 
 
-def _steering(arguments: Arguments) -> "Steering":
-    from radq.decoding.config import Steering
+def _steering(arguments: Arguments, specifications: "Sequence[GuideSpec]") -> "Steering":
+    from radq.decoding.config import Steering, read_budget
+    from radq.guides.spec import find_budget
 
-    budget = _kl_budget(arguments)
+    asked = arguments.kl_budget
+    budget = find_budget(specifications, DEFAULT_KL_BUDGET) if asked == "auto" else read_budget(asked)
     return Steering(arguments.top_k or None, arguments.top_p, arguments.temperature, budget, arguments.ends)
 
 
@@ -164,24 +172,16 @@ def _changes(arguments: Arguments) -> "LogitChanges":
     return LogitChanges(repetition_penalty=arguments.repetition_penalty)
 
 
-def _kl_budget(arguments: Arguments) -> float | None:
-    from radq.decoding.config import read_budget
-    from radq.guides.spec import find_budget
-
-    if arguments.kl_budget == "auto":
-        return find_budget(arguments.guide, DEFAULT_KL_BUDGET, arguments.base)
-    return read_budget(arguments.kl_budget)
-
-
-def _check(arguments: Arguments, base: "ModelSource") -> list[str]:
-    """Refuse what can be refused before torch is imported; return the prompts."""
+def _check(arguments: Arguments, base: "ModelSource") -> "tuple[list[str], list[GuideSpec]]":
+    """Refuse what can be refused before torch is imported; return the prompts and guides."""
     from radq.decoding.config import check_counts, check_stop
     from radq.errors import OptionError
-    from radq.guides.spec import check_guide, parse_guide
+    from radq.guides.spec import GuideSpec
     from radq.sources.model_source import check_language_model
 
     prompts = _read_prompts(arguments)
-    _steering(arguments)
+    specifications = [GuideSpec.parse(text, base) for text in arguments.guide]
+    _steering(arguments, specifications)
     counts = {"max_new_tokens": arguments.max_new_tokens, "num_samples": arguments.num_samples}
     check_counts(**counts, **({} if arguments.batch_size is None else {"batch_size": arguments.batch_size}))
     check_stop(arguments.stop)
@@ -189,10 +189,10 @@ def _check(arguments: Arguments, base: "ModelSource") -> list[str]:
     if arguments.stream and (arguments.json or arguments.num_samples > 1):
         other = "--json" if arguments.json else f"--num-samples {arguments.num_samples}"
         raise OptionError(f"--stream prints one text of each prompt, and {other} is given.", "give one of the two.")
-    for specification in arguments.guide:
-        check_guide(*parse_guide(specification, arguments.base))
+    for specification in specifications:
+        specification.check()
     check_language_model(base)
-    return prompts
+    return prompts, specifications
 
 
 def _read_prompts(arguments: Arguments) -> list[str]:

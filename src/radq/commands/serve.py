@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from radq.serving.config import ServeConfig
+    from radq.registry.config import ServeConfig
 
 API_KEY = "RADQ_API_KEY"
 
@@ -62,7 +62,7 @@ def _read(arguments: Arguments) -> "ServeConfig":
     from dataclasses import replace
 
     from radq.errors import require_package
-    from radq.serving.config import ServeConfig
+    from radq.registry.config import ServeConfig
 
     if not arguments.check:
         for package in ("fastapi", "uvicorn", "prometheus_client"):

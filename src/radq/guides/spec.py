@@ -12,27 +12,26 @@ The contents of the folder decide what the names mean:
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radq.errors import OptionError
-from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts, read_codes
+from radq.guides.folders import ANTI_EXPERT, EXPERT, fingerprint_guide, holds_experts, read_codes
 from radq.models.calibration import (
     Setting,
     find_calibration,
     find_known_calibration,
     find_setting,
     is_strength,
-    join_budgets,
     looks_like_share,
     note_share,
 )
 from radq.sources.embedded import EMBEDDED
-from radq.sources.model_source import check_language_model, check_reward_model
+from radq.sources.model_source import ModelName, check_language_model, check_reward_model
 
 if TYPE_CHECKING:
     from radq.guides.base import Guide
@@ -42,53 +41,91 @@ Numbers = Mapping[str, float]
 MakeGuide = Callable[[Numbers], Any]  # from numbers to a guide
 
 
-def parse_guide(specification: str, base: str | None = None, fetch: bool = True) -> tuple[str, dict[str, float]]:
-    """Split a specification into folder and numbers; calibrated strengths become β.
+@dataclass(frozen=True)
+class GuideSpec:
+    """A guide as it is written: where its models lie, and its settings.
 
     Args:
-        base: the name of the base model, which is compared with the one of the calibration.
-        fetch: fetch the calibration of a hub name unless the cache holds it.
+        folder: a folder, a name on the hub, or `embedded`.
+        settings: for each name a number, or what a calibrated strength stands for; None for a name that stands alone.
     """
-    folder, settings = _read_settings(specification, base, fetch)
-    return folder, {name: one.beta if isinstance(one, Setting) else one for name, one in settings.items()}
+
+    folder: str
+    settings: Mapping[str, float | Setting | None]
+
+    @classmethod
+    def parse(cls, text: str, base: ModelName | None = None, fetch: bool = True, bare: bool = False) -> "GuideSpec":
+        """Read `DIR:name=number,name=strong`.
+
+        Args:
+            base: the name of the base model, which is compared with the one of the calibration.
+            fetch: fetch the calibration of a hub name unless the cache holds it.
+            bare: a name may stand without a number, as in `DIR:name`.
+        """
+        folder, _, pairs = text.rpartition(":")
+        if not folder or "\0" in text:
+            raise OptionError(f"{text!r} is no specification of a guide.", HINT)
+        settings: dict[str, float | Setting | None] = {}
+        for name, equals, written in (pair.partition("=") for pair in pairs.split(",")):
+            if equals or not bare:
+                settings[name.strip()] = _read_setting(folder, name.strip(), written.strip(), text, base, fetch)
+            else:
+                settings[name.strip()] = None
+        return cls(folder, settings)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers that are given, with β in place of calibrated strengths."""
+        given = {name: one for name, one in self.settings.items() if one is not None}
+        return {name: one.beta if isinstance(one, Setting) else one for name, one in given.items()}
+
+    @cached_property
+    def kind(self) -> "GuideKind":
+        return find_kind(self.folder)
+
+    def check(self) -> None:
+        """Refuse a folder that holds no guide, and numbers that its guide does not have; nothing is loaded."""
+        self.kind.check(self.folder, self.numbers)
+
+    def load(self, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None) -> "Guide":
+        """Load the guide, see `load_guide`."""
+        self.check()
+        return self.kind.load(self.folder, device, dtype, clamp, lm)(self.numbers)
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_guide(self.folder, self.settings)
 
 
-def find_budget(specifications: Sequence[str], default: float | None, base: str | None = None) -> float | None:
-    """Find the KL budget of several guides: strengths have the one under which they were calibrated, β the default."""
-    read = [one for specification in specifications for one in _read_settings(specification, base)[1].values()]
-    return join_budgets([one.kl_budget if isinstance(one, Setting) else default for one in read], default)
-
-
-def _read_settings(specification: str, base: str | None, fetch: bool = True) -> tuple[str, dict[str, float | Setting]]:
-    """Split a specification into folder and numbers, or settings where a value is a calibrated strength."""
-    folder, colon, pairs = specification.rpartition(":")
-    if not colon or not folder:
-        raise OptionError(f"{specification!r} is no specification of a guide.", HINT)
-    found: dict[str, float | Setting] = {}
-    for pair in pairs.split(","):
-        name, _, text = map(str.strip, pair.partition("="))
-        if is_strength(text):
-            found[name] = find_setting(text, find_calibration(folder, name, base, fetch), f"{name} of {folder!r}")
-            continue
-        found[name] = _read_number(text, specification)
-        if looks_like_share(text) and (note := note_share(name, text, find_known_calibration(folder, name))):
-            warnings.warn(note, stacklevel=1)
-    return folder, found
-
-
-def _read_number(text: str, specification: str) -> float:
+def _read_setting(
+    folder: str, name: str, written: str, specification: str, base: ModelName | None, fetch: bool
+) -> float | Setting:
+    if is_strength(written):
+        return find_setting(written, find_calibration(folder, name, base, fetch), f"{name} of {folder!r}")
     try:
-        number = float(text)
+        number = float(written)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
         raise OptionError(f"{specification!r} is no specification of a guide.", HINT)
+    if looks_like_share(written) and (note := note_share(name, written, find_known_calibration(folder, name))):
+        warnings.warn(note, stacklevel=1)
     return number
 
 
-def check_guide(folder: str, numbers: Numbers) -> None:
-    """Refuse a folder that holds no guide, and numbers that its guide does not have; nothing is loaded."""
-    find_kind(folder).check(folder, numbers)
+def find_budget(specifications: Iterable[GuideSpec], default: float | None) -> float | None:
+    """Find the KL budget of several guides, see `join_budgets`."""
+    return join_budgets([one for guide in specifications for one in guide.settings.values()], default)
+
+
+def join_budgets(settings: Iterable[float | Setting | None], default: float | None) -> float | None:
+    """Find one KL budget for several settings together: the largest of theirs, and none if one of them has none.
+
+    A strength has the budget under which it was calibrated; β, and no settings at all, have the default.
+    """
+    budgets = [one.kl_budget if isinstance(one, Setting) else default for one in settings] or [default]
+    known = [budget for budget in budgets if budget is not None]
+    return max(known) if len(known) == len(budgets) else None
 
 
 def load_guide(
@@ -118,9 +155,7 @@ def load_guide(
         base: the name of that language model, by default that under which `lm` was loaded. Strengths that were
             calibrated over another one are refused.
     """
-    folder, numbers = parse_guide(specification, find_base(lm) if base is None else base)
-    check_guide(folder, numbers)
-    return guide_maker(folder, device, dtype, clamp, lm)(numbers)
+    return GuideSpec.parse(specification, find_base(lm) if base is None else base).load(device, dtype, clamp, lm)
 
 
 def find_base(lm: Any) -> str | None:
@@ -131,15 +166,10 @@ def find_base(lm: Any) -> str | None:
 
 
 def load_guides(
-    specifications: Sequence[str],
-    device: str = "cpu",
-    dtype: str = "auto",
-    clamp: bool = True,
-    lm: Any = None,
-    base: str | None = None,
+    specifications: Sequence[GuideSpec], device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None
 ) -> "Guide | None":
     """Load guides and add them up; None if there are none."""
-    guides = [load_guide(specification, device, dtype, clamp, lm, base) for specification in specifications]
+    guides = [specification.load(device, dtype, clamp, lm) for specification in specifications]
     return reduce(add, guides) if guides else None
 
 
@@ -254,3 +284,4 @@ GUIDES = {  # the first kind that a folder holds is taken
     "gedi": GuideKind(_holds_codes, _check_gedi, _load_gedi, ("filter_p", "target_p", "prior")),
     "reward": GuideKind(lambda folder: True, check_reward_model, _load_reward),
 }
+OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers that are no strengths

@@ -22,10 +22,10 @@ from radq.guides.base import Advice
 from radq.hosts.base_states import ShownFollower, reads_shown
 from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
-from radq.hosts.guidance import Guidance
 from radq.hosts.records import RecordedRow, Records
-from radq.serving.details import StepNumbers
-from radq.serving.panel import Panel
+from radq.registry.details import StepNumbers
+from radq.registry.panel import Panel
+from radq.registry.strengths import Guidance
 
 LOGGER = logging.getLogger(__name__)
 NARROW = 64  # candidates; rows with more are scored apart, so that others do not wait for them

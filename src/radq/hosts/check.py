@@ -13,7 +13,7 @@ from typing import Any
 from radq.errors import ContextLengthError, RadqError
 from radq.guides.folders import EXPERT, holds_experts
 from radq.guides.spec import GUIDES, find_kind
-from radq.serving.config import GuideEntry, ServeConfig
+from radq.registry.config import GuideEntry, ServeConfig
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelSource, check_language_model
 

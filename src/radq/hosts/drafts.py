@@ -23,7 +23,7 @@ from radq.hosts.batching import DeviceRequest, Steerer, limit_width
 from radq.hosts.follower import Follower, Text
 from radq.models.reading import Glance
 from radq.models.slots import SlotReading, takes_slots
-from radq.serving.panel import Panel
+from radq.registry.panel import Panel
 
 
 @dataclass(eq=False)

@@ -3,24 +3,23 @@
     {"radq": "sentiment=20,toxicity=-50,kl_budget=0.5,top_k=20"}
     {"radq_guide": "toxicity", "radq_beta": -50.0, "radq_top_k": 20, "radq_top_p": 0.9, "radq_kl_budget": 0.5}
 
-Both name guides that the operator of the server has registered (see `radq.serving.config`). A client cannot name files.
-Importing this module imports no torch.
+Both name guides that the operator of the server has registered (see `radq.registry.config`). A client cannot name
+files. Importing this module imports no torch.
 """
 
 import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from radq.decoding.config import Steering
 from radq.errors import OptionError, RadqError
 from radq.models.calibration import is_strength
-from radq.serving.config import GuideEntry, ServeConfig
-from radq.serving.strengths import shorten, to_number
+from radq.registry.config import GuideEntry, ServeConfig
+from radq.registry.strengths import Guidance, shorten, to_number
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 PREFIX = "radq"
@@ -32,25 +31,13 @@ GUIDES = "RADQ_GUIDES"  # an environment variable, since an engine's processes s
 GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """The strengths of registered guides that a request asks for, and its steering.
-
-    Guides with a strength of 0 are among them only if the answer has details, which include their rewards.
-    """
-
-    strengths: Mapping[str, float]
-    steering: Steering
-    details: bool = False  # whether the answer has the candidates and rewards of each token
-    notes: tuple[str, ...] = ()  # about numbers that may have been meant otherwise
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the strengths and settings that are applied to the request, for its answer."""
-        steering = self.steering
-        settings: dict[str, Any] = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
-        settings["sampler"] = "vllm"  # a seed gives other texts than those of `radq.generate`
-        notes = {"notes": list(self.notes)} if self.notes else {}
-        return {"strengths": dict(self.strengths), **settings, **notes}
+def describe_guidance(guidance: Guidance) -> dict[str, Any]:
+    """Describe the strengths and settings that are applied to a request, for its answer."""
+    steering = guidance.steering
+    settings: dict[str, Any] = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
+    settings["sampler"] = "vllm"  # a seed gives other texts than those of `radq.generate`
+    notes = {"notes": list(guidance.notes)} if guidance.notes else {}
+    return {"strengths": dict(guidance.strengths), **settings, **notes}
 
 
 class Registry:
@@ -69,41 +56,36 @@ class Registry:
         return self.config.guides
 
     def guidance(self, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
-        """Read and check what a request's arguments ask for; None if it is not guided."""
+        """Read and check what a request's arguments ask for; None if it is not guided.
+
+        Guides with a strength of 0 are read only if the answer has details, which include their rewards.
+        """
         arguments = arguments or {}
         given = {name: value for name, value in arguments.items() if name.lower().startswith(PREFIX)}
         given = {name: value for name, value in given.items() if name not in OWN_ARGUMENTS}
         unknown = [name for name in given if name not in ARGUMENTS]
         if unknown:
             raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")
-        named, settings = self._read_named(given)
-        strengths = {name: entry.default for name, entry in self.entries.items()} | named
-        if not given and not any(strengths.values()):
+        asked = self._read_asked(given)
+        if not given and not any(entry.default for entry in self.entries.values()):
             return None
-        steering = Steering(
-            top_k=settings["top_k"],
-            top_p=_read_number(given.get("radq_top_p"), "radq_top_p"),
-            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            kl_budget=settings["kl_budget"],
-            ends=self.config.defaults.ends,
-        )
-        details = bool(settings["details"])
-        if details and TICKET not in arguments:
+        top_p = _read_number(given.get("radq_top_p"), "radq_top_p")
+        found = self.config.guidance(asked, 0.0 if temperature < GREEDY_BELOW else temperature, top_p)
+        if found.details and TICKET not in arguments:
             raise OptionError(
                 "this server tells no details.",
                 "leave them out, or let its operator add --middleware radq.hosts.vllm_http.GuideMiddleware.",
             )
-        read = {name: number for name, number in strengths.items() if number or (details and name in named)}
-        return Guidance(read, steering, details)
+        return replace(
+            found, strengths={name: number for name, number in found.strengths.items() if number or found.details}
+        )
 
-    def _read_named(self, given: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    def _read_asked(self, given: Mapping[str, Any]) -> dict[str, float | None]:
         """Read the strengths of the guides that are named, and top_k, kl_budget and details."""
         single = "radq_guide" in given or "radq_beta" in given
         if "radq" in given and single:
             raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
-        defaults = self.config.defaults
-        settings = {"top_k": defaults.top_k, "kl_budget": defaults.kl_budget, "details": None}
-        found: dict[str, Any] = {}
+        found: dict[str, float | None] = {}
         if single:
             found = self._read_single(given.get("radq_guide"), given.get("radq_beta"))
         elif "radq" in given:
@@ -116,11 +98,9 @@ class Registry:
                 none = name == "kl_budget" and value == "none"
                 found[name] = None if none else _read_number(value, f"radq_{name}")
         self.config.check_strengths(found)
-        settings |= {name: found[name] for name in settings if name in found}
-        settings["top_k"] = int(settings["top_k"])
-        return {name: self._strength(name, found[name]) for name in found if name in self.entries}, settings
+        return found
 
-    def _read_single(self, name: Any, beta: Any) -> dict[str, Any]:
+    def _read_single(self, name: Any, beta: Any) -> dict[str, float | None]:
         if not isinstance(name, str) or name not in self.entries:
             raise OptionError(
                 f"there is no guide {shorten(name)}.",
@@ -128,10 +108,6 @@ class Registry:
             )
         one = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
         return self.config.read_strengths({name: one}) if is_strength(one) else {name: _read_number(one, "radq_beta")}
-
-    def _strength(self, name: str, number: float | None) -> float:
-        suggested = self.entries[name].suggested
-        return number if number is not None else suggested if suggested is not None else 0.0
 
 
 @lru_cache

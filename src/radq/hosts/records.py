@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from radq.serving.details import CandidateRow, Drawn
+from radq.registry.details import CandidateRow, Drawn
 
 MOST_ROWS = 65536  # tokens whose candidates are kept; requests that nobody asks about are forgotten first
 NUMBERS = ("ids", "base", "guided", "shift")

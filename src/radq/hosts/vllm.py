@@ -3,7 +3,7 @@
     RADQ_GUIDES=guides.yaml vllm serve gpt2-large --max-model-len 1000 \\
         --logits-processors radq.hosts.vllm:GuidedProcessor
 
-The operator of the server writes guides.yaml, see `radq.serving.config`. A client names guides in
+The operator of the server writes guides.yaml, see `radq.registry.config`. A client names guides in
 `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; `radq.hosts.guidance` reads these arguments.
 """
 
@@ -24,17 +24,18 @@ import yaml
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
-from radq.guides.spec import parse_guide
+from radq.guides.spec import OPTIONS, GuideSpec
 from radq.hosts.base_states import reads_shown, show_layers
 from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.figures import Figures
-from radq.hosts.guidance import SEED, TICKET, Guidance, Registry, find_registry, find_registry_for_client
+from radq.hosts.guidance import SEED, TICKET, Registry, find_registry, find_registry_for_client
 from radq.hosts.records import Records
 from radq.models.loading import load_config, max_positions
 from radq.numerics import available_memory
-from radq.serving.config import NAME, OPTIONS
-from radq.serving.panel import Panel
+from radq.registry.config import NAME
+from radq.registry.panel import Panel
+from radq.registry.strengths import Guidance
 from radq.sources.model_source import ModelSource
 
 first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
@@ -288,7 +289,7 @@ class VllmEngine:
     def __init__(
         self,
         base: str | Path,
-        guides: Mapping[str, str | Sequence[str]] | None = None,
+        guides: Mapping[str, str | GuideSpec | Sequence[str]] | None = None,
         max_model_len: int | None = None,
         ends: Ends = "base",
         **options: Any,
@@ -408,14 +409,14 @@ class VllmEngine:
         self.close()
 
 
-def split_guides(guides: Mapping[str, str | Sequence[str]]) -> dict[str, dict[str, Any]]:
+def split_guides(guides: Mapping[str, str | GuideSpec | Sequence[str]]) -> dict[str, dict[str, Any]]:
     """Split each guide into entries of the operator's file, one for each of its strengths."""
     found: dict[str, dict[str, Any]] = {}
     for number, (name, specifications) in enumerate(guides.items()):
         own: list[dict[str, Any]] = []
-        for folder, numbers in map(
-            parse_guide, [specifications] if isinstance(specifications, str) else specifications
-        ):
+        for one in [specifications] if isinstance(specifications, str | GuideSpec) else specifications:
+            guide = one if isinstance(one, GuideSpec) else GuideSpec.parse(one)
+            folder, numbers = guide.folder, guide.numbers
             options = "".join(f",{key}={value!r}" for key, value in numbers.items() if key in OPTIONS)
             own += [
                 {"guide": f"{folder}:{key}{options}", "range": [-STRONGEST, STRONGEST], "suggested": value}

@@ -9,11 +9,11 @@ from typing import Any
 
 from radq.decoding.text import GrowingText
 from radq.errors import OptionError
-from radq.hosts.guidance import SEED, Guidance
+from radq.hosts.guidance import SEED, describe_guidance
 from radq.hosts.records import PackedRow, RecordedRow
-from radq.serving.details import Drawn, summarise
-from radq.serving.strengths import shorten, to_number
-from radq.serving.token_texts import TokenTexts
+from radq.registry.details import Drawn, summarise
+from radq.registry.strengths import Guidance, shorten, to_number
+from radq.registry.token_texts import TokenTexts
 
 Fetch = Callable[[], Awaitable[Sequence[PackedRow]]]
 MOST_SEED = 2**31  # of seeds that are given out; vLLM adds the number of a choice
@@ -96,7 +96,7 @@ class AnswerDetails:
         _put(choice, [None if one is None else one.describe(self.texts.show) for one in drawn])
         if choice.get("finish_reason") is not None:
             summary = summarise(text.drawn, list(self.guidance.strengths))
-            choice["radq"] = summary | self.guidance.describe() | ({"error": LOST} if text.lost else {})
+            choice["radq"] = summary | describe_guidance(self.guidance) | ({"error": LOST} if text.lost else {})
 
     def _hide_ids(self, part: dict[str, Any]) -> None:
         """Take token ids out of an answer whose client has not asked for them."""

@@ -21,12 +21,12 @@ from radq.errors import OptionError, RadqError
 from radq.hosts.asgi import Receive, Rewrite, Scope, Send, Tail, read_body, replay, send_json, with_length
 from radq.hosts.endings import answer_while_running
 from radq.hosts.figures import NAMES
-from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Guidance, Registry, find_registry_for_client
+from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Registry, describe_guidance, find_registry_for_client
 from radq.hosts.vllm_details import AnswerDetails, prepare_details
 from radq.hosts.vllm_page import is_page_path, make_page_app
 from radq.hosts.vllm_server import VllmServer
-from radq.serving.keys import has_key
-from radq.serving.strengths import MISSPELLED, write_strengths
+from radq.registry.gate import has_key
+from radq.registry.strengths import MISSPELLED, Guidance, write_strengths
 
 ROUTES = ("/completions", "/responses", "/messages")
 HINT = 'write "vllm_xargs": {"radq": "sentiment=20,toxicity=-50"}.'
@@ -201,7 +201,7 @@ class _Confirm(Rewrite):
     ):
         """`take` returns the figures of the tokens since its last call."""
         super().__init__(send)
-        self._applied, self._take, self._details = guidance.describe(), take, details
+        self._applied, self._take, self._details = describe_guidance(guidance), take, details
         self._sums: Counter[str] = Counter()
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -3,42 +3,24 @@
 import asyncio
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.responses import Response
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 
-from radq.hosts.vllm_server import VllmServer, WorkerError
-from radq.serving.bodies import ScoreBody, check_content_type
-from radq.serving.gate import Gate
-from radq.serving.info import VERSION, describe_server
-from radq.serving.keys import check_key
-from radq.serving.page_files import add_page
-from radq.serving.problems import ERRORS, add_handlers, answer_problem, check_unicode
-from radq.serving.scores import check_scored, describe_scores
+from radq.hosts.vllm_server import VllmServer
+from radq.registry.details import check_scored, describe_scores
+from radq.registry.gate import Gate
+from radq.registry.problems import add_handlers, check_unicode
+from radq.registry.web_page import VERSION, ScoreBody, add_page, describe_server
 
 
 def is_page_path(path: str) -> bool:
     return path == "/" or path.startswith(("/page/", "/radq/"))
 
 
-async def _on_worker_error(_: Request, error: Exception) -> Response:
-    return answer_problem(503, str(error))
-
-
 def make_page_app(server: VllmServer) -> FastAPI:
     """Make the application that answers requests for these routes."""
-    app = FastAPI(title="radq", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Gate, limit=server.config.limits.body_bytes)
-    add_handlers(app)
-    app.add_exception_handler(WorkerError, _on_worker_error)
-    add_page(app)
 
-    def check(request: Request) -> None:
-        check_key(request, server.keys)
-
-    guarded: dict[str, Any] = {"dependencies": [Depends(check)], "responses": ERRORS}
-
-    @app.get("/radq/info", **guarded)
-    async def info() -> dict[str, Any]:
+    async def describe() -> dict[str, Any]:
         facts = await server.find_facts()
         return describe_server(
             server.config,
@@ -49,13 +31,16 @@ def make_page_app(server: VllmServer) -> FastAPI:
             needs_key=bool(server.keys),
         )
 
-    @app.post("/radq/score", dependencies=[Depends(check), Depends(check_content_type)], responses=ERRORS)
-    async def score(body: ScoreBody) -> dict[str, Any]:
+    async def score(body: ScoreBody, _: Request) -> Response:
         check_unicode(body.text)
         await server.find_facts()  # which refuses if workers cannot score
         ids = await asyncio.to_thread(server.encode, body.text)
         check_scored(body.text, ids, min(server.config.limits.prompt_tokens, server.context - 1))
         rewards, likelihoods = await asyncio.gather(server.find_rewards(ids), server.find_likelihoods(ids))
-        return describe_scores(ids, likelihoods, rewards, server.texts.show_each)
+        return JSONResponse(describe_scores(ids, likelihoods, rewards, server.texts.show_each))
 
+    app = FastAPI(title="radq", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Gate, limit=server.config.limits.body_bytes, keys=server.keys)
+    add_handlers(app)
+    add_page(app, describe, score)
     return app

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from radq.errors import RadqError, require_package
+from radq.errors import require_package
 from radq.hosts.guidance import Registry, find_registry
 from radq.models.vocabulary import find_bos, tokenise
-from radq.serving.config import ServeConfig
-from radq.serving.token_texts import TokenTexts
+from radq.registry.config import ServeConfig
+from radq.registry.problems import ServerError
+from radq.registry.token_texts import TokenTexts
 from radq.sources.model_source import ModelSource
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 
 
-class WorkerError(RadqError):
+class WorkerError(ServerError):
     """An error for a request that vLLM's workers cannot answer, since they lack radq's extension."""
 
 

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -183,12 +182,8 @@ def find_calibration(
     One over other base models alone, or for other weights of the reward model, is refused. Where `base` is None, base
     models are not compared, and the last one is taken; a warning names its base model if there are several.
     """
-    try:
-        place = calibrated_folder(folder, attribute)
-        known = read_calibrations(place, fetch)
-    except UnknownAttributeError:  # an embedded model that there is not
-        return None
-    found = [one for one in known if one.attribute == attribute]
+    place = calibrated_folder(folder, attribute)
+    found = [one for one in read_calibrations(place, fetch) if one.attribute == attribute]
     if not found:
         return None
     bases = " and ".join(dict.fromkeys(repr(one.base) for one in found))
@@ -314,12 +309,3 @@ def _read_percentage(text: str) -> float:
         hint = "to steer the other way, give β as a number." if share < 0 else "write it as 60%."
         raise OptionError(f"a strength must be from 0% to 100%, got {text[:40]!r}.", hint)
     return share
-
-
-def join_budgets(budgets: Sequence[float | None], default: float | None) -> float | None:
-    """One KL budget for several strengths together: the largest of theirs, and none if one of them has none.
-
-    `default` is that of no strengths at all.
-    """
-    known = [budget for budget in budgets or [default] if budget is not None]
-    return max(known) if known and len(known) >= len(budgets) else None

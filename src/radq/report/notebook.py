@@ -30,7 +30,7 @@ from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
 from radq.evaluation.sweep.engines import measure_ends
 from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
 from radq.guides import Guide
-from radq.guides.spec import find_base, find_budget, load_guide
+from radq.guides.spec import GuideSpec, find_base, find_budget
 from radq.judges.base import Judge
 from radq.judges.models import UnitJudge, load_judge
 from radq.models.loading import Wrappable
@@ -198,10 +198,9 @@ def evaluate(
     found: list[EvaluatedGuide] = []
     unguided: MeasuredCell | None = None
     for name, guide in {UNGUIDED: None, **guides}.items():
-        steer = load_guide(guide, device, lm=lm) if isinstance(guide, str) else guide
-        budget = DEFAULT_KL_BUDGET if kl_budget == "auto" else kl_budget
-        if kl_budget == "auto" and isinstance(guide, str):
-            budget = find_budget([guide], budget, find_base(lm))
+        written = [GuideSpec.parse(guide, find_base(lm))] if isinstance(guide, str) else []
+        steer: Any = written[0].load(device, lm=lm) if written else guide
+        budget = find_budget(written, DEFAULT_KL_BUDGET) if kl_budget == "auto" else kl_budget
         drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=budget, ends=ends)
         cell = _measure(SweepCell(name, None, top_k, top_p, None, seed), drawn, prompts, instruments, progress)
         changes = {} if unguided is None else cell.estimate_changes(unguided, *asked)

@@ -8,8 +8,8 @@ from typing import Any
 
 from radq.decoding.prompt_scores import PromptScores
 from radq.decoding.text import GrowingText
+from radq.registry.details import LEAST, Drawn, make_finite
 from radq.serving.bodies import Kind
-from radq.serving.details import LEAST, Drawn, make_finite
 from radq.serving.orders import Order
 from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
@@ -89,13 +89,13 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def _settings(self) -> dict[str, Any]:
-        steering = self.order.steering
+        guidance = self.order.guidance
         return {
             "seed": self.order.seed,
             "sampler": "radq",  # a seed gives the texts of `radq.generate`
-            "strengths": self.order.strengths,
-            "kl_budget": steering.kl_budget,
-            "top_k": steering.top_k,
+            "strengths": guidance.strengths,
+            "kl_budget": guidance.steering.kl_budget,
+            "top_k": guidance.steering.top_k,
         }
 
     def _confirmation(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Answer:
         Where texts may have fewer tokens than were asked for, it says how many they may have at least.
         """
         cut = {"max_tokens": min(self.order.max_tokens)} if self.order.cut else {}
-        lists = {"ignored": self.order.ignored, "notes": self.order.notes}
+        lists = {"ignored": self.order.ignored, "notes": list(self.order.guidance.notes)}
         return self._settings() | cut | {name: found for name, found in lists.items() if found}
 
     def _tokens(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Answer:
             "top_logprobs": [_by_name(self._top(one)) for one in tokens] if self.order.logprobs else None,
             "text_offset": offsets,
         }
-        if self.order.details:
+        if self.order.guidance.details:
             columns["radq"] = [one.describe(self.served.show_token) for one in tokens]
         return {name: None if values is None else [*before.get(name, []), *values] for name, values in columns.items()}
 
@@ -169,7 +169,7 @@ class Answer:
             "content": [
                 _entry(self.served.show_token(one.id), one.logprob)
                 | {"top_logprobs": [_entry(*pair) for pair in self._top(one)]}
-                | ({"radq": one.describe(self.served.show_token)} if self.order.details else {})
+                | ({"radq": one.describe(self.served.show_token)} if self.order.guidance.details else {})
                 for one in tokens
             ]
         }

@@ -16,17 +16,14 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from radq.decoding.prompt_scores import PromptScores
-from radq.serving.allowed_hosts import AllowedHosts
+from radq.registry.allowed_hosts import AllowedHosts
+from radq.registry.gate import Gate, name_client
+from radq.registry.problems import ERRORS, add_handlers, answer_problem, check_unicode, reading
+from radq.registry.web_page import VERSION, ScoreBody, add_page, check_content_type, describe_server
 from radq.serving.answers import Answer
-from radq.serving.bodies import ChatBody, CompletionBody, Kind, ScoreBody, check_content_type
-from radq.serving.fields import reading
-from radq.serving.gate import Gate
-from radq.serving.info import VERSION, describe_server
-from radq.serving.keys import name_client
+from radq.serving.bodies import ChatBody, CompletionBody, Kind
 from radq.serving.metrics import Metrics
 from radq.serving.orders import read_order
-from radq.serving.page_files import add_page
-from radq.serving.problems import ERRORS, add_handlers, answer_problem, check_unicode
 from radq.serving.scheduler import Scheduler
 from radq.serving.served import Served
 from radq.serving.streams import TextStream, unless_gone, write_events
@@ -103,7 +100,7 @@ class Server:
         strengths = self.config.model_strengths(name)
         return {"id": name, "object": "model", "created": 0, "owned_by": "radq", "radq": strengths}
 
-    def info(self) -> dict[str, Any]:
+    async def info(self) -> dict[str, Any]:
         """Describe the server; the page is made from this description."""
         served = self.served
         return describe_server(
@@ -144,7 +141,7 @@ def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0
     add_handlers(app)
     _add_texts(app, server)
     _add_descriptions(app, server)
-    add_page(app)
+    add_page(app, server.info, server.score)
     return app
 
 
@@ -159,10 +156,6 @@ def _add_texts(app: FastAPI, server: Server) -> None:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await server.complete("chat", body, request)
 
-    @app.post("/radq/score", **guarded)
-    async def score(body: ScoreBody, request: Request) -> Response:
-        return await server.score(body, request)
-
 
 def _add_descriptions(app: FastAPI, server: Server) -> None:
     guarded: dict[str, Any] = {"responses": ERRORS}
@@ -174,10 +167,6 @@ def _add_descriptions(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models/{name:path}", **guarded)
     async def model(name: str) -> dict[str, Any]:
         return server.model(name)
-
-    @app.get("/radq/info", **guarded)
-    async def info() -> dict[str, Any]:
-        return server.info()
 
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import HTTPException, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
@@ -117,33 +116,4 @@ class ChatBody(TextBody):
     logprobs: bool | None = None
 
 
-class ScoreBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    text: str = Field(description="The text whose tokens are scored.")
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    """An error in OpenAI's form."""
-
-    error: ErrorDetail
-
-
 Kind = Literal["completion", "chat"]
-
-
-def check_content_type(request: Request) -> None:
-    """Refuse a body that does not call itself JSON.
-
-    A browser lets a page of any site send bodies of other types, and asks the server first only for JSON.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise HTTPException(415, "the body does not call itself JSON. hint: send Content-Type: application/json.")

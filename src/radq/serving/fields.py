@@ -5,11 +5,10 @@ be sent with a value that changes nothing. What stands nowhere is named in the a
 like steering. The list of docs/serving.md is made from this table.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, get_args
 
-from radq.errors import OptionError
+from radq.registry.problems import FieldError
 from radq.serving.bodies import ChatBody, CompletionBody, Kind, Message
 
 BODIES: dict[Kind, type[CompletionBody | ChatBody]] = {"completion": CompletionBody, "chat": ChatBody}
@@ -117,27 +116,6 @@ HARMLESS = {
     "store",
     "user",
 }
-
-
-class FieldError(OptionError):
-    """An error in a field of a request."""
-
-    def __init__(self, field: str, message: str, hint: str | None = None):
-        super().__init__(message, hint)
-        self.field = field
-
-
-@contextmanager
-def reading(field: str) -> Iterator[None]:
-    """Let errors of options name the field of the request that they are about."""
-    try:
-        yield
-    except FieldError:
-        raise
-    except OptionError as error:
-        if type(error) is not OptionError:  # others have a status of their own
-            raise
-        raise FieldError(field, error.message, error.hint) from error
 
 
 def honoured(kind: Kind) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from radq.serving.config import Connections
+from radq.registry.config import Connections
 
 PATIENCE = 6.0  # seconds that running texts have when the server is asked to end
 BACKLOG = 128  # connections that are accepted at once, before any of them can be closed

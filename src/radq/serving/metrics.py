@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from radq.errors import require_package
-from radq.serving.details import Drawn
+from radq.registry.details import Drawn
 from radq.serving.texts import Text
 
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)

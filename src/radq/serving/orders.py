@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from radq.decoding.config import LogitChanges, Steering
+from radq.decoding.config import LogitChanges
 from radq.decoding.generate import draw_uniforms
 from radq.decoding.grammar import Grammar
 from radq.decoding.processors import make_processors
@@ -15,12 +15,12 @@ from radq.decoding.request import Processor
 from radq.decoding.text import UNFINISHED, GrowingText
 from radq.errors import ModelError, OptionError
 from radq.models.loading import num_logits
+from radq.registry.config import ServeConfig
+from radq.registry.problems import FieldError, check_unicode, reading
+from radq.registry.strengths import MISSPELLED, SETTINGS, Guidance
 from radq.serving.bodies import ChatBody, CompletionBody, Message, ResponseFormat, TextBody
-from radq.serving.config import ServeConfig
-from radq.serving.fields import FieldError, find_ignored, reading
-from radq.serving.problems import check_unicode
+from radq.serving.fields import find_ignored
 from radq.serving.served import Served
-from radq.serving.strengths import MISSPELLED, SETTINGS
 from radq.serving.texts import Delivery, Text
 
 
@@ -31,8 +31,7 @@ class Order:
     model: str
     prompts: list[list[int]]
     echo: list[str] | None  # the texts of the prompts, where answers begin with them
-    steering: Steering
-    strengths: dict[str, float]  # of all guides that are read
+    guidance: Guidance
     max_tokens: list[int]  # of a text of each prompt
     cut: bool  # whether some prompt has room for fewer tokens than were asked for
     n: int
@@ -42,12 +41,10 @@ class Order:
     changes: LogitChanges
     grammar: Grammar | None
     logprobs: int | None  # the number of alternatives that are told about each token; None tells nothing
-    details: bool  # whether radq's own numbers are told about each token
     token_ids: bool
     stream: bool
     usage: bool
     ignored: list[str]
-    notes: list[str]  # about numbers that may have been meant otherwise
 
     @property
     def num_texts(self) -> int:
@@ -57,12 +54,12 @@ class Order:
         """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, max(self.max_tokens))
         processors = [make_processors(self.changes, len(prompt), self.stop_tokens) for prompt in self.prompts]
-        selection = served.panel.select(self.strengths)
+        selection = served.panel.select(self.guidance.strengths)
         return [
             Text(
                 index=p * self.n + s,
                 prompt=prompt,
-                steering=self.steering,
+                steering=self.guidance.steering,
                 selection=selection,
                 max_tokens=self.max_tokens[p],
                 uniforms=uniforms[p, s, : self.max_tokens[p]],
@@ -71,7 +68,7 @@ class Order:
                 deliver=deliver,
                 order=self,
                 client=client,
-                details=self.details or bool(self.logprobs),
+                details=self.guidance.details or bool(self.logprobs),
                 tells_stop=self.echo is not None and self.logprobs is not None,
                 processors=(*self._masks(prompt), *processors[p]),
             )
@@ -83,8 +80,8 @@ class Order:
         """Prepare the log-probabilities of the tokens of prompts, where the answer tells them."""
         if self.echo is None or self.logprobs is None:
             return None
-        guide, strengths = served.panel.sum(self.strengths)
-        settings = self.steering, strengths, self.stop_tokens, self.logprobs
+        guide, strengths = served.panel.sum(self.guidance.strengths)
+        settings = self.guidance.steering, strengths, self.stop_tokens, self.logprobs
         return PromptScores(served.lm, guide, self.prompts, *settings)
 
     def _masks(self, prompt: list[int]) -> tuple[Processor, ...]:
@@ -98,7 +95,6 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     _refuse_misspelled(body, config)
     ignored = find_ignored(body)
     model, asked, notes = _read_steering(body, config)
-    strengths = _read_strengths(asked, config)
     with reading("prompt" if isinstance(body, CompletionBody) else "messages"):
         prompts = _read_prompts(body, served)
     echo = _read_echo(body, prompts, served)
@@ -117,20 +113,15 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     stop_tokens = _find_stop_tokens(body, served)
     changes = _read_changes(body, num_logits(served.lm))
     temperature = 1.0 if body.temperature is None else body.temperature
-    top_k = int(asked.get("top_k") or config.defaults.top_k)
-    budget = asked.get("kl_budget", config.defaults.kl_budget)
-    details = bool(asked.get("details"))
+    guidance = config.guidance(asked, temperature, None if body.top_p == 1 else body.top_p, notes)
     logprobs = _count_logprobs(body)
-    if details and logprobs is None:
+    if guidance.details and logprobs is None:
         raise FieldError("radq", "radq tells details together with logprobs alone.", "ask for logprobs too.")
     return Order(
         model=model,
         prompts=prompts,
         echo=echo,
-        steering=Steering(
-            top_k, None if body.top_p in (None, 1) else body.top_p, temperature, budget, config.defaults.ends
-        ),
-        strengths=strengths,
+        guidance=guidance,
         max_tokens=max_tokens,
         cut=asked_tokens is not None and min(max_tokens) < asked_tokens,
         n=n,
@@ -140,12 +131,10 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
         changes=changes,
         grammar=_read_grammar(changes, stop_tokens, served),
         logprobs=logprobs,
-        details=details,
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
         usage=body.stream_options is not None and body.stream_options.include_usage,
         ignored=ignored,
-        notes=notes,
     )
 
 
@@ -190,18 +179,6 @@ def _find_steering(body: TextBody) -> Any:
     if arguments and body.radq is not None:
         raise OptionError("radq stands twice in the request.", "leave vllm_xargs out.")
     return arguments.get("radq", body.radq)
-
-
-def _read_strengths(asked: dict[str, float | None], config: ServeConfig) -> dict[str, float]:
-    """Read the strengths of guides that are named, or that steer by default."""
-    found: dict[str, float] = {}
-    for name, entry in config.guides.items():
-        if name in asked:
-            number = asked[name]
-            found[name] = entry.suggested if number is None else number
-        elif entry.default:
-            found[name] = entry.default
-    return found
 
 
 def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> list[list[int]]:

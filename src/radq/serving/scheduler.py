@@ -27,11 +27,12 @@ from radq.decoding.config import Steering
 from radq.decoding.engine import KEPT, Engine, StepResult
 from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.request import Request, Ticket
-from radq.errors import RadqError, explain
+from radq.errors import explain
 from radq.guides import Guide
 from radq.models.prompt_parts import PromptParts
+from radq.registry.details import StepNumbers
+from radq.registry.problems import ServerError
 from radq.serving.clock import ClockedGuide
-from radq.serving.details import StepNumbers
 from radq.serving.metrics import Metrics
 from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
@@ -45,15 +46,17 @@ FAILED = "decoding failed; the server's log says why."
 PROMPT_BUDGET = {"cpu": 128, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
 
 
-class BusyError(RadqError):
+class BusyError(ServerError):
     """An error for a request that comes while as many texts wait as the operator allows."""
 
+    status = 429
 
-class ClosingError(RadqError):
+
+class ClosingError(ServerError):
     """An error for a request that comes while the server is about to end."""
 
 
-class FailedError(RadqError):
+class FailedError(ServerError):
     """An error for a request that could not be answered because of a failure of the server."""
 
 

@@ -9,10 +9,10 @@ from radq.decoding.prompts import check_size
 from radq.models.loading import Wrappable, find_device, load, max_positions, num_logits
 from radq.models.trial import choose_dtype
 from radq.models.vocabulary import find_bos, tokenise
-from radq.serving.config import ServeConfig
-from radq.serving.panel import Panel
-from radq.serving.scores import check_scored, describe_scores
-from radq.serving.token_texts import TokenTexts
+from radq.registry.config import ServeConfig
+from radq.registry.details import check_scored, describe_scores
+from radq.registry.panel import Panel
+from radq.registry.token_texts import TokenTexts
 
 UNLIMITED = 2**31  # tokens of a text, where no model has a limit
 

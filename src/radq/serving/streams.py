@@ -7,9 +7,9 @@ from typing import Any
 
 from fastapi import Request
 
+from radq.registry.problems import describe_problem
 from radq.serving.answers import Answer
 from radq.serving.orders import Order
-from radq.serving.problems import describe_problem
 from radq.serving.scheduler import Scheduler
 from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text

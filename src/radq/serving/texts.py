@@ -10,8 +10,8 @@ import numpy as np
 from radq.decoding.config import Steering
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.text import GrowingText
-from radq.serving.details import Candidate, Drawn, StepNumbers, summarise
-from radq.serving.panel import Selection
+from radq.registry.details import Candidate, Drawn, StepNumbers, summarise
+from radq.registry.panel import Selection
 
 
 @dataclass(frozen=True)

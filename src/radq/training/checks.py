@@ -9,7 +9,7 @@ from pathlib import Path
 from radq.data.prompts import read_prompts
 from radq.data.tables import check_sources
 from radq.errors import OptionError
-from radq.guides.spec import GUIDES, check_guide, find_kind, parse_guide
+from radq.guides.spec import GUIDES, GuideSpec
 from radq.judges.classifier_names import check_classifier
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import check_language_model, check_reward_model
@@ -39,7 +39,7 @@ def split_teachers(text: str) -> list[str]:
 def is_guide(name: str) -> bool:
     """Whether a teacher is written as a guide with numbers, such as DIR:alpha=2."""
     try:
-        parse_guide(name)
+        GuideSpec.parse(name)
     except OptionError:
         return False
     return True
@@ -49,7 +49,7 @@ def check_teachers(text: str) -> None:
     """Refuse teachers that cannot be loaded; only their config.json is read."""
     for name in split_teachers(text):
         if is_guide(name):
-            check_guide(*parse_guide(name))
+            GuideSpec.parse(name).check()
         else:
             check_reward_model(name)
 
@@ -62,10 +62,10 @@ def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
     """
     if not is_guide(name):
         return [(name, [])]
-    folder, numbers = parse_guide(name)
-    if find_kind(folder) is GUIDES["embedded"]:
-        return [(f"{EMBEDDED}:{attribute}", [attribute]) for attribute in numbers]
-    return [(folder, list(numbers))] if find_kind(folder) is GUIDES["reward"] else None
+    guide = GuideSpec.parse(name)
+    if guide.kind is GUIDES["embedded"]:
+        return [(f"{EMBEDDED}:{attribute}", [attribute]) for attribute in guide.settings]
+    return [(guide.folder, list(guide.settings))] if guide.kind is GUIDES["reward"] else None
 
 
 def needs_base(text: str) -> bool:

@@ -21,7 +21,7 @@ from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide
 from radq.guides.base import ReadsOnce
 from radq.guides.folders import holds_experts, read_codes
-from radq.guides.spec import find_kind, load_guide, parse_guide
+from radq.guides.spec import GuideSpec
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
 from radq.sources.model_source import require_attributes
@@ -316,11 +316,11 @@ def _load_member(name: str) -> list[Source]:
     models = find_reward_models(name)
     if models is not None:
         return [RewardSource(RewardModel.from_pretrained(folder), attributes) for folder, attributes in models]
-    folder, numbers = parse_guide(name)
-    options = {option: numbers[option] for option in find_kind(folder).options if option in numbers}
-    attributes = [name for name in numbers if name not in options]
-    codes = None if holds_experts(folder) else read_codes(folder)
-    return [GuideSource(load_guide(name), attributes, [options, codes])]
+    guide = GuideSpec.parse(name)
+    options = {option: guide.numbers[option] for option in guide.kind.options if option in guide.numbers}
+    attributes = [name for name in guide.numbers if name not in options]
+    codes = None if holds_experts(guide.folder) else read_codes(guide.folder)
+    return [GuideSource(guide.load(), attributes, [options, codes])]
 
 
 def check_teacher(teacher: Teacher, student: RewardModel, teacher_name: str, student_name: str) -> None:

@@ -31,7 +31,7 @@ from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.errors import OptionError
 from radq.evaluation.estimates import MAX_RESAMPLES
 from radq.evaluation.metrics import METRICS, check_metric
-from radq.guides.spec import check_guide
+from radq.guides.spec import GuideSpec
 from radq.settings import COUNT, Range, check_values, exact, read_yaml
 from radq.sources.model_source import check_language_model, check_reward_model
 
@@ -73,9 +73,10 @@ class GuideSweep:
     best_of: list[Annotated[int, COUNT]] = field(default_factory=list)
     ask: list[str] | None = None
 
-    def numbers_at(self, beta: float) -> dict[str, float]:
-        """The guide's numbers at β: the weights times β, and the options."""
-        return {name: weight * beta for name, weight in self.weights.items()} | self.options
+    def at(self, beta: float) -> GuideSpec:
+        """The guide at β: with the weights times β, and the options."""
+        weights = {name: weight * beta for name, weight in self.weights.items()}
+        return GuideSpec(self.folder, weights | self.options)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Sweep:
             if guide.best_of:
                 check_reward_model(guide.folder, guide.weights)
             else:
-                check_guide(guide.folder, guide.numbers_at(1.0))
+                guide.at(1.0).check()
 
     def cells(self) -> list["SweepCell"]:
         """List all cells, guide by guide, so that each guide is loaded once; the unguided base model comes first."""

@@ -17,7 +17,6 @@ from radq.evaluation.sweep.costs import Usage
 from radq.evaluation.sweep.requests import add_request
 from radq.guides import RewardGuide
 from radq.guides.meter import Meter
-from radq.guides.spec import guide_maker
 from radq.models.loading import load
 from radq.models.reward import RewardModel
 from radq.numerics import empty_cache, reset_peak_memory
@@ -126,8 +125,8 @@ class TransformersEngine(Engine):
 
     def _load_guide(self, guide: GuideSweep) -> Meter:
         """Load a guide with β = 1. All its cells share it, and on a GPU the steps that were captured with it."""
-        make = guide_maker(guide.folder, self.device, self.sweep.dtype, guide.clamp, self.lm)
-        return self._counting.enter_context(Meter(make(guide.numbers_at(1.0))))
+        loaded = guide.at(1.0).load(self.device, self.sweep.dtype, guide.clamp, self.lm)
+        return self._counting.enter_context(Meter(loaded))
 
     def _best_of(self, cell: SweepCell, n: int) -> Produce:
         guide = self.sweep.guides[cell.guide]
@@ -170,10 +169,7 @@ class VllmSweepEngine(Engine):
         require_package("vllm", "vllm")
         from radq.hosts.vllm import VllmEngine
 
-        specifications = {
-            name: f"{guide.folder}:" + ",".join(f"{key}={number:+}" for key, number in guide.numbers_at(1.0).items())
-            for name, guide in sweep.guides.items()
-        }
+        specifications = {name: guide.at(1.0) for name, guide in sweep.guides.items()}
         dtype = {} if sweep.dtype == "auto" else {"dtype": sweep.dtype}
         self.engine = VllmEngine(sweep.base, specifications, ends=sweep.ends, **dtype, **sweep.vllm)
 

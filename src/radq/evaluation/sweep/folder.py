@@ -18,7 +18,6 @@ from radq.data.prompts import Prompt
 from radq.errors import OptionError
 from radq.evaluation.sweep.config import Sweep, dump_sweep, find_changes, fingerprint_prompts
 from radq.files import require_own_folder, whole_file
-from radq.guides.folders import fingerprint_guide
 from radq.sources.model_source import ModelSource
 
 FINGERPRINTS = "fingerprints.json"
@@ -84,7 +83,7 @@ def require_same_writers(folder: Path, sweep: Sweep) -> None:
     found = {"the base model": ModelSource.find(sweep.base).fingerprint}
     for name, guide in sweep.guides.items():
         if guide.folder:
-            found[f"the guide {name!r}"] = fingerprint_guide(guide.folder, guide.weights)
+            found[f"the guide {name!r}"] = guide.at(1.0).fingerprint
     file = folder / "generations.jsonl"
     _require_same(folder, found, begun=file.exists() and file.stat().st_size > 0)
 

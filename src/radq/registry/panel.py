@@ -17,7 +17,7 @@ from radq.models.reading import Reader
 from radq.models.readout import join_layers, pick_layers
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
-from radq.serving.config import GuideEntry
+from radq.registry.config import GuideEntry
 from radq.sources.embedded import EMBEDDED
 
 Model = tuple[str, tuple[tuple[str, float], ...]]  # a folder, and the numbers of its guide that are no strengths

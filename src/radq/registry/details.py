@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from radq.decoding.steering import Proposal
+from radq.errors import ContextLengthError, OptionError
 
 MOST_CANDIDATES = 64  # that are told about a token
 LEAST = -9999.0  # in place of −∞, which JSON does not have
@@ -139,3 +140,43 @@ def perplexity(mean_log_probability: float) -> float:
 
 def make_finite(number: float) -> float:
     return number if math.isfinite(number) else LEAST
+
+
+# --- scores of texts that clients send ---
+
+
+def check_scored(text: str, token_ids: Sequence[int], limit: int) -> None:
+    """Refuse a text without tokens, or with too many."""
+    if not token_ids or not text.strip():
+        raise OptionError("text must not be empty.", "give a text with at least one token.")
+    if len(token_ids) > limit:
+        raise ContextLengthError(f"a text may have at most {limit} tokens, got {len(token_ids)}.", "shorten it.")
+
+
+def describe_scores(
+    token_ids: Sequence[int],
+    likelihoods: Sequence[float],
+    rewards: Mapping[str, Sequence[float]],
+    show: Callable[[Sequence[int]], list[str]],
+) -> dict[str, Any]:
+    """Describe the scores of a text as an answer.
+
+    Args:
+        likelihoods: the log-probability of each token but the first under the base model.
+        rewards: the reward of each token by each name.
+        show: gives the text of each token.
+    """
+    # A reward model that has diverged gives NaN, which JSON does not have.
+    found = {name: [one if math.isfinite(one) else None for one in values] for name, values in rewards.items()}
+    tokens = [
+        {
+            "id": token,
+            "token": shown,
+            "logprob": make_finite(likelihoods[place - 1]) if place else None,
+            "rewards": {name: values[place] for name, values in found.items()},
+        }
+        for place, (token, shown) in enumerate(zip(token_ids, show(token_ids), strict=True))
+    ]
+    mean = sum(likelihoods) / len(likelihoods) if likelihoods else 0.0
+    last = {name: values[-1] for name, values in found.items()}
+    return {"tokens": tokens, "rewards": last, "perplexity": perplexity(mean)}

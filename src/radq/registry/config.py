@@ -14,15 +14,15 @@ Importing this module imports no torch.
 
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
-from radq.errors import OptionError
-from radq.guides.spec import GUIDES, check_guide, parse_guide
+from radq.errors import OptionError, UnknownAttributeError
+from radq.guides.spec import OPTIONS, GuideSpec
 from radq.models.calibration import (
     Calibration,
     OtherModelError,
@@ -34,14 +34,13 @@ from radq.models.calibration import (
     note_share,
     shipped_strengths,
 )
-from radq.serving.allowed_hosts import check_host
-from radq.serving.strengths import SETTINGS, note_shares, read_strengths
+from radq.registry.allowed_hosts import check_host
+from radq.registry.strengths import SETTINGS, Guidance, note_shares, read_strengths, shorten
 from radq.settings import Range, build, load_yaml
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import check_language_model
 
 LEAST_REACH = 100.0  # of a range that the operator leaves out, on both sides of 0
-OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers of guides that are no strengths
 MEANINGS = {"sentiment": "positive"}  # of strengths whose names do not say what a high reward stands for
 DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
@@ -57,7 +56,7 @@ class GuideEntry:
     """A guide that clients may name, with one strength.
 
     Args:
-        guide: folder and name of the strength, as in `models/praise:praise` or `experts:alpha`; numbers that are no
+        guide: folder and name of the strength, written `models/praise:praise` or `experts:alpha`; numbers that are no
             strengths may follow, as in `gedi:omega,filter_p=0.5`.
         range: the lowest and highest strength that a client may ask for.
         default: the strength of requests that do not name the guide, as β or as a calibrated strength; 0 does not
@@ -68,7 +67,7 @@ class GuideEntry:
         description: what a high reward stands for.
     """
 
-    guide: str
+    guide: GuideSpec
     range: tuple[float, float] | None = None
     default: float = 0.0
     suggested: float | None = None
@@ -83,47 +82,39 @@ class GuideEntry:
             base: the base model, for which calibrated strengths hold.
         """
         given = {"guide": value} if isinstance(value, str) else value
-        entry = build(_read_words(given, place, base), cls, place)
-        folder, pairs = _split(entry.guide, place, base)
-        strength = next(iter(pairs))
-        written = pairs.pop(strength)
-        suggested = written if entry.suggested is None else entry.suggested
-        calibration = _find_calibration(folder, strength, base)
+        if isinstance(given, dict) and "guide" in given:
+            guide = _read_guide(given["guide"], place, base)
+            given = {**given, "guide": guide, **_read_words(given, guide, place, base)}
+        entry = build(given, cls, place)
+        if len(entry.options) + 1 < len(entry.guide.settings) or not OPTIONS.issuperset(entry.options):
+            raise OptionError(f"{place} has more than one strength.", "give each attribute a name of its own.")
+        suggested = entry.guide.numbers.get(entry.strength) if entry.suggested is None else entry.suggested
+        calibration = _find_calibration(entry.folder, entry.strength, base)
         safe = entry.safe or (calibration.safe if calibration else None)
         if suggested is None and calibration is not None:
             suggested = calibration.named.get("strong")
-        if suggested is None and folder == EMBEDDED:  # over another base model, for which nothing is measured
-            suggested = shipped_strengths().get(strength)
+        if suggested is None and entry.folder == EMBEDDED:  # over another base model, for which nothing is measured
+            suggested = shipped_strengths().get(entry.strength)
         reach = max(4 * abs(suggested or 0.0), LEAST_REACH)
         low, high = entry.range or (-reach, reach)
-        options = {name: number for name, number in pairs.items() if number is not None}
-        if len(options) < len(pairs) or not OPTIONS.issuperset(options):
-            raise OptionError(f"{place} has more than one strength.", "give each attribute a name of its own.")
         for name, number in {"default": entry.default, "suggested": suggested}.items():
             if number is not None and not low <= number <= high:
                 raise OptionError(f"{place}: {name} must be from {low:g} to {high:g}, got {number:g}.", "change one.")
-        written_options = "".join(f",{name}={number!r}" for name, number in options.items())
-        return cls(
-            guide=f"{folder}:{strength}{written_options}",
-            range=(low, high),
-            default=entry.default,
-            suggested=suggested,
-            safe=safe,
-            description=entry.description or MEANINGS.get(strength, strength),
-        )
+        description = entry.description or MEANINGS.get(entry.strength, entry.strength)
+        return replace(entry, range=(low, high), suggested=suggested, safe=safe, description=description)
 
     @property
     def folder(self) -> str:
-        return _split(self.guide, self.guide)[0]
+        return self.guide.folder
 
     @property
     def strength(self) -> str:
         """The name of the strength inside the folder: an attribute of a reward model, alpha or omega."""
-        return next(iter(_split(self.guide, self.guide)[1]))
+        return next(iter(self.guide.settings))
 
     @property
     def options(self) -> dict[str, float]:
-        return {name: number for name, number in _split(self.guide, self.guide)[1].items() if number is not None}
+        return {name: number for name, number in self.guide.numbers.items() if name != self.strength}
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -132,48 +123,39 @@ class GuideEntry:
 
     def check(self) -> None:
         """Refuse a folder without a guide, and an attribute that its models do not have. Nothing is loaded."""
-        check_guide(self.folder, {self.strength: 1.0, **self.options})
+        GuideSpec(self.folder, {self.strength: 1.0, **self.options}).check()
+
+
+def _read_guide(text: Any, place: str, base: str | None) -> GuideSpec:
+    if not isinstance(text, str) or not text.rpartition(":")[0]:
+        raise OptionError(f"{place} is no guide: {text!r}.", "write it as DIR:attribute, or as DIR:attribute=beta.")
+    return GuideSpec.parse(text, base, fetch=False, bare=True)
 
 
 def _find_calibration(folder: str, strength: str, base: str | None) -> Calibration | None:
     """The calibration of a guide; none, with a warning, where it holds for other models."""
     try:
         return find_calibration(folder, strength, base, fetch=False)
+    except UnknownAttributeError:  # which `GuideEntry.check` refuses
+        return None
     except OtherModelError as error:
         warnings.warn(f"{error.message} Its strengths are not used. hint: {error.hint}", stacklevel=2)
         return None
 
 
-def _read_words(given: Any, place: str, base: str | None) -> Any:
+def _read_words(given: Mapping[str, Any], guide: GuideSpec, place: str, base: str | None) -> dict[str, float]:
     """Turn the calibrated strengths of an entry into β; tell of numbers that look like strengths."""
-    if not isinstance(given, dict) or not isinstance(given.get("guide"), str):
-        return given
-    written = {name: given[name] for name in ("default", "suggested") if name in given}
-    found = {name: one for name, one in written.items() if is_strength(one) or looks_like_share(one)}
-    if not found:
-        return given
-    folder, pairs = _split(given["guide"], place, base)
-    strength = next(iter(pairs))
-    words: dict[str, float] = {}
-    for name, one in found.items():
+    folder, strength = guide.folder, next(iter(guide.settings))
+    found: dict[str, float] = {}
+    for name, one in given.items():
+        if name not in ("default", "suggested"):
+            continue
         if is_strength(one):
             calibration = find_calibration(folder, strength, base, fetch=False)
-            words[name] = find_setting(one, calibration, f"{strength} of {folder!r}").beta
-        elif note := note_share(name, one, find_known_calibration(folder, strength)):
+            found[name] = find_setting(one, calibration, f"{strength} of {folder!r}").beta
+        elif looks_like_share(one) and (note := note_share(name, one, find_known_calibration(folder, strength))):
             warnings.warn(f"{place}: {note}", stacklevel=2)
-    return {**given, **words}
-
-
-def _split(guide: str, place: str, base: str | None = None) -> tuple[str, dict[str, float | None]]:
-    """Split `DIR:name=number,name` into folder and names; a name may stand without a number."""
-    folder, colon, pairs = guide.rpartition(":")
-    if not colon or not folder:
-        raise OptionError(f"{place} is no guide: {guide!r}.", "write it as DIR:attribute, or as DIR:attribute=beta.")
-    found: dict[str, float | None] = {}
-    for pair in pairs.split(","):
-        name, equals, _ = pair.partition("=")
-        found[name.strip()] = parse_guide(f"{folder}:{pair}", base, fetch=False)[1][name.strip()] if equals else None
-    return folder, found
+    return found
 
 
 @dataclass(frozen=True)
@@ -336,13 +318,30 @@ class ServeConfig:
         """Write a line for each number of a client that is β, and looks like a strength."""
         return note_shares(value, self.calibrations)
 
+    def guidance(
+        self,
+        asked: Mapping[str, float | None],
+        temperature: float,
+        top_p: float | None = None,
+        notes: Sequence[str] = (),
+    ) -> Guidance:
+        """Complete what a request asks for, after `check_strengths`, by the defaults."""
+        strengths: dict[str, float] = {}
+        for name, entry in self.guides.items():
+            if name in asked or entry.default:
+                number = asked.get(name, entry.default)
+                strengths[name] = entry.suggested if number is None else number
+        top_k, budget = asked.get("top_k") or self.defaults.top_k, asked.get("kl_budget", self.defaults.kl_budget)
+        steering = Steering(int(top_k), top_p, temperature, budget, self.defaults.ends)
+        return Guidance(strengths, steering, bool(asked.get("details")), tuple(notes))
+
     def check_strengths(self, strengths: Mapping[str, float | None]) -> None:
         """Refuse unknown guides, and strengths or settings out of their ranges."""
         for name, number in strengths.items():
             if name == "top_k":
                 if number is None or not 1 <= number <= self.limits.top_k or number != int(number):
                     raise OptionError(
-                        f"top_k must be a whole number from 1 to {self.limits.top_k}, got {number}.",
+                        f"top_k must be a whole number from 1 to {self.limits.top_k}, got {shorten(number)}.",
                         "give such a number.",
                     )
             elif name == "kl_budget":

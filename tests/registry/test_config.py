@@ -6,7 +6,7 @@ from calibrations import PRAISE
 
 from radq.errors import OptionError, RadqError
 from radq.models.calibration import shipped_strengths, write_calibration
-from radq.serving.config import GuideEntry, ServeConfig
+from radq.registry.config import GuideEntry, ServeConfig
 from radq.sources.model_source import ModelSource
 
 

@@ -7,19 +7,32 @@ A number is always β. Words and percentages are strengths of guides that are ca
 Importing this module imports no torch.
 """
 
+import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from radq.decoding.config import DEFAULT_KL_BUDGET
+from radq.decoding.config import DEFAULT_KL_BUDGET, Steering
 from radq.errors import OptionError
-from radq.models.calibration import Calibration, Setting, find_setting, is_strength, join_budgets, note_share
+from radq.guides.spec import join_budgets
+from radq.models.calibration import Calibration, Setting, find_setting, is_strength, note_share
 
 SETTINGS = ("kl_budget", "top_k", "details")  # names that are no guides
 MISSPELLED = ("vllm_args", "xargs", "extra_args", "extra_body")  # fields in which clients might hide strengths
 MOST_NAMES, MOST_CHARACTERS = 64, 4096
 HINT = 'write {"sentiment": 20, "toxicity": -50} or "sentiment=20,toxicity=-50".'
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What a request comes to, with the operator's defaults: strengths of guides that are read, and steering."""
+
+    strengths: Mapping[str, float]
+    steering: Steering
+    details: bool = False  # whether the answer has the candidates and rewards of each token
+    notes: tuple[str, ...] = ()  # about numbers that may have been meant otherwise
 
 
 def read_strengths(
@@ -34,14 +47,11 @@ def read_strengths(
     calibrated if none is given; beside them, β counts with `budget`.
     """
     pairs = _read_pairs(value)
-    settings = {name: _find_setting(name, value, calibrations.get(name)) for name, value in pairs.items()}
-    calibrated = {name: setting for name, setting in settings.items() if setting is not None}
-    found = {
-        name: calibrated[name].beta if name in calibrated else _number(name, number) for name, number in pairs.items()
-    }
-    if calibrated and "kl_budget" not in found:
-        others = [budget for name, beta in found.items() if name not in (*calibrated, *SETTINGS) and beta != 0]
-        found["kl_budget"] = join_budgets([*(one.kl_budget for one in calibrated.values()), *others], budget)
+    read = {name: _read_setting(name, value, calibrations.get(name)) for name, value in pairs.items()}
+    found = {name: one.beta if isinstance(one, Setting) else one for name, one in read.items()}
+    if "kl_budget" not in read and any(isinstance(one, Setting) for one in read.values()):
+        steering = [one for name, one in read.items() if name not in SETTINGS and one != 0]
+        found["kl_budget"] = join_budgets(steering, budget)
     return found
 
 
@@ -56,13 +66,6 @@ def _read_pairs(value: Any) -> dict[str, Any]:
     if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
         raise OptionError(f"radq must give names of guides their strengths, got {shorten(value)}.", HINT)
     return {_name(name): one for name, one in pairs.items()}
-
-
-def _find_setting(name: str, value: Any, calibration: Calibration | None) -> Setting | None:
-    """Find the setting of a calibrated strength; None for β, and for names that are no guides."""
-    if name in SETTINGS or not is_strength(value):
-        return None
-    return find_setting(value, calibration, f"the guide {shorten(name)}")
 
 
 def write_strengths(strengths: Mapping[str, float | None]) -> str:
@@ -92,7 +95,9 @@ def _name(name: Any) -> str:
     return name
 
 
-def _number(name: str, value: Any) -> float | None:
+def _read_setting(name: str, value: Any, calibration: Calibration | None) -> float | Setting | None:
+    if name not in SETTINGS and is_strength(value):
+        return find_setting(value, calibration, f"the guide {shorten(name)}")
     if name == "kl_budget" and value in (None, "none"):
         return None
     if value is True and name not in SETTINGS:
@@ -114,6 +119,8 @@ def to_number(value: Any) -> float:
 
 
 def shorten(value: Any) -> str:
-    """Shorten a value of a client for an error message."""
+    """Shorten a value of a client for an error message, in the words of JSON."""
     shown = ascii(value)  # also characters that cannot be written as UTF-8
+    if not isinstance(value, str | float):  # neither Python's None and True, nor JSON's Infinity
+        shown = json.dumps(value, default=ascii, skipkeys=True)
     return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -4,16 +4,17 @@ Before a body is read, it refuses names that are not the server's and requests w
 HEAD as GET, counts answers, and tells browsers in headers what to trust.
 """
 
+import hmac
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from fastapi import HTTPException, Request
 from fastapi.responses import Response
 
-from radq.serving.allowed_hosts import AllowedHosts
-from radq.serving.keys import MISSING_KEY, has_key
-from radq.serving.problems import answer_problem
+from radq.registry.allowed_hosts import AllowedHosts
+from radq.registry.problems import answer_problem
 
+MISSING_KEY = "the API key is wrong or missing. hint: send Authorization: Bearer KEY."
 GUARDED = ("/v1/", "/radq/")  # the beginnings of routes that need a key
 POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 HEADERS = [
@@ -74,7 +75,7 @@ class Gate:
 
     def _refuse(self, scope: Scope) -> Response | None:
         """Refuse a request by its headers alone."""
-        host, path = self._find_refused(scope), scope["path"]
+        host, path = self._find_refused(scope), scope["path"].removeprefix(scope.get("root_path", ""))
         if host is not None:
             message = f"this server is not called {host[:100]!a}. hint: let its operator add this name to hosts."
             return answer_problem(403, message, code="host_not_allowed")
@@ -91,3 +92,25 @@ class Gate:
         """Find a Host header that is not allowed. Browsers always send one, so a request without any may pass."""
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         return next((host for host in given if self.hosts is not None and not self.hosts.allow(host)), None)
+
+
+# --- keys ---
+
+
+def has_key(request: Request, keys: Sequence[str]) -> bool:
+    """Whether a request has one of the keys, or needs none. Clients send keys that are not ASCII in two encodings."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    sent = given.strip(" \t").encode("latin-1")  # the bytes that came
+    matches = [hmac.compare_digest(sent, form) for key in keys for form in _encode(key)]
+    return not keys or (scheme.lower() == "bearer" and any(matches))
+
+
+def _encode(key: str) -> list[bytes]:
+    """Encode a key as UTF-8, and as Latin-1 where that has all its characters."""
+    return [key.encode(), *([key.encode("latin-1")] if all(ord(one) < 256 for one in key) else [])]
+
+
+def name_client(request: Request) -> str:
+    """Name the client of a request: by its address and by its key, if it sends one, since clients may share either."""
+    host = "" if request.client is None else request.client.host
+    return f"{host} {request.headers.get('authorization', '')}"

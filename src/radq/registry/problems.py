@@ -1,22 +1,20 @@
 """Errors as answers in OpenAI's shape, each with its status."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from radq.errors import ContextLengthError, OptionError, RadqError
-from radq.serving.bodies import ErrorBody
-from radq.serving.config import UnknownModelError
-from radq.serving.fields import FieldError
-from radq.serving.scheduler import BusyError, ClosingError, FailedError
+from radq.registry.config import UnknownModelError
 
 LOGGER = logging.getLogger(__name__)
-STATUS = {BusyError: 429, ClosingError: 503, FailedError: 503, UnknownModelError: 404}
 WORDS = {
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
@@ -34,6 +32,48 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+
+
+class ServerError(RadqError):
+    """An error that is not the client's, with the status of its answer."""
+
+    status = 503
+
+
+class FieldError(OptionError):
+    """An error in a field of a request."""
+
+    def __init__(self, field: str, message: str, hint: str | None = None):
+        super().__init__(message, hint)
+        self.field = field
+
+
+@contextmanager
+def reading(field: str) -> Iterator[None]:
+    """Let errors of options name the field of the request that they are about."""
+    try:
+        yield
+    except FieldError:
+        raise
+    except OptionError as error:
+        if type(error) is not OptionError:  # others have a status of their own
+            raise
+        raise FieldError(field, error.message, error.hint) from error
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """An error in OpenAI's form."""
+
+    error: ErrorDetail
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 413, 415, 429, 500, 503)
 }
@@ -70,7 +110,7 @@ def check_unicode(value: Any) -> None:
 
 async def _on_radq_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RadqError)
-    status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 400)
+    status = error.status if isinstance(error, ServerError) else 404 if isinstance(error, UnknownModelError) else 400
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     code = "model_not_found" if isinstance(error, UnknownModelError) else code
     param = error.field if isinstance(error, FieldError) else "model" if isinstance(error, UnknownModelError) else None

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 from calibrations import PRAISE
@@ -6,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radq.errors import OptionError
-from radq.serving.strengths import note_shares, read_strengths, write_strengths
+from radq.registry.config import ServeConfig
+from radq.registry.strengths import note_shares, read_strengths, write_strengths
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name != "kl_budget")
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -62,3 +64,13 @@ def test_beta_beside_a_strength_counts_with_the_default_budget() -> None:
 def test_wrong_values(value: object) -> None:
     with pytest.raises(OptionError):
         read_strengths(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "null"), (False, "false"), ([None, True], "[null, true]"), ("x", "'x'")]
+)
+def test_errors_show_values_as_they_stand_in_json(value: object, shown: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"got {shown}.")):
+        read_strengths({"a": value})
+    with pytest.raises(OptionError, match=re.escape("got null.")):
+        ServeConfig().check_strengths({"top_k": None})
