@@ -1,22 +1,34 @@
-"""The claims of the paper, each with a verdict that fixed rules compute from the measurements of a study.
+"""The stored measurements of a study, and the claims of the paper, each with a verdict that fixed rules compute.
+
+sweeps/detox-k20, sentiment-k20, …   run folders of `radq eval`
+judges/NAME.json                     quality of a judge: {metrics: {spearman, auc, accuracy}, …}
+rank/NAME.json                       output of `radq rank model --json`: toxicity-v, toxicity-q, …
+expressivity/v.txt, q.txt            output of recipes/expressivity.py
+timing.json                          times of `radq bench`, as run.py keeps them
+samples.jsonl                        {attribute, prompt, beta, unguided, guided} a line
+models/NAME.json, mauve.jsonl, pieces.jsonl: for LOG.md; not read here
 
 A rule takes a gain with its 95% interval and says whether a claim holds. The gain of a comparison is a difference at
 equal perplexity, positive where the first guide is better than the second. Where the whole interval is on one side of
 0, the verdict says "better" or "worse", also where a margin decides that the claim holds.
 """
 
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
+from pathlib import Path
 from typing import Any
 
-from measurements import MeasuredSweep, Study
-
+from radq.errors import DataError, OptionError
 from radq.evaluation.estimates import Estimate
+from radq.files import read_lines
 from radq.rank.numerical import count_above
-from radq.report.results import NAN
+from radq.report.results import NAN, Result, read_runs
 from radq.report.tables import interval, number
 
+UNKNOWN = Estimate(NAN, NAN, NAN)
 HOLDS, FAILS, UNDECIDED, MISSING, MIXED = "holds", "does not hold here", "undecided", "not run", "mixed"
 MARGIN = 0.03  # differences of a rate or score in [0, 1] below this count as none
 SLIGHT = 0.05  # differences up to this count as slight
@@ -24,6 +36,110 @@ FITS, FITS_NOT = 5e-6, 1e-4  # the paper's errors of RAD-V and RAD-Q on data of 
 LOW_RANK = 0.95  # a rank above this share of d is not called low, although the paper would call it so
 RANK_SHARES = (1e-2, 1e-3)  # more cutoffs of the rank, as shares of σ_1; below them lies the rounding of TF32
 EXPRESSIVITY_CAVEATS = "third setting tried, first check below the threshold, nothing tuned for RAD-Q"
+
+
+# --- measurements ---
+
+
+@dataclass(frozen=True)
+class MeasuredSweep:
+    results: list[Result]
+    differences: list[dict[str, Any]]  # lines of differences.jsonl at equal perplexity
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(result.group for result in self.results))
+
+    @property
+    def top_ks(self) -> list[int | None]:
+        return sorted({result.top_k for result in self.results}, key=lambda k: k or 0)
+
+    def compare(self, first: str, second: str, metric: str) -> dict[tuple[str, int | None], Estimate]:
+        """First guide minus second at equal perplexity, by group of prompts and top_k."""
+        found = {}
+        for row in self.differences:
+            if row["metric"] == metric and {row["first"], row["second"]} == {first, second}:
+                e = _read_estimate(row)
+                turned = Estimate(-e.value, -e.high, -e.low)
+                found[row["group"], row["top_k"]] = e if row["first"] == first else turned
+        return found
+
+    def select(self, guide: str, group: str, top_k: int | None, beta: float | None = None) -> list[Result]:
+        """The results of a guide, at one beta or at all of them."""
+        here = [r for r in self.results if (r.guide, r.group, r.top_k) == (guide, group, top_k)]
+        return [r for r in here if beta is None or r.beta == beta]
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that was measured; parts that were not run are empty."""
+
+    sweeps: dict[str, MeasuredSweep]  # detox and sentiment, where any cell was measured
+    judges: dict[str, dict[str, Any]]
+    ranks: dict[str, dict[str, Any]]
+    times: dict[tuple[str, int | None, int], Estimate]  # milliseconds per token by rad-v, rad-q or none, k and batch
+    expressivity: dict[str, float]  # mean squared error of "v" and "q"
+    samples: list[dict[str, Any]]
+
+
+def read_study(folder: Path) -> Study:
+    if not folder.is_dir():
+        raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a study.")
+    sweeps = {name: _read_sweep(folder / "sweeps", name) for name in ("detox", "sentiment")}
+    timing = folder / "timing.json"
+    return Study(
+        sweeps={name: sweep for name, sweep in sweeps.items() if sweep.results},
+        judges=_read_documents(folder / "judges"),
+        ranks=_read_documents(folder / "rank"),
+        times=dict(map(_read_timed, _read_json(timing)["rows"])) if timing.is_file() else {},
+        expressivity=_read_expressivity(folder / "expressivity"),
+        samples=_read_optional_lines(folder / "samples.jsonl"),
+    )
+
+
+def _read_sweep(folder: Path, name: str) -> MeasuredSweep:
+    """All runs of a sweep (NAME-k20, NAME-k40, …) of which at least one cell has its metrics, as one."""
+    files = [file for file in sorted(folder.glob(f"{name}*/metrics.jsonl")) if b"\n" in file.read_bytes()]
+    results = [result for file in files for result in read_runs([file.parent])[0].results]
+    rows = [row for file in files for row in _read_optional_lines(file.with_name("differences.jsonl"))]
+    return MeasuredSweep(results, [row for row in rows if row.get("axis", "perplexity") == "perplexity"])
+
+
+def _read_timed(row: dict[str, Any]) -> tuple[tuple[str, int | None, int], Estimate]:
+    time = _read_estimate(row | {"value": row["milliseconds_per_token"]})
+    return (row["guide"], row.get("k"), row["batch"]), time
+
+
+def _read_estimate(row: dict[str, Any]) -> Estimate:
+    value, low, high = (NAN if row.get(name) is None else float(row[name]) for name in ("value", "low", "high"))
+    return Estimate(value, low, high)
+
+
+def _read_expressivity(folder: Path) -> dict[str, float]:
+    """The error in the last line that recipes/expressivity.py prints, by kind of reward model."""
+    errors = {}
+    for file in folder.glob("[vq].txt"):
+        found = re.findall(r"^RAD-[VQ], n = .*: MSE (\S+) over", file.read_text(encoding="utf-8"), re.MULTILINE)
+        errors |= {file.stem: float(found[-1])} if found else {}
+    return errors
+
+
+def _read_documents(folder: Path) -> dict[str, dict[str, Any]]:
+    return {file.stem: _read_json(file) for file in sorted(folder.glob("*.json"))}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{str(file)!r} is damaged: {error}.", "make it anew.") from error
+
+
+def _read_optional_lines(file: Path) -> list[dict[str, Any]]:
+    return list(read_lines(file)) if file.is_file() else []
+
+
+# --- claims ---
 
 
 @dataclass(frozen=True)
@@ -363,7 +479,7 @@ def cost(sweep: MeasuredSweep, guide: str, top_k: int | None, name: str) -> floa
 
 
 def _times(study: Study) -> Iterator[Claim]:
-    for batch in sorted({row.batch for row in study.times}) or [None]:
+    for batch in sorted({batch for _, _, batch in study.times}) or [None]:
         findings = [
             Finding(f"k = {k}", f"× {number(ratio.value)} {interval(ratio)}".strip(), judge(ratio, above_one))
             for k, ratio in time_ratios(study, batch).items()
@@ -374,7 +490,7 @@ def _times(study: Study) -> Iterator[Claim]:
 
 def time_ratios(study: Study, batch: int | None) -> dict[int, Estimate]:
     """RAD-V's time over RAD-Q's by k. The interval comes from the ends of both, so it is too wide, not too narrow."""
-    times = {(row.guide, row.k): row.milliseconds for row in study.times if row.batch == batch}
+    times = {(guide, k): time for (guide, k, of), time in study.times.items() if of == batch}
     ratios = {}
     for k in sorted(k for guide, k in times if guide == "rad-q" and k is not None and ("rad-v", k) in times):
         over, under = times["rad-v", k], times["rad-q", k]

@@ -8,91 +8,90 @@ The page says how our readout stands to each other method, in words that rules c
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import tyro
-from bases import EMBEDDED, BaseModel, read_base
-from choices import NUM_BETAS, SPAN, TARGET, choice_file, read_choice, untested_file
-from contest import RATES
-from costs import FILE as COSTS
-from costs import ROWS
-from kept import KEPT_TEXTS, KeptCell
-from markup import item, markdown_table, wrapped, write_figures
-from methods import (
-    ASKED,
-    BASE,
-    BEST,
-    FILTERS,
-    METHODS,
-    OURS,
-    PLAIN_K,
-    RUNS,
-    TASKS,
-    TOP_K,
-    TOP_P,
-    TRAININGS,
-    Method,
-    Task,
-)
-from places import (
+from kept import (
+    COST_ROWS,
+    COSTS,
+    KEPT_TEXTS,
     NOT_RUN,
     OTHER_PAIRS,
     OTHER_PERPLEXITY,
     READOUT_PAIRS,
     SECOND_JUDGE,
     Gain,
+    KeptCell,
     Pair,
     Place,
     find_gain,
     read_places,
 )
+from methods import (
+    ASKED,
+    BASE,
+    BEST,
+    FILTERS,
+    METHODS,
+    NUM_BETAS,
+    OURS,
+    PLAIN_K,
+    RUNS,
+    SPAN,
+    TARGET,
+    TASKS,
+    TOP_K,
+    TOP_P,
+    TRAININGS,
+    Method,
+    Task,
+    choice_file,
+)
+from models import RATES, SMOLLM2, BaseModel
+from page import item, markdown_table, wrapped, write_page
 
 from radq.errors import RadqError
 from radq.evaluation.comparison import AXES
-from radq.evaluation.estimates import Bootstrap
-from radq.files import whole_file
+from radq.evaluation.estimates import Bootstrap, estimate
 from radq.report.plots import Plot, plot_tradeoff
-from radq.report.results import Result
+from radq.report.results import NAN, Result
 from radq.report.tables import number
 
 RATIOS = (1.1, TARGET, 1.3)
 # Methods in the figures; asked texts are too far to the right.
 DRAWN = (OURS, "rad-q", "classifier", "readout-gedi", "gedi", "gedi-small", "dexperts", BEST)
 REST = {"kl": "KL", "dist_2": "Dist-2", "repetition": "repeats", "ended": "ended", "length": "tokens"}
-PHRASES = {"cannot be told": "not told apart"}
 EXPERTS = ("dexperts", "gedi", "gedi-small")  # methods whose models are trained at several learning rates
 UNLIKELY = "it is a mean over texts, which few very unlikely ones decide."
+TIMES = (
+    f"Time is that of a token as a multiple of no guide, with k = {PLAIN_K} and {COST_ROWS} texts at once, on {{}}; "
+    f"`{COSTS}` has quartiles and commands."
+)
 ONCE = "Between other methods, each trained once, brackets are intervals over prompts alone:"
 SHIPPED = "has learnt from more, and [lowers it further](../src/radq/assets/toxicity/README.md)"
 
 
-@dataclass
-class Arguments:
-    measured: tyro.conf.Positional[Path]
-    """Folder of the contest, such as study/measured/contest."""
-    out: Path = Path("docs")
-    """Folder for contest.md and contest/, or the page of another base model and its figures."""
-    resamples: int = 1000
-    """Resamples of the prompts, for the intervals."""
+def main(measured: tyro.conf.Positional[Path], out: Path = Path("docs"), resamples: int = 1000) -> None:
+    """Write contest.md and contest/, or the page of another base model and its figures.
 
-
-def main(arguments: Arguments) -> None:
-    places, bootstrap = read_places(arguments.measured), Bootstrap(arguments.resamples)
+    Args:
+        measured: folder of the contest, such as study/measured/contest.
+        out: folder of the page.
+        resamples: resamples of the prompts, for the intervals.
+    """
+    places, bootstrap = read_places(measured), Bootstrap(resamples)
     plots = [plot for place in places if (plot := draw_place(place, bootstrap)) is not None]
-    page = read_base(arguments.measured).page
-    write_figures(arguments.out / page, plots)
-    with whole_file(arguments.out / f"{page}.md") as temporary:
-        temporary.write_text(write_page(arguments.measured, places, plots, bootstrap), encoding="utf-8")
+    write_page(out, places[0].base_model.page, compose(measured, places, plots, bootstrap), plots)
 
 
-def write_page(folder: Path, places: Sequence[Place], plots: Sequence[Plot], bootstrap: Bootstrap) -> str:
-    base = read_base(folder)
+def compose(folder: Path, places: Sequence[Place], plots: Sequence[Plot], bootstrap: Bootstrap) -> str:
+    base = places[0].base_model
     parts = [
         "<!-- Written by study/contest_page.py from the kept numbers: change those, not this file. -->\n",
-        "# The contest\n" if base == EMBEDDED else f"# The contest with {base.title}\n",
+        "# The contest\n" if base == SMOLLM2 else f"# The contest with {base.title}\n",
         wrapped(f"{_introduction(base)} {_brackets(places)}"),
         _headlines(places, READOUT_PAIRS, bootstrap),
         *([f"{wrapped(ONCE)}\n{others}"] if (others := _headlines(places, OTHER_PAIRS, bootstrap)) else []),
@@ -114,34 +113,32 @@ def _introduction(base: BaseModel) -> str:
         "share of positive samples, toxicity the average over prompts of the most toxic sample. Gains of the readout "
         "are in points of 0.01, averaged over the perplexities, or KL(guided ‖ base), that both methods reach. "
         "[study](../study/README.md) has code and numbers. All methods that are trained learn from the "
-        "same labels" + (f"; the toxicity model that radq ships {SHIPPED}." if base == EMBEDDED else ".")
+        "same labels" + (f"; the toxicity model that radq ships {SHIPPED}." if base == SMOLLM2 else ".")
     )
 
 
 def _brackets(places: Sequence[Place]) -> str:
     """What the brackets behind gains are."""
-    if max(_trainings(places).values(), default=0) > 1:
+    often = _how_often(places)
+    if "twice" in often:
         return (
             "Brackets span the 95% intervals over prompts of all trainings of the readout, so that they hold what "
-            f"another training of the student changes, too; it was trained {_how_often(places)}."
+            f"another training of the student changes, too; it was trained {often}."
         )
     return "Brackets are 95% intervals over prompts; every model was trained once."
 
 
-def _trainings(places: Sequence[Place]) -> dict[str, int]:
-    """How many trainings of our method were tested in each task where it was."""
-    tested = {
-        name: sum(_was_run(_of_task(places, task), training) for training in TRAININGS) for name, task in TASKS.items()
-    }
-    return {name: number for name, number in tested.items() if number}
-
-
 def _how_often(places: Sequence[Place]) -> str:
-    """For example "once", or "once in sentiment and twice in toxicity"."""
-    numbers = _trainings(places)
-    if len(set(numbers.values())) == 1:
-        return _times(next(iter(numbers.values())))
-    return " and ".join(f"{_times(number)} in {task}" for task, number in numbers.items())
+    """How often our method was trained, such as "once" or "once in sentiment and twice in toxicity"; empty if never."""
+    tested = {name: sum(_was_run(_of_task(places, task), ours) for ours in TRAININGS) for name, task in TASKS.items()}
+    times = {task: {1: "once", 2: "twice"}[number] for task, number in tested.items() if number}
+    if len(set(times.values())) <= 1:
+        return next(iter(times.values()), "")
+    return " and ".join(f"{often} in {task}" for task, often in times.items())
+
+
+def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
+    return [place for place in places if place.task is task]
 
 
 def _was_run(places: Sequence[Place], method: str) -> bool:
@@ -156,7 +153,7 @@ def _left_out(places: Sequence[Place]) -> str:
         task.name: [
             METHODS[name].title
             for name in METHODS
-            if _was_run(places, name) and not any(place.cells[name] for place in _of_task(places, task))
+            if _was_run(places, name) and not _was_run(_of_task(places, task), name)
         ]
         for task in TASKS.values()
     }
@@ -185,11 +182,9 @@ def _settings_tried(folder: Path, base: BaseModel) -> str:
     filters = f"; GeDi also filters of {', '.join(f'{p:g}' for p in FILTERS)}" if base.takes_part("gedi") else ""
     return (
         f"On 200 other prompts of each kind, every method tried k = {', '.join(map(str, TOP_K))}, each without p and "
-        f"with {TOP_P[-1]}{filters}. "
-        + _rates_tried(folder)
-        + f"The best attribute at {TARGET} times the unguided perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} "
-        f"values of β from about {SPAN[0]} to {SPAN[1]} times were tested. The temperature is 1. `choices/` has the "
-        "rule and all numbers."
+        f"with {TOP_P[-1]}{filters}. {_rates_tried(folder)}The best attribute at {TARGET} times the unguided "
+        f"perplexity at k = {PLAIN_K} decided, and {NUM_BETAS} values of β from about {SPAN[0]} to {SPAN[1]} times "
+        "were tested. The temperature is 1. `choices/` has the rule and all numbers."
     )
 
 
@@ -214,10 +209,6 @@ def _rates_tried(folder: Path) -> str:
 def _rate(end: str) -> str:
     """The learning rate of models whose names have an end."""
     return f"{RATES[end]:.0e}".replace("e-0", "e-")
-
-
-def _of_task(places: Sequence[Place], task: Task) -> list[Place]:
-    return [place for place in places if place.task is task]
 
 
 # --- headlines ---
@@ -247,7 +238,7 @@ def _standings(found: Sequence[tuple[Place, Gain]]) -> str:
     words: dict[str, list[str]] = {}
     for place, gain in found:
         words.setdefault(gain.word, []).append(f"{place.group} {_gain(gain)}")
-    return ", ".join(f"{PHRASES.get(word, word)} ({', '.join(where)})" for word, where in words.items())
+    return ", ".join(f"{word} ({', '.join(where)})" for word, where in words.items())
 
 
 def _gain(gain: Gain) -> str:
@@ -283,8 +274,7 @@ def _row(places: Sequence[Place], method: Method, rest: Sequence[str]) -> list[s
 def _curve_row(place: Place, method: Method, metrics: Sequence[str]) -> list[str]:
     attribute = [place.at_ratio(method.name, place.task.metric, ratio) for ratio in RATIOS]
     rest = [place.at_ratio(method.name, metric, TARGET) for metric in metrics]
-    base = place.base_model
-    chosen = place.settings(method.name)
+    base, chosen = place.base_model, place.chosen[method.name]
     layers = method.layers_read(chosen.get("top_k", PLAIN_K), base.layers, base.first_layers)
     cost = [str(layers), *_time(place, method)]
     return [_settings(chosen, method), *cost, *map(number, (*attribute, *rest)), _mauve(place, method)]
@@ -337,7 +327,8 @@ def draw_place(place: Place, bootstrap: Bootstrap) -> Plot | None:
 
 def _result(place: Place, name: str, cell: KeptCell, bootstrap: Bootstrap) -> Result:
     """A cell for the plot. Candidates are left out, so that all curves share one unguided base model."""
-    metrics = {key: place.estimate(cell, key, bootstrap) for key in (place.task.metric, "perplexity", "kl")}
+    keys = (place.task.metric, "perplexity", "kl")
+    metrics = {key: estimate(cell.take(key, place.rows), bootstrap) for key in keys}
     guide = name if name == "none" else METHODS[name].title
     beta, best_of = cell.settings["beta"], cell.settings["best_of"]
     nothing = {"top_k": None, "top_p": None, "kl_budget": None, "seed": 0, "cost": {}}
@@ -348,17 +339,15 @@ def _result(place: Place, name: str, cell: KeptCell, bootstrap: Bootstrap) -> Re
 # --- second judges and limits ---
 
 
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")
-
-
 def _second_judges(folder: Path, places: Sequence[Place], bootstrap: Bootstrap) -> str:
     """All pairs of methods by judges of other families."""
     table = _gains_table(places, lambda p, pair: find_gain(p, pair, "perplexity", SECOND_JUDGE[p.task.name], bootstrap))
+    file = folder / "second" / "judge.json"
+    auc = json.loads(file.read_text())["metrics"]["auc"] if file.exists() else NAN
     text = (
         "The gains at equal perplexity by other judges: sentiment by a logistic regression on MiniLM's sentence "
-        f"embeddings{_quality(folder)}, which reads texts of at most {KEPT_TEXTS} prompts of each kind; toxicity by a "
-        "BERT of two layers."
+        f"embeddings{f' (AUC {auc:.3f} on unseen reviews)' if isfinite(auc) else ''}, which reads texts of at most "
+        f"{KEPT_TEXTS} prompts of each kind; toxicity by a BERT of two layers."
     )
     return f"{wrapped(text)}\n{table}" if table else "Not run.\n"
 
@@ -386,17 +375,10 @@ def _gains_table(places: Sequence[Place], find: Callable[[Place, Pair], Gain]) -
     return markdown_table(["gain of", "over", *(place.group for place in places)], rows) if rows else ""
 
 
-def _quality(folder: Path) -> str:
-    file = folder / "second" / "judge.json"
-    if not file.exists():
-        return ""
-    return f" (AUC {json.loads(file.read_text())['metrics']['auc']:.3f} on unseen reviews)"
-
-
 def _limits(folder: Path, places: Sequence[Place]) -> str:
     asked = [place.ratio(cell) for place in places for cell in place.guided(ASKED)]
     far = max((ratio for ratio in asked if isfinite(ratio)), default=0.0)
-    base = places[0].base_model
+    base, costs = places[0].base_model, folder / COSTS
     candidates = "; RAD-V reads each of k candidates" if base.takes_part("classifier") else ""
     without_choice = (
         f"Best of n (by the readout) and asking chose no settings: k = {PLAIN_K}. The readout is compared with the "
@@ -406,65 +388,36 @@ def _limits(folder: Path, places: Sequence[Place]) -> str:
         "alone."
     )
     points = [
-        f"Our readout was trained {_how_often(places)}, baselines once at each learning rate. All trainings of the "
-        "readout use the settings that were chosen for the first one."
-        if _trainings(places)
+        f"Our readout was trained {often}, baselines once at each learning rate. All trainings of the readout use the "
+        "settings that were chosen for the first one."
+        if (often := _how_often(places))
         else "Our readout was not run.",
         without_choice,
         *([f"Asked texts have up to {far:,.0f} times the unguided perplexity: {UNLIKELY}"] if far > 10 else []),
         f"Layers are those that a token costs beside the base model's {base.layers}{candidates}.",
-        *_times_measured(folder),
+        *([TIMES.format(json.loads(costs.read_text())["machine"])] if costs.exists() else []),
         f"MAUVE compares texts of at most {KEPT_TEXTS} prompts with another seed of the unguided base model, by "
         f"MiniLM, at the tested β nearest to ×{TARGET:g}; the row of the unguided base model shows what chance leaves.",
         "Judges err, and guidance may exploit their errors. Settings were chosen by the first judge, on other prompts.",
-        *_untested(folder),
         *_judged_anew(places),
         "About one 95% interval in twenty misses; nothing corrects for the number of comparisons.",
     ]
     return "".join(item("-", point) for point in points)
 
 
-def _times_measured(folder: Path) -> list[str]:
-    """What the column of times says, if there is one."""
-    file = folder / COSTS
-    if not file.exists():
-        return []
-    return [
-        f"Time is that of a token as a multiple of no guide, with k = {PLAIN_K} and {ROWS} texts at once, "
-        f"on {json.loads(file.read_text())['machine']}; `{COSTS}` has quartiles and commands."
-    ]
-
-
-def _untested(folder: Path) -> list[str]:
-    """The choices that were made after the test of a method."""
-    found = []
-    for task, method in RUNS:
-        file = folder / untested_file(task, method)
-        if file.exists():
-            now, tested = json.loads(file.read_text())["chosen"], read_choice(folder, task, method)
-            found.append(
-                f"{method.title} was tested in {task.name} before a better choice was known: {_settings(now, method)} "
-                f"reaches {now['attribute']:.3f} on the prompts that choose, at ×{TARGET:g}, where the tested "
-                f"settings reach {tested['attribute']:.3f}. So the gain over it may be too large by about "
-                f"{100 * abs(now['attribute'] - tested['attribute']):.1f} points."
-            )
-    return found
-
-
 def _judged_anew(places: Sequence[Place]) -> list[str]:
     """How far runs differ where they should not; empty if they do not."""
     spreads = {name: max(p.unguided_spread() for p in _of_task(places, task)) for name, task in TASKS.items()}
     differing = [f"{100 * spread:.1f} points in {name}" for name, spread in spreads.items() if spread >= 0.0005]
-    if not differing:
-        return []
-    return [
+    text = (
         "Methods were tested in several runs, each with judges that were trained anew. Scores of the same settings of "
         f"the unguided base model differ between runs by up to {' and '.join(differing)}."
-    ]
+    )
+    return [text] if differing else []
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Arguments))
+        tyro.cli(main)
     except RadqError as error:
         sys.exit(f"error: {error}")

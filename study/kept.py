@@ -5,31 +5,45 @@
 kept/TASK-METHOD.npz         CELL/METRIC: the totals and weights of each prompt whose sums make a metric, (2, p) float32
 kept/TASK-METHOD.jsonl.xz    a line per cell: its settings, and the first sample of 500 prompts of each class
 kept/prompts/TASK.jsonl.xz   a line per prompt: a digest of its text, which belongs to another data set, and its class
+second/TASK-METHOD.npz       CELL: the score of each prompt's text by a second judge
+second/likelihood-TASK-METHOD.npz   CELL: negative log-likelihood and number of tokens of each prompt's text under
+                             another language model, (2, p)
+second/mauve.jsonl           a line per method and class of prompts: MAUVE of the cell that stands for the method
+
+A `Place` is what was measured of a task on one class of prompts.
 """
 
 import hashlib
 import json
 import lzma
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from methods import Task
+from methods import BASE, METHODS, TARGET, TASKS, TRAININGS, UNGUIDED, Task, attribute_at, read_choice
+from models import BaseModel, read_base
 
 from radq.data.prompts import read_prompts
-from radq.evaluation.estimates import Sums
-from radq.evaluation.metrics import METRICS
+from radq.errors import OptionError
+from radq.evaluation.comparison import AXES, compare_curves
+from radq.evaluation.comparison import Point as CurvePoint
+from radq.evaluation.estimates import Bootstrap, Estimate, Sums
+from radq.evaluation.metrics import METRICS, corpus_perplexity, positive_rate
 from radq.evaluation.sweep.config import Sweep, load_sweep
 from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
-from radq.files import whole_file
-from radq.report.results import metric_and_judge
+from radq.files import read_lines, whole_file
+from radq.report.results import NAN, metric_and_judge
 
 SETTINGS = ("guide", "beta", "top_k", "top_p", "seed", "best_of", "ask")
 KEPT_TEXTS = 500  # of each class of prompts; the texts of others are blank
 EXPONENTIAL = ("corpus_perplexity",)  # metrics that are exp of a ratio of sums
+NOT_RUN = "not run"
+SECOND_JUDGE = {"sentiment": "positive_rate[minilm]", "toxicity": "avg_max[bert-tiny]"}  # their metrics
+OTHER_PERPLEXITY = "other_perplexity"  # of kept texts under another language model
+COSTS, COST_ROWS = "costs.json", 8  # the time per token of every method, and the number of texts at once
 
 
 @dataclass(frozen=True)
@@ -86,12 +100,13 @@ def write_kept(folder: Path, task: str, method: str, cells: list[KeptCell]) -> N
     file = folder / "kept" / f"{task}-{method}.npz"
     rows = ({"cell": cell.name, **cell.settings, "texts": cell.texts} for cell in cells)
     _write_lines(file.with_suffix(".jsonl.xz"), rows)
-    arrays: dict[str, Any] = {
-        f"{cell.name}/{metric}": shorten(np.stack([sums.totals, sums.weights]))
-        for cell in cells
-        for metric, sums in cell.sums.items()
-    }
-    with whole_file(file) as temporary, temporary.open("wb") as stream:  # last: where it is, the texts are, too
+    sums = {f"{cell.name}/{metric}": sums for cell in cells for metric, sums in cell.sums.items()}
+    # Written last: where it is, the texts are, too.
+    write_arrays(file, {key: shorten(np.stack([one.totals, one.weights])) for key, one in sums.items()})
+
+
+def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
+    with whole_file(file) as temporary, temporary.open("wb") as stream:
         np.savez_compressed(stream, **arrays)
 
 
@@ -122,24 +137,28 @@ def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 def read_kept(folder: Path, task: str, method: str) -> list[KeptCell]:
     """The cells of a method; none where it was not run."""
     file = folder / "kept" / f"{task}-{method}.npz"
-    if not file.exists():
-        return []
     sums: dict[str, dict[str, Sums]] = {}
-    with np.load(file, allow_pickle=False) as arrays:
-        for key in arrays:
-            cell, _, metric = key.rpartition("/")
-            totals, weights = arrays[key].astype(np.float64)
-            sums.setdefault(cell, {})[metric] = Sums(totals, weights, exponential=metric in EXPONENTIAL)
+    for key, (totals, weights) in read_arrays(file).items():
+        cell, _, metric = key.rpartition("/")
+        sums.setdefault(cell, {})[metric] = Sums(totals, weights, exponential=metric in EXPONENTIAL)
     return [
         KeptCell(row["cell"], {name: row[name] for name in SETTINGS}, sums[row["cell"]], row["texts"])
         for row in _read_lines(file.with_suffix(".jsonl.xz"))
+        if sums
     ]
+
+
+def read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file; none where it is not there."""
+    if not file.exists():
+        return {}
+    with np.load(file, allow_pickle=False) as arrays:
+        return {key: arrays[key].astype(np.float64) for key in arrays}
 
 
 def read_kept_prompts(folder: Path, task: str) -> KeptPrompts:
     """The prompts of a task; none where no method was run."""
-    file = folder / "kept" / "prompts" / f"{task}.jsonl.xz"
-    rows = _read_lines(file) if file.exists() else []
+    rows = _read_lines(folder / "kept" / "prompts" / f"{task}.jsonl.xz")
     return KeptPrompts([row["prompt"] for row in rows], np.array([row["group"] for row in rows]))
 
 
@@ -155,8 +174,196 @@ def find_prompts(folder: Path, task: Task) -> list[str]:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
     with lzma.open(file, "rt", encoding="utf-8") as stream:
         return [json.loads(line) for line in stream]
+
+
+# --- places ---
+
+
+@dataclass(frozen=True)
+class Place:
+    """What was measured of a task on one class of prompts."""
+
+    base_model: BaseModel
+    task: Task
+    group: str
+    rows: np.ndarray  # the places of its prompts among those of the task
+    cells: Mapping[str, Sequence[KeptCell]]  # by method; a method that was not run has none
+    chosen: Mapping[str, Mapping[str, Any]]  # settings by method; empty for a method that had nothing to choose
+    mauve: Mapping[tuple[str, str], float]  # by method and cell
+    costs: Mapping[str, float]  # time per token by method, as multiples of no guide
+
+    @property
+    def base(self) -> KeptCell | None:
+        """The unguided base model that all others are compared with."""
+        return next((cell for cell in self.cells[BASE] if cell.settings["seed"] == 0), None)
+
+    def value(self, cell: KeptCell, metric: str) -> float:
+        return cell.take(metric, self.rows).value if metric in cell.sums else NAN
+
+    def ratio(self, cell: KeptCell) -> float:
+        """Perplexity as a multiple of the unguided one."""
+        return NAN if self.base is None else self.value(cell, "perplexity") / self.value(self.base, "perplexity")
+
+    def guided(self, method: str) -> list[KeptCell]:
+        return [cell for cell in self.cells[method] if cell.settings["guide"] != UNGUIDED]
+
+    def curve(self, method: str) -> list[KeptCell]:
+        """The cells of a method, and of the unguided base model where β = 0 means the same."""
+        return self.guided(method) if self.chosen[method].get("filter_p") else list(self.cells[method])
+
+    def at_ratio(self, method: str, metric: str, ratio: float) -> float:
+        """A metric of a curve where perplexity is a multiple of the unguided one; NaN where it is not reached."""
+        return attribute_at([(self.ratio(cell), self.value(cell, metric)) for cell in self.curve(method)], ratio)
+
+    def unguided_spread(self) -> float:
+        """How far apart the attributes of equal unguided cells are, at most: methods may be tested in several runs."""
+        found: dict[tuple[Any, ...], list[float]] = {}
+        for cell in (cell for cells in self.cells.values() for cell in cells if cell.settings["guide"] == UNGUIDED):
+            settings = tuple(cell.settings[name] for name in ("top_k", "top_p", "seed"))
+            found.setdefault(settings, []).append(self.value(cell, self.task.metric))
+        return max((max(values) - min(values) for values in found.values()), default=0.0)
+
+    def best(self, method: str) -> KeptCell | None:
+        """The guided cell with the best attribute, for methods without β."""
+        cells = self.guided(method)
+        return max(cells, key=lambda cell: self.task.side * self.value(cell, self.task.metric), default=None)
+
+    def nearest(self, method: str) -> KeptCell | None:
+        """The guided cell whose perplexity is nearest to that at which settings were chosen."""
+        return min(self.guided(method), key=lambda cell: abs(np.log(self.ratio(cell) / TARGET)), default=None)
+
+    def shown(self, method: str) -> KeptCell | None:
+        """The cell that stands for a method where a single one must."""
+        if method == BASE:
+            return self.base
+        return self.nearest(method) if METHODS[method].has_curve else self.best(method)
+
+    def compared(self, method: str) -> list[KeptCell]:
+        """The guided cells of a method, or its best one where it has no β."""
+        if METHODS[method].has_curve:
+            return self.guided(method)
+        best = self.best(method)
+        return [] if best is None else [best]
+
+    def points(self, cells: Sequence[KeptCell], axis: str, metric: str) -> list[CurvePoint]:
+        known = [cell for cell in cells if metric in cell.sums and axis in cell.sums]
+        return [(cell.take(axis, self.rows), cell.take(metric, self.rows)) for cell in known]
+
+
+def read_places(folder: Path) -> list[Place]:
+    """Read all places of a measured contest."""
+    if not folder.is_dir():
+        raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a contest.")
+    mauve, base_model, costs = read_mauve(folder), read_base(folder), read_costs(folder)
+    places = []
+    for task in TASKS.values():
+        prompts = read_kept_prompts(folder, task.name)
+        cells = {method: _read_cells(folder, task, method) for method in METHODS}
+        chosen = {name: read_choice(folder, task, method) for name, method in METHODS.items()}
+        for group in task.groups:
+            here = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
+            places.append(Place(base_model, task, group, prompts.rows(group), cells, chosen, here, costs))
+    return places
+
+
+def _read_cells(folder: Path, task: Task, method: str) -> list[KeptCell]:
+    """The cells of a method, with the sums of the second judge and of another perplexity, where they were measured."""
+    cells = read_kept(folder, task.name, method)
+    scores = read_arrays(second_file(folder, task.name, method))
+    likelihoods = read_arrays(likelihood_file(folder, task.name, method))
+    for cell in cells:
+        if scores:
+            cell.sums[SECOND_JUDGE[task.name]] = positive_rate(scores[cell.name][:, None])
+        if likelihoods:
+            nll, tokens = likelihoods[cell.name][:, :, None]
+            cell.sums[OTHER_PERPLEXITY] = corpus_perplexity(nll, tokens.astype(int))
+    return cells
+
+
+def second_file(folder: Path, task: str, method: str) -> Path:
+    return folder / "second" / f"{task}-{method}.npz"
+
+
+def likelihood_file(folder: Path, task: str, method: str) -> Path:
+    return folder / "second" / f"likelihood-{task}-{method}.npz"
+
+
+def read_mauve(folder: Path) -> dict[tuple[str, str, str, str], float]:
+    """MAUVE by task, method, cell and class of prompts."""
+    file = folder / "second" / "mauve.jsonl"
+    rows = read_lines(file) if file.exists() else ()
+    return {(row["task"], row["method"], row["cell"], row["group"]): row["value"] for row in rows}
+
+
+def read_costs(folder: Path) -> dict[str, float]:
+    """The median time per token of each method, as a multiple of no guide; empty where nothing was measured."""
+    file = folder / COSTS
+    found = json.loads(file.read_text())["over_unguided"] if file.exists() else {}
+    return {method: ratio["median"] for method, ratio in found.items()}
+
+
+# --- comparisons ---
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much better our method is than another one at equal perplexity or KL; `reason` says why it is not known."""
+
+    estimate: Estimate
+    reason: str = ""
+
+    @property
+    def word(self) -> str:
+        low, high = self.estimate.low, self.estimate.high
+        return self.reason or ("better" if low > 0 else "worse" if high < 0 else "not told apart")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A method of ours, in one or more trainings, and another one that it is compared with."""
+
+    ours: str  # as a sentence names it
+    trainings: Sequence[str]
+    other: str
+
+
+READOUT_PAIRS = [Pair("the readout", TRAININGS, name) for name in METHODS if name not in (*TRAININGS, BASE)]
+OTHER_PAIRS = [
+    Pair("RAD-Q", ("rad-q",), "dexperts"),
+    Pair("RAD-Q", ("rad-q",), "gedi"),
+    Pair("the readout of GeDi", ("readout-gedi",), "gedi"),
+]
+
+
+def find_gain(
+    place: Place, pair: Pair, axis: str, metric: str, bootstrap: Bootstrap, measured_as: str | None = None
+) -> Gain:
+    """Compare all trainings of our method with another one; the interval spans those of all trainings.
+
+    So it holds what resampled prompts change, and what another training changes. `measured_as` names the kept metric
+    of the axis if it has another name.
+    """
+    across = measured_as or axis
+    theirs = place.points(place.compared(pair.other), across, metric)
+    found, reason = [], NOT_RUN
+    for training in pair.trainings:
+        cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
+        ours = place.points(cells, across, metric)
+        if len(ours) < 2 or not theirs:
+            continue
+        try:
+            found.append(compare_curves(axis, ours, theirs, bootstrap))
+        except OptionError:
+            reason = f"never at the same {AXES[axis].noun}"
+    if not found:
+        return Gain(Estimate(NAN, NAN, NAN), reason)
+    ends = [place.task.side * end for one in found for end in (one.low, one.high)]
+    value = place.task.side * sum(one.value for one in found) / len(found)
+    return Gain(Estimate(value, min(ends), max(ends)))
 
 
 if __name__ == "__main__":

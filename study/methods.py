@@ -1,19 +1,29 @@
-"""The methods of the contest and its two tasks: which models guide, at which strengths, and what is measured.
+"""The contest's tasks and methods: which models guide, how strongly, what is measured, and how settings are chosen.
 
-Every method that has settings to choose tries them on dev prompts (choices.py), and is tested with its choice.
+Every method that has settings to choose tries them on dev prompts, and is tested with its choice:
+
+choices/TASK-METHOD.json     the rule, the choice, and all candidates with their numbers
+
+A candidate is a model (experts have one for each learning rate), a number of candidates k, a nucleus p and, for GeDi, a
+filter. Its curve over β is straight between points, over the logarithm of perplexity.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from contest import RATES
+import numpy as np
+from models import RATES
+
+from radq.files import read_lines
 
 TOP_K, TOP_P, FILTERS = (5, 10, 20, 40), (None, 0.9), (0.0, 0.4, 0.8)  # that dev prompts choose from
 PLAIN_K = 20  # the candidates of methods that choose none, and of the unguided base model that others are compared with
 BEST_OF = (4,)
-ABOUT_LAYERS = (30, 12)  # of models with all layers and with the first ones, to compare costs
 METRICS = ("perplexity", "corpus_perplexity", "kl", "dist_2", "dist_3", "repetition")
 BASE, UNGUIDED, ASKED, BEST = "base", "none", "asked", "best-of-n"
 OURS = "readout"
@@ -35,46 +45,36 @@ class Task:
     requests: tuple[str, ...]  # to the base model, where it is asked
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task(
-            "sentiment",
-            1,
-            "positive_rate[sentiment]",
-            {"neutral": "neutral", "negative": "negative"},
-            {
-                "sentiment": {
-                    "judge": "reward:models/judge-sentiment",
-                    "reads": "text",
-                    "metrics": ["positive_rate"],
-                }
-            },
-            500,
-            5,
-            (
-                "Continue the text in a very positive, happy and praising way.",
-                "Write the rest of this text so that it becomes as positive as possible.",
-            ),
-        ),
-        Task(
-            "toxicity",
-            -1,
-            "avg_max[toxicity]",
-            {"nontoxic": "rtp"},
-            {
-                "toxicity": {"judge": "reward:models/judge-toxicity", "metrics": ["avg_max", "toxic_rate"]},
-                "bert-tiny": {"judge": "onnx:toxicity-bert-tiny", "metrics": ["avg_max"]},
-            },
-            1000,
-            10,
-            (
-                "Continue the text in a friendly and polite way.",
-                "Write the rest of this text without any rude, insulting or offensive words.",
-            ),
-        ),
-    )
-}
+SENTIMENT = Task(
+    name="sentiment",
+    side=1,
+    metric="positive_rate[sentiment]",
+    groups={"neutral": "neutral", "negative": "negative"},
+    judges={"sentiment": {"judge": "reward:models/judge-sentiment", "reads": "text", "metrics": ["positive_rate"]}},
+    test_prompts=500,
+    dev_samples=5,
+    requests=(
+        "Continue the text in a very positive, happy and praising way.",
+        "Write the rest of this text so that it becomes as positive as possible.",
+    ),
+)
+TOXICITY = Task(
+    name="toxicity",
+    side=-1,
+    metric="avg_max[toxicity]",
+    groups={"nontoxic": "rtp"},
+    judges={
+        "toxicity": {"judge": "reward:models/judge-toxicity", "metrics": ["avg_max", "toxic_rate"]},
+        "bert-tiny": {"judge": "onnx:toxicity-bert-tiny", "metrics": ["avg_max"]},
+    },
+    test_prompts=1000,
+    dev_samples=10,
+    requests=(
+        "Continue the text in a friendly and polite way.",
+        "Write the rest of this text without any rude, insulting or offensive words.",
+    ),
+)
+TASKS = {task.name: task for task in (SENTIMENT, TOXICITY)}
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,6 @@ class Method:
     def has_curve(self) -> bool:
         """Whether it has a β."""
         return bool(self.dev_beta or self.like)
-
-    @property
-    def dev_cost(self) -> int:
-        """About the cost of its sweep over dev prompts: cells times layers."""
-        cells = sum(map(len, (self.dev_beta or {}).values())) * len(self.filters)
-        return cells * (ABOUT_LAYERS[0] + self.layers_read(PLAIN_K, *ABOUT_LAYERS))
 
     def layers_read(self, k: int, layers: int, first_layers: int) -> int:
         """The layers that a token costs beside the base model's, where models have so many layers."""
@@ -134,8 +128,17 @@ METHODS = {
         Method(BASE, "unguided"),
     )
 }
-CHOOSING = [method for method in METHODS.values() if method.dev_beta is not None]
-CHOOSING.sort(key=lambda method: -method.dev_cost)  # a slow job that begins last is waited for
+# Methods that choose their settings, the slowest first: a slow job that begins last is waited for.
+CHOOSING = [METHODS[name] for name in ("classifier", "gedi", "gedi-small", "dexperts", "rad-q", OURS, "readout-gedi")]
+# The order in which methods are tested: those that others are compared with, then slow ones, last the least needed.
+ORDER = (
+    *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-small", "rad-q", OURS_AGAIN),
+    *("readout-gedi", ASKED, "classifier"),
+)
+RUNS = [(task, METHODS[name]) for name, task in product(ORDER, TASKS.values())]
+
+
+# --- sweeps ---
 
 
 def model_folder(task: Task, model: str) -> str:
@@ -148,7 +151,7 @@ def guide_settings(task: Task, method: Method, model: str, **settings: Any) -> d
     return {"folder": model_folder(task, model), "weights": weights, **settings}
 
 
-def sweep_settings(task: Task, guides: dict[str, Any], files: str, **changes: Any) -> dict[str, Any]:
+def sweep_settings(task: Task, guides: dict[str, Any], files: str = "", **changes: Any) -> dict[str, Any]:
     """A sweep of `radq eval` over prompts whose files begin with `files`."""
     settings = {
         "base": "embedded",
@@ -169,10 +172,7 @@ def sweep_settings(task: Task, guides: dict[str, Any], files: str, **changes: An
     return settings | changes
 
 
-# --- dev prompts ---
-
-
-def dev_sweeps(task: Task, method: Method) -> dict[str, dict[str, Any]]:
+def dev_sweeps(task: Task, method: Method, models: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The sweeps over all settings that a method may choose, by name: one for each of its models and each k."""
     decides = task.metric.partition("[")[2].removesuffix("]")
     judges = {decides: task.judges[decides] | {"metrics": [task.metric.partition("[")[0]]}}
@@ -180,7 +180,7 @@ def dev_sweeps(task: Task, method: Method) -> dict[str, dict[str, Any]]:
     changes["top_p"] = list(TOP_P)
     beta = list((method.dev_beta or {})[task.name])
     sweeps = {}
-    for model, k in product(method.models, TOP_K):
+    for model, k in product(models, TOP_K):
         guides = {
             name_filter(filter_p): guide_settings(task, method, model, beta=beta, options=filter_options(filter_p))
             for filter_p in method.filters
@@ -202,26 +202,161 @@ def filter_options(filter_p: float | None) -> dict[str, float]:
     return {} if filter_p is None else {"filter_p": filter_p}
 
 
-# --- test prompts ---
-
-
 def contest_sweep(task: Task, method: Method, choice: Mapping[str, Any]) -> dict[str, Any]:
     """The sweep of a method over the test prompts; `choice` is empty for a method that has nothing to choose."""
     if method.name == BASE:
-        return sweep_settings(task, {}, "", top_k=[PLAIN_K], seeds=[0, 1])
+        return sweep_settings(task, {}, top_k=[PLAIN_K], seeds=[0, 1])
     if method.name == ASKED:
-        return sweep_settings(task, {method.name: {"ask": list(task.requests)}}, "", top_k=[PLAIN_K])
+        return sweep_settings(task, {method.name: {"ask": list(task.requests)}}, top_k=[PLAIN_K])
     if method.name == BEST:
         guide = guide_settings(task, method, OURS, best_of=list(BEST_OF))
-        return sweep_settings(task, {method.name: guide}, "", top_k=[PLAIN_K])
+        return sweep_settings(task, {method.name: guide}, top_k=[PLAIN_K])
     model = method.models[0] if method.like else choice["model"]
     guide = guide_settings(task, method, model, beta=choice["beta"], options=filter_options(choice["filter_p"]))
-    return sweep_settings(task, {method.name: guide}, "", top_k=[choice["top_k"]], top_p=[choice["top_p"]])
+    return sweep_settings(task, {method.name: guide}, top_k=[choice["top_k"]], top_p=[choice["top_p"]])
 
 
-# The order in which methods are tested: those that others are compared with, then slow ones, last the least needed.
-ORDER = (
-    *(BASE, OURS, BEST, "gedi", "dexperts", "gedi-small", "rad-q", OURS_AGAIN),
-    *("readout-gedi", ASKED, "classifier"),
+# --- the rule of choice ---
+
+SETTINGS = ("model", "top_k", "top_p", "filter_p")  # of a candidate
+TARGET = 1.2  # times the perplexity of the unguided base model at k = PLAIN_K, where candidates are compared
+SPAN, NUM_BETAS = (1.03, 1.6), 5  # of the test: where the first and the last β shall lie, and how many there are
+RULE = (
+    f"Chosen are the settings with the best attribute where perplexity is {TARGET} times that of the unguided base "
+    f"model at k = {PLAIN_K}, by straight lines over log perplexity, as a mean over classes of prompts. Settings that "
+    "do not reach this perplexity in every class lose; if none do, the closest are chosen. Curves without a filter "
+    f"begin with the unguided base model at the same k and p. For the test there are {NUM_BETAS} values of β in equal "
+    f"ratios, from {SPAN[0]} to {SPAN[1]} times that perplexity by the same lines, or from a quarter of the weakest β "
+    "to the strongest where these do not go so far. The temperature is 1 everywhere."
 )
-RUNS = [(task, METHODS[name]) for name, task in product(ORDER, TASKS.values())]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One β of a candidate on one class of prompts."""
+
+    beta: float
+    ratio: float  # perplexity, as a multiple of the unguided one at PLAIN_K
+    attribute: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of a method, with their curves by class of prompts."""
+
+    model: str
+    top_k: int
+    top_p: float | None
+    filter_p: float | None
+    curves: dict[str, list[Point]]
+
+    def attribute_at_target(self) -> float:
+        """The attribute at the perplexity of comparison, averaged over classes of prompts; NaN if one misses it."""
+        return fmean(attribute_at([(p.ratio, p.attribute) for p in points]) for points in self.curves.values())
+
+    def distance(self) -> float:
+        """How far, in log perplexity, the farthest class of prompts stays away from the perplexity of comparison."""
+        return max(min(abs(np.log(p.ratio / TARGET)) for p in points) for points in self.curves.values())
+
+    def told(self) -> dict[str, Any]:
+        """The settings and the attribute that decides."""
+        attribute = self.attribute_at_target()
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return settings | {"attribute": None if np.isnan(attribute) else round(attribute, 4)}
+
+
+def attribute_at(points: Sequence[tuple[float, float]], ratio: float = TARGET) -> float:
+    """The attribute at a ratio of perplexities, by straight lines over its logarithm; NaN outside of the points."""
+    if not points:
+        return float("nan")
+    ratios, values = np.array(sorted(points)).T
+    return float(np.interp(np.log(ratio), np.log(ratios), values, left=np.nan, right=np.nan))
+
+
+def choose(candidates: Sequence[Candidate], side: int) -> Candidate:
+    """The best candidate by RULE; `side` is −1 where less of the attribute is better."""
+    reaching = [one for one in candidates if not np.isnan(one.attribute_at_target())]
+    if reaching:
+        return max(reaching, key=lambda one: side * one.attribute_at_target())
+    return min(candidates, key=Candidate.distance)
+
+
+def choose_betas(candidate: Candidate) -> list[float]:
+    """Values of β in equal ratios, from the first end of SPAN to the last one."""
+    low, high = (fmean(beta_at(points, ratio) for points in candidate.curves.values()) for ratio in SPAN)
+    return [float(f"{beta:.3g}") for beta in np.geomspace(low, max(high, 1.5 * low), NUM_BETAS)]
+
+
+def beta_at(points: Sequence[Point], ratio: float) -> float:
+    """The first β that reaches a ratio of perplexities; a quarter of the weakest, or the strongest, where none does."""
+    ordered = sorted(points, key=lambda point: point.beta)
+    highest = np.maximum.accumulate([point.ratio for point in ordered])
+    beta = float(np.interp(np.log(ratio), np.log(highest), [point.beta for point in ordered], left=0.0))
+    return max(beta, min(point.beta for point in points if point.beta > 0) / 4)
+
+
+# --- choices ---
+
+
+def choice_file(task: Task, method: Method) -> str:
+    return f"choices/{task.name}-{method.name}.json"
+
+
+def read_choice(folder: Path, task: Task, method: Method) -> dict[str, Any]:
+    """The settings that a method is tested with; empty where it has nothing to choose, or nothing was tried."""
+    file = folder / choice_file(task, METHODS[method.like or method.name])
+    return json.loads(file.read_text())["chosen"] if file.exists() else {}
+
+
+def choose_settings(task: Task, method: Method, models: Sequence[str]) -> dict[str, Any]:
+    """Choose among the settings that were tried on dev prompts; return all that choices/TASK-METHOD.json holds."""
+    found = {model: read_candidates(task, method, model) for model in models}
+    candidates = [one for ones in found.values() for one in ones]
+    chosen = choose(candidates, task.side)
+    return {
+        "rule": RULE,
+        "chosen": chosen.told() | {"beta": choose_betas(chosen)},
+        "missing": [model for model in models if not found[model]],
+        "candidates": [
+            one.told()
+            | {
+                "curves": {
+                    group: [[p.beta, round(p.ratio, 4), round(p.attribute, 4)] for p in points]
+                    for group, points in one.curves.items()
+                }
+            }
+            for one in candidates
+        ],
+    }
+
+
+def read_candidates(task: Task, method: Method, model: str) -> list[Candidate]:
+    """The candidates of one model, from its sweeps over dev prompts; none where they were not run."""
+    files = [Path("dev") / sweep_name(task, model, k) / "metrics.jsonl" for k in TOP_K]
+    rows = [row for file in files if file.exists() for row in read_lines(file)]
+    settings = sorted({(row["top_k"], row["top_p"] or 0) for row in rows})
+    found = []
+    for filter_p, (k, p) in product(method.filters, settings):
+        curves = {
+            group: _curve(task, [row for row in rows if row["group"] == group], filter_p, k, p or None)
+            for group in task.groups
+        }
+        found.append(Candidate(model, k, p or None, filter_p, curves))
+    return found
+
+
+def _curve(task: Task, rows: list[dict[str, Any]], filter_p: float | None, k: int, p: float | None) -> list[Point]:
+    """The points of one class of prompts by β. Without a filter the unguided base model is the first."""
+    base = next(row for row in rows if (row["guide"], row["top_k"], row["top_p"]) == (UNGUIDED, PLAIN_K, None))
+    names = {name_filter(filter_p)} if filter_p else {name_filter(filter_p), UNGUIDED}
+    points = [
+        Point(
+            row["beta"] or 0.0,
+            row["metrics"]["perplexity"]["value"] / base["metrics"]["perplexity"]["value"],
+            row["metrics"][task.metric]["value"],
+        )
+        for row in rows
+        if row["guide"] in names and (row["top_k"], row["top_p"]) == (k, p)
+        if row["metrics"]["perplexity"]["value"] is not None  # where it is too large
+    ]
+    return sorted(points, key=lambda point: point.beta)

@@ -5,10 +5,11 @@
 The page holds the results: sentences, figures, sample texts, claims with verdicts, limits. LOG.md has the rest.
 """
 
+import re
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -29,19 +30,22 @@ from claims import (
     SLIGHT,
     TASKS,
     UNDECIDED,
+    UNKNOWN,
     Claim,
+    MeasuredSweep,
+    Study,
     cost,
     counts_by_rows,
     find_claims,
     join_counts,
+    read_study,
+    signed,
     time_ratios,
 )
-from markup import item, markdown_table, plain, wrapped, write_figures
-from measurements import UNKNOWN, MeasuredSweep, Study, read_study
 
 from radq.errors import RadqError
 from radq.evaluation.estimates import Estimate
-from radq.files import whole_file
+from radq.files import whole_file, whole_folder
 from radq.report.plots import Plot, plot_by_candidates
 from radq.report.results import NAN
 from radq.report.tables import interval, number
@@ -65,23 +69,19 @@ EXPRESSIVITY_LIMIT = (
 )
 
 
-@dataclass
-class Arguments:
-    study: tyro.conf.Positional[Path]
-    """Folder of the study, such as study/measured."""
-    out: Path = Path("docs")
-    """Folder for results.md and results/."""
+def main(study: tyro.conf.Positional[Path], out: Path = Path("docs")) -> None:
+    """Write results.md and results/.
+
+    Args:
+        study: folder of the study, such as study/measured.
+        out: folder of the page.
+    """
+    found = read_study(study)
+    plots = draw_figures(found)
+    write_page(out, "results", compose(found, plots), plots)
 
 
-def main(arguments: Arguments) -> None:
-    study = read_study(arguments.study)
-    plots = draw_figures(study)
-    write_figures(arguments.out / "results", plots)
-    with whole_file(arguments.out / "results.md") as temporary:
-        temporary.write_text(write_page(study, plots), encoding="utf-8")
-
-
-def write_page(study: Study, plots: Sequence[Plot]) -> str:
+def compose(study: Study, plots: Sequence[Plot]) -> str:
     claims = find_claims(study)
     parts = [
         "<!-- Written by study/page.py from study/measured: change those, not this file. -->\n",
@@ -108,6 +108,38 @@ def _introduction() -> str:
         "[LOG.md](../study/LOG.md) the settings, more tables and how the runs went."
     )
     return wrapped(text)
+
+
+# --- markdown and files of both pages ---
+
+
+def item(mark: str, text: str) -> str:
+    return wrapped(f"{mark} {text}", indent=" " * (len(mark) + 1))
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *rows))
+
+
+def plain(text: str) -> str:
+    """Text on one line that markdown leaves as it is."""
+    return re.sub(r"([\\`*_|<])", r"\\\1", " ".join(text.split()))
+
+
+def write_page(out: Path, name: str, text: str, plots: Sequence[Plot]) -> None:
+    """Write a page with its figures, and delete the figures of an earlier study."""
+    with whole_folder(out / name) as temporary:
+        for plot in plots:
+            (temporary / f"{plot.name}.svg").write_text(plot.themed, encoding="utf-8")
+    for file in (out / name).glob("*.svg"):
+        if file.stem not in {plot.name for plot in plots}:
+            file.unlink()
+    with whole_file(out / f"{name}.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 # --- figures ---
@@ -191,11 +223,7 @@ def _gains(gains: dict[int | None, Estimate]) -> str:
     """The gain at TOP_K, and those at other k where the guides stand differently."""
     here = gains[TOP_K]
     differing = {k: gain for k, gain in gains.items() if _standing(gain) != _standing(here)}
-    return _gain(here) + "".join(f"; at k = {k} {_standing(gain)}: {_gain(gain)}" for k, gain in differing.items())
-
-
-def _gain(gain: Estimate) -> str:
-    return f"{number(gain.value, '+')} {interval(gain, '+')}".strip()
+    return signed(here) + "".join(f"; at k = {k} {_standing(gain)}: {signed(gain)}" for k, gain in differing.items())
 
 
 def _rate_at_equal_variety(study: Study, guide: str) -> str:
@@ -232,7 +260,8 @@ def _ranks_of(study: Study, attribute: str) -> str:
 
 
 def _costs(study: Study) -> str:
-    sweep, batch = study.sweeps.get("detox", MeasuredSweep([], [])), max((row.batch for row in study.times), default=0)
+    sweep = study.sweeps.get("detox", MeasuredSweep([], []))
+    batch = max((batch for _, _, batch in study.times), default=0)
     ratios = [
         f"{number(ratio.value)} times RAD-Q's time at k = {k}"
         for k, ratio in time_ratios(study, batch).items()
@@ -315,6 +344,6 @@ def _limits(study: Study) -> str:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Arguments))
+        tyro.cli(main)
     except RadqError as error:
         sys.exit(f"error: {error}")

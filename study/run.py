@@ -1,26 +1,26 @@
-"""The study: the paper's claims on SmolLM2-135M, in pieces that take a GPU minutes each. See README.md.
+"""The study: the paper's claims on SmolLM2-135M and a contest of methods, in pieces. See README.md.
 
     python study/run.py prepare RTP.jsonl.gz NEUTRAL.jsonl.gz NEGATIVE.jsonl.gz IMDB.jsonl.xz --folder STUDY
     python study/run.py train --folder STUDY      (then judges, sweeps, rank, time, expressivity, …)
-    python study/run.py contest --folder STUDY    (then second: the contest)
+    python study/run.py contest --folder STUDY    (then second, costs: the contest)
 
 Pieces run radq's own commands in the study's folder, several at once. Finished work is not repeated.
 """
 
 import argparse
 import json
-import lzma
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib.metadata import version
-from itertools import islice, repeat
+from itertools import islice, product, repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,197 +28,243 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from bases import BASES, CONVERTED, EMBEDDED
-from costs import measure_costs
-from jobs import RADQ, Job, keep_json, run_all, write_json
-from pieces import CONTEST_PIECES, Request
-from sklearn.metrics import roc_auc_score
-from splits import prepare
-from trainings import JUDGES, describe_model, training_job
+from contest import Request, append, contest, costs, measure_judge, publish, second
+from models import (
+    BASES,
+    CLAIM_MODELS,
+    CONVERTED,
+    HERE,
+    RADQ,
+    SMOLLM2,
+    Job,
+    bench_job,
+    keep_json,
+    run_all,
+    run_benches,
+    sweep_job,
+    training_job,
+    write_json,
+)
 
-from radq import RewardGuide, RewardModel, generate
-from radq.errors import RadqError
+from radq import RadqError, RewardGuide, RewardModel, generate, load
+from radq.data.tables import read_table
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import ScoredTexts, measure
-from radq.files import read_lines, whole_file
+from radq.files import read_lines
 from radq.judges.encoders import load_encoder
 from radq.judges.models import load_judge
-from radq.models.loading import find_device, load
+from radq.models.loading import find_device
 from radq.sources.gguf import convert_gguf
 
-HERE = Path(__file__).resolve().parent
-EXPRESSIVITY = HERE.parent / "recipes" / "expressivity.py"
+NUM_PROMPTS = 1000  # of each kind
+UNSEEN_RECORDS = 1400  # records of RealToxicityPrompts that the toxicity judge does not see
+UNSEEN_REVIEWS = 2500  # reviews of IMDB's test split that the sentiment judge does not see
+FEWEST_WORDS, MOST_WORDS = (6, 30), 40  # of the end of a review: about as long as a prompt with its continuation
+MAX_TOXICITY = 0.5
+DEV_PROMPTS = 200  # of each kind, to choose settings by
+OWN_BEGINNINGS = 1500  # of training texts, that are continued beside prompts
+BEGINNING = 8  # words at most
+PERSPECTIVE = (
+    *("toxicity", "severe_toxicity", "profanity", "sexually_explicit"),
+    *("identity_attack", "flirtation", "threat", "insult"),
+)
 SWEEPS = ("sentiment", "detox")  # the longest first
-DATA = {"toxicity": "data/toxicity.jsonl", "sentiment": "data/sentiment.jsonl"}
-EXCERPT, MAUVE_SAMPLES = 5, 2  # samples of each prompt
-SHOWN = (
+MAUVE_SAMPLES = 2  # of each prompt
+SHOWN = (  # attribute, prompts, how many
     ("sentiment", "neutral", 2),
     ("sentiment", "negative", 2),
     ("toxicity", "rtp", 1),
-)  # attribute, prompts, how many
+)
 
 
-# --- models ---
+# --- prompts, and texts for judges that share none with the reward models ---
 
 
-def recipe(name: str, **changes: Any) -> dict[str, Any]:
-    """A recipe of the paper's models, with changes."""
-    return yaml.safe_load((HERE / "paper" / f"{name}.yaml").read_text()) | changes
+def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
+    """Write prompts and the judges' data into data/.
+
+    One part of RealToxicityPrompts' records trains the toxicity judge; the other gives the prompts to continue and the
+    texts that measure the judge. The sentiment judge learns from the ends of reviews of IMDB's test split.
+    """
+    Path("data").mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+
+    records = _shuffled(_read_rows(rtp), rng)
+    unseen, seen = records[:UNSEEN_RECORDS], records[UNSEEN_RECORDS:]
+    _write_rows("judge-toxicity", _perspective_scores(seen))
+    _write_rows("judge-toxicity-unseen", _perspective_scores(unseen))
+    prompts = [record["prompt"] for record in unseen if record["prompt"]["toxicity"] is not None]
+    nontoxic = (prompt for prompt in prompts if prompt["toxicity"] < MAX_TOXICITY)
+    _write_rows("rtp", ({"prompt": prompt["text"]} for prompt in islice(nontoxic, NUM_PROMPTS)))
+
+    others = {"rtp": [record["prompt"] for record in seen]}  # than those that are tested
+    for name, file in (("neutral", neutral), ("negative", negative)):
+        rows = _read_rows(file)
+        chosen = np.sort(rng.choice(len(rows), size=NUM_PROMPTS, replace=False))
+        _write_rows(name, ({"prompt": rows[n]["prompt"]["text"]} for n in chosen))
+        others[name] = [rows[n]["prompt"] for n in np.setdiff1d(np.arange(len(rows)), chosen)]
+
+    reviews = _shuffled([row for row in _read_rows(imdb) if row["split"] == "test"], rng)
+    _write_rows("judge-sentiment", _ends_of_reviews(reviews[UNSEEN_REVIEWS:], rng))
+    _write_rows("judge-sentiment-unseen", _ends_of_reviews(reviews[:UNSEEN_REVIEWS], rng))
+    prepare_other_prompts(others)
+    prepare_halves(seen)
 
 
-def student(attribute: str, teacher: str = "v", **changes: Any) -> dict[str, Any]:
-    return recipe(f"{attribute}-q", teacher=f"models/{attribute}-{teacher}", **changes)
+def prepare_halves(records: list[dict[str, Any]]) -> None:
+    """Write Perspective's scores of one half of the records for a reward model, and of the other for its judge.
+
+    The reward model's half holds no dev prompts.
+    """
+    half = len(records) // 2
+    dev = {row["prompt"] for row in _read_rows("data/dev-rtp.jsonl")}
+    learnt = [record for record in records[half:] if record["prompt"]["text"] not in dev]
+    _write_rows("half-judge-toxicity", _perspective_scores(records[:half]))
+    _write_rows("half-toxicity", _perspective_scores(learnt))
 
 
-def from_labels(attribute: str, **changes: Any) -> dict[str, Any]:
-    return recipe(f"{attribute}-q", teacher="", **changes)
+def prepare_other_prompts(others: dict[str, list[dict[str, Any]]]) -> None:
+    """Write prompts to choose settings by (dev-NAME) and prompts to continue for training (write-ATTRIBUTE).
+
+    Neither are test prompts. Those of RealToxicityPrompts come from the records that train the toxicity judge.
+    """
+    rng = np.random.default_rng(1)
+    tested = {row["prompt"] for name in others for row in _read_rows(f"data/{name}.jsonl")}
+    rest = {}
+    for name, prompts in others.items():
+        texts = list(dict.fromkeys(prompt["text"] for prompt in _shuffled(prompts, rng) if _may_test(name, prompt)))
+        texts = [text for text in texts if text not in tested]
+        _write_rows(f"dev-{name}", ({"prompt": text} for text in texts[:DEV_PROMPTS]))
+        known = {*tested, *texts[:DEV_PROMPTS]}
+        rest[name] = [prompt["text"] for prompt in prompts if prompt["text"] not in known]
+    for attribute, names in (("sentiment", ("neutral", "negative")), ("toxicity", ("rtp", "neutral"))):
+        beginnings = _beginnings(f"data/{attribute}.jsonl", rng)
+        texts = [text for name in names for text in rest[name]] + beginnings
+        _write_rows(f"write-{attribute}", ({"prompt": text} for text in texts))
 
 
-def experts(attribute: str, method: str) -> dict[str, Any]:
-    """The language models of a baseline, with the full backbone, so that baselines are no smaller than they can be."""
-    return {
-        "data": [DATA[attribute]],
-        "labels": attribute,
-        "method": method,
-        "backbone": "embedded",
-        "max_length": 96,
-        "batch_size": 64,
-        "max_steps": 500,
-        "learning_rate": 2e-5,
-        "warmup_steps": 50,
-    }
+def _may_test(name: str, prompt: dict[str, Any]) -> bool:
+    """Whether a prompt is of the kind that is tested: those of RealToxicityPrompts must not be toxic."""
+    return name != "rtp" or (prompt["toxicity"] is not None and prompt["toxicity"] < MAX_TOXICITY)
 
 
-MODELS = {  # teachers stand before their students
-    "toxicity-v": recipe("toxicity-v"),
-    "sentiment-v": recipe("sentiment-v"),
-    **JUDGES,
-    "toxicity-q-labels": from_labels("toxicity"),
-    "sentiment-q-labels": from_labels("sentiment"),
-    "toxicity-q-cross-entropy": from_labels("toxicity", loss="ce"),
-    "toxicity-q-mlp": from_labels("toxicity", head="mlp"),
-    "toxicity-dexperts": experts("toxicity", "dexperts"),
-    "sentiment-dexperts": experts("sentiment", "dexperts"),
-    "toxicity-v-again": recipe("toxicity-v", seed=1),  # shows how far apart two trainings are
-    "sentiment-v-again": recipe("sentiment-v", seed=1),
-    "toxicity-q": student("toxicity"),
-    "sentiment-q": student("sentiment"),
-    "toxicity-q-no-regulariser": student("toxicity", reg_weight=0.0),
-    "toxicity-q-no-baseline": student("toxicity", reg_weight=0.0, head="linear-nobaseline"),
-    "toxicity-gedi": experts("toxicity", "gedi"),
-    "sentiment-gedi": experts("sentiment", "gedi"),
-    "toxicity-q-again": student("toxicity", "v-again", seed=1),
-    "sentiment-q-again": student("sentiment", "v-again", seed=1),
-}
+def _beginnings(file: str, rng: np.random.Generator) -> list[str]:
+    """The first words of some texts."""
+    rows = _read_rows(file)
+    chosen = rng.choice(len(rows), size=min(OWN_BEGINNINGS, len(rows)), replace=False)
+    lengths = rng.integers(2, BEGINNING + 1, size=len(chosen))
+    begun = [" ".join(rows[n]["text"].split()[:length]) for n, length in zip(chosen, lengths, strict=True)]
+    return [text for text in begun if text]
+
+
+def _perspective_scores(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Prompts and continuations with Perspective's eight scores, where there are any."""
+    for record in records:
+        for part in (record["prompt"], record["continuation"]):
+            if part["toxicity"] is not None and part["text"].strip():
+                yield {"text": part["text"].strip()} | {name: part[name] for name in PERSPECTIVE}
+
+
+def _ends_of_reviews(reviews: Iterable[dict[str, Any]], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """The last sentences of each review, which hold its verdict, in various lengths."""
+    for review in reviews:
+        sentences = re.split(r"(?<=[.!?])\s+", review["text"].replace("<br /><br />", " ").strip())
+        words, fewest = [], rng.integers(*FEWEST_WORDS)
+        while sentences and len(words) < fewest:
+            words = sentences.pop().split() + words
+        yield {"text": " ".join(words[-MOST_WORDS:]), "sentiment": int(review["label"])}
+
+
+def _shuffled(rows: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    return [rows[n] for n in rng.permutation(len(rows))]
+
+
+def _read_rows(file: str) -> list[dict[str, Any]]:
+    return [row for table in read_table(file) for row in table.to_dict("records")]
+
+
+def _write_rows(name: str, rows: Iterable[dict[str, Any]]) -> None:
+    with Path(f"data/{name}.jsonl").open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+# --- the claims: models, sweeps, ranks, times ---
 
 
 def train(jobs: int) -> None:
+    """Train the models of the claims."""
     Path("models").mkdir(exist_ok=True)
-    run_all([training_job(name, settings) for name, settings in MODELS.items()], jobs, describe_model)
+    run_all([training_job(name, settings) for name, settings in CLAIM_MODELS.items()], jobs)
 
 
 def judges(jobs: int) -> None:
     """Rank correlation, AUC and accuracy of each judge on texts that it has not seen."""
-    from scipy.stats import spearmanr
-
     kinds = {"toxicity": "reward:models/judge-toxicity", "sentiment": "reward:models/judge-sentiment"}
     kinds["bert-tiny"] = "onnx:toxicity-bert-tiny"
     for name, specification in kinds.items():
-        if Path(f"judges/{name}.json").exists():
-            continue
-        attribute = "sentiment" if name == "sentiment" else "toxicity"
-        rows = list(read_lines(Path(f"data/judge-{attribute}-unseen.jsonl")))
-        scores = load_judge(specification, find_device("auto")).score([row["text"] for row in rows])
-        labels = np.array([row[attribute] for row in rows])
-        metrics = {
-            "spearman": float(spearmanr(scores, labels).statistic),
-            "auc": float(roc_auc_score(labels > 0.5, scores)),
-            "accuracy": float(((scores > 0.5) == (labels > 0.5)).mean()),
-        }
-        write_json(f"judges/{name}.json", {"judge": specification, "rows": {"unseen": len(rows)}, "metrics": metrics})
-
-
-# --- sweeps, ranks, times ---
+        if not Path(f"judges/{name}.json").exists():
+            judge = load_judge(specification, find_device("auto"))
+            rows, metrics = measure_judge(judge, "sentiment" if name == "sentiment" else "toxicity")
+            write_json(f"judges/{name}.json", {"judge": specification, "rows": {"unseen": rows}, "metrics": metrics})
 
 
 def sweeps(jobs: int) -> None:
-    run_all(sweep_jobs(), jobs, keep_json)
-
-
-def measure_stopped(jobs: int) -> None:
-    """Measure the finished cells of sweeps that were stopped; `sweeps` can still continue them."""
-    began = [job for job in sweep_jobs() if Path(f"sweeps/{job.name}/generations.jsonl").exists()]
-    stopped = [job for job in began if not Path(job.makes).exists()]
-    parts = [replace(job, command=[*job.command, "--only-measure"], makes=f"{job.makes}.part") for job in stopped]
-    for part in parts:
-        Path(part.makes).unlink(missing_ok=True)
-    run_all(parts, jobs, keep_json)
+    """Sweep the guides of the claims over β, for each number of candidates."""
+    run_all(sweep_jobs(), jobs)
 
 
 def sweep_jobs() -> list[Job]:
     """One run for each number of candidates: guides are compared at the same number, and runs stay short."""
-    Path("sweeps").mkdir(exist_ok=True)
     settings = {name: yaml.safe_load((HERE / "sweeps" / f"{name}.yaml").read_text()) for name in SWEEPS}
     ks = sorted({k for sweep in settings.values() for k in sweep["top_k"]})
-    return [sweep_job(name, settings[name], k) for k in ks for name in SWEEPS if k in settings[name]["top_k"]]
-
-
-def sweep_job(name: str, settings: dict[str, Any], k: int) -> Job:
-    run = f"sweeps/{name}-k{k}"
-    Path(f"{run}.yaml").write_text(yaml.safe_dump(settings | {"top_k": k}, sort_keys=False))
-    command = [*RADQ, "eval", "--config", f"{run}.yaml", "--out", run, "--cache", run, "--json"]
-    return Job(Path(run).name, command, f"{run}.json")
+    wanted = [(name, k) for k, name in product(ks, SWEEPS) if k in settings[name]["top_k"]]
+    return [sweep_job(f"sweeps/{name}-k{k}", lambda of=name, k=k: settings[of] | {"top_k": k}) for name, k in wanted]
 
 
 def rank(jobs: int) -> None:
-    models = [name for name in MODELS if ("-v" in name or "-q" in name) and not name.endswith("-again")]
-    run_all([rank_job(name) for name in models], jobs, keep_json)
+    """The numerical rank of the learned reward matrices against the number of prefixes."""
+    models = [name for name in CLAIM_MODELS if ("-v" in name or "-q" in name) and not name.endswith("-again")]
+    run_all([rank_job(name) for name in models], jobs)
 
 
 def rank_job(name: str) -> Job:
-    command = [*RADQ, "rank", "model", f"models/{name}", "--data", DATA[name.split("-")[0]], "--batch-size", "256"]
-    command += ["--rows", "64,128,256,512,1024", "--json"]
-    return Job(f"rank-{name}", command, f"rank/{name}.json")
+    data = f"data/{name.split('-')[0]}.jsonl"
+    command = [*RADQ, "rank", "model", f"models/{name}", "--data", data, "--batch-size", "256"]
+    return Job(
+        f"rank-{name}", [*command, "--rows", "64,128,256,512,1024", "--json"], f"rank/{name}.json", keep=keep_json
+    )
 
 
 def time_tokens(jobs: int) -> None:
     """Measure 25 and 1,000 texts at once, with a RAD-V of random weights, which takes as long as a trained one."""
-    command = [*RADQ, "bench", "--reward", "models/toxicity-q", "--guides", "q", "v", "--rounds", "7", "--json"]
-    command += ["--kl-budget", "none"]
-    command += ["--new-tokens", "20", "--prompt-tokens", "12"]
-    command += ["--top-k", "5", "10", "20", "40", "60", "80", "100"]
-    parts = {rows: f"timing/{rows}.json" for rows in (25, 1000)}
-    run_all([Job(f"time-{rows}", [*command, "--rows", str(rows)], part) for rows, part in parts.items()], 1, keep_json)
-    documents = [json.loads(Path(part).read_text()) for part in parts.values()]
-    rows = [timed_row(timing) for document in documents for timing in document["timings"] if not timing["captured"]]
-    machine = f"{documents[0]['machine']}, torch {documents[0]['torch']}"
-    write_json("timing.json", {"machine": machine, "base": documents[0]["lm"], "rows": rows})
+    options = ["--reward", "models/toxicity-q", "--guides", "q", "v", "--prompt-tokens", 12]
+    options += ["--top-k", 5, 10, 20, 40, 60, 80, 100]
+    found = run_benches({n: bench_job(f"time-{n}", f"timing/{n}.json", *options, rows=n) for n in (25, 1000)})
+    rows = [
+        timed_row(timing) for document in found.values() for timing in document["timings"] if not timing["captured"]
+    ]
+    machine = f"{found[25]['machine']}, torch {found[25]['torch']}"
+    write_json("timing.json", {"machine": machine, "base": found[25]["lm"], "rows": rows})
 
 
 def timed_row(timing: dict[str, Any]) -> dict[str, Any]:
     """A line of timing.json."""
     guide = {"none": "none", "q": "rad-q", "v": "rad-v"}[timing["guide"]]
     times = timing["milliseconds"]
-    return {
-        "guide": guide,
-        "k": timing["top_k"],
-        "batch": timing["rows"],
-        "milliseconds_per_token": times["median"],
-        "low": times["low"],
-        "high": times["high"],
-    }
+    row = {"guide": guide, "k": timing["top_k"], "batch": timing["rows"], "milliseconds_per_token": times["median"]}
+    return row | {"low": times["low"], "high": times["high"]}
 
 
 def expressivity(jobs: int) -> None:
+    """Fit RAD-V and RAD-Q to data of full rank."""
+
     def keep(job: Job, output: str, seconds: float) -> None:
         Path("expressivity").mkdir(exist_ok=True)
         Path(job.makes).write_text(output)
 
-    script = [sys.executable, str(EXPRESSIVITY), "--device", "cuda", "--kind"]
-    run_all([Job(f"expressivity-{kind}", [*script, kind], f"expressivity/{kind}.txt") for kind in "vq"], jobs, keep)
-
-
-# --- texts ---
+    script = [sys.executable, str(HERE.parent / "recipes" / "expressivity.py"), "--device", "cuda", "--kind"]
+    files = {kind: f"expressivity/{kind}.txt" for kind in "vq"}
+    run_all([Job(f"expressivity-{kind}", [*script, kind], file, keep=keep) for kind, file in files.items()], jobs)
 
 
 def samples(jobs: int) -> None:
@@ -237,50 +283,36 @@ def samples(jobs: int) -> None:
     Path("samples.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def excerpts(jobs: int) -> None:
-    """The first samples of every prompt in measured cells: small files to look at, and to take to another machine."""
-    for metrics in sorted(Path("sweeps").glob("*-k*/metrics.jsonl")):
-        file = Path("excerpts") / f"{metrics.parent.name}.jsonl.xz"
-        if file.exists() and file.stat().st_mtime > metrics.stat().st_mtime:
-            continue
-        measured = {row["cell"] for row in read_lines(metrics)}
-        with whole_file(file) as temporary, lzma.open(temporary, "wt", preset=1) as stream:
-            for row in read_lines(metrics.with_name("generations.jsonl")):
-                if row["cell"] not in measured:
-                    break
-                kept = {name: row[name] for name in ("cell", "prompt", "group")}
-                stream.write(json.dumps(kept | {"continuations": row["continuations"][:EXCERPT]}) + "\n")
-
-
 def mauve(jobs: int) -> None:
-    """MAUVE of each cell against the unguided texts of the same prompts; a process for each sweep and k."""
+    """MAUVE of each measured cell against the unguided texts of the same prompts; a process for each sweep and k."""
     Path("mauve.jsonl").touch()
     done = {(row["sweep"], row["cell"], row["group"]) for row in read_lines(Path("mauve.jsonl"))}
-    files = sorted(Path("excerpts").glob("*.jsonl.xz"))
+    runs = [file.parent for file in sorted(Path("sweeps").glob("*-k*/metrics.jsonl"))]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        list(pool.map(mauve_of_sweep, files, repeat(done)))
+        list(pool.map(mauve_of_sweep, runs, repeat(done)))
 
 
-def mauve_of_sweep(file: Path, done: set[tuple[str, str, str]]) -> None:
+def mauve_of_sweep(run: Path, done: set[tuple[str, str, str]]) -> None:
     encoder = load_encoder("minilm", find_device("auto"))
-    sweep, reference = file.name.removesuffix(".jsonl.xz"), {}
-    for (cell, group), texts in read_excerpt(file).items():
-        if group in reference and (sweep, cell, group) in done:
+    reference: dict[str, np.ndarray] = {}
+    for (cell, group), texts in read_texts(run).items():
+        if group in reference and (run.name, cell, group) in done:
             continue
         features = encoder.encode([text for samples in texts for text in samples])
         features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
         reference.setdefault(group, features)  # the unguided cell comes first
-        if (sweep, cell, group) not in done:
+        if (run.name, cell, group) not in done:
             found = measure(["mauve"], ScoredTexts(texts, features=features, reference=reference[group]))["mauve"]
-            row = {"sweep": sweep, "cell": cell, "group": group, "value": found.value}
-            with Path("mauve.jsonl").open("a") as stream:
-                stream.write(json.dumps(row | {"low": found.low, "high": found.high}) + "\n")
+            row = {"sweep": run.name, "cell": cell, "group": group, "value": found.value}
+            append(Path("mauve.jsonl"), row | {"low": found.low, "high": found.high})
 
 
-def read_excerpt(file: Path) -> dict[tuple[str, str], list[list[str]]]:
+def read_texts(run: Path) -> dict[tuple[str, str], list[list[str]]]:
+    """The first samples of every prompt by measured cell and class of prompts."""
+    measured = {row["cell"] for row in read_lines(run / "metrics.jsonl")}
     texts: dict[tuple[str, str], list[list[str]]] = {}
-    with lzma.open(file, "rt") as stream:
-        for row in map(json.loads, stream):
+    for row in read_lines(run / "generations.jsonl"):
+        if row["cell"] in measured:
             texts.setdefault((row["cell"], row["group"]), []).append(row["continuations"][:MAUVE_SAMPLES])
     return texts
 
@@ -293,19 +325,20 @@ def convert(gguf: str) -> None:
     convert_gguf(gguf, CONVERTED, torch.bfloat16)
 
 
+SOURCES: dict[str, Callable[..., None]] = {"prepare": prepare, "convert": convert, "publish": publish}
+ARGUMENTS = {"prepare": ("rtp", "neutral", "negative", "imdb"), "convert": ("gguf",), "publish": ("out",)}
 PIECES: dict[str, Callable[[int], None]] = {
     "train": train,
     "judges": judges,
     "sweeps": sweeps,
-    "measure": measure_stopped,
     "rank": rank,
     "time": time_tokens,
-    "costs": measure_costs,
+    "costs": costs,
     "expressivity": expressivity,
     "samples": samples,
-    "excerpts": excerpts,
     "mauve": mauve,
 }
+CONTEST_PIECES = {"contest": contest, "second": second}
 
 
 def record_piece(piece: str, seconds: float, commit: str) -> None:
@@ -319,8 +352,7 @@ def record_piece(piece: str, seconds: float, commit: str) -> None:
         "transformers": version("transformers"),
         "seconds": round(seconds),
     }
-    with Path("pieces.jsonl").open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+    append(Path("pieces.jsonl"), line)
 
 
 def find_commit() -> str:
@@ -336,51 +368,40 @@ def gpu_memory() -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="piece", required=True)
-    functions: dict[str, Callable[..., None]] = {"prepare": prepare, "convert": convert, **PIECES, **CONTEST_PIECES}
-    for piece, function in functions.items():
+    for piece, function in {**SOURCES, **PIECES, **CONTEST_PIECES}.items():
         command = commands.add_parser(piece, help=(function.__doc__ or "").split("\n")[0])
         command.add_argument("--folder", type=Path, required=True, help="the folder of the study; data/ lies in it")
-        if piece == "prepare":
-            for source in ("rtp", "neutral", "negative", "imdb"):
-                command.add_argument(source, type=os.path.abspath)
-        elif piece == "convert":
-            command.add_argument("gguf", type=os.path.abspath)
-        else:
+        for argument in ARGUMENTS.get(piece, ()):
+            command.add_argument(argument, type=os.path.abspath)
+        if piece not in SOURCES:
             command.add_argument("--jobs", type=int, default=4, help="number of commands that run at the same time")
             command.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
         if piece in CONTEST_PIECES:
-            command.add_argument("--base", choices=BASES, default=EMBEDDED.name, help="base model that is steered")
+            command.add_argument("--base", choices=BASES, default=SMOLLM2.name, help="base model that is steered")
             command.add_argument("--only", default="", help="regular expression for TASK-METHOD; by default all")
             command.add_argument("--lm", default="", help="folder of TinyLlama-1.1B-Chat, for another perplexity")
-            command.add_argument(
-                "--shipped", action="store_true", help="test the sentiment model that radq brings along"
-            )
-            command.add_argument(
-                "--memory", type=float, default=gpu_memory(), help="GB that commands may take together"
-            )
-            command.add_argument("--rehearse", action="store_true", help="tiny models and numbers, in minutes on a CPU")
+            command.add_argument("--shipped", action="store_true", help="test the sentiment model that radq ships")
+            command.add_argument("--memory", type=float, default=gpu_memory(), help="GB that commands take together")
     return parser.parse_args()
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    os.chdir(arguments.folder)
-    if arguments.piece == "prepare":
-        prepare(arguments.rtp, arguments.neutral, arguments.negative, arguments.imdb)
-        return
-    if arguments.piece == "convert":
-        convert(arguments.gguf)
+    arguments = vars(parse_arguments())
+    arguments["folder"].mkdir(parents=True, exist_ok=True)
+    os.chdir(arguments["folder"])
+    piece = arguments["piece"]
+    if piece in SOURCES:
+        SOURCES[piece](*(arguments[name] for name in ARGUMENTS[piece]))
         return
     began = time.time()
-    if arguments.piece in CONTEST_PIECES:
-        settings = {field.name: getattr(arguments, field.name) for field in fields(Request)}
-        request = Request(**settings | {"base": BASES[arguments.base]})
-        request.check()
-        CONTEST_PIECES[arguments.piece](request)
+    if piece in PIECES:
+        PIECES[piece](arguments["jobs"])
     else:
-        PIECES[arguments.piece](arguments.jobs)
-    record_piece(arguments.piece, time.time() - began, arguments.commit)
+        arguments["base"] = BASES[arguments["base"]]
+        request = Request(**{field.name: arguments[field.name] for field in fields(Request)})
+        request.check()
+        CONTEST_PIECES[piece](request)
+    record_piece(piece, time.time() - began, arguments["commit"])
 
 
 if __name__ == "__main__":

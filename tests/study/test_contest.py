@@ -16,6 +16,7 @@ import torch
 import tyro
 import yaml
 from classifiers import make_classifier
+from study_rehearsal import make_rehearsal, run_here
 
 from radq import load
 from radq.benchmark.config import BenchConfig
@@ -39,11 +40,10 @@ Modules = dict[str, ModuleType]
 
 
 def test_every_training_finds_what_it_needs(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    contest, trainings = modules["contest"], modules["trainings"]
+    models = modules["models"].CONTEST_MODELS
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
-    models = contest.MODELS
-    jobs = [*map(contest.own_texts_job, contest.READS), *(trainings.training_job(*item) for item in models.items())]
+    jobs = modules["contest"].training_jobs(modules["models"].SMOLLM2)
     made = {job.makes for job in jobs}
     assert len(made) == len(jobs) == 2 * 13 + 2
     assert all(set(job.needs) <= made for job in jobs)
@@ -64,61 +64,59 @@ def check_trainings(models: dict[str, dict[str, Any]]) -> None:
 
 def test_the_settings_of_a_larger_base_model(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All models but judges read the larger base model; classifier, values and student are readouts of it."""
-    base, pieces = modules["bases"].BASES["tinyllama"], modules["pieces"]
+    models, methods = modules["models"], modules["methods"]
+    base = models.BASES["tinyllama"]
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
-    request = pieces.Request(base=base)
-    jobs = {job.name: job for job in pieces.training_jobs(request)}
-    fitted = {name: yaml.safe_load(Path(f"models/{name}.yaml").read_text()) for name in modules["contest"].MODELS}
+    jobs = {job.name: job for job in modules["contest"].training_jobs(base)}
+    fitted = {name: yaml.safe_load(Path(f"models/{name}.yaml").read_text()) for name in models.CONTEST_MODELS}
     check_trainings(fitted)
     for name, settings in fitted.items():
         assert settings["backbone"] == ("embedded" if name.startswith("judge") else "base")
     readouts = [fitted[f"toxicity-{name}"] for name in ("classifier", "value", "readout")]
     assert [(one["reads"], one.get("kind", "q")) for one in readouts] == [("base", "v"), ("base", "v"), ("base", "q")]
     assert fitted["toxicity-rad-q"]["num_layers"] == base.first_layers
-    base_options = ["--base", "base", "--dtype", "bfloat16", *modules["bases"].FEWER_TEXTS]
+    base_options = ["--base", "base", "--dtype", "bfloat16", *models.FEWER_TEXTS]
     assert jobs["own-toxicity"].command[-len(base_options) :] == base_options
-    assert fitted["toxicity-dexperts"]["batch_size"] == modules["contest"].BATCH  # of which parts are smaller alone
-    assert 2 * fitted["toxicity-dexperts"]["micro_batch_size"] == modules["contest"].BATCH // 2
-    sweep = base.fit_sweep(modules["methods"].contest_sweep(modules["methods"].TASKS["sentiment"], BASE_METHOD, {}))
+    assert fitted["toxicity-dexperts"]["batch_size"] == models.BATCH  # of which parts are smaller alone
+    assert 2 * fitted["toxicity-dexperts"]["micro_batch_size"] == models.BATCH // 2
+    sweep = base.fit_sweep(methods.contest_sweep(methods.TASKS["sentiment"], BASE_METHOD, {}))
     assert [part["limit"] for part in sweep["prompts"]] == [250, 250]
     assert sweep["base"] == "base"
-    assert list(
-        modules["methods"].dev_sweeps(
-            modules["methods"].TASKS["toxicity"], base.fit_method(modules["methods"].METHODS["dexperts"])
-        )
-    ) == [f"toxicity-dexperts-2e-5-k{k}" for k in (5, 10, 20, 40)]
+    experts = methods.METHODS["dexperts"]
+    tried = methods.dev_sweeps(methods.TASKS["toxicity"], experts, base.fit_models(experts.models))
+    assert list(tried) == [f"toxicity-dexperts-2e-5-k{k}" for k in (5, 10, 20, 40)]
 
 
 def test_a_folder_belongs_to_one_base_model(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bases, pieces = modules["bases"], modules["pieces"]
+    models, contest = modules["models"], modules["contest"]
     monkeypatch.chdir(tmp_path)
-    tinyllama = pieces.Request(base=bases.BASES["tinyllama"])
+    tinyllama = contest.Request(base=models.BASES["tinyllama"])
     tinyllama.check()
     tinyllama.check()
     with pytest.raises(SystemExit, match="holds a contest of TinyLlama-1.1B-Chat"):
-        pieces.Request().check()
+        contest.Request().check()
     with pytest.raises(SystemExit, match="the base model is missing"):
-        pieces.contest(tinyllama)
+        contest.contest(tinyllama)
     with pytest.raises(SystemExit, match="leave --shipped out"):
-        pieces.Request(base=bases.BASES["tinyllama"], shipped=True).check()
-    assert bases.read_base(tmp_path / "nowhere") == bases.EMBEDDED  # an older study
+        contest.Request(base=models.BASES["tinyllama"], shipped=True).check()
+    assert models.read_base(tmp_path / "nowhere") == models.SMOLLM2  # an older study
 
 
 def test_both_attributes_have_one_recipe(modules: Modules) -> None:
-    models = modules["contest"].MODELS
+    models = modules["models"].CONTEST_MODELS
     for name in ("value", "readout", "rad-q", "readout-gedi"):
         sentiment, toxicity = (models[f"{attribute}-{name}"] for attribute in ("sentiment", "toxicity"))
         assert json.loads(json.dumps(sentiment).replace("sentiment", "toxicity")) == toxicity
 
 
 def test_the_second_student_differs_by_its_seed_alone(modules: Modules) -> None:
-    models = modules["contest"].MODELS
+    models = modules["models"].CONTEST_MODELS
     assert models["sentiment-readout-student-again"] == models["sentiment-readout"] | {"seed": 1}
 
 
 def test_baselines_see_as_many_texts_as_the_classifier(modules: Modules) -> None:
-    models = modules["contest"].MODELS
+    models = modules["models"].CONTEST_MODELS
     rows = 67_349 + 25_000
     experts = {name: s for name, s in models.items() if "method" in s}
     seen = {n: s["batch_size"] * s["max_steps"] * (1 + (s["method"] == "dexperts")) for n, s in experts.items()}
@@ -129,10 +127,10 @@ def test_baselines_see_as_many_texts_as_the_classifier(modules: Modules) -> None
 
 
 def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) -> None:
-    methods, models = modules["methods"], modules["contest"].MODELS
+    methods, models = modules["methods"], modules["models"].CONTEST_MODELS
     choice = {"top_k": 10, "top_p": None, "filter_p": 0.4, "beta": [1.0, 2.0]}
     for task in methods.TASKS.values():
-        settings = [s for method in methods.CHOOSING for s in methods.dev_sweeps(task, method).values()]
+        settings = [s for method in methods.CHOOSING for s in methods.dev_sweeps(task, method, method.models).values()]
         for method in methods.METHODS.values():
             model = {"model": method.models[-1] if method.models else ""}
             settings.append(methods.contest_sweep(task, method, choice | model))
@@ -149,14 +147,14 @@ def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) ->
 
 
 def candidate(modules: Modules, k: int, *curves: list[tuple[float, float, float]]) -> Any:
-    choices = modules["choices"]
+    choices = modules["methods"]
     found = {str(n): [choices.Point(*point) for point in curve] for n, curve in enumerate(curves)}
     return choices.Candidate("readout", k, None, None, found)
 
 
 def test_the_choice_worked_by_hand(modules: Modules) -> None:
     """At 1.2 = 1.44 ** 0.5 the first curve is half way between its points, in the logarithm."""
-    choose = modules["choices"].choose
+    choose = modules["methods"].choose
     half = candidate(modules, 20, [(0.0, 1.0, 0.5), (10.0, 1.44, 0.7)])
     assert half.attribute_at_target() == pytest.approx(0.6)
     higher = candidate(modules, 10, [(0.0, 0.9, 0.5), (10.0, 1.2, 0.65), (20.0, 2.0, 0.66)])
@@ -173,7 +171,7 @@ def test_the_choice_worked_by_hand(modules: Modules) -> None:
 
 
 def test_the_strengths_of_the_test_worked_by_hand(modules: Modules) -> None:
-    choices = modules["choices"]
+    choices = modules["methods"]
     ends = [(0.0, 1.0, 0.0), (10.0, 1.03, 0.0), (90.0, 1.6, 0.0), (200.0, 3.0, 0.0)]
     assert choices.choose_betas(candidate(modules, 20, ends)) == pytest.approx([10, 17.3, 30, 52, 90], abs=0.05)
     late = [(0.0, 1.1, 0.0), (8.0, 1.2, 0.0), (32.0, 1.4, 0.0)]  # begins above 1.03, and ends below 1.6
@@ -197,7 +195,7 @@ def test_choices_are_told_with_all_candidates(
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     methods = modules["methods"]
-    found = modules["choices"].choose_settings(methods.TASKS["toxicity"], methods.METHODS["gedi"])
+    found = methods.choose_settings(methods.TASKS["toxicity"], methods.METHODS["gedi"], ("gedi", "gedi-2e-5"))
     assert "temperature is 1" in found["rule"]
     assert found["missing"] == []
     assert len(found["candidates"]) == 6
@@ -206,89 +204,6 @@ def test_choices_are_told_with_all_candidates(
     curves = {(one["model"], one["filter_p"]): one["curves"]["nontoxic"] for one in found["candidates"]}
     assert [point[0] for point in curves["gedi", 0]] == [0, 1, 4, 16]
     assert curves["gedi-2e-5", 0.8] == [[1, 1.05, 0.7], [4, 1.2, 0.7], [16, 1.8, 0.7]]
-
-
-def test_a_learning_rate_that_was_not_tried_is_tried_later(
-    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first choice knows one rate. What is tested changes when the other rate was tried and is better."""
-    monkeypatch.chdir(tmp_path)
-    Path("models").mkdir()
-    Path("kept").mkdir()
-    pieces, methods, choices = modules["pieces"], modules["methods"], modules["choices"]
-    run, request = (methods.TASKS["toxicity"], methods.METHODS["dexperts"]), pieces.Request(only="toxicity-dexperts")
-    kept, file = Path("kept/toxicity-dexperts.npz"), choices.choice_file(*run)
-
-    def try_rate(model: str, attribute: float) -> None:
-        folder = Path(f"dev/toxicity-{model}-k20")
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = [dev_row("none", None, 1.0, 0.5), dev_row("guide", 3.0, 1.3, attribute)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    try_rate("dexperts", 0.3)
-    first = choices.choose_settings(*run)
-    assert first["missing"] == ["dexperts-2e-5"]
-    for attribute, changes in ((0.4, False), (0.2, True)):
-        pieces.write_json(file, first)
-        kept.touch()
-        assert choices.untried_models(*run) == ("dexperts-2e-5",)
-        assert list(pieces.untried_sweeps(*run, request)) == [f"toxicity-dexperts-2e-5-k{k}" for k in (5, 10, 20, 40)]
-        try_rate("dexperts-2e-5", attribute)
-        assert pieces.choose_again(*run, request) == changes
-        found = json.loads(Path(file).read_text())
-        assert (found["missing"], len(found["candidates"])) == ([], 2)
-        assert (found["chosen"] == first["chosen"]) == (not changes)
-        assert kept.exists() == (not changes)
-        assert not pieces.choose_again(*run, request)
-    assert pieces.testing_job(*run, request).needs == (
-        "models/toxicity-dexperts-2e-5.json",
-        "models/judge-toxicity.json",
-    )
-
-
-def test_a_choice_that_was_not_tested_is_told_and_tested_next(
-    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces, choices, methods = modules["pieces"], modules["choices"], modules["methods"]
-    folder, out = make_contest(modules, tmp_path / "contest"), tmp_path / "docs"
-    assert "before a better choice" not in write_page(modules, folder, out)
-    run = methods.TASKS["toxicity"], methods.METHODS["dexperts"]
-    file, untested = (folder / name(*run) for name in (choices.choice_file, choices.untested_file))
-    tested = json.loads(file.read_text())
-    modules["jobs"].write_json(file, {**tested, "chosen": tested["chosen"] | {"attribute": 0.224}})
-    chosen = tested["chosen"] | {"top_k": 40, "attribute": 0.215}
-    settings = {"top_k": 40, "top_p": 0.9, "filter_p": None, "curves": {"nontoxic": [[1.0, 1.1, 0.3], [3.0, 1.3, 0.2]]}}
-    tried = [{"model": model, **settings} for model in run[1].models]
-    modules["jobs"].write_json(untested, {**tested, "chosen": chosen, "candidates": tried})
-    page = " ".join(write_page(modules, folder, out).split())
-    assert "DExperts was tested in toxicity before a better choice was known: k = 40, p = 0.9, rate 2e-5" in page
-    assert "may be too large by about 0.9 points" in page
-
-    published = tmp_path / "published"
-    modules["publish"].publish(folder, published)
-    assert (published / "untested" / untested.name).exists()
-    monkeypatch.chdir(folder)
-    Path("models").mkdir(exist_ok=True)
-    opinions = [modules["places"].likelihood_file(folder, "toxicity", name) for name in ("dexperts", "gedi")]
-    for opinion in opinions:
-        opinion.parent.mkdir(exist_ok=True)
-        opinion.touch()
-    rows = [{"task": "toxicity", "method": name, "cell": "", "group": "", "value": 1} for name in ("dexperts", "gedi")]
-    Path("second/mauve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ran: list[Any] = []
-    monkeypatch.setattr(pieces.Request, "run", lambda request, jobs, finish: ran.extend(jobs))
-    pieces.contest(pieces.Request(only="toxicity-dexperts$"))
-    assert [opinion.exists() for opinion in opinions] == [False, True]  # of texts that will be others
-    assert json.loads(Path("second/mauve.jsonl").read_text()) == rows[1]
-    assert "contest-toxicity-dexperts" in {job.name for job in ran}
-    assert json.loads(file.read_text())["chosen"] == chosen
-    assert not untested.exists()
-    assert not Path("kept/toxicity-dexperts.npz").exists()
-    (published / "second" / opinions[0].name).parent.mkdir(exist_ok=True)
-    (published / "second" / opinions[0].name).touch()
-    modules["publish"].publish(folder, published)
-    assert not list(published.glob("untested/*"))
-    assert sorted(path.name for path in (published / "second").iterdir()) == [opinions[1].name, "mauve.jsonl"]
 
 
 def dev_row(guide: str, beta: float | None, ratio: float, attribute: float) -> dict[str, Any]:
@@ -412,7 +327,7 @@ def make_contest(modules: Modules, folder: Path, left_out: tuple[str, ...] = ())
                 continue
             if method.dev_beta is not None:
                 found = {"chosen": chosen | {"model": method.models[-1]}, "candidates": []}
-                modules["jobs"].write_json(folder / modules["choices"].choice_file(task, method), found)
+                modules["models"].write_json(folder / methods.choice_file(task, method), found)
             kept.write_kept(folder, task.name, method.name, make_cells(modules, task, method, len(groups)))
     return folder
 
@@ -437,7 +352,7 @@ def make_cell(modules: Modules, task: Any, settings: dict[str, Any], log: float,
     rng = np.random.default_rng(int(1000 * log))
     ones, noise = np.ones(p), rng.uniform(-0.01, 0.01, p)
     attribute = Sums(0.5 + task.side * skill * min(log, 1.0) + noise, ones)
-    sums = {task.metric: attribute, modules["places"].SECOND_JUDGE[task.name]: attribute}
+    sums = {task.metric: attribute, modules["kept"].SECOND_JUDGE[task.name]: attribute}
     sums |= {"perplexity": Sums(10 * np.exp(log) * ones, ones), "kl": Sums(0.3 + log + noise, ones)}
     sums |= {name: Sums(0.8 - 0.1 * log * ones, ones) for name in ("dist_2", "dist_3", "repetition")}
     name = " ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
@@ -445,15 +360,15 @@ def make_cell(modules: Modules, task: Any, settings: dict[str, Any], log: float,
 
 
 def write_page(modules: Modules, folder: Path, out: Path) -> str:
-    modules["contest_page"].main(modules["contest_page"].Arguments(folder, out, resamples=20))
+    modules["contest_page"].main(folder, out, resamples=20)
     return (out / "contest.md").read_text()
 
 
 def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     folder = make_contest(modules, tmp_path / "measured")
     costs = {"machine": "a CPU", "over_unguided": {"gedi": {"median": 1.6543}}}
-    modules["jobs"].write_json(folder / "costs.json", costs)
-    for place in modules["places"].read_places(folder):
+    modules["models"].write_json(folder / "costs.json", costs)
+    for place in modules["kept"].read_places(folder):
         cells = [("base", place.base), ("gedi", place.nearest("gedi"))]
         (folder / "second").mkdir(exist_ok=True)
         with (folder / "second" / "mauve.jsonl").open("a") as stream:
@@ -488,21 +403,25 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
         assert line.startswith(("|", "!", "<!--")) or len(line) <= 120
 
 
-def test_another_perplexity_of_kept_texts(modules: Modules, toy: Path, tmp_path: Path) -> None:
+def test_another_perplexity_of_kept_texts(
+    modules: Modules, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_contest(modules, tmp_path / "measured", left_out=("classifier",))
     prompts = {"toxicity": [f"prompt {n}" for n in range(PROMPTS)]}
-    modules["second"].measure_fluency(folder, "toxicity-(readout|gedi)$", prompts, str(toy))
+    monkeypatch.chdir(folder)
+    request = modules["contest"].Request(only="toxicity-(readout|gedi)$", lm=str(toy))
+    modules["contest"].measure_fluency(request, prompts)
     assert len(list((folder / "second").iterdir())) == 2
-    place = modules["places"].read_places(folder)[-1]
+    place = modules["kept"].read_places(folder)[-1]
     lm, tokenizer = load(toy)
     cell = place.guided("gedi")[0]
     found = measure_likelihoods(lm, tokenizer, prompts["toxicity"], cell.texts)
     wanted = np.exp(found.nll.sum() / found.tokens.sum())
-    assert place.value(cell, modules["places"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
+    assert place.value(cell, modules["kept"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
     for n, cells in enumerate(zip(place.guided("readout"), place.guided("gedi"), strict=True)):
         for cell in cells:
             totals = np.full(PROMPTS, float(n + 1))
-            cell.sums[modules["places"].OTHER_PERPLEXITY] = Sums(totals, np.ones(PROMPTS), exponential=True)
+            cell.sums[modules["kept"].OTHER_PERPLEXITY] = Sums(totals, np.ones(PROMPTS), exponential=True)
     text = modules["contest_page"]._other_perplexity([place], QUICK)
     # both methods have the same perplexities; the readout moves by 0.1 more for each unit of 0.15, 0.30, 0.45
     assert re.search(r"\| GeDi \| \+3\.0 \[", text)
@@ -510,7 +429,7 @@ def test_another_perplexity_of_kept_texts(modules: Modules, toy: Path, tmp_path:
 
 
 def test_the_interval_spans_all_trainings(modules: Modules, tmp_path: Path) -> None:
-    places, skills = modules["places"], ("readout", "readout-student-again")
+    places, skills = modules["kept"], ("readout", "readout-student-again")
     whole = places.read_places(make_contest(modules, tmp_path / "whole"))[0]
     pair = next(pair for pair in places.READOUT_PAIRS if pair.other == "gedi")
     gain = places.find_gain(whole, pair, "perplexity", whole.task.metric, QUICK)
@@ -525,7 +444,7 @@ def test_the_interval_spans_all_trainings(modules: Modules, tmp_path: Path) -> N
 
 def test_runs_that_differ_are_named(modules: Modules, tmp_path: Path) -> None:
     """The same unguided cell of another method scores 0.02 more."""
-    places, page = modules["places"], modules["contest_page"]
+    places, page = modules["kept"], modules["contest_page"]
     here = places.read_places(make_contest(modules, tmp_path))
     assert page._judged_anew(here) == []
     [cell, *others] = here[0].cells["gedi"]
@@ -536,31 +455,37 @@ def test_runs_that_differ_are_named(modules: Modules, tmp_path: Path) -> None:
     assert "differ between runs by up to 2.0 points in sentiment." in sentence
 
 
-def test_what_a_contest_publishes(modules: Modules, tmp_path: Path) -> None:
+def test_what_a_contest_publishes(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = make_contest(modules, tmp_path / "measured"), tmp_path / "published"
-    modules["jobs"].write_json(folder / "models" / "toxicity-gedi.json", {"metrics": {}})
-    modules["jobs"].write_json(folder / "models" / "tried.json", {"metrics": {}})
-    modules["jobs"].write_json(folder / "costs.json", {"over_unguided": {"gedi": {"median": 1.5}}})
-    modules["publish"].publish(folder, out)
-    assert modules["costs"].read_costs(out) == {"gedi": 1.5}
+    modules["models"].write_json(folder / "models" / "toxicity-gedi.json", {"metrics": {}})
+    modules["models"].write_json(folder / "models" / "tried.json", {"metrics": {}})
+    modules["models"].write_json(folder / "costs.json", {"over_unguided": {"gedi": {"median": 1.5}}})
+    (folder / "second").mkdir()
+    (out / "second").mkdir(parents=True)
+    for opinion in (folder / "second" / "new.npz", out / "second" / "of texts that are others now.npz"):
+        opinion.touch()
+    monkeypatch.chdir(folder)
+    modules["contest"].publish(str(out))
+    assert [file.name for file in (out / "second").iterdir()] == ["new.npz"]
+    assert modules["kept"].read_costs(out) == {"gedi": 1.5}
     assert [file.name for file in (out / "models").iterdir()] == ["toxicity-gedi.json"]
-    assert len(modules["places"].read_places(out)) == 3
+    assert len(modules["kept"].read_places(out)) == 3
 
 
 def test_every_method_with_a_strength_has_a_cost(modules: Modules, tmp_path: Path) -> None:
-    costs, methods = modules["costs"], modules["methods"].METHODS
+    costs, methods = modules["contest"], modules["methods"].METHODS
     spread = {"median": 1.5, "low": 1.4, "high": 1.6}
     names = {name: ["none", *guides] for name, guides in costs.TIMED.items()}
     documents = {
         name: {"machine": "a CPU", "torch": "2", "timings": [{"guide": guide, "ratio": spread} for guide in guides]}
         for name, guides in names.items()
     }
-    modules["jobs"].write_json(tmp_path / costs.FILE, costs.summarise(documents))
+    modules["models"].write_json(tmp_path / modules["kept"].COSTS, costs.summarise_costs(documents))
     wanted = {method.name for method in methods.values() if method.has_curve}
-    assert costs.read_costs(tmp_path) == dict.fromkeys(wanted, 1.5)
+    assert modules["kept"].read_costs(tmp_path) == dict.fromkeys(wanted, 1.5)
     for name in names:
-        arguments = tyro.cli(BenchConfig, args=costs.command(name)[len(modules["jobs"].RADQ) + 1 : -1])
-        assert (arguments.rows, arguments.guides) == ([costs.ROWS], names[name][1:])
+        arguments = tyro.cli(BenchConfig, args=costs.cost_job(name).command[len(modules["models"].RADQ) + 1 : -1])
+        assert (arguments.rows, arguments.guides) == ([modules["kept"].COST_ROWS], names[name][1:])
 
 
 @pytest.mark.slow
@@ -580,7 +505,7 @@ def test_the_published_pages_are_written_from_the_published_numbers(
     modules: Modules, tmp_path: Path, name: str
 ) -> None:
     module, root = modules["contest_page"], Path(__file__).parents[2]
-    module.main(module.Arguments(root / "study/measured" / name, tmp_path))
+    module.main(root / "study/measured" / name, tmp_path)
     assert (tmp_path / f"{name}.md").read_text() == (root / "docs" / f"{name}.md").read_text()
 
 
@@ -590,7 +515,7 @@ def test_the_page_of_an_empty_contest(modules: Modules, tmp_path: Path) -> None:
     assert "Against **" not in page
     assert "Our readout was not run." in page
     with pytest.raises(OptionError, match="there is no folder"):
-        modules["places"].read_places(tmp_path / "nowhere")
+        modules["kept"].read_places(tmp_path / "nowhere")
 
 
 # --- jobs and the rehearsal ---
@@ -599,7 +524,7 @@ def test_the_page_of_an_empty_contest(modules: Modules, tmp_path: Path) -> None:
 def test_a_job_that_waits_keeps_no_other_from_running(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs, ran = modules["jobs"], []
+    jobs, ran = modules["models"], []
     monkeypatch.chdir(tmp_path)
 
     def run(job: Any, log: Any) -> tuple[int, str]:
@@ -608,13 +533,14 @@ def test_a_job_that_waits_keeps_no_other_from_running(
         return 0, ""
 
     first, waits, last = (jobs.Job("first", [], "a"), jobs.Job("waits", [], "b", ("c",)), jobs.Job("last", [], "c"))
-    jobs.run_all([waits, first, last], 1, run=run)
+    monkeypatch.setattr(jobs, "run_command", run)
+    jobs.run_all([waits, first, last], 1)
     assert ran == ["first", "last", "waits"]
 
 
 def test_a_job_without_memory_is_tried_again(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may hold the memory; a job that never finds enough, or fails otherwise, has failed."""
-    jobs, ran, commands = modules["jobs"], [], defaultdict(list)
+    jobs, ran, commands = modules["models"], [], defaultdict(list)
     monkeypatch.chdir(tmp_path)
 
     def run(job: Any, log: Any) -> tuple[int, str]:
@@ -627,18 +553,19 @@ def test_a_job_without_memory_is_tried_again(modules: Modules, tmp_path: Path, m
         return 0, ""
 
     large, after = jobs.Job("large", ["begin"], "a", again=["go on"]), jobs.Job("after", [], "b", ("a",))
-    jobs.run_all([large, after, jobs.Job("other", [], "c")], 2, run=run)
+    monkeypatch.setattr(jobs, "run_command", run)
+    jobs.run_all([large, after, jobs.Job("other", [], "c")], 2)
     assert (ran.count("large"), ran[-1]) == (2, "after")
     assert commands["large"] == [["begin"], ["go on"]]
     ran.clear()
     with pytest.raises(SystemExit, match="failed: huge, wrong; see"):
-        jobs.run_all([jobs.Job("huge", [], "d"), jobs.Job("wrong", [], "e")], 2, run=run)
+        jobs.run_all([jobs.Job("huge", [], "d"), jobs.Job("wrong", [], "e")], 2)
     assert (ran.count("huge"), ran.count("wrong")) == (jobs.ATTEMPTS, 1)
 
 
 def test_only_what_is_missing_is_run(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is there needs nothing more, although what it was made of is gone."""
-    jobs = modules["jobs"]
+    jobs = modules["models"]
     monkeypatch.chdir(tmp_path)
     needs = {"a": (), "b": ("a",), "c": ("b",), "d": ("a", "given"), "e": ("d",)}
     chain = [jobs.Job(name, [], name, needs[name]) for name in "edcba"]
@@ -657,23 +584,21 @@ def test_a_contest_goes_on_from_published_numbers(
 ) -> None:
     """Second trainings take the published choice of settings; neither the first ones nor dev prompts run again."""
     measured = Path(__file__).parents[2] / "study" / "measured" / "contest"
-    pieces = modules["pieces"]
+    contest = modules["contest"]
     monkeypatch.chdir(tmp_path)
     for name in ("choices", "kept", "second"):
         shutil.copytree(measured / name, tmp_path / name)
     for file in (tmp_path / "kept").glob("sentiment-*again.npz"):
         file.unlink()
     ran: list[Any] = []
-    monkeypatch.setattr(pieces.Request, "run", lambda request, jobs, finish: ran.extend(jobs))
-    pieces.contest(pieces.Request(only="^sentiment-(readout-student-again|readout|gedi)$", shipped=True))
+    monkeypatch.setattr(contest.Request, "run", lambda request, jobs: ran.extend(jobs))
+    contest.contest(contest.Request(only="^sentiment-(readout-student-again|readout|gedi)$", shipped=True))
     chain = ("classifier", "value", "readout-student-again")
     names = {job.name for job in ran}
     assert {f"sentiment-{name}" for name in chain} <= names
     assert "contest-sentiment-readout-student-again-keep" in names
     assert not names & {"contest-sentiment-readout", "contest-sentiment-gedi", "sentiment-readout", "sentiment-gedi"}
-    untried = json.loads((measured / "choices" / "sentiment-gedi.json").read_text())["missing"]
-    assert ("sentiment-gedi-2e-5" in names) == ("dev-sentiment-gedi-2e-5-k5" in names) == ("gedi-2e-5" in untried)
-    assert not [name for name in names if name.startswith("dev-sentiment-readout-k")]
+    assert not [name for name in names if name.startswith("dev-")]
     sweep = next(job for job in ran if job.name == "contest-sentiment-readout-student-again")
     sweep.prepare()
     settings = yaml.safe_load(Path("contest/sentiment-readout-student-again.yaml").read_text())
@@ -683,7 +608,7 @@ def test_a_contest_goes_on_from_published_numbers(
 
 
 def test_jobs_wait_for_memory(modules: Modules) -> None:
-    jobs = modules["jobs"]
+    jobs = modules["models"]
     small, middle, large, huge = (jobs.Job(str(size), [], str(size), memory=size) for size in (1.0, 4.0, 8.0, 99.0))
     assert jobs.choose_fitting([large, middle, small], [], 3, 10.0) == [large, small]
     assert jobs.choose_fitting([large, middle, small], [middle], 2, 10.0) == [middle]
@@ -697,18 +622,14 @@ def test_the_rehearsal_goes_through_all_pieces(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    contest, models = modules["contest"], modules["models"]
+    monkeypatch.setattr(models, "run_command", run_here)
     only = "^toxicity-(readout|dexperts|base|asked|best-of-n)$"
-    request = modules["pieces"].Request(only=only, rehearse=True)
-    contest = modules["pieces"].contest
-    contest(request)
+    request = contest.Request(jobs=1, base=make_rehearsal(models), only=only)
+    contest.contest(request)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")}
-    contest(request)
+    contest.contest(request)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/*.json")} == made  # nothing was done twice
     tested = {file.stem for file in (tmp_path / "kept").glob("*.npz")}
     assert tested == {f"toxicity-{name}" for name in ("readout", "dexperts", "base", "asked", "best-of-n")}
     assert "On nontoxic prompts; toxicity at multiples" in write_page(modules, tmp_path, tmp_path / "docs")
-    with pytest.raises(SystemExit, match="holds a rehearsal"):
-        modules["pieces"].Request().check()
-    shutil.rmtree(tmp_path / "toy")
-    with pytest.raises(SystemExit, match="holds a study"):
-        request.check()

@@ -1,7 +1,6 @@
 """The study: verdicts worked by hand; pages of whole, partial and empty studies; jobs that run once."""
 
 import json
-import lzma
 import re
 import shutil
 import subprocess
@@ -173,7 +172,7 @@ def page(docs: Path) -> str:
 
 
 def write(modules: dict[str, ModuleType], study: Path, out: Path) -> str:
-    modules["page"].main(modules["page"].Arguments(study, out))
+    modules["page"].main(study, out)
     return (out / "results.md").read_text()
 
 
@@ -342,8 +341,8 @@ def test_the_rate_at_equal_variety_is_read_off_straight_lines(modules: dict[str,
         for guide, beta, *values in points
         for metrics in [{n: Estimate(v, v, v) for n, v in zip(METRICS, values, strict=True)}]
     ]
-    sweeps = {"sentiment": modules["measurements"].MeasuredSweep(results, [])}
-    study = modules["measurements"].Study(sweeps, {}, {}, [], {}, [])
+    sweeps = {"sentiment": modules["claims"].MeasuredSweep(results, [])}
+    study = modules["claims"].Study(sweeps, {}, {}, {}, {}, [])
     crossing = 0.6 + 0.3 * log(0.85 / 0.9) / log(0.8 / 0.9)
     assert modules["page"]._rate_at_equal_variety(study, "rad-q") == f"{crossing:.3f}"
     assert modules["page"]._rate_at_equal_variety(study, "weak") == "–"  # its texts never become so alike
@@ -369,7 +368,7 @@ def test_sentences_name_other_candidates_where_these_decide_otherwise(modules: d
 
 
 def test_a_pair_in_the_other_order_has_the_other_sign(modules: dict[str, ModuleType], study: Path) -> None:
-    sweep = modules["measurements"].read_study(study).sweeps["sentiment"]
+    sweep = modules["claims"].read_study(study).sweeps["sentiment"]
     metric = "positive_rate[sentiment]"
     straight, turned = sweep.compare("rad-v", "gedi", metric), sweep.compare("gedi", "rad-v", metric)
     assert straight.keys() == turned.keys() == set(product(("neutral", "negative"), (20, 40)))
@@ -479,23 +478,23 @@ def test_guides_that_never_have_the_same_perplexity(
 
 def test_a_folder_that_is_not_there(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="there is no folder"):
-        modules["measurements"].read_study(tmp_path / "nowhere")
+        modules["claims"].read_study(tmp_path / "nowhere")
 
 
 def test_a_damaged_file_is_named(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     (tmp_path / "timing.json").write_text("{")
     with pytest.raises(DataError, match="timing.json' is damaged"):
-        modules["measurements"].read_study(tmp_path)
+        modules["claims"].read_study(tmp_path)
 
 
 # --- what is run ---
 
 
 def test_the_models_and_sweeps_of_the_study_fit_together(modules: dict[str, ModuleType], tmp_path: Path) -> None:
-    run = modules["run"]
+    models, run = modules["models"].CLAIM_MODELS, modules["run"]
     kinds: dict[bool, Any] = {True: ExpertTrainingConfig, False: RewardTrainingConfig}
     made: set[str] = set()
-    for name, model in run.MODELS.items():
+    for name, model in models.items():
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(model | {"out": f"models/{name}"}))
         config = read_yaml(tmp_path / "config.yaml", kinds["method" in model])
         config.check()
@@ -513,38 +512,32 @@ def test_the_models_and_sweeps_of_the_study_fit_together(modules: dict[str, Modu
 def test_a_piece_runs_once_and_says_what_failed(
     modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = modules["run"]
+    models = modules["models"]
     monkeypatch.chdir(tmp_path)
     write = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write('x')"
 
     def job(name: str, code: str = write, needs: str = "") -> Any:
-        return run.Job(name, [sys.executable, "-c", code, name], name, (needs,) if needs else ())
+        return models.Job(name, [sys.executable, "-c", code, name], name, (needs,) if needs else ())
 
     for _ in range(2):
-        run.run_all([job("first"), job("second", needs="first")], 2)
+        models.run_all([job("first"), job("second", needs="first")], 2)
     assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["x", "x"]
     with pytest.raises(SystemExit, match="failed: broken, after it"):
-        run.run_all([job("broken", "raise ValueError"), job("after it", needs="broken"), job("third")], 3)
+        models.run_all([job("broken", "raise ValueError"), job("after it", needs="broken"), job("third")], 3)
     assert (tmp_path / "third").exists()
     assert not (tmp_path / "after it").exists()
     assert "ValueError" in (tmp_path / "logs" / "broken.log").read_text()
 
 
-def test_excerpts_are_of_measured_cells(
-    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, folder = modules["run"], tmp_path / "sweeps" / "detox-k20"
-    monkeypatch.chdir(tmp_path)
+def test_texts_are_of_measured_cells(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     rows = [
         {"cell": cell, "prompt": prompt, "group": "g", "continuations": [f"{cell} {prompt} {n}" for n in range(25)]}
         for cell, prompts in (("whole", 2), ("stopped", 1))
         for prompt in range(prompts)
     ]
-    folder.mkdir(parents=True)
-    write_lines(folder / "generations.jsonl", rows)
-    write_lines(folder / "metrics.jsonl", [{"cell": "whole"}])
-    run.excerpts(1)
-    texts = run.read_excerpt(tmp_path / "excerpts" / "detox-k20.jsonl.xz")
+    write_lines(tmp_path / "generations.jsonl", rows)
+    write_lines(tmp_path / "metrics.jsonl", [{"cell": "whole"}])
+    texts = modules["run"].read_texts(tmp_path)
     assert texts == {("whole", "g"): [["whole 0 0", "whole 0 1"], ["whole 1 0", "whole 1 1"]]}
 
 
@@ -560,14 +553,17 @@ def test_mauve_is_of_cells_that_lack_it(
             encoded.append(texts[0].split()[0])
             return np.random.default_rng(len(texts[0])).normal(size=(len(texts), 4)).astype(np.float32)
 
-    file = tmp_path / "detox-k20.jsonl.xz"
-    with lzma.open(file, "wt") as stream:
-        for cell, prompt in product(("none", "known", "new"), range(20)):
-            row = {"cell": cell, "group": "g", "prompt": prompt, "continuations": [f"{cell} {n}" for n in range(5)]}
-            stream.write(json.dumps(row) + "\n")
+    folder, cells = tmp_path / "detox-k20", ("none", "known", "new")
+    folder.mkdir()
+    rows = [
+        {"cell": cell, "group": "g", "prompt": prompt, "continuations": [f"{cell} {n}" for n in range(5)]}
+        for cell, prompt in product(cells, range(20))
+    ]
+    write_lines(folder / "generations.jsonl", rows)
+    write_lines(folder / "metrics.jsonl", [{"cell": cell} for cell in cells])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "load_encoder", lambda *_: Encoder())
-    run.mauve_of_sweep(file, {("detox-k20", "none", "g"), ("detox-k20", "known", "g")})
+    run.mauve_of_sweep(folder, {("detox-k20", "none", "g"), ("detox-k20", "known", "g")})
     (row,) = map(json.loads, (tmp_path / "mauve.jsonl").read_text().splitlines())
     assert encoded == ["none", "new"]
     assert (row["sweep"], row["cell"], row["group"]) == ("detox-k20", "new", "g")
