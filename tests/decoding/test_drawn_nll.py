@@ -41,12 +41,14 @@ def gedi_logits(
     tokens = torch.nonzero(base.isfinite()).flatten().tolist()
     wanted = oracle.gedi_posterior(guide.expert.lm, CODES, prefix, tokens, 1.7, (0.3, 0.7))
     guided = [base[token].item() + 6 * math.log(p) for token, p in zip(tokens, wanted, strict=True)]
-    kept = oracle.gedi_kept(wanted, guided, **FILTER)
+    words = [place for place, token in enumerate(tokens) if token not in STOPS]  # the filter sees no others
+    kept = oracle.gedi_kept([wanted[place] for place in words], [guided[place] for place in words], **FILTER)
     assert kept.count(True) < len(kept) or top_k == 1
-    words = {token: value for token, value in zip(tokens, guided, strict=True) if token not in STOPS}
-    allowed = [token for token, keep in zip(tokens, kept, strict=True) if keep and token in words] or list(words)
+    allowed = [place for place, keep in zip(words, kept, strict=True) if keep] or words
     filtered = torch.full_like(base, -torch.inf)
-    filtered[allowed] = torch.tensor([words[token] for token in allowed], dtype=base.dtype)
+    filtered[[tokens[place] for place in allowed]] = torch.tensor(
+        [guided[place] for place in allowed], dtype=base.dtype
+    )
     return oracle.ends_held(base, filtered, STOPS)
 
 

@@ -426,10 +426,8 @@ def test_an_error_of_the_engine_ends_its_texts_alone(models: Path, monkeypatch: 
 
 
 def test_two_names_of_one_strength_add_up(models: Path) -> None:
-    config = make_config(models)
-    twin = {**config.guides, "twin": f"{models / 'q'}:praise"}
-    entries = {name: entry if isinstance(entry, str) else entry.guide for name, entry in twin.items()}
-    with serving(make_config(models, guides=entries)) as running:
+    entries = {"praise": f"{models / 'q'}:praise=10", "length": f"{models / 'v'}:length=3"}
+    with serving(make_config(models, guides={**entries, "twin": f"{models / 'q'}:praise"}, models={})) as running:
         steering = {"praise": 4, "twin": 5, "details": True}
         answer = post(running, prompt=PROMPT, radq=steering, temperature=0, logprobs=1, max_tokens=8).json()
         once = expected(running, [PROMPT], {"praise": 9}, temperature=0.0)[0]
