@@ -419,7 +419,7 @@ def page(driver: Any, server: Server, seed: int) -> Iterator[Any]:
 def ask_as_the_page(server: Server, seed: int, nice: float) -> dict[str, Any]:
     """The answer of the server to the first request of the page."""
     body = {"model": "base", "prompt": PROMPTS[0], "max_tokens": 12, "seed": seed, "temperature": 1, "logprobs": 1}
-    radq = {"nice": nice, "rude": 0, "kind": 0, "broken": 0, "details": True, "top_k": 20, "kl_budget": 0.5}
+    radq = {"nice": nice, "rude": 0, "kind": 0, "broken": 0, "details": True, "top_k": 20, "kl_budget": 1.0}
     response = server.complete(body | {"radq": radq})
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]

@@ -1,6 +1,6 @@
 """Does agreement about candidates foretell how well a student steers, better than accuracy on texts does?
 
-    python recipes/candidate_agreement.py --data sentiment.jsonl --eval-data sst2-dev.jsonl \\
+    python study/candidate_agreement.py --data sentiment.jsonl --eval-data sst2-dev.jsonl \\
         --write write-sentiment.jsonl --prompts dev-neutral.jsonl --judge-data judge-sentiment.jsonl --out agreement
 
 Students of one teacher, the embedded sentiment model, are trained in different ways. Each is measured on labelled texts
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import tyro
 import yaml
+from models import RADQ, Job, run_all, write_json
 from torch import Tensor
 
 import radq
@@ -35,7 +36,6 @@ from radq.files import read_lines, whole_file
 from radq.judges.agreement import rank_correlation
 from radq.training.candidate_agreement import compare_rewards
 from radq.training.candidates import UNUSED, CandidateSet
-from study.jobs import RADQ, Job, run_all, write_json
 
 TEACHER, BASE, LABEL = "embedded:sentiment", "embedded", "sentiment"
 TARGET = 1.15  # times the unguided perplexity, where students are compared
