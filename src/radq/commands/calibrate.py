@@ -60,7 +60,8 @@ class Arguments:
     """With --by beta, the KL budget of each token under which strengths are measured and later used; none is no
     budget."""
     ends: Ends = "base"
-    """What decides when a guided text ends: base, or taught for reward models that were taught ends."""
+    """Stop tokens keep the probability that the language model gives them (base), or guides reward them like words
+    (taught), which is for models that were taught ends."""
     seed: int = 0
     """Seed of the random numbers."""
     batch_size: int = 100

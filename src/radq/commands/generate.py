@@ -52,8 +52,8 @@ class Arguments:
     """Divide the logits of the language model by this number, but not the rewards; 0 always takes the best token."""
     kl_budget: Annotated[float | Literal["auto", "none"], tyro.conf.arg(help=KL_BUDGET)] = "auto"
     ends: Ends = "base"
-    """What decides when a text ends. base leaves the probability of stop tokens to the language model, so that guides
-    decide what is said and not when it ends; taught rewards them like words, for models that were taught ends."""
+    """Stop tokens keep the probability that the language model gives them (base), so that guides decide what is said,
+    not when it ends; or guides reward them like words (taught), which is for models that were taught ends."""
     clamp: bool = True
     """Clamp rewards to the range of the labels that the reward model was trained on."""
     num_samples: int = 1

@@ -9,7 +9,7 @@ from radq.errors import OptionError
 
 Ends = Literal["base", "taught"]
 
-# Nats per token. It is the default everywhere but in the paper's recipes. docs/decoding.md has what was measured: at
+# Nats per token. It is the default everywhere but in the paper's recipes. docs/defaults.md has what was measured: at
 # equal perplexity, texts under it are as good as without a budget, and it bounds what too large a β can break.
 DEFAULT_KL_BUDGET = 1.0
 

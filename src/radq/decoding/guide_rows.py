@@ -150,7 +150,7 @@ class Guides:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a step computes for the guides, whatever their numbers are."""
+        """The kind of step that the guides need, whatever their strengths are; a captured step holds for one kind."""
         return tuple((member.every, member.widest) if member.rows else None for member in self.members)
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:

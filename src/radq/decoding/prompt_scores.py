@@ -36,7 +36,7 @@ FEW = 16  # tokens; a forward of fewer takes as long
 
 @dataclass(frozen=True)
 class BaseScore:
-    """What the base model says of a token of a prompt, over the whole vocabulary and at temperature 1."""
+    """The base model's score of one token of a prompt, over the whole vocabulary and at temperature 1."""
 
     log_probability: float
     best: list[tuple[int, float]]  # the likeliest tokens in its place, with their log-probabilities

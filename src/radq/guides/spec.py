@@ -21,15 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from radq.errors import OptionError
 from radq.guides.folders import ANTI_EXPERT, EXPERT, fingerprint_guide, holds_experts, read_codes
-from radq.models.calibration import (
-    Setting,
-    find_calibration,
-    find_known_calibration,
-    find_setting,
-    is_strength,
-    looks_like_share,
-    note_share,
-)
+from radq.models.calibration import Setting, find_strength, is_strength, note_number
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelName, check_language_model, check_reward_model
 
@@ -101,14 +93,14 @@ def _read_setting(
     folder: str, name: str, written: str, specification: str, base: ModelName | None, fetch: bool
 ) -> float | Setting:
     if is_strength(written):
-        return find_setting(written, find_calibration(folder, name, base, fetch), f"{name} of {folder!r}")
+        return find_strength(written, folder, name, base, fetch)
     try:
         number = float(written)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
         raise OptionError(f"{specification!r} is no specification of a guide.", HINT)
-    if looks_like_share(written) and (note := note_share(name, written, find_known_calibration(folder, name))):
+    if note := note_number(name, written, folder, name):
         warnings.warn(note, stacklevel=1)
     return number
 

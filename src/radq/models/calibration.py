@@ -219,9 +219,12 @@ def _require_same_weights(calibration: Calibration, place: str | Path, fetch: bo
 
 def _fingerprint_base(name: ModelName) -> str | None:
     """The fingerprint of a base model; None for one in memory whose folder is not known, or no longer there."""
+    source = ModelSource.find(name)
     try:
-        return ModelSource.find(name).fingerprint if str(name) else None
-    except (ModelError, OSError):
+        return source.fingerprint if source.name else None
+    except OSError:  # or a ModelError, which is one
+        if source.is_base:  # its package is missing, and the error says how to install it
+            raise
         return None
 
 
@@ -241,7 +244,7 @@ def shipped_strengths() -> dict[str, float]:
     return {name: one.named["strong"] for name, one in shipped_calibrations().items()}
 
 
-def find_known_calibration(folder: str | Path, attribute: str) -> Calibration | None:
+def _find_known_calibration(folder: str | Path, attribute: str) -> Calibration | None:
     """Find some calibration of an attribute on this machine, for advice alone: nothing is compared or refused."""
     try:
         known = read_calibrations(calibrated_folder(folder, attribute), fetch=False)
@@ -276,7 +279,14 @@ def find_setting(value: str, calibration: Calibration | None, what: str) -> Sett
     return calibration.at(strength)
 
 
-def looks_like_share(value: Any) -> bool:
+def find_strength(
+    value: str, folder: str | Path, attribute: str, base: ModelName | None = None, fetch: bool = True
+) -> Setting:
+    """Find the setting of a strength of a stored reward model, see `find_calibration` and `find_setting`."""
+    return find_setting(value, find_calibration(folder, attribute, base, fetch), f"{attribute} of {str(folder)!r}")
+
+
+def _looks_like_share(value: Any) -> bool:
     """Whether a value is β, and may have been meant as a share of what can be reached; with a sign (+0.6) it is not."""
     if isinstance(value, str):
         return _is_share(value)
@@ -292,12 +302,17 @@ def _is_share(text: str) -> bool:
 
 def note_share(name: str, value: Any, calibration: Calibration | None) -> str | None:
     """Write a line that names the percentage, if β of a calibrated attribute looks like a share and hardly steers."""
-    if calibration is None or not looks_like_share(value):
+    if calibration is None or not _looks_like_share(value):
         return None
     number = float(value)
     if abs(calibration.at(number).beta) <= number:
         return None
     return f"{name}={value} is β = {number:g}, which is very weak. hint: write {name}={100 * number:g}% for a strength."
+
+
+def note_number(name: str, value: Any, folder: str | Path, attribute: str) -> str | None:
+    """Write the line of `note_share` about a stored reward model, whose calibration is read only if it is needed."""
+    return note_share(name, value, _find_known_calibration(folder, attribute)) if _looks_like_share(value) else None
 
 
 def _read_percentage(text: str) -> float:

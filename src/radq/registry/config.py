@@ -27,11 +27,9 @@ from radq.models.calibration import (
     Calibration,
     OtherModelError,
     find_calibration,
-    find_known_calibration,
-    find_setting,
+    find_strength,
     is_strength,
-    looks_like_share,
-    note_share,
+    note_number,
     shipped_strengths,
 )
 from radq.registry.allowed_hosts import check_host
@@ -151,9 +149,8 @@ def _read_words(given: Mapping[str, Any], guide: GuideSpec, place: str, base: st
         if name not in ("default", "suggested"):
             continue
         if is_strength(one):
-            calibration = find_calibration(folder, strength, base, fetch=False)
-            found[name] = find_setting(one, calibration, f"{strength} of {folder!r}").beta
-        elif looks_like_share(one) and (note := note_share(name, one, find_known_calibration(folder, strength))):
+            found[name] = find_strength(one, folder, strength, base, fetch=False).beta
+        elif note := note_number(name, one, folder, strength):
             warnings.warn(f"{place}: {note}", stacklevel=2)
     return found
 
@@ -206,8 +203,8 @@ class Defaults:
     kl_budget: Annotated[float, Range(0)] | None = DEFAULT_KL_BUDGET
     """Largest KL divergence per token, in nats, to which strengths are scaled down; null leaves them as they are."""
     ends: Ends = "base"
-    """What decides when a text ends: base leaves the probability of stop tokens to the base model; taught lets guides
-    reward them like words, for reward models that were taught ends."""
+    """Stop tokens keep the probability that the base model gives them (base), or guides reward them like words
+    (taught), which is for reward models that were taught ends."""
     top_k: Annotated[int, Range(1)] = 20
     """Number of candidates of a token."""
     max_tokens: Annotated[int, Range(1)] | None = None

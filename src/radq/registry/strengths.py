@@ -27,7 +27,7 @@ HINT = 'write {"sentiment": 20, "toxicity": -50} or "sentiment=20,toxicity=-50".
 
 @dataclass(frozen=True)
 class Guidance:
-    """What a request comes to, with the operator's defaults: strengths of guides that are read, and steering."""
+    """A request whose gaps the operator's defaults have filled: strengths of the guides that are read, and steering."""
 
     strengths: Mapping[str, float]
     steering: Steering

@@ -43,6 +43,8 @@ SPARE = 4  # rows for each of which there is one more, for those whom the texts 
 MOST_FAILURES = 3  # in a row, without a token between them, after which a new beginning is no longer tried
 PAUSE = 1.0  # seconds before a new beginning, times the failures in a row
 FAILED = "decoding failed; the server's log says why."
+ENDING = "the server is about to end."
+ELSEWHERE = "send the request to another server, or later."
 PROMPT_BUDGET = {"cpu": 128, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
 
 
@@ -173,9 +175,9 @@ class Scheduler:
 
     def _check_open(self) -> None:
         if self.broken:
-            raise ClosingError(FAILED, "send the request to another server, or later.")
+            raise ClosingError(FAILED, ELSEWHERE)
         if self.closing:
-            raise ClosingError("the server is about to end.", "send the request to another server, or later.")
+            raise ClosingError(ENDING, ELSEWHERE)
 
     # --- in the scheduler's thread ---
 
@@ -204,14 +206,19 @@ class Scheduler:
 
     def _fail_all(self, reason: str) -> None:
         """End all texts, and answer everybody who waits, with an error."""
-        running, self._texts, self._engine = self._texts, {}, None
+        self._fail_running(reason)
         with self._change:
             waiting, self._waiting = self._waiting, deque()
             tasks, self._tasks = self._tasks, deque()
-        for text in [*running.values(), *waiting]:
+        for text in waiting:
             text.deliver(Delivery(text, [], finish_reason="error", error=reason))
         for task in tasks:
             task.fail(FailedError(reason))
+
+    def _fail_running(self, reason: str) -> None:
+        texts, self._texts, self._engine = self._texts, {}, None
+        for text in texts.values():
+            text.deliver(Delivery(text, [], finish_reason="error", error=reason))
 
     def _work(self) -> None:
         while True:
@@ -234,14 +241,12 @@ class Scheduler:
             for text in self._texts.values():
                 text.cancelled = True
             while self._tasks:
-                self._tasks.popleft().fail(
-                    ClosingError("the server is about to end.", "send the request to another server, or later.")
-                )
+                self._tasks.popleft().fail(ClosingError(ENDING, ELSEWHERE))
 
     def _refuse_waiting(self) -> None:
         while self._waiting:
             text = self._waiting.popleft()
-            text.deliver(Delivery(text, [], finish_reason="cancelled", error="the server is about to end."))
+            text.deliver(Delivery(text, [], finish_reason="cancelled", error=ENDING))
 
     def _do_task(self, tokens: int) -> None:
         """Do a part of a task. The first tasks take turns, so that a short one does not wait for a long one."""
@@ -330,7 +335,7 @@ class Scheduler:
             del self._texts[ticket]
             error = str(ticket.failure) if ticket.finish_reason == "error" else None
             if ticket.finish_reason == "cancelled" and self.closing:
-                error = "the server is about to end."
+                error = ENDING
             text.deliver(Delivery(text, tokens, text.growing.end(), ticket.finish_reason, error))
         elif tokens:
             text.deliver(Delivery(text, tokens))
@@ -338,10 +343,7 @@ class Scheduler:
     def _fail(self, error: Exception) -> None:
         """End all texts of the engine after an error, which is a bug; those that wait will have another engine."""
         LOGGER.error("decoding failed", exc_info=error)
-        reason = explain(error) or FAILED
-        texts, self._texts, self._engine = self._texts, {}, None
-        for text in texts.values():
-            text.deliver(Delivery(text, [], finish_reason="error", error=reason))
+        self._fail_running(explain(error) or FAILED)
         self._try_device()
 
     def _put_away(self, engine: Engine) -> None:

@@ -184,7 +184,7 @@ def choose_objective(config: RewardTrainingConfig, attributes: list[str], data: 
 
 
 def compute_metrics(stats: np.ndarray, labels: np.ndarray, attributes: list[str]) -> dict[str, float]:
-    """Compute means over texts from the statistics of `prediction_step`.
+    """Compute means over texts from the statistics of an `Objective`.
 
     Binary labels also have AUC and accuracy, other labels have the rank correlation with them. Labels that are missing,
     NaN, count nowhere, and an attribute without labels has no metrics.
