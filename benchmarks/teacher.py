@@ -20,8 +20,7 @@ from radq.benchmark.clock import describe_machine, read_clock
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.models.loading import find_device
 from radq.models.rad_v import RadV
-from radq.training.candidates import _score_prefixes, _score_texts
-from radq.training.prefixes import Prefix
+from radq.training.candidate_agreement import Prefix, _score_prefixes, _score_texts
 from radq.training.teacher import GuideSource, RewardSource, Source, Teacher
 
 WAYS = {"each text once": _score_texts, "each place anew": _score_prefixes}

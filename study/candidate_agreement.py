@@ -34,8 +34,8 @@ from radq.evaluation.sweep.config import UNGUIDED, load_sweep
 from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
 from radq.files import read_lines, whole_file
 from radq.judges.agreement import rank_correlation
-from radq.training.candidate_agreement import compare_rewards
-from radq.training.candidates import UNUSED, CandidateSet
+from radq.training.candidate_agreement import UNUSED, compare_rewards
+from radq.training.candidates import CandidateSet
 
 TEACHER, BASE, LABEL = "embedded:sentiment", "embedded", "sentiment"
 TARGET = 1.15  # times the unguided perplexity, where students are compared

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from radq.report.notebook import Evaluation, evaluate
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
-    from radq.training.publish import push_to_hub
+    from radq.training.outcome import push_to_hub
     from radq.training.reward import train
     from radq.training.reward_trainer import RewardTrainer
 
@@ -59,7 +59,7 @@ _HOME = {
     "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",
-    "push_to_hub": "radq.training.publish",
+    "push_to_hub": "radq.training.outcome",
     "save_token_classifier": "radq.models.token_classifier",
     "train": "radq.training.reward",
     "ExpertTrainingConfig": "radq.training.config",

@@ -33,26 +33,32 @@ from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
 from radq.sources.hub import quiet
+from radq.training import candidate_agreement as agreement_module
 from radq.training import candidates as candidates_module
-from radq.training.arguments import training_device
-from radq.training.candidate_agreement import compare_rewards, measure_candidate_agreement
-from radq.training.candidates import (
-    HELD_OUT,
+from radq.training.candidate_agreement import (
     UNUSED,
-    CandidateFeed,
-    CandidateMaker,
-    CandidateSet,
-    find_candidates,
+    Prefix,
+    compare_rewards,
+    measure_candidate_agreement,
     score_places,
     score_rows,
 )
-from radq.training.checks import split_teachers
+from radq.training.candidates import (
+    HELD_OUT,
+    CandidateFeed,
+    CandidateMaker,
+    CandidateSet,
+    Prompts,
+    find_candidates,
+    write_prefixes,
+)
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import candidate_loss, difference_loss
-from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
+from radq.training.run_folder import split_teachers
 from radq.training.teacher import GuideSource, RewardSource, Teacher, fingerprint_model, load_teacher
+from radq.training.trainer_setup import training_device
 
 PREFIXES = [Prefix([5, 6, 7, 8, 9], [2, 4, 5]), Prefix([1, 11, 12], [3]), Prefix([13], []), Prefix([21, 22], [1, 2])]
 
@@ -148,10 +154,10 @@ def test_a_wide_teacher_reads_fewer_texts_at_once(lm_folders: dict[str, Path], m
     model.backbone.register_forward_pre_hook(
         lambda _, __, options: batches.append(len(options["input_ids"])), with_kwargs=True
     )
-    monkeypatch.setattr(candidates_module, "TOKENS_PER_FORWARD", {"cpu": 3 * (5 + 3 * 5)})  # for all three texts
+    monkeypatch.setattr(agreement_module, "TOKENS_PER_FORWARD", {"cpu": 3 * (5 + 3 * 5)})  # for all three texts
     width = model.backbone.config.hidden_size
     for wide, wanted in ((width, [3, 3]), (width / 3, [1] * 6)):  # the texts, then their candidates
-        monkeypatch.setattr(candidates_module, "WIDTH", wide)
+        monkeypatch.setattr(agreement_module, "WIDTH", wide)
         batches.clear()
         np.testing.assert_allclose(score_places(teacher, PREFIXES, candidates), expected, rtol=1e-6, atol=1e-7)
         assert batches == wanted

@@ -19,10 +19,10 @@ from radq.models.heads import HEADS
 from radq.models.rad_v import RadV
 from radq.settings import Range, names_in_table, read_yaml
 from radq.toy import make_reviews
-from radq.training.arguments import FIXED, MANAGED, choose_precision, make_arguments
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
+from radq.training.data import PAPER
 from radq.training.losses import LOSSES
-from radq.training.recipe import PAPER
+from radq.training.trainer_setup import FIXED, MANAGED, choose_precision, make_arguments
 
 COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "train-experts": ExpertTrainingConfig}
 

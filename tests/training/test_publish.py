@@ -21,7 +21,7 @@ from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.sources.embedded import reward_folder
 from radq.training.config import RewardTrainingConfig
-from radq.training.publish import push_to_hub, write_card
+from radq.training.outcome import push_to_hub, write_card
 
 TOKEN = "hf_secret"
 PROGRAM = """

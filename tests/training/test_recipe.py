@@ -13,7 +13,7 @@ from training_runs import make_settings
 from radq.settings import check_values, read_yaml
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
-from radq.training.recipe import (
+from radq.training.data import (
     CPU_LAYERS,
     HIGHEST_LORA_RATE,
     LEAST_STEPS,

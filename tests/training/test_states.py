@@ -19,10 +19,10 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.readout import Readout
 from radq.models.reward import RewardModel
-from radq.training import states as states_module
+from radq.training import token_cache as states_module
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward import train
-from radq.training.states import StateCache, prepare_states
+from radq.training.token_cache import StateCache, prepare_states
 
 TEXTS = [[5, 6, 7], [8], [0, 9, 10, 11, 12], [13, 14], [6, 5, 6, 5, 6, 5, 6]]
 

@@ -12,11 +12,11 @@ from training_runs import make_settings, weights
 
 from radq.cli import main
 from radq.errors import MemoryLimitError
-from radq.training.callbacks import SavingCallback
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward import train
 from radq.training.reward_trainer import RewardTrainer
 from radq.training.run_folder import find_checkpoints
+from radq.training.trainer_setup import SavingCallback
 
 
 @pytest.fixture

@@ -36,13 +36,12 @@ from radq.judges.readers import TransformersReader
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
-from radq.training.candidates import UNUSED, CandidateSet, score_places
+from radq.training.candidate_agreement import UNUSED, Prefix, score_places
+from radq.training.candidates import CandidateSet
 from radq.training.config import RewardTrainingConfig
-from radq.training.prefixes import Prefix
 from radq.training.reward import train
-from radq.training.targets import cache_targets, target_ranges
-from radq.training.teacher import RewardSource, Teacher
-from radq.training.text_source import TextSource, fill_blanks
+from radq.training.teacher import RewardSource, Teacher, TextSource, fill_blanks
+from radq.training.token_cache import cache_targets, target_ranges
 
 BASE: dict[str, Any] = {
     "num_prefixes": 6,

@@ -18,7 +18,7 @@ def defaults(argv: list[str]) -> Arguments:
 
 def run(arguments: Arguments) -> None:
     from radq.commands.console import announce
-    from radq.training.checks import check_run
+    from radq.training.run_folder import check_run
 
     settings = settings_of(arguments, RewardTrainingConfig)
     check_run(settings, arguments.resume, arguments.overwrite)

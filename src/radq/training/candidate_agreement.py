@@ -1,24 +1,136 @@
-"""Agreement of a student with its teacher about candidates for the next token.
+"""Rewards that a teacher gives to candidates for the next token, and the agreement of a student with its teacher.
 
     prefixes, candidates = [[464, 2646], [1026, 318]], torch.tensor([[373, 318], [257, 407]])
     measure_candidate_agreement(student, teacher, prefixes, candidates).correlation
 
 Guidance only changes the order of candidates by the differences between their rewards, so these are compared: rewards
-minus the mean over the candidates for the same place. Axes: n rows of candidates, k candidates, a attributes.
+minus the mean over the candidates for the same place. Axes: n prefixes or rows of candidates, p positions, k
+candidates, a attributes.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.models.reward import RewardModel
-from radq.training.candidates import UNUSED, score_rows
+from radq.numerics import pad_left, pad_right
 from radq.training.teacher import GuideSource, RewardSource, Teacher
+
+UNUSED = -1  # in place of a candidate
+TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefixes and candidates together
+WIDTH = 768  # of hidden states, up to which so many tokens are read; wider teachers read fewer, to save memory
+
+
+class Prefix(NamedTuple):
+    """A text that begins with a prompt, and the places in it where candidates are compared.
+
+    At place p, candidates stand in place of tokens[p], after the tokens before it. A place may be the end of the text.
+    """
+
+    tokens: list[int]
+    places: list[int]
+    prompt_length: int = 0
+
+
+# --- rewards of a teacher ---
+
+
+def score_places(
+    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
+) -> Float[np.ndarray, "n p k a"]:
+    """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used."""
+    read = _score_texts if _can_read_once(teacher, prefixes, candidates) else _score_prefixes
+    return np.where((candidates == UNUSED)[..., None], np.float32(0), read(teacher, prefixes, candidates))
+
+
+def _can_read_once(teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]) -> bool:
+    """Whether one forward over each text gives all rewards; what a model does not know changes how it reads."""
+    if not teacher.reads_once:
+        return False
+    known = min(vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies)
+    tokens = [token for prefix in prefixes for token in _read_part(prefix)]
+    return max(tokens, default=0) < known and int(candidates.max(initial=0)) < known
+
+
+def _read_part(prefix: Prefix) -> list[int]:
+    """The tokens before the last place of a prefix."""
+    return prefix.tokens[: max(prefix.places, default=0)]
+
+
+@torch.no_grad()
+def _score_texts(
+    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
+) -> Float[np.ndarray, "n p k a"]:
+    """Compute the rewards at all places by one forward over each text."""
+    _, num_places, k = candidates.shape
+    targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
+    texts = [_read_part(prefix) for prefix in prefixes]
+    positions = np.array([fill(prefix.places, num_places) for prefix in prefixes])
+    order = sorted((n for n, text in enumerate(texts) if text), key=lambda n: len(texts[n]))
+    for rows in chunks(order, _count_rows(teacher, texts, num_places * k)):
+        batch = pad_right([texts[n] for n in rows], device=teacher.device)
+        tokens = candidates[rows].astype(np.int64).clip(min=0)
+        places = (torch.from_numpy(values).to(teacher.device) for values in (positions[rows], tokens))
+        targets[rows] = teacher.place_rewards(*batch, *places).float().cpu().numpy()
+    return targets
+
+
+def _score_prefixes(
+    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
+) -> Float[np.ndarray, "n p k a"]:
+    """Compute the rewards of each place by a forward over the tokens before it."""
+    places = [(n, p) for n, prefix in enumerate(prefixes) for p in range(len(prefix.places))]
+    starts = [prefix.prompt_length if teacher.reads_continuations else 0 for prefix in prefixes]
+    texts = [prefixes[n].tokens[starts[n] : prefixes[n].places[p]] for n, p in places]
+    rows = np.array([candidates[n, p] for n, p in places]).reshape(len(places), candidates.shape[2])
+    rewards = score_rows(teacher, texts, rows)
+    targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
+    for (n, p), found in zip(places, rewards, strict=True):
+        targets[n, p] = found
+    return targets
+
+
+@torch.no_grad()
+def score_rows(
+    teacher: Teacher, texts: Sequence[Sequence[int]], candidates: Int[np.ndarray, "n k"]
+) -> Float[np.ndarray, "n k a"]:
+    """Compute the teacher's rewards of candidates for the next token of each text.
+
+    Texts of similar length are read together.
+    """
+    n, k = candidates.shape
+    rewards = np.zeros((n, k, len(teacher.attributes)))
+    for rows in chunks(sorted(range(n), key=lambda row: len(texts[row])), _count_rows(teacher, texts, k)):
+        input_ids, mask = pad_left([texts[row] for row in rows], device=teacher.device)
+        tokens = torch.from_numpy(candidates[rows].astype(np.int64)).clamp(min=0).to(teacher.device)
+        rewards[rows] = teacher.candidate_rewards(input_ids, mask, tokens).double().cpu().numpy()
+    return rewards
+
+
+def _count_rows(teacher: Teacher, texts: Sequence[Sequence[int]], num_candidates: int) -> int:
+    """Choose how many texts, each with so many candidates, are read together."""
+    longest = max(map(len, texts), default=1)
+    tokens_per_forward = TOKENS_PER_FORWARD.get(teacher.device.type, TOKENS_PER_FORWARD["cpu"])
+    widths = [module.embedding_dim for module in teacher.modules() if isinstance(module, nn.Embedding)]
+    wider = max(1.0, max(widths, default=WIDTH) / WIDTH)
+    return max(1, int(tokens_per_forward / wider) // (longest + num_candidates))
+
+
+def chunks(items: Sequence[int], size: int) -> list[list[int]]:
+    return [list(items[first : first + size]) for first in range(0, len(items), size)]
+
+
+def fill(places: list[int], number: int) -> list[int]:
+    return places + [0] * (number - len(places))
+
+
+# --- agreement ---
 
 
 class CandidateAgreement(NamedTuple):

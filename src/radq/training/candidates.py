@@ -13,15 +13,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Int
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.errors import DataError, OptionError
+from radq.data.dataset import RewardData
+from radq.data.prompts import read_prompts
+from radq.decoding.generate import generate
+from radq.decoding.prompts import encode_prompts
+from radq.errors import ContextLengthError, DataError, OptionError
 from radq.files import fingerprint_tensors, fingerprint_values, require_room
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
@@ -29,16 +34,142 @@ from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right, texts_per_forward
 from radq.store.pieces import Piece, load_arrays, missing, save_arrays
-from radq.training.arguments import choose_precision, training_device
+from radq.training.candidate_agreement import UNUSED, Prefix, chunks, fill, score_places
 from radq.training.config import RewardTrainingConfig
-from radq.training.prefixes import Prefix, Prompts, write_prefixes
 from radq.training.teacher import Teacher
+from radq.training.trainer_setup import choose_precision, training_device
+
+HELD_OUT_SHARE = 0.1  # of the prompts, if no texts are held out
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids of prompts for training and of others for measuring, each in random order."""
+
+    train: list[list[int]]
+    held_out: list[list[int]]
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, [*self.train, *self.held_out]))
+
+
+# --- prompts ---
+
+
+def choose_prompts(
+    config: RewardTrainingConfig,
+    data: RewardData,
+    eval_data: RewardData | None,
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Prompts:
+    """Choose prompts to train on, and other prompts to measure with.
+
+    They come from the file of prompts, or are the beginnings of texts. Beginnings to measure with are those of
+    `eval_data`. A tenth of all prompts is held out where this gives none.
+    """
+    held_out: list[str] = []
+    if config.prompts:
+        train = _distinct(_read_file(config.prompts, tokenizer))
+    else:
+        train = _beginnings(data, tokenizer, config.prompt_tokens)
+        others = [] if eval_data is None else _beginnings(eval_data, tokenizer, config.prompt_tokens)
+        known = set(train)
+        held_out = [text for text in others if text not in known]
+    rng = np.random.default_rng(config.seed)
+    train = [train[index] for index in rng.permutation(len(train))]
+    if not held_out:
+        cut = max(1, round(HELD_OUT_SHARE * len(train)))
+        train, held_out = train[cut:], train[:cut]
+    if not train:
+        raise DataError("there is one prompt alone, and some are held out.", "give two or more different --prompts.")
+    parts = [encode_prompts(lm.config, tokenizer, part, config.prefix_tokens) for part in (train, held_out)]
+    return Prompts(*parts)
+
+
+def _read_file(source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    texts = [prompt.text for prompt in read_prompts(source)]
+    rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    for number, row in enumerate(rows, 1):
+        if not row:
+            raise DataError(f"prompt {number} of {source} has no tokens.", "remove it, or write some words.")
+    return texts
+
+
+def _beginnings(data: RewardData, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> list[str]:
+    """Cut off the beginnings of all texts: at most half of a short text, so that there is something to write."""
+    starts, lengths = data.offsets[data.rows], data.lengths
+    sizes = np.minimum(np.maximum(1, lengths // 2), prompt_tokens)
+    rows: Any = [data.token_ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    texts = tokenizer.batch_decode(rows)
+    return _distinct([text for text in texts if tokenizer(text, add_special_tokens=False).input_ids])
+
+
+def _distinct(texts: list[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def check_room(prompts: Prompts, config: RewardTrainingConfig, context: int | None) -> None:
+    """Refuse prompts that leave no room for their continuations in the teacher or the student."""
+    if context is not None and prompts.longest + config.prefix_tokens > context:
+        raise ContextLengthError(
+            f"the longest prompt has {prompts.longest} tokens; with {config.prefix_tokens} new ones it exceeds the "
+            f"{context} tokens that teacher and student can read.",
+            "shorten the prompts, or lower --prefix-tokens.",
+        )
+
+
+# --- continuations ---
+
+
+def write_prefixes(
+    lm: Wrappable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    numbers: range,
+    config: RewardTrainingConfig,
+    seed: int,
+    guide: Guide | None,
+    num_known: int,
+) -> list[Prefix]:
+    """Let the base model continue prompts.
+
+    Prefix n depends on n, its prompt and the seed, but not on the other `numbers`. A prefix ends before a token from
+    `num_known` on, which teacher or student do not know.
+    """
+    chosen = [prompts[number % len(prompts)] for number in numbers]
+    generations = generate(
+        lm,
+        tokenizer,
+        chosen,
+        guide,
+        top_k=config.candidates,
+        max_new_tokens=config.prefix_tokens,
+        seed=seed,
+        kl_budget=None,  # rare prefixes are worth learning from, too
+        first_prompt=numbers.start,
+    )
+    found = zip(numbers, chosen, generations, strict=True)
+    return [
+        _choose_places(prompt, generation.token_ids, config.prefix_positions, [seed, number], num_known)
+        for number, prompt, generation in found
+    ]
+
+
+def _choose_places(
+    prompt: list[int], continuation: list[int], num_places: int, seed: list[int], num_known: int
+) -> Prefix:
+    """Choose places at random among those where the base model has chosen a token."""
+    tokens = prompt + continuation
+    unknown = next((place for place, token in enumerate(tokens) if token >= num_known), len(tokens))
+    places = np.arange(len(prompt), min(len(tokens) - 1, unknown) + 1)
+    chosen = np.sort(np.random.default_rng(seed).permutation(places)[:num_places]).tolist()
+    return Prefix(tokens[: chosen[-1]] if chosen else prompt[:unknown] or [0], chosen, len(prompt))
+
 
 PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
-TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefixes and candidates together
-WIDTH = 768  # of hidden states, up to which so many tokens are read; wider teachers read fewer, to save memory
 HELD_OUT_PREFIXES = 200
-UNUSED = -1  # in place of a candidate
 HELD_OUT = 0  # in place of the number of a round
 
 
@@ -243,7 +374,7 @@ class CandidateMaker:
         return CandidateSet(
             input_ids.numpy().astype(np.int32),
             mask.sum(1).numpy().astype(np.int32),
-            np.array([_fill(prefix.places, self._num_positions) for prefix in prefixes], np.int32),
+            np.array([fill(prefix.places, self._num_positions) for prefix in prefixes], np.int32),
             candidates,
             targets,
         )
@@ -279,7 +410,7 @@ def find_candidates(
     reader = Reader(lm, "logits", "base model", read_vocabulary(num_logits(lm), None))
     order = sorted((n for n, prefix in enumerate(prefixes) if prefix.places), key=lambda n: len(prefixes[n].tokens))
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
-    for rows in _chunks(order, texts_per_forward(longest * num_logits(lm), lm.device)):
+    for rows in chunks(order, texts_per_forward(longest * num_logits(lm), lm.device)):
         input_ids, mask = pad_left([prefixes[n].tokens for n in rows], device=lm.device)
         _, logits = reader.read_everywhere(input_ids, mask)  # (b, t, v)
         lengths = [len(prefixes[n].places) for n in rows]
@@ -289,92 +420,3 @@ def find_candidates(
         numbers = np.concatenate([np.arange(length) for length in lengths])
         found[np.asarray(rows)[texts], numbers] = np.where(tokens < num_known, tokens, UNUSED)
     return found
-
-
-def score_places(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
-    """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used."""
-    read = _score_texts if _can_read_once(teacher, prefixes, candidates) else _score_prefixes
-    return np.where((candidates == UNUSED)[..., None], np.float32(0), read(teacher, prefixes, candidates))
-
-
-def _can_read_once(teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]) -> bool:
-    """Whether one forward over each text gives all rewards; what a model does not know changes how it reads."""
-    if not teacher.reads_once:
-        return False
-    known = min(vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies)
-    tokens = [token for prefix in prefixes for token in _read_part(prefix)]
-    return max(tokens, default=0) < known and int(candidates.max(initial=0)) < known
-
-
-def _read_part(prefix: Prefix) -> list[int]:
-    """The tokens before the last place of a prefix."""
-    return prefix.tokens[: max(prefix.places, default=0)]
-
-
-@torch.no_grad()
-def _score_texts(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
-    """Compute the rewards at all places by one forward over each text."""
-    _, num_places, k = candidates.shape
-    targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
-    texts = [_read_part(prefix) for prefix in prefixes]
-    positions = np.array([_fill(prefix.places, num_places) for prefix in prefixes])
-    order = sorted((n for n, text in enumerate(texts) if text), key=lambda n: len(texts[n]))
-    for rows in _chunks(order, _count_rows(teacher, texts, num_places * k)):
-        batch = pad_right([texts[n] for n in rows], device=teacher.device)
-        tokens = candidates[rows].astype(np.int64).clip(min=0)
-        places = (torch.from_numpy(values).to(teacher.device) for values in (positions[rows], tokens))
-        targets[rows] = teacher.place_rewards(*batch, *places).float().cpu().numpy()
-    return targets
-
-
-def _score_prefixes(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
-    """Compute the rewards of each place by a forward over the tokens before it."""
-    places = [(n, p) for n, prefix in enumerate(prefixes) for p in range(len(prefix.places))]
-    starts = [prefix.prompt_length if teacher.reads_continuations else 0 for prefix in prefixes]
-    texts = [prefixes[n].tokens[starts[n] : prefixes[n].places[p]] for n, p in places]
-    rows = np.array([candidates[n, p] for n, p in places]).reshape(len(places), candidates.shape[2])
-    rewards = score_rows(teacher, texts, rows)
-    targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
-    for (n, p), found in zip(places, rewards, strict=True):
-        targets[n, p] = found
-    return targets
-
-
-@torch.no_grad()
-def score_rows(
-    teacher: Teacher, texts: Sequence[Sequence[int]], candidates: Int[np.ndarray, "n k"]
-) -> Float[np.ndarray, "n k a"]:
-    """Compute the teacher's rewards of candidates for the next token of each text.
-
-    Texts of similar length are read together.
-    """
-    n, k = candidates.shape
-    rewards = np.zeros((n, k, len(teacher.attributes)))
-    for rows in _chunks(sorted(range(n), key=lambda row: len(texts[row])), _count_rows(teacher, texts, k)):
-        input_ids, mask = pad_left([texts[row] for row in rows], device=teacher.device)
-        tokens = torch.from_numpy(candidates[rows].astype(np.int64)).clamp(min=0).to(teacher.device)
-        rewards[rows] = teacher.candidate_rewards(input_ids, mask, tokens).double().cpu().numpy()
-    return rewards
-
-
-def _count_rows(teacher: Teacher, texts: Sequence[Sequence[int]], num_candidates: int) -> int:
-    """Choose how many texts, each with so many candidates, are read together."""
-    longest = max(map(len, texts), default=1)
-    tokens_per_forward = TOKENS_PER_FORWARD.get(teacher.device.type, TOKENS_PER_FORWARD["cpu"])
-    widths = [module.embedding_dim for module in teacher.modules() if isinstance(module, nn.Embedding)]
-    wider = max(1.0, max(widths, default=WIDTH) / WIDTH)
-    return max(1, int(tokens_per_forward / wider) // (longest + num_candidates))
-
-
-def _chunks(items: Sequence[int], size: int) -> list[list[int]]:
-    return [list(items[first : first + size]) for first in range(0, len(items), size)]
-
-
-def _fill(places: list[int], number: int) -> list[int]:
-    return places + [0] * (number - len(places))

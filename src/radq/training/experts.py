@@ -33,14 +33,13 @@ from radq.models.vocabulary import find_bos
 from radq.numerics import log_probabilities
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource
-from radq.training.arguments import make_arguments
 from radq.training.config import ExpertTrainingConfig
-from radq.training.data import Start
+from radq.training.data import LONGEST, Start
 from radq.training.losses import gedi_loss, text_loss
-from radq.training.recipe import LONGEST
 from radq.training.run import TrainingRun, first_process_first, write_results
 from radq.training.run_folder import RESULTS, check_resumed, delete_run, find_checkpoints, find_resumed_checkpoint
 from radq.training.trainer import BatchTrainer
+from radq.training.trainer_setup import make_arguments
 
 EQUAL_PRIORS = (0.0, 0.0)  # logarithms, up to a constant
 

@@ -15,13 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from radq.data.dataset import RewardData
-from radq.judges.agreement import (
-    area_under_curve,
-    chance_accuracy,
-    chance_auc,
-    chance_correlation,
-    rank_correlation,
-)
+from radq.judges.agreement import area_under_curve, chance_accuracy, chance_auc, chance_correlation, rank_correlation
 from radq.numerics import take_last
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import LOSSES, baseline_loss, distillation_loss, preference_loss, prefix_weights

@@ -1,17 +1,31 @@
-"""The outcome of a run in words: what its figures mean, whether it has learned anything, and how to go on.
+"""The outcome of a run in words: whether it has learned anything, how to go on, and a model card for the hub.
 
-The figures are those of texts that were held out, beside those of a constant, which always answers the mean label.
+    push_to_hub("praise", "owner/praise", license="apache-2.0")
+
+The figures are those of texts that were held out, beside those of a constant, which always answers the mean label. A
+card says what the model is, its data, settings, figures and limits. Nothing in it is guessed: a folder without a run,
+such as that of a converted model, has a shorter card. Paths of this machine are left out.
 """
 
+import json
 import shlex
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from radq.errors import OptionError
+import yaml
+
+from radq.data.label_scale import read_scale
+from radq.errors import ModelError, OptionError, ServerError, first_line
+from radq.files import MODEL_FILES
+from radq.models.calibration import Calibration, read_calibrations
 from radq.settings import read_yaml
+from radq.sources.embedded import EMBEDDED, HUB_NAME
+from radq.sources.hub import looks_like_path
+from radq.sources.model_source import ModelSource, check_reward_model
 from radq.training.config import RewardTrainingConfig
-from radq.training.run_folder import SETTINGS
+from radq.training.run_folder import LABELS, RESULTS, SETTINGS
 
 ERRORS = {"weighted_mse": "the labels", "distillation_mse": "the teacher's rewards"}
 BETA = 20.0  # a strength to begin with, for rewards from 0 to 1
@@ -135,3 +149,200 @@ def _find_first_run(config: RewardTrainingConfig) -> RewardTrainingConfig | None
         except OptionError:
             return None
     return config
+
+
+# --- the hub ---
+
+
+CARD = "README.md"
+SHOWN = (  # settings that a card names
+    *("kind", "reads", "head", "num_layers", "lora_rank", "loss", "epochs", "max_steps", "batch_size"),
+    *("learning_rate", "max_length", "reg_weight", "seed", "teacher", "teacher_classifier", "base"),
+)
+LIMITS = """- Rewards are meant for language models with the vocabulary of the base above; radq refuses others.
+- It repeats what its labels say, with their mistakes and prejudices, and was measured on texts like those alone.
+- Guidance shifts probabilities and guarantees nothing: check texts with a judge that was not trained on the same data.
+- Strong guidance makes texts less fluent. Begin with a small strength."""
+
+
+def push_to_hub(
+    folder: str | Path,
+    name: str,
+    license: str | None = None,  # noqa: A002
+    private: bool = False,
+    token: str | None = None,
+) -> str:
+    """Upload a reward model with its card, in one commit, and return the address of the commit.
+
+    Args:
+        folder: the folder of a reward model, such as the --out of a run. A README.md in it is the card; otherwise the
+            card is written from the run. Checkpoints and other files of the run stay here.
+        name: the name on the hub, OWNER/NAME. The repository is made if it does not exist.
+        license: the licence, as the hub writes it, such as apache-2.0.
+        private: whether a new repository is private.
+        token: a token that may write there; by default that of `hf auth login` or of HF_TOKEN.
+    """
+    folder = Path(folder)
+    if name.count("/") != 1:
+        raise OptionError(f"the name must be written as OWNER/NAME, got {name!r}.", "put your name before it.")
+    if not folder.is_dir():
+        raise ModelError(f"there is no folder {str(folder)!r}.", "give the folder of a reward model.")
+    check_reward_model(folder)
+    _warn_of_local_backbone(folder)
+    files: dict[str, Path | bytes] = {file.relative_to(folder).as_posix(): file for file in _find_files(folder)}
+    card = folder / CARD
+    files[CARD] = card if card.is_file() else write_card(folder, name, license).encode()
+    import httpx
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    hub = HfApi(token=token)
+    try:
+        hub.create_repo(name, private=private, exist_ok=True)
+        operations: Any = [CommitOperationAdd(path, contents) for path, contents in files.items()]
+        return str(hub.create_commit(name, operations, commit_message="Upload a reward model of radq").commit_url)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ServerError(
+            f"{name!r} cannot be written on the hub {hub.endpoint}: {first_line(error)}.",
+            "check the name, the network, and `hf auth login`.",
+        ) from error
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """The files of the model in a folder, without those of its run."""
+    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+    return sorted(file for path in found for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+
+
+def _warn_of_local_backbone(folder: Path) -> None:
+    stored = ModelSource.find(folder).config
+    name, revision = stored.get("backbone_name"), stored.get("backbone_revision")
+    if name and name != EMBEDDED and not revision:
+        warnings.warn(
+            f"the backbone {Path(name).name!r} of this model is a folder, which is not uploaded: others have to name "
+            "it by from_pretrained(…, backbone=FOLDER).",
+            stacklevel=3,
+        )
+
+
+# --- the card ---
+
+
+def write_card(folder: str | Path, name: str, license: str | None = None) -> str:  # noqa: A002
+    """Write the card of a reward model that will be called `name` on the hub, as markdown with a YAML header."""
+    folder = Path(folder)
+    model, run, results = ModelSource.find(folder).config, _read_run(folder), _read_json(folder / RESULTS)
+    base = _describe_base(model, run)
+    title = f"# {name.rpartition('/')[2]}"
+    parts = [_write_header(run, base, license), title, _describe_model(model, base), _show_use(name, model)]
+    if run is not None:
+        parts += ["## Training", _describe_training(folder, run)]
+    figures = {key.removeprefix("eval_"): value for key, value in results.items() if key.startswith("eval_")}
+    parts += ["## Evaluation", _write_figures(figures) if figures else "No texts were held out, so nothing is known."]
+    calibrations = read_calibrations(folder)
+    if calibrations:
+        parts += ["## Strengths", _write_strengths(calibrations)]
+    licence = f"The licence is {license}." if license else "No licence is stated; those of the base and the data apply."
+    return "\n\n".join([*parts, "## Limits", LIMITS, "## Licence", licence]) + "\n"
+
+
+def _read_run(folder: Path) -> RewardTrainingConfig | None:
+    """The settings of the run that made a model; None if there was none."""
+    try:
+        return read_yaml(folder / SETTINGS, RewardTrainingConfig)
+    except OptionError:
+        return None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
+def _describe_base(model: dict[str, Any], run: RewardTrainingConfig | None) -> tuple[str, str | None]:
+    """The name of the language model that a reward model began as, and its commit if it comes from the hub."""
+    found = model.get("backbone_name") or (None if run is None else find_language_model(run))
+    if found == EMBEDDED:
+        return HUB_NAME, None
+    if found in (None, "BASE"):
+        return "", None
+    if looks_like_path(str(found)) or Path(str(found)).is_dir():
+        return Path(str(found)).name, None
+    return str(found), model.get("backbone_revision") or ModelSource.find(found).snapshot.name
+
+
+def _write_header(run: RewardTrainingConfig | None, base: tuple[str, str | None], license: str | None) -> str:  # noqa: A002
+    header: dict[str, Any] = {"library_name": "radq", "tags": ["radq", "reward-model", "controlled-generation"]}
+    if license:
+        header["license"] = license
+    if "/" in base[0] or base[1]:
+        header["base_model"] = base[0]
+    datasets = [] if run is None else [name.partition(":")[0] for name in run.data if not _is_file(name)]
+    if datasets:
+        header["datasets"] = datasets
+    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---"
+
+
+def _is_file(name: str) -> bool:
+    return looks_like_path(name) or Path(name).exists() or bool(Path(name).suffix)
+
+
+def _describe_model(model: dict[str, Any], base: tuple[str, str | None]) -> str:
+    kind = "RAD-Q" if model["kind"] == "q" else "RAD-V"
+    of = f", trained from {base[0]}" if base[0] else ""
+    commit = f" at commit {base[1]}" if base[1] else ""
+    attributes = ", ".join(f"`{name}`" for name in model["attributes"])
+    return (
+        f"A {kind} reward model of radq{of}{commit}. It gives each token of a text a reward for {attributes}, and "
+        f"steers a language model with the same vocabulary. Rewards are clamped to {model.get('response_range')}."
+    )
+
+
+def _show_use(name: str, model: dict[str, Any]) -> str:
+    attribute = model["attributes"][0]
+    return (
+        f'```python\nfrom radq import RewardGuide, RewardModel\n\nreward = RewardModel.from_pretrained("{name}")\n'
+        f'guide = RewardGuide(reward, {{"{attribute}": 20.0}})  # a negative strength steers away\n```'
+    )
+
+
+def _describe_training(folder: Path, run: RewardTrainingConfig) -> str:
+    names = [Path(name).name if _is_file(name) else name for name in run.data]
+    lines = [f"Data: {', '.join(names)}."]
+    for attribute, stored in _read_json(folder / LABELS).items():
+        sentence = read_scale(stored, str(folder)).describe(attribute).partition(" (change")[0]
+        lines.append(f"{sentence[0].upper()}{sentence[1:]}.")
+    settings = {name: getattr(run, name) for name in SHOWN}
+    shown = {name: value for name, value in settings.items() if value not in (None, "", -1, 0)}
+    for name in ("teacher", "teacher_classifier", "base"):
+        if name in shown:
+            shown[name] = Path(str(shown[name])).name if _is_file(str(shown[name])) else shown[name]
+    return "\n".join([*lines, "", "| setting | value |", "|---|---|", *(f"| {n} | {v} |" for n, v in shown.items())])
+
+
+def _write_figures(figures: dict[str, Any]) -> str:
+    """A table of the figures on held-out texts, without those of speed."""
+    ignored = ("runtime", "samples_per_second", "steps_per_second")
+    rows = [f"| {name} | {value:.4g} |" for name, value in figures.items() if name not in ignored]
+    intro = "On held-out texts; `constant_…` and `chance_…` are what a constant and random answers reach."
+    return "\n".join([intro, "", "| figure | value |", "|---|---|", *rows])
+
+
+def _write_strengths(calibrations: list[Calibration]) -> str:
+    """A table of measured strengths, for each attribute and base model."""
+    lines = [
+        "These were measured with `radq calibrate`: 1 is the strength beyond which the judge improves no further, or "
+        "the perplexity leaves its bound.",
+        "",
+        "| attribute | base | judge | strength | β | KL budget | judge's score | perplexity ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in calibrations:
+        base = Path(one.base).name if _is_file(one.base) else one.base
+        judge = Path(one.judge).name if _is_file(one.judge.rpartition(":")[2]) else one.judge
+        for point in one.table:
+            budget = "none" if point.kl_budget is None else f"{point.kl_budget:.3g}"
+            numbers = f"{point.beta:.3g} | {budget} | {point.score:.3g} | {point.perplexity_ratio:.3g}"
+            lines.append(f"| {one.attribute} | {base} | {judge} | {point.strength:.2g} | {numbers} |")
+    return "\n".join(lines)

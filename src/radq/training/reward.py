@@ -17,32 +17,29 @@ from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
-from radq.models.loading import (
-    find_backbone,
-    load_causal_lm,
-    load_config,
-    max_positions,
-    num_logits,
-)
+from radq.models.loading import find_backbone, load_causal_lm, load_config, max_positions, num_logits
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
 from radq.sources.model_source import ModelSource
-from radq.training.arguments import choose_precision, training_device
-from radq.training.candidates import CandidateMaker
+from radq.training.candidates import CandidateMaker, check_room, choose_prompts
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import Start, check_labels, scales_of_model
+from radq.training.data import Start, check_labels, num_steps, scales_of_model
 from radq.training.outcome import warn_of_chance
-from radq.training.prefixes import check_room, choose_prompts
-from radq.training.recipe import num_steps
 from radq.training.reward_trainer import RewardTrainer, RoundsCallback
 from radq.training.run import TrainingRun, first_process_first, write_results
 from radq.training.run_folder import check_resumed, find_resumed_checkpoint
-from radq.training.states import StateCache, measure_states, prepare_states
-from radq.training.targets import cache_targets, target_ranges, target_shape
-from radq.training.teacher import Teacher, check_teacher, load_teacher
-from radq.training.text_source import label_data, load_text_teacher, measure_teacher
+from radq.training.teacher import Teacher, check_teacher, label_data, load_teacher, load_text_teacher, measure_teacher
+from radq.training.token_cache import (
+    StateCache,
+    cache_targets,
+    measure_states,
+    prepare_states,
+    target_ranges,
+    target_shape,
+)
+from radq.training.trainer_setup import choose_precision, training_device
 
 
 def train(

@@ -22,8 +22,8 @@ from radq.models.config import simplify_ranges
 from radq.models.loading import evaluating
 from radq.models.reward import RewardModel
 from radq.numerics import empty_cache
-from radq.training.candidate_agreement import compare_rewards, metrics_of
-from radq.training.candidates import HELD_OUT, UNUSED, CandidateFeed, CandidateMaker, CandidateSet
+from radq.training.candidate_agreement import UNUSED, compare_rewards, metrics_of
+from radq.training.candidates import HELD_OUT, CandidateFeed, CandidateMaker, CandidateSet
 from radq.training.config import RewardTrainingConfig
 from radq.training.losses import candidate_loss, difference_loss
 from radq.training.objectives import choose_objective

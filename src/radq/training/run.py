@@ -22,18 +22,11 @@ from radq.data.dataset import RewardData
 from radq.data.rows import Rows
 from radq.errors import OptionError, RadqError
 from radq.files import explained_writing, whole_file
-from radq.training.arguments import training_device
-from radq.training.checks import check_run
 from radq.training.config import TrainingConfig
-from radq.training.data import Scales, Start, keep_rows, load_run_data
-from radq.training.recipe import Config, num_steps
-from radq.training.run_folder import (
-    RESULTS,
-    begin_run,
-    read_scales,
-    take_settings_of_run,
-)
+from radq.training.data import Config, Scales, Start, keep_rows, load_run_data, num_steps
+from radq.training.run_folder import RESULTS, begin_run, check_run, read_scales, take_settings_of_run
 from radq.training.trainer import BatchTrainer
+from radq.training.trainer_setup import training_device
 
 LONGEST_WAIT = 24 * 3600  # seconds: one process may tokenise or ask a teacher for hours while the others wait
 TRIALS = 3  # the fastest counts: other programs may disturb one of them, and a step is captured in the second

@@ -19,33 +19,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-)
+from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer
 
 from radq.data.batches import GlobalBatches, LongestFirst
 from radq.data.dataset import RewardData, pad_batch
-from radq.errors import (
-    MemoryLimitError,
-    OptionError,
-    RadqError,
-    StoppedError,
-    TrainingError,
-    fills_memory,
-    first_line,
-)
+from radq.errors import MemoryLimitError, OptionError, RadqError, StoppedError, TrainingError, fills_memory, first_line
 from radq.files import explained_writing
 from radq.models.kv_cache import known_positions
 from radq.numerics import empty_cache, without_emulation_notice
 from radq.sources.hub import quiet
-from radq.training.arguments import make_arguments
-from radq.training.callbacks import MetricsCallback, RunCallback, SavingCallback, point_to_best
 from radq.training.capture import CapturedSteps, can_capture
 from radq.training.config import TrainingConfig
 from radq.training.run_folder import STATE, find_checkpoints, write_checksums
+from radq.training.trainer_setup import MetricsCallback, RunCallback, SavingCallback, make_arguments, point_to_best
 
 CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
 STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches

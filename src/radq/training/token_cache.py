@@ -1,15 +1,16 @@
-"""Hidden states of the base model that a readout reads, computed once for all texts of a data set and kept on disk.
+"""Numbers of each token of a data set, computed once and kept on disk: states that a readout reads, and targets.
 
     states = StateCache(model, data, folder, base_fingerprint, precision)
     states.make(progress=True)
     states.read(np.array([3, 0]))  # (2, t, n)
 
-A training of several epochs then runs the base model over each text once. States are computed in pieces, each of which
-is a file: after an interruption, the next call makes the missing pieces alone. Axes: b texts, t time, n numbers of a
-token, which are the states of all layers that are read, side by side.
+A training of several epochs then runs the base model, or the teacher, over each text once. States are computed in
+pieces, each of which is a file. Axes: b texts, t time, n numbers of a token, which are the states of all layers that
+are read, side by side.
 """
 
 import copy
+import math
 import time
 from collections.abc import Iterator
 from functools import cached_property
@@ -21,17 +22,12 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 from radq.data.dataset import RewardData
-from radq.files import (
-    default_cache_folder,
-    fingerprint_arrays,
-    fingerprint_values,
-    format_bytes,
-    require_room,
-)
+from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_values, format_bytes, require_room
 from radq.models.kv_cache import known_positions
 from radq.models.reward import RewardModel
 from radq.store.pieces import Piece, missing
-from radq.training.arguments import in_precision
+from radq.training.teacher import Limits, Teacher
+from radq.training.trainer_setup import in_precision
 
 PIECE_BYTES = 2**26  # of a file, about: as many as a CPU computes in a minute
 TOKENS_PER_FORWARD = 4096  # with padding
@@ -175,3 +171,63 @@ def measure_states(caches: list[StateCache]) -> dict[str, float]:
     """The number of tokens per second whose states were computed; no metrics if all were stored before."""
     number, seconds = sum(cache.num_computed for cache in caches), sum(cache.seconds for cache in caches)
     return {"state_tokens_per_second": round(number / seconds)} if number else {}
+
+
+# --- a teacher's rewards ---
+
+
+TARGET_BYTES = 4  # targets are stored in float32
+
+
+def cache_targets(
+    folder: Path, data: RewardData, teacher: Teacher, fingerprint: str, batch_size: int, progress: bool
+) -> Path:
+    """Store the teacher's rewards of all tokens of these rows in a file, unless the file is there already.
+
+    The name of the file is made of the fingerprints of teacher and rows, so that a file never serves others.
+    """
+    size = TARGET_BYTES * math.prod(target_shape(data, teacher))
+    piece = Piece(folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin", data, size)
+    if not piece.is_made:
+        online = "" if teacher.is_slow else ", or compute them in every step (--online)"
+        require_room(folder, size, "the teacher's rewards", f"make room on the disk{online}.")
+        with piece.writing() as temporary:
+            _write_targets(temporary, data, teacher, batch_size, progress)
+    return piece.file
+
+
+def target_shape(data: RewardData, teacher: Teacher) -> tuple[int, int]:
+    """Return the number of tokens of all rows and the number of attributes, which are the shape of the targets."""
+    return len(data.token_ids), len(teacher.attributes)
+
+
+@torch.no_grad()
+def _write_targets(file: Path, data: RewardData, teacher: Teacher, batch_size: int, progress: bool) -> None:
+    """Write the rewards of each row at the place of its tokens; rows outside `data` stay holes in the file.
+
+    These are plain writes, since a full disk under a memory-mapped file would crash the process.
+    """
+    num_tokens, a = target_shape(data, teacher)
+    order = np.argsort(data.lengths, kind="stable")
+    chunks = np.array_split(order, -(-len(order) // batch_size))
+    with file.open("wb") as stream:
+        stream.truncate(TARGET_BYTES * num_tokens * a)
+        for chunk in tqdm(chunks, desc="rewards of the teacher", unit="batch", disable=not progress):
+            batch = data.batch(chunk.tolist())
+            read = batch["loss_mask" if teacher.reads_continuations else "attention_mask"]
+            rewards = teacher.token_rewards(batch["input_ids"].to(teacher.device), read.to(teacher.device))
+            rewards = rewards.float().cpu().numpy()
+            lengths = batch["attention_mask"].sum(1).tolist()
+            for row, length, found in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
+                stream.seek(TARGET_BYTES * a * int(data.offsets[row]))
+                stream.write(found[:length].tobytes())
+
+
+def target_ranges(data: RewardData) -> list[Limits]:
+    """The lowest and the highest target of each attribute, over the tokens that the loss is about."""
+    assert data.targets is not None
+    starts = data.offsets[data.rows] + data.prompt_lengths[data.rows]
+    parts = [data.targets[start:end] for start, end in zip(starts, data.offsets[data.rows + 1], strict=True)]
+    ends = [(part.min(0), part.max(0)) for part in parts if len(part)]  # (a,) each
+    lows, highs = (np.array(values) for values in zip(*ends, strict=True))
+    return list(zip(lows.min(0).tolist(), highs.max(0).tolist(), strict=True))
