@@ -293,16 +293,16 @@ def settings_for(out: Path, **more: Any) -> RewardTrainingConfig:
 def test_prefixes_do_not_depend_on_their_pieces(tmp_path: Path) -> None:
     lm, tokenizer = make_lm("llama"), make_number_tokenizer()
     prompts, config = [[5, 6], [7], [8, 9, 10]], settings_for(tmp_path)
-    whole = write_prefixes(lm, tokenizer, prompts, range(7), config, 3, None, VOCAB)
-    parts = [write_prefixes(lm, tokenizer, prompts, part, config, 3, None, VOCAB) for part in (range(4), range(4, 7))]
+    whole = write_prefixes(lm, tokenizer, prompts, config, 3, VOCAB, range(7))
+    parts = [write_prefixes(lm, tokenizer, prompts, config, 3, VOCAB, part) for part in (range(4), range(4, 7))]
     assert whole == parts[0] + parts[1]
-    assert whole != write_prefixes(lm, tokenizer, prompts, range(7), config, 4, None, VOCAB)
+    assert whole != write_prefixes(lm, tokenizer, prompts, config, 4, VOCAB, range(7))
     for number, prefix in enumerate(whole):
         prompt = prompts[number % 3]
         assert prefix.tokens[: len(prompt)] == prompt
         assert len(prompt) <= prefix.places[0] <= prefix.places[-1] == len(prefix.tokens)
         assert sorted(set(prefix.places)) == prefix.places
-    for prefix in write_prefixes(lm, tokenizer, prompts, range(7), config, 3, None, num_known=9):
+    for prefix in write_prefixes(lm, tokenizer, prompts, config, 3, 9, range(7)):
         assert all(token < 9 for token in prefix.tokens)  # so a student that does not know the rest can read them
 
 

@@ -14,7 +14,7 @@ from radq.errors import DataError, OptionError
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
-from radq.training.objectives import compute_metrics, constant_metrics
+from radq.training.losses import compute_metrics, constant_metrics
 from radq.training.reward import train
 
 ROWS = [

@@ -24,8 +24,7 @@ from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.toy import BAD, GOOD, make_reviews
 from radq.training.config import RewardTrainingConfig
-from radq.training.losses import baseline_loss, preference_loss
-from radq.training.objectives import pair_metrics
+from radq.training.losses import baseline_loss, pair_metrics, preference_loss
 from radq.training.reward import train
 from radq.training.reward_trainer import random_tokens
 

@@ -21,8 +21,7 @@ from radq.models.reward import RewardModel
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, NOUNS, make_reviews
 from radq.training.config import RewardTrainingConfig
-from radq.training.losses import baseline_loss, squared_loss
-from radq.training.objectives import compute_metrics, constant_metrics
+from radq.training.losses import baseline_loss, compute_metrics, constant_metrics, squared_loss
 from radq.training.reward import train
 from radq.training.reward_trainer import random_tokens
 from radq.training.run_folder import find_checkpoints

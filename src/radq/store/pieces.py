@@ -1,6 +1,7 @@
 """Pieces of a long computation, each of which is a file: after an interruption, the missing ones alone are computed.
 
-    pieces = [Piece(folder / f"{key}-{n}.npz", rows) for n, rows in enumerate(chunks)]
+    pieces = [Piece(folder / f"{key}-{n}.npz", rows, 4 * len(rows), is_exact=False) for n, rows in enumerate(chunks)]
+    check_room(folder, pieces, "the numbers", "make room on the disk.")
     for piece in missing(pieces):
         save_arrays(piece, **compute(piece.contents))
 
@@ -18,7 +19,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from radq.errors import DataError
-from radq.files import explained_writing, whole_file
+from radq.files import explained_writing, require_room, whole_file
 
 Contents = TypeVar("Contents")
 
@@ -29,12 +30,12 @@ class Piece(Generic[Contents]):
 
     file: Path
     contents: Contents  # such as the numbers of its texts
-    size: int | None = None  # bytes of the complete file; None if a file that is there counts as complete
+    size: int  # bytes of the complete file
+    is_exact: bool = True  # otherwise the size is an estimate, and a file that is there counts as complete
 
     @property
     def is_made(self) -> bool:
-        """Whether the file is there, and complete."""
-        return self.file.exists() and self.size in (None, self.file.stat().st_size)
+        return self.file.exists() and (not self.is_exact or self.file.stat().st_size == self.size)
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
@@ -46,6 +47,11 @@ class Piece(Generic[Contents]):
 def missing(pieces: Iterable[Piece[Contents]]) -> list[Piece[Contents]]:
     """The pieces that are still to be computed."""
     return [piece for piece in pieces if not piece.is_made]
+
+
+def check_room(folder: Path, pieces: Iterable[Piece[Any]], what: str, hint: str) -> None:
+    """Refuse to begin if the disk of a folder has no room for the pieces that are still to be computed."""
+    require_room(folder, sum(piece.size for piece in missing(pieces)), what, hint)
 
 
 def save_arrays(piece: Piece[Any], **arrays: np.ndarray) -> None:

@@ -27,13 +27,13 @@ from radq.data.prompts import read_prompts
 from radq.decoding.generate import generate
 from radq.decoding.prompts import encode_prompts
 from radq.errors import ContextLengthError, DataError, OptionError
-from radq.files import fingerprint_tensors, fingerprint_values, require_room
+from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right, texts_per_forward
-from radq.store.pieces import Piece, load_arrays, missing, save_arrays
+from radq.store.pieces import Piece, check_room, load_arrays, missing, save_arrays
 from radq.training.candidate_agreement import UNUSED, Prefix, chunks, fill, score_places
 from radq.training.config import RewardTrainingConfig
 from radq.training.teacher import Teacher
@@ -110,7 +110,7 @@ def _distinct(texts: list[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def check_room(prompts: Prompts, config: RewardTrainingConfig, context: int | None) -> None:
+def check_context(prompts: Prompts, config: RewardTrainingConfig, context: int | None) -> None:
     """Refuse prompts that leave no room for their continuations in the teacher or the student."""
     if context is not None and prompts.longest + config.prefix_tokens > context:
         raise ContextLengthError(
@@ -127,11 +127,11 @@ def write_prefixes(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    numbers: range,
     config: RewardTrainingConfig,
     seed: int,
-    guide: Guide | None,
     num_known: int,
+    numbers: range,
+    guide: Guide | None = None,
 ) -> list[Prefix]:
     """Let the base model continue prompts.
 
@@ -269,7 +269,12 @@ class CandidateMaker:
         progress: bool = False,
     ):
         """Tokens from `num_known` on are not known to teacher or student, and are no candidates."""
-        check_number(config.candidates, min(num_known, num_logits(lm)))
+        if config.candidates > (shared := min(num_known, num_logits(lm))):
+            raise OptionError(
+                f"candidates must be at most {shared}, the number of tokens that base and student share, got "
+                f"{config.candidates}.",
+                "lower --candidates.",
+            )
         self.lm: Wrappable = lm
         self.tokenizer, self.teacher, self.prompts = tokenizer, teacher, prompts
         self.config, self.num_known, self.progress = config, num_known, progress
@@ -295,11 +300,9 @@ class CandidateMaker:
 
     def check_disk(self) -> None:
         """Refuse to begin if the disk has no room for the pieces that are still to be made."""
-        number = self.config.rounds * self.config.num_prefixes + min(self.config.num_prefixes, HELD_OUT_PREFIXES)
-        stored = sum(file.stat().st_size for file in self.folder.glob(f"{self._key}-*"))
-        needed = number * self._bytes_per_prefix - stored
+        pieces = [piece for number in range(HELD_OUT, self.config.rounds + 1) for piece in self._pieces(number)]
         hint = "make room on the disk, or lower --num-prefixes, --prefix-positions or --candidates."
-        require_room(self.folder, needed, "the candidates", hint)
+        check_room(self.folder, pieces, "the candidates", hint)
 
     @property
     def _num_positions(self) -> int:
@@ -334,11 +337,10 @@ class CandidateMaker:
         total = self.config.num_prefixes
         total = min(total, HELD_OUT_PREFIXES) if round_number == HELD_OUT else total
         name = "held-out" if round_number == HELD_OUT else f"round-{round_number}"
-        starts = range(0, total, self.piece)
-        return [
-            Piece(self.folder / f"{self._key}-{name}-{n:04}.npz", range(start, min(start + self.piece, total)))
-            for n, start in enumerate(starts)
-        ]
+        parts = [range(start, min(start + self.piece, total)) for start in range(0, total, self.piece)]
+        files = [self.folder / f"{self._key}-{name}-{n:04}.npz" for n in range(len(parts))]
+        sizes = [len(part) * self._bytes_per_prefix for part in parts]
+        return [Piece(*piece, is_exact=False) for piece in zip(files, parts, sizes, strict=True)]
 
     def _make_piece(
         self, round_number: int, numbers: range, make_guide: Callable[[float], Guide] | None
@@ -346,24 +348,12 @@ class CandidateMaker:
         began = time.perf_counter()
         prompts = self.prompts.held_out if round_number == HELD_OUT else self.prompts.train
         seed = int(np.random.SeedSequence([self.config.seed, round_number]).generate_state(1)[0])
-        half = numbers.start + len(numbers) // 2
-        beta = self.config.round_beta
-        parts = (
-            [(numbers, None)]
-            if make_guide is None
-            else [
-                (range(numbers.start, half), make_guide(beta)),
-                (range(half, numbers.stop), make_guide(-beta)),
-            ]
-        )
-        prefixes = [
-            prefix
-            for part, guide in parts
-            if part
-            for prefix in write_prefixes(
-                self.lm, self.tokenizer, prompts, part, self.config, seed, guide, self.num_known
-            )
-        ]
+        parts: list[tuple[range, Guide | None]] = [(numbers, None)]
+        if make_guide is not None:
+            half, beta = numbers.start + len(numbers) // 2, self.config.round_beta
+            parts = [(range(numbers.start, half), make_guide(beta)), (range(half, numbers.stop), make_guide(-beta))]
+        shared = self.lm, self.tokenizer, prompts, self.config, seed, self.num_known
+        prefixes = [prefix for part, guide in parts if part for prefix in write_prefixes(*shared, part, guide)]
         candidates = find_candidates(self.lm, prefixes, self._num_positions, self.config.candidates, self.num_known)
         written = time.perf_counter()
         self._count("prefix_tokens_per_second", written - began, len(prefixes) * self.config.prefix_tokens)
@@ -386,16 +376,6 @@ class CandidateMaker:
     def _count(self, name: str, seconds: float, number: int) -> None:
         before = self._work.get(name, [0.0, 0])
         self._work[name] = [before[0] + seconds, before[1] + number]
-
-
-def check_number(candidates: int, num_tokens: int) -> None:
-    """Refuse more candidates than there are tokens."""
-    if candidates > num_tokens:
-        raise OptionError(
-            f"candidates must be at most {num_tokens}, the number of tokens that base and student share, got "
-            f"{candidates}.",
-            "lower --candidates.",
-        )
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """The settings of training runs, of reward models and of experts; docstrings are the help texts of the command line."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ RATE, NOT_NEGATIVE = Range(0, 1_000), Range(0, 1_000_000)
 BELOW_ONE = Range(0, 1, without_high=True)
 Recipe = Literal["auto", "paper"]
 DType = Literal["float32", "bfloat16", "float16"]
+Rule = tuple[Any, str, str]  # whether a rule is broken, what is wrong then, and what to do
 
 
 @dataclass
@@ -324,125 +326,103 @@ class RewardTrainingConfig(TrainingConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_pairs()
-        self._check_spans()
-        self._check_missing_labels()
-        if not self.attributes and not self.has_teacher:
-            raise OptionError("there are no labels.", "give --labels with one or more columns, or --pairs.")
-        self._check_classifier()
-        if not self.backbone and not self.init and not self.teacher:
-            raise OptionError("there is no model to start from.", "give --backbone or --init.")
-        if self.lora_rank and not self.backbone and not self.teacher:
-            raise OptionError(
-                f"lora_rank must be 0 without a backbone, got {self.lora_rank}.", "give the --backbone of the adapters."
-            )
-        self._check_readout()
-        if self.backbone_dtype != "float32" and not self.lora_rank and self.reads == "itself":
-            raise OptionError(
-                f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}.",
-                "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out.",
-            )
-        if self.online and self.cache_targets:
-            raise OptionError("both --online and --cache-targets are given.", "choose one of them.")
-        for name in ("cache_targets", "online"):
-            if getattr(self, name) and not self.learns_tokens:
-                raise OptionError(f"{name} needs a teacher of tokens, and there is none.", "give --teacher.")
-        if (self.learns_tokens or self.base) and self.kind != "q":
-            raise OptionError(f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out.")
-        self._check_candidates()
+        for rules in (self._pairs(), self._spans(), self._labels(), self._model(), self._teacher(), self._candidates()):
+            for wrong, message, hint in rules:
+                if wrong:
+                    raise OptionError(message, hint)
 
-    def _check_classifier(self) -> None:
-        """Refuse settings that contradict a classifier as the teacher, or that only such a teacher has."""
-        if not self.teacher_classifier:
-            for name, value in {"teacher_scores": "texts", "teacher_reads": "text"}.items():
-                if getattr(self, name) != value:
-                    raise OptionError(f"{name} is for classifiers.", "give --teacher-classifier, too.")
-            return
-        if self.teacher:
-            raise OptionError("both teacher and teacher_classifier are given.", "choose one of them.")
-        if self.attributes and not self.learns_tokens:
-            raise OptionError(
-                "labels and teacher_classifier exclude each other, since the classifier's scores are the labels.",
-                "leave --labels out, or give --teacher-scores prefixes, where labels are used in the evaluation.",
-            )
-        if self.teacher_reads == "continuation" and self.prompt is None and not self.base:
-            raise OptionError("teacher_reads is continuation, and there are no prompts.", "give --prompt COLUMN.")
-        if self.base and self.loss != "mse":
-            raise OptionError(f"loss must be mse with a base, got {self.loss!r}.", "leave --loss out.")
-
-    def _check_pairs(self) -> None:
-        """Refuse settings that contradict pairs, or that only pairs have."""
-        if bool(self.responses) != bool(self.scores):
-            given, missing = ("responses", "scores") if self.responses else ("scores", "responses")
-            raise OptionError(f"{given} needs {missing}, and there are none.", f"give --{missing} COLUMN, too.")
+    def _pairs(self) -> Iterator[Rule]:
+        """Settings that contradict pairs, or that only pairs have."""
+        given, missing = ("responses", "scores") if self.responses else ("scores", "responses")
+        lacks = bool(self.responses) != bool(self.scores)
+        yield lacks, f"{given} needs {missing}, and there are none.", f"give --{missing} COLUMN, too."
         if not self.compares:
             return
-        if self.pairs and self.responses:
-            raise OptionError("both pairs and responses are given.", "give one of them.")
+        yield bool(self.pairs and self.responses), "both pairs and responses are given.", "give one of them."
         names = self.response_columns
-        if self.pairs and (len(names) != 2 or not all(names) or names[0] == names[1]):
-            raise OptionError(f"pairs must name two columns, got {self.pairs!r}.", "write it as chosen,rejected.")
-        if len(self.attributes) != 1:
-            raise OptionError(f"labels must name one attribute for pairs, got {self.labels!r}.", "give one name.")
-        contradicting = {
-            "teacher": self.teacher,
-            "teacher_classifier": self.teacher_classifier,
-            "loss": self.loss != "mse",
-            "label_map": self.label_map,
-            "label_range": self.label_range is not None,
-            "keep_labels": self.keep_labels,
-        }
-        for name, given in contradicting.items():
-            if given:
-                option = "pairs" if self.pairs else "responses"
-                raise OptionError(f"{name} and {option} exclude each other.", f"leave --{name.replace('_', '-')} out.")
+        wrong = self.pairs and (len(names) != 2 or not all(names) or names[0] == names[1])
+        yield wrong, f"pairs must name two columns, got {self.pairs!r}.", "write it as chosen,rejected."
+        several = len(self.attributes) != 1
+        yield several, f"labels must name one attribute for pairs, got {self.labels!r}.", "give one name."
+        others = ("teacher", "teacher_classifier", "loss", "label_map", "label_range", "keep_labels")
+        yield from self._exclude("pairs" if self.pairs else "responses", others)
 
-    def _check_spans(self) -> None:
-        """Refuse settings that contradict spans."""
+    def _spans(self) -> Iterator[Rule]:
         if not self.spans:
             return
-        for name in ("pairs", "responses", "teacher", "teacher_classifier"):
-            if getattr(self, name):
-                raise OptionError(f"{name} and spans exclude each other.", "give one of them.")
-        if len(self.label_columns) > 1 or self.spans in (self.text, *self.label_columns):
-            raise OptionError(
-                "spans needs a column of its own, beside at most one column of labels.",
-                f"give one column as --labels, or none, got {self.labels!r}.",
-            )
+        yield from self._exclude("spans", ("pairs", "responses", "teacher", "teacher_classifier"), "give one of them.")
+        yield (
+            len(self.label_columns) > 1 or self.spans in (self.text, *self.label_columns),
+            "spans needs a column of its own, beside at most one column of labels.",
+            f"give one column as --labels, or none, got {self.labels!r}.",
+        )
 
-    def _check_missing_labels(self) -> None:
-        """Refuse missing labels where there are none of texts."""
-        if not self.missing_labels:
+    def _labels(self) -> Iterator[Rule]:
+        if self.missing_labels:
+            yield from self._exclude("missing_labels", ("pairs", "responses", "spans"), "leave --missing-labels out.")
+            yield not self.label_columns, "missing_labels needs labels, and there are none.", "give --labels, too."
+        none = not self.attributes and not self.has_teacher
+        yield none, "there are no labels.", "give --labels with one or more columns, or --pairs."
+        if not self.teacher_classifier:
+            for name, default in {"teacher_scores": "texts", "teacher_reads": "text"}.items():
+                yield getattr(self, name) != default, f"{name} is for classifiers.", "give --teacher-classifier, too."
             return
-        for name in ("pairs", "responses", "spans"):
-            if getattr(self, name):
-                raise OptionError(f"missing_labels and {name} exclude each other.", "leave --missing-labels out.")
-        if not self.label_columns:
-            raise OptionError("missing_labels needs labels, and there are none.", "give --labels, too.")
+        yield bool(self.teacher), "both teacher and teacher_classifier are given.", "choose one of them."
+        yield (
+            bool(self.attributes) and not self.learns_tokens,
+            "labels and teacher_classifier exclude each other, since the classifier's scores are the labels.",
+            "leave --labels out, or give --teacher-scores prefixes, where labels are used in the evaluation.",
+        )
+        lacks = self.teacher_reads == "continuation" and self.prompt is None and not self.base
+        yield lacks, "teacher_reads is continuation, and there are no prompts.", "give --prompt COLUMN."
+        wrong = bool(self.base) and self.loss != "mse"
+        yield wrong, f"loss must be mse with a base, got {self.loss!r}.", "leave --loss out."
 
-    def _check_candidates(self) -> None:
-        if self.base and not self.has_teacher:
-            raise OptionError("base needs a teacher, and there is none.", "give --teacher, or leave --base out.")
-        if self.base and self.trainer.get("dataloader_num_workers"):
-            raise OptionError("trainer sets dataloader_num_workers, which base does not allow.", "leave it out.")
-        if not self.base and (self.prompts or self.rounds > 1):
-            name = "prompts" if self.prompts else "rounds"
-            raise OptionError(f"{name} needs a base, and there is none.", "give --base.")
-
-    def _check_readout(self) -> None:
-        """Refuse settings that contradict a readout, or that only a readout has."""
+    def _model(self) -> Iterator[Rule]:
+        """Settings of the model that contradict each other, or that only a readout has."""
+        none = not (self.backbone or self.init or self.teacher)
+        yield none, "there is no model to start from.", "give --backbone or --init."
+        yield (
+            bool(self.lora_rank) and not self.backbone and not self.teacher,
+            f"lora_rank must be 0 without a backbone, got {self.lora_rank}.",
+            "give the --backbone of the adapters.",
+        )
         if self.reads == "itself":
-            given = [name for name in ("readout_layers", "readout_width", "cache_states") if getattr(self, name)]
-            if given:
-                raise OptionError(f"{given[0]} is for readouts.", "give --reads base, too.")
-            return
-        if not self.backbone:
-            raise OptionError("reads is base, and there is no base model.", "name it by --backbone.")
-        for name in ("lora_rank", "num_layers", "init"):
-            if getattr(self, name):
-                raise OptionError(
-                    f"{name} and reads=base exclude each other.", f"leave --{name.replace('_', '-')} out."
-                )
+            for name in ("readout_layers", "readout_width", "cache_states"):
+                yield bool(getattr(self, name)), f"{name} is for readouts.", "give --reads base, too."
+        else:
+            yield not self.backbone, "reads is base, and there is no base model.", "name it by --backbone."
+            yield from self._exclude("reads=base", ("lora_rank", "num_layers", "init"))
+        yield (
+            self.backbone_dtype != "float32" and not self.lora_rank and self.reads == "itself",
+            f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}.",
+            "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out.",
+        )
+
+    def _teacher(self) -> Iterator[Rule]:
+        both = self.online and self.cache_targets
+        yield both, "both --online and --cache-targets are given.", "choose one of them."
+        for name in ("cache_targets", "online"):
+            lacks = getattr(self, name) and not self.learns_tokens
+            yield lacks, f"{name} needs a teacher of tokens, and there is none.", "give --teacher."
+        wrong = (self.learns_tokens or self.base) and self.kind != "q"
+        yield bool(wrong), f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out."
+
+    def _candidates(self) -> Iterator[Rule]:
+        lacks = bool(self.base) and not self.has_teacher
+        yield lacks, "base needs a teacher, and there is none.", "give --teacher, or leave --base out."
+        workers = self.base and self.trainer.get("dataloader_num_workers")
+        yield workers, "trainer sets dataloader_num_workers, which base does not allow.", "leave it out."
+        name = "prompts" if self.prompts else "rounds"
+        lacks = not self.base and (bool(self.prompts) or self.rounds > 1)
+        yield lacks, f"{name} needs a base, and there is none.", "give --base."
+
+    def _exclude(self, option: str, others: Iterable[str], hint: str = "leave --{} out.") -> Iterator[Rule]:
+        """Other settings than their defaults that `option` does not go with."""
+        for name in others:
+            value = getattr(self, name)
+            wrong = bool(value) and value != getattr(type(self), name)
+            yield wrong, f"{name} and {option} exclude each other.", hint.format(name.replace("_", "-"))
 
 
 @dataclass

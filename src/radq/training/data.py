@@ -104,7 +104,8 @@ def complete(config: Config, task: Task) -> Config:
     config = _fill(config, max_length=max_length)
     if task.may_cut_layers and not task.readout:
         config = _fill(config, num_layers=num_layers)
-    passes = config.epochs or _choose_passes(task, max_length, num_layers)
+    affordable = task.passes(max_length, num_layers)
+    passes = config.epochs or float(np.clip(affordable, LEAST_PASSES[task.device], MOST_PASSES[task.device]))
     batch_size = config.batch_size or _choose_batch(task, max_length, passes)
     if config.epochs is None and config.max_steps < 0:  # passes over a small table until there are enough steps
         least = LEAST_STEPS * (1 if task.may_cut_layers else TRAINED_SHARE)
@@ -143,10 +144,6 @@ def _choose_layers(task: Task, max_length: int) -> int:
         return task.num_layers
     enough = (number for number in CPU_LAYERS if task.passes(max_length, number) >= WANTED_PASSES)
     return next(enough, CPU_LAYERS[-1])
-
-
-def _choose_passes(task: Task, max_length: int, num_layers: int) -> float:
-    return float(np.clip(task.passes(max_length, num_layers), LEAST_PASSES[task.device], MOST_PASSES[task.device]))
 
 
 def _choose_batch(task: Task, max_length: int, passes: float) -> int:

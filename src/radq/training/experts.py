@@ -54,13 +54,7 @@ def train_experts(
 ) -> dict[str, float]:
     """Train the language models of a guide into the folder `config.out`, and return the final metrics.
 
-    Args:
-        resume: go on from the last checkpoint of the run in that folder.
-        overwrite: delete the run in that folder and start again.
-        progress: print what happens.
-        data: rows to train on: a Dataset, also a streamed one, a DataFrame, or any iterable of dictionaries. They are
-            read once and kept in the cache.
-        eval_data: rows to evaluate on, given in the same way.
+    The other arguments are those of `radq.train`.
     """
     return ExpertRun(config, resume, overwrite, progress, data, eval_data).train()
 
@@ -105,22 +99,18 @@ class ExpertTrainer(BatchTrainer):
     def count_tokens(self, inputs: dict[str, Tensor]) -> int:
         return super().count_tokens(inputs) * len(self.text_format.beginnings)
 
-    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Any:
+    def find_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], shares: Float[Tensor, " n"]
+    ) -> tuple[Tensor, "ClassScores"]:
         loss_mask, weights = inputs["loss_mask"], inputs["weights"]
-        texts, positions = self.share(inputs, num_items_in_batch)
+        texts, positions = shares
         output = self.score_texts(model, inputs)
         if output.log_posterior is None:
             loss = text_loss(output.log_probabilities, loss_mask, weights) * positions
         else:
             mean = gedi_loss(output.log_probabilities, output.log_posterior, loss_mask, weights, self.config.gen_weight)
             loss = mean * len(loss_mask) / loss_mask.any(1).sum().clamp(min=1) * texts
-        return (loss, output) if return_outputs else loss
+        return loss, output
 
     def score_texts(self, model: nn.Module, inputs: dict[str, Tensor]) -> "ClassScores":
         """Compute how likely each text is in its own class and, for GeDi, how likely its class is for the text."""
@@ -223,7 +213,9 @@ class ExpertRun(TrainingRun[ExpertTrainingConfig]):
             delete_run(folder)
         torch.manual_seed(self.config.seed)
         model = load_causal_lm(self.config.backbone, self.config.num_layers, torch.float32)
-        _check_disk(model, folder)
+        weights = sum(parameter.nbytes for parameter in model.parameters())  # AdamW has two numbers for each weight
+        hint = "make room on the disk, or name a folder on another one by --out."
+        require_room(folder, 4 * weights, "a checkpoint and the model", hint)
         use_cache = model.config.use_cache
         config = replace(self.config, out=str(folder))
         trainer = ExpertTrainer(model, config, self.text_format, part.data, part.eval_data, self.progress)
@@ -274,13 +266,6 @@ def _split(config: ExpertTrainingConfig, data: RewardData, eval_data: RewardData
                 "give more --eval-data, or leave out --load-best-model-at-end, --metric and --early-stopping.",
             )
         yield _Part(name, data.where(high(data) == wanted), held_out)
-
-
-def _check_disk(model: Any, folder: Path) -> None:
-    """Refuse to begin without room for a checkpoint, with two numbers of AdamW for each weight, and for the model."""
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    hint = "make room on the disk, or name a folder on another one by --out."
-    require_room(folder, 4 * weights, "a checkpoint and the model", hint)
 
 
 def _save_model(trainer: ExpertTrainer, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,6 +7,7 @@ card says what the model is, its data, settings, figures and limits. Nothing in 
 such as that of a converted model, has a shorter card. Paths of this machine are left out.
 """
 
+import contextlib
 import json
 import shlex
 import warnings
@@ -27,10 +28,28 @@ from radq.sources.model_source import ModelSource, check_reward_model
 from radq.training.config import RewardTrainingConfig
 from radq.training.run_folder import LABELS, RESULTS, SETTINGS
 
-ERRORS = {"weighted_mse": "the labels", "distillation_mse": "the teacher's rewards"}
 BETA = 20.0  # a strength to begin with, for rewards from 0 to 1
 PAIR_BETA = 60.0  # the same for pairs, times the width of their range, which is that of whole texts: tokens differ less
 HINT = "look at some rows, give more rows, more --epochs, or another --learning-rate"
+ERRORS = {"weighted_mse": "the labels", "distillation_mse": "the teacher's rewards"}
+RANKS = {  # figures of an attribute, with their meaning
+    "auc": ("AUC", "ranks a random high {unit} above a random low one {value:.0%} of the time; chance does so 50%"),
+    "spearman": ("rank correlation", "1 is the order of the labels, 0 is chance"),
+}
+
+
+def _find_ranks(metrics: dict[str, float], attribute: str) -> Iterator[tuple[str, str, float, float | None]]:
+    """Yield title, meaning and value of each known figure of an attribute, and the value that chance may reach."""
+    for name, (title, meaning) in RANKS.items():
+        if (value := metrics.get(f"eval_{name}_{attribute}")) is not None:
+            yield title, meaning, value, metrics.get(f"eval_chance_{name}_{attribute}")
+
+
+def _find_errors(metrics: dict[str, float], *names: str) -> Iterator[tuple[str, float, float]]:
+    """Yield the name of each known error, its value, and that of a constant."""
+    for name in names:
+        if f"eval_{name}" in metrics and f"eval_constant_{name}" in metrics:
+            yield name, metrics[f"eval_{name}"], metrics[f"eval_constant_{name}"]
 
 
 def describe_outcome(metrics: dict[str, float], attributes: list[str], unit: str = "text") -> list[str]:
@@ -39,24 +58,17 @@ def describe_outcome(metrics: dict[str, float], attributes: list[str], unit: str
     if "eval_loss" not in metrics:
         lines += ["no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"]
     for attribute in attributes:
-        if (auc := metrics.get(f"eval_auc_{attribute}")) is not None:
-            meaning = f"ranks a random high {unit} above a random low one {auc:.0%} of the time; chance does so 50%"
-            lines.append(f"{attribute}: AUC {auc:.2f}: {meaning}")
-        if (correlation := metrics.get(f"eval_spearman_{attribute}")) is not None:
-            meaning = "1 is the order of the labels, 0 is chance"
-            lines.append(f"{attribute}: rank correlation {correlation:.2f}: {meaning}")
+        for title, meaning, value, _ in _find_ranks(metrics, attribute):
+            lines.append(f"{attribute}: {title} {value:.2f}: {meaning.format(unit=unit, value=value)}")
     if (accuracy := metrics.get("eval_pair_accuracy")) is not None:
         meaning = f"the preferred text has the larger reward in {accuracy:.0%} of the held-out pairs"
         lines.append(f"{attributes[0]}: pair accuracy {accuracy:.2f}: {meaning}; chance does so in 50%")
-    for name, targets in ERRORS.items():
-        if f"eval_{name}" in metrics and f"eval_constant_{name}" in metrics:
-            own, constant = metrics[f"eval_{name}"], metrics[f"eval_constant_{name}"]
-            lines.append(f"mean squared distance to {targets}: {own:.4f}; that of a constant is {constant:.4f}")
-    if (correlation := metrics.get("eval_candidate_correlation")) is not None:
-        own, constant = metrics["eval_candidate_error"], metrics["eval_constant_candidate_error"]
-        meaning = "1 is the order of the teacher, 0 is chance"
+    for name, own, constant in _find_errors(metrics, *ERRORS):
+        lines.append(f"mean squared distance to {ERRORS[name]}: {own:.4f}; that of a constant is {constant:.4f}")
+    for _, own, constant in _find_errors(metrics, "candidate_error"):
         lines.append(
-            f"differences between candidates for the next token: correlation {correlation:.2f}: {meaning}; error "
+            "differences between candidates for the next token: correlation "
+            f"{metrics['eval_candidate_correlation']:.2f}: 1 is the order of the teacher, 0 is chance; error "
             f"{own:.4f}; that of equal rewards is {constant:.4f}"
         )
     return lines
@@ -64,48 +76,41 @@ def describe_outcome(metrics: dict[str, float], attributes: list[str], unit: str
 
 def warn_of_chance(metrics: dict[str, float], attributes: list[str]) -> None:
     """Warn if the model is no better than chance, or than a constant: the mean of the labels or teacher's rewards."""
-    problems = list(_find_wrong_pairs(metrics))
-    for attribute in attributes:
-        for name, title in {"auc": "AUC", "spearman": "rank correlation"}.items():
-            value = metrics.get(f"eval_{name}_{attribute}")
-            chance = metrics.get(f"eval_chance_{name}_{attribute}")
-            if value is not None and chance is not None and value <= chance:
-                problems.append(
-                    f"the {title} of {attribute!r} is {value:.2f}, which is no better than chance: random answers "
-                    f"reach {chance:.2f} in one of twenty cases"
-                )
-    for name, targets in ERRORS.items():
-        own, constant = metrics.get(f"eval_{name}"), metrics.get(f"eval_constant_{name}")
-        if own is not None and constant is not None and own >= constant:
-            problems.append(
-                f"the model does not beat a constant: its mean squared distance to {targets} is {own:.4g}, that of a "
-                f"constant {constant:.4g}"
-            )
-    own, constant = metrics.get("eval_candidate_error"), metrics.get("eval_constant_candidate_error")
-    if own is not None and constant is not None and own >= constant:
-        problems.append(
-            f"the differences between candidates for the next token have an error of {own:.4g}, and equal rewards one "
-            f"of {constant:.4g}"
-        )
-    if problems:
+    if problems := list(_find_problems(metrics, attributes)):
         warnings.warn(f"on the held-out texts {'; '.join(problems)}. hint: {HINT}.", stacklevel=2)
 
 
-def _find_wrong_pairs(metrics: dict[str, float]) -> Iterator[str]:
-    """Say what is wrong with the accuracy on held-out pairs."""
+def _find_problems(metrics: dict[str, float], attributes: list[str]) -> Iterator[str]:
     accuracy, chance = metrics.get("eval_pair_accuracy"), metrics.get("eval_chance_pair_accuracy")
-    if accuracy is None or chance is None:
-        return
-    if accuracy < 0.5:
+    if accuracy is not None and accuracy < 0.5:
         yield (
             f"the preferred text has the larger reward in {accuracy:.0%} of the pairs, less than one half: chosen and "
             "rejected may be swapped in one of the files"
         )
-    elif accuracy <= chance:
+    elif accuracy is not None and chance is not None and accuracy <= chance:
         yield (
             f"the pair accuracy is {accuracy:.2f}, which is no better than chance: random rewards reach {chance:.2f} "
             "in one of twenty cases"
         )
+    for attribute in attributes:
+        for title, _, value, chance in _find_ranks(metrics, attribute):
+            if chance is not None and value <= chance:
+                yield (
+                    f"the {title} of {attribute!r} is {value:.2f}, which is no better than chance: random answers "
+                    f"reach {chance:.2f} in one of twenty cases"
+                )
+    for name, own, constant in _find_errors(metrics, *ERRORS):
+        if own >= constant:
+            yield (
+                f"the model does not beat a constant: its mean squared distance to {ERRORS[name]} is {own:.4g}, that "
+                f"of a constant {constant:.4g}"
+            )
+    for _, own, constant in _find_errors(metrics, "candidate_error"):
+        if own >= constant:
+            yield (
+                f"the differences between candidates for the next token have an error of {own:.4g}, and equal rewards "
+                f"one of {constant:.4g}"
+            )
 
 
 def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: float = BETA) -> list[str]:
@@ -139,16 +144,14 @@ def find_language_model(config: RewardTrainingConfig) -> str:
 def _find_first_run(config: RewardTrainingConfig) -> RewardTrainingConfig | None:
     """Find the settings of the run that began with a language model; None if no run folder has them."""
     seen = {config.out}
-    while not config.backbone:
-        before = config.init or config.teacher
+    run: RewardTrainingConfig | None = config
+    while run is not None and not run.backbone:
+        before = run.init or run.teacher
         if before in seen:
             return None
         seen.add(before)
-        try:
-            config = read_yaml(Path(before) / SETTINGS, RewardTrainingConfig)
-        except OptionError:
-            return None
-    return config
+        run = _read_run(Path(before))
+    return run
 
 
 # --- the hub ---
@@ -247,10 +250,8 @@ def write_card(folder: str | Path, name: str, license: str | None = None) -> str
 
 def _read_run(folder: Path) -> RewardTrainingConfig | None:
     """The settings of the run that made a model; None if there was none."""
-    try:
+    with contextlib.suppress(OptionError):
         return read_yaml(folder / SETTINGS, RewardTrainingConfig)
-    except OptionError:
-        return None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from radq.models.rad_v import RadV
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
 from radq.sources.model_source import ModelSource
-from radq.training.candidates import CandidateMaker, check_room, choose_prompts
+from radq.training.candidates import CandidateMaker, check_context, choose_prompts
 from radq.training.config import RewardTrainingConfig
 from radq.training.data import Start, check_labels, num_steps, scales_of_model
 from radq.training.outcome import warn_of_chance
@@ -172,7 +172,7 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
             check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))
         prompts = choose_prompts(config, self.data, self.eval_data, lm, tokenizer)
         room = [context for context in (teacher.context, student.max_tokens) if context is not None]
-        check_room(prompts, config, min(room, default=None))
+        check_context(prompts, config, min(room, default=None))
         vocabularies = [vocabulary for source in teacher.sources for vocabulary in source.vocabularies]
         known = min(vocabulary.num_known for vocabulary in [student.vocabulary, *vocabularies])
         maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, known, self.shows)
@@ -270,9 +270,7 @@ def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> R
 def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teacher: Teacher | None) -> RewardModel:
     """Make the reward model with which training starts: a trained one, or a new head over a language model."""
     model = trained or _start_from_backbone(config, teacher)
-    model.config.loss = (
-        "mse" if config.learns_tokens else config.loss
-    )  # also of a model that was trained otherwise before
+    model.config.loss = "mse" if config.learns_tokens else config.loss  # also if it was trained otherwise before
     if config.attributes and config.attributes != model.config.attributes:
         raise OptionError(
             f"labels must be the attributes of {config.init or config.teacher!r}, "
@@ -285,7 +283,10 @@ def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teach
             model.config.response_range = simplify_ranges(teacher.ranges, len(teacher.attributes))
         model.config.label_scales = teacher.label_scales
     if config.lora_rank and not model.config.lora_rank:
-        _check_rank(config.lora_rank, model)
+        width = model.config.backbone.hidden_size  # pyright: ignore[reportOptionalMemberAccess]
+        if config.lora_rank > width:
+            wrong = f"lora_rank must be at most {width}, the width of the backbone's layers, got {config.lora_rank}."
+            raise OptionError(wrong, "lower --lora-rank.")
         model.add_lora(config.lora_rank, config.backbone)
     return model
 
@@ -304,14 +305,6 @@ def _start_from_backbone(config: RewardTrainingConfig, teacher: Teacher | None) 
         model = kind.from_backbone(config.backbone, attributes, num_layers=config.num_layers, **options)
     model.head.float()
     return model
-
-
-def _check_rank(rank: int, model: RewardModel) -> None:
-    width = model.config.backbone.hidden_size  # pyright: ignore[reportOptionalMemberAccess]
-    if rank > width:
-        raise OptionError(
-            f"lora_rank must be at most {width}, the width of the backbone's layers, got {rank}.", "lower --lora-rank."
-        )
 
 
 def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> Start:

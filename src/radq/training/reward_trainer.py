@@ -1,4 +1,4 @@
-"""The trainer of reward models. `radq.training.reward` runs it, and `radq.training.objectives` says what is learnt.
+"""The trainer of reward models. `radq.training.reward` runs it, and `radq.training.losses` says what is learnt.
 
 The random tokens of the regulariser depend on row, position and epoch alone, so that micro-batches and the number of
 processes do not change them.
@@ -25,8 +25,7 @@ from radq.numerics import empty_cache
 from radq.training.candidate_agreement import UNUSED, compare_rewards, metrics_of
 from radq.training.candidates import HELD_OUT, CandidateFeed, CandidateMaker, CandidateSet
 from radq.training.config import RewardTrainingConfig
-from radq.training.losses import candidate_loss, difference_loss
-from radq.training.objectives import choose_objective
+from radq.training.losses import candidate_loss, choose_objective, difference_loss
 from radq.training.run import first_process_first
 from radq.training.teacher import Teacher
 from radq.training.trainer import BatchTrainer
@@ -117,31 +116,19 @@ class RewardTrainer(BatchTrainer):
 
     # --- losses ---
 
-    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Any:
-        rows, positions, *candidates = self.share(inputs, num_items_in_batch)
+    def find_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Tensor], shares: Float[Tensor, " n"]
+    ) -> tuple[Tensor, Any]:
+        rows, positions, *candidates = shares
         output = model(**read_texts(inputs), **self._random_tokens(inputs))
         loss = self.objective.loss(output.rewards, inputs, rows, positions)
         if output.marginals is not None:
             loss = loss + self.config.reg_weight * self.objective.regulariser(output.marginals, inputs, positions)
-        for share in candidates:
-            loss = loss + self._candidate_loss(model, inputs) * share
-        return (loss, output) if return_outputs else loss
-
-    def _candidate_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, ""]:
-        """Compute the loss on the candidates of the prefixes that come with a batch of texts.
-
-        They are read in a forward pass of their own, since prefixes and texts differ in length.
-        """
-        rewards = self._compare(model, inputs)
-        targets, used = inputs["candidate_targets"], inputs["candidates"] >= 0
-        loss = self.config.candidate_weight * candidate_loss(rewards, targets, used)
-        return loss + self.config.difference_weight * difference_loss(rewards, targets, used)
+        for share in candidates:  # in a forward pass of their own, since prefixes and texts differ in length
+            read = self._compare(model, inputs), inputs["candidate_targets"], inputs["candidates"] >= 0
+            own = self.config.candidate_weight * candidate_loss(*read)
+            loss = loss + (own + self.config.difference_weight * difference_loss(*read)) * share
+        return loss, output
 
     def _compare(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Float[Tensor, "b p k a"]:
         """Compute the student's head outputs for candidates."""

@@ -6,6 +6,7 @@ each column became numbers. A checkpoint has checksums, with which it is checked
 this module imports no torch, so that a mistake shows at once.
 """
 
+import contextlib
 import json
 import shutil
 import warnings
@@ -250,29 +251,24 @@ def split_teachers(text: str) -> list[str]:
             raise OptionError(
                 f"teacher must name folders, separated by commas, got {text!r}.", "remove the superfluous commas."
             )
-        if teachers and ":" not in part and is_guide(f"{teachers[-1]},{part}"):
+        if teachers and ":" not in part and parse_guide(f"{teachers[-1]},{part}") is not None:
             teachers[-1] += f",{part}"
         else:
             teachers.append(part)
     return teachers
 
 
-def is_guide(name: str) -> bool:
-    """Whether a teacher is written as a guide with numbers, such as DIR:alpha=2."""
-    try:
-        GuideSpec.parse(name)
-    except OptionError:
-        return False
-    return True
+def parse_guide(name: str) -> GuideSpec | None:
+    """Parse a teacher that is written as a guide with numbers, such as DIR:alpha=2; None if it is written otherwise."""
+    with contextlib.suppress(OptionError):
+        return GuideSpec.parse(name)
 
 
 def check_teachers(text: str) -> None:
     """Refuse teachers that cannot be loaded; only their config.json is read."""
     for name in split_teachers(text):
-        if is_guide(name):
-            GuideSpec.parse(name).check()
-        else:
-            check_reward_model(name)
+        guide = parse_guide(name)
+        check_reward_model(name) if guide is None else guide.check()
 
 
 def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
@@ -281,20 +277,12 @@ def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
     An empty list of names stands for all attributes. The result is None if the teacher is another guide, such as
     experts.
     """
-    if not is_guide(name):
+    guide = parse_guide(name)
+    if guide is None:
         return [(name, [])]
-    guide = GuideSpec.parse(name)
     if guide.kind is GUIDES["embedded"]:
         return [(f"{EMBEDDED}:{attribute}", [attribute]) for attribute in guide.settings]
     return [(guide.folder, list(guide.settings))] if guide.kind is GUIDES["reward"] else None
-
-
-def needs_base(text: str) -> bool:
-    """Whether one of the teachers is no reward model.
-
-    The range of its rewards is not stored anywhere, and is found from the rewards of a base model's candidates.
-    """
-    return any(find_reward_models(name) is None for name in split_teachers(text))
 
 
 # --- runs ---
@@ -318,6 +306,7 @@ def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
         if name:
             check(name)
     teacher = getattr(config, "teacher", "")
-    if teacher and not getattr(config, "base", "") and needs_base(teacher):
+    guides = [name for name in (split_teachers(teacher) if teacher else ()) if find_reward_models(name) is None]
+    if guides and not getattr(config, "base", ""):  # the range of their rewards is found from those of a base model's candidates
         raise OptionError(f"the teacher {teacher!r} is no reward model, and needs a base.", "give --base.")
     check_sources([*config.data, *config.eval_data], config.columns, config.optional_columns)

@@ -9,7 +9,7 @@ mapped to its range before. Axes: b batch, t time, p positions, k candidates, a 
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, final
@@ -40,6 +40,8 @@ from radq.training.trainer_setup import in_precision
 
 Limits = tuple[float, float]
 Texts = Int[Tensor, "b t"]  # their token ids, or a mask
+Tokens = Int[Tensor, "b k"]  # candidates for the next token of each text
+Positions = Int[Tensor, "b p"]
 Places = Int[Tensor, "b p k"]  # candidates for some places of each text
 
 
@@ -58,20 +60,18 @@ class Source(nn.Module):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A fingerprint of all that the rewards depend on."""
+        """A fingerprint of all that the rewards depend on; the places of folders do not count."""
 
     @abstractmethod
     def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         """Compute the reward of every token of a batch of texts, which are padded on the right."""
 
     @abstractmethod
-    def candidate_rewards(
-        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
-    ) -> Float[Tensor, "b k a"]:
+    def candidate_rewards(self, input_ids: Texts, attention_mask: Texts, candidates: Tokens) -> Float[Tensor, "b k a"]:
         """Compute the rewards of candidates for the next token of each prefix."""
 
     def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         """Compute the rewards of candidates in place of the tokens at some positions; by default, read each anew."""
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -102,19 +102,17 @@ class RewardSource(Source):
         return whole if self.attributes == self.model.config.attributes else fingerprint_values(whole, self._columns)
 
     @property
-    def reads_once(self) -> bool:
+    def reads_once(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.reads_once
 
     def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         return self._choose(self.model.token_rewards(input_ids, attention_mask))
 
-    def candidate_rewards(
-        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
-    ) -> Float[Tensor, "b k a"]:
+    def candidate_rewards(self, input_ids: Texts, attention_mask: Texts, candidates: Tokens) -> Float[Tensor, "b k a"]:
         return self._choose(self.model.next_rewards(input_ids, attention_mask, candidates))
 
     def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         return self._choose(self.model.place_rewards(input_ids, attention_mask, positions, candidates))
 
@@ -135,23 +133,17 @@ class GuideSource(Source):
     def __init__(self, guide: Guide, attributes: Sequence[str], settings: Sequence[Any] = ()):
         """`settings` are all other values than weights that the rewards depend on, for the fingerprint."""
         super().__init__()
-        self.guide, self.attributes, self.settings, self.ranges = guide, list(attributes), settings, None
-        self.label_scales = None
+        self.guide, self.attributes, self.settings = guide, list(attributes), settings
+        self.ranges = self.label_scales = None
         self.vocabularies, self.context = [reader.vocabulary for reader in guide.readers], guide.context
         self.models = nn.ModuleList([reader.model for reader in guide.readers])
+        self.reads_once = isinstance(guide, ReadsOnce)
+        self.is_slow = not self.reads_once
 
     @property
     def fingerprint(self) -> str:
         weights = fingerprint_tensors(sorted(self.models.state_dict().items()))
         return fingerprint_values(type(self.guide).__name__, self.attributes, self.settings, weights)
-
-    @property
-    def reads_once(self) -> bool:
-        return isinstance(self.guide, ReadsOnce)
-
-    @property
-    def is_slow(self) -> bool:
-        return not self.reads_once
 
     def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
         everywhere = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -159,31 +151,32 @@ class GuideSource(Source):
         return rewards[:, :, 0] * attention_mask[..., None]
 
     def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
     ) -> Float[Tensor, "b p k a"]:
         if isinstance(self.guide, ReadsOnce):
             return self.guide.place_rewards(input_ids, attention_mask, positions, candidates)
         return super().place_rewards(input_ids, attention_mask, positions, candidates)
 
     @torch.no_grad()
-    def candidate_rewards(
-        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
-    ) -> Float[Tensor, "b k a"]:
-        return _read_rewards(self.guide.advise(self.guide.start(input_ids, attention_mask), candidates))
-
-
-def _read_rewards(advice: Any) -> Float[Tensor, "b k a"]:
-    if advice.rewards is None:
-        raise OptionError("this guide does not tell what its strengths multiply.", "choose another teacher.")
-    return torch.cat(advice.rewards, dim=-1)
+    def candidate_rewards(self, input_ids: Texts, attention_mask: Texts, candidates: Tokens) -> Float[Tensor, "b k a"]:
+        advice = self.guide.advise(self.guide.start(input_ids, attention_mask), candidates)
+        if advice.rewards is None:
+            raise OptionError("this guide does not tell what its strengths multiply.", "choose another teacher.")
+        return torch.cat(list(advice.rewards), dim=-1)
 
 
 @final
 class Teacher(nn.Module):
     """The mean of members, each of which consists of sources for different attributes."""
 
+    factors: Tensor | None  # (m, a): the numbers by which the rewards of members are multiplied to share one range,
+    offsets: Tensor | None  # (m, a): and those added then; None if all members have one range
+
     def __init__(self, members: Sequence[Sequence[Source]]):
         super().__init__()
+        self.members = [list(member) for member in members]
+        self.sources = [source for member in self.members for source in member]
+        self.readers = nn.ModuleList(self.sources)  # known to torch, which knows no lists
         named = [[name for source in member for name in source.attributes] for member in members]
         for names in named[1:]:
             if names != named[0]:
@@ -192,20 +185,21 @@ class Teacher(nn.Module):
                     "choose teachers with the same attributes, in the same order.",
                 )
         self.attributes = named[0]
-        self.members = nn.ModuleList([nn.ModuleList(member) for member in members])
-        self.factors: Tensor | None
-        self.offsets: Tensor | None
-        factors, offsets = self._find_maps()
-        self.register_buffer("factors", factors, persistent=False)  # (m, a), or None if all members have one range
+        self.context = min((source.context for source in self.sources if source.context is not None), default=None)
+        self.is_slow = any(source.is_slow for source in self.sources)
+        self.reads_continuations = any(source.reads_continuations for source in self.sources)
+        self.member_ranges = _join([[source.ranges for source in member] for member in self.members])
+        self.ranges = None if self.member_ranges is None else self.member_ranges[0]
+        scales = _join([[source.label_scales for source in member] for member in self.members])
+        self.label_scales = scales[0] if scales is not None and all(part == scales[0] for part in scales) else None
+        factors = offsets = None
+        if self.member_ranges is not None and any(ranges != self.ranges for ranges in self.member_ranges):
+            lows, highs = torch.tensor(self.member_ranges).unbind(-1)  # (m, a) each
+            widths = highs - lows
+            factors = torch.where(widths > 0, widths[0] / widths, 1)
+            offsets = lows[0] - lows * factors
+        self.register_buffer("factors", factors, persistent=False)
         self.register_buffer("offsets", offsets, persistent=False)
-
-    @property
-    def sources(self) -> list[Source]:
-        return [source for member in self._members() for source in member]
-
-    def _members(self) -> Iterator[list[Source]]:
-        found: Any = self.members
-        return (list(member) for member in found)
 
     @property
     def model(self) -> RewardModel | None:
@@ -226,95 +220,50 @@ class Teacher(nn.Module):
         has_models = next(self.parameters(), None) is not None
         return in_precision(precision, self.device) if has_models else nullcontext()
 
-    @property
-    def context(self) -> int | None:
-        return min((source.context for source in self.sources if source.context is not None), default=None)
-
-    @property
-    def ranges(self) -> list[Limits] | None:
-        """The range of the rewards of each attribute, that of the first member; None if it is not known."""
-        each = self._member_ranges()
-        return None if each is None else each[0]
-
-    def _member_ranges(self) -> list[list[Limits]] | None:
-        """The ranges of each member, one for each attribute; None if one of them is not known."""
-        if any(source.ranges is None for source in self.sources):
-            return None
-        return [[limits for source in member for limits in source.ranges or ()] for member in self._members()]
-
-    def _find_maps(self) -> tuple[Tensor | None, Tensor | None]:
-        """The numbers by which the rewards of each member are multiplied, and those added then, to share one range."""
-        each = self._member_ranges()
-        if each is None or all(ranges == each[0] for ranges in each):
-            return None, None
-        lows, highs = torch.tensor(each).unbind(-1)  # (m, a) each
-        widths = highs - lows
-        factors = torch.where(widths > 0, widths[0] / widths, 1)
-        return factors, lows[0] - lows * factors
-
     def describe_ranges(self) -> str:
         """Say that members have different ranges, and what becomes of them; an empty text if they have one."""
-        each = self._member_ranges()
-        if self.factors is None or each is None:
+        if self.factors is None:
             return ""
+        each = self.member_ranges or ()
         shown = (", ".join(f"{low:.4g} to {high:.4g}" for low, high in ranges) for ranges in each)
         return f"the teachers' rewards have different ranges ({'; '.join(shown)}): all are mapped to that of the first"
 
     @property
-    def label_scales(self) -> list[dict[str, Any]] | None:
-        """The scales by which the labels of each attribute became numbers; None if members differ or one has none."""
-        each = [[source.label_scales for source in member] for member in self._members()]
-        if any(scales is None for member in each for scales in member):
-            return None
-        joined = [[scale for scales in member for scale in scales or ()] for member in each]
-        return joined[0] if all(scales == joined[0] for scales in joined) else None
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the rewards of a text's tokens take a forward pass for each token, so that they must be stored."""
-        return any(source.is_slow for source in self.sources)
-
-    @property
-    def reads_continuations(self) -> bool:
-        """Whether it reads texts without their prompts."""
-        return any(source.reads_continuations for source in self.sources)
-
-    @property
     def fingerprint(self) -> str:
-        """A fingerprint of all that the rewards depend on; the places of folders do not count."""
-        parts = [[source.fingerprint for source in member] for member in self._members()]
+        parts = [[source.fingerprint for source in member] for member in self.members]
         if len(self.sources) == 1:
             return parts[0][0]
-        return fingerprint_values(parts, *([] if self.factors is None else [self._member_ranges()]))
+        return fingerprint_values(parts, *([] if self.factors is None else [self.member_ranges]))
 
     def token_rewards(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t a"]:
-        """Compute the teacher's reward of every token of a batch of texts."""
         return self._mean(lambda source: source.token_rewards(input_ids, attention_mask))
 
-    def candidate_rewards(
-        self, input_ids: Texts, attention_mask: Texts, candidates: Int[Tensor, "b k"]
-    ) -> Float[Tensor, "b k a"]:
-        """Compute the teacher's rewards of candidates for the next token of each prefix."""
+    def candidate_rewards(self, input_ids: Texts, attention_mask: Texts, candidates: Tokens) -> Float[Tensor, "b k a"]:
         return self._mean(lambda source: source.candidate_rewards(input_ids, attention_mask, candidates))
+
+    def place_rewards(
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
+    ) -> Float[Tensor, "b p k a"]:
+        return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))
 
     @property
     def reads_once(self) -> bool:
         """Whether one forward over a text gives the rewards of candidates at all its positions."""
         return all(source.reads_once for source in self.sources)
 
-    def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Int[Tensor, "b p"], candidates: Places
-    ) -> Float[Tensor, "b p k a"]:
-        """Compute the rewards of candidates in place of the tokens at some positions, if the teacher `reads_once`."""
-        return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))
-
     def _mean(self, score: Callable[[Source], Float[Tensor, "*p m"]]) -> Float[Tensor, "*p a"]:
         """Put the rewards of a member's sources side by side, and take the mean of all members."""
-        each = [[score(source) for source in member] for member in self._members()]
-        rewards = [torch.cat(parts, dim=-1) for parts in each]
+        rewards = [torch.cat([score(source) for source in member], dim=-1) for member in self.members]
         if self.factors is not None and self.offsets is not None:
             rewards = [part * self.factors[n] + self.offsets[n] for n, part in enumerate(rewards)]
         return torch.stack(rewards).mean(0)
+
+
+def _join(members: list[list[list[Any] | None]]) -> list[list[Any]] | None:
+    """Put what the sources of each member tell of their attributes side by side; None if one of them does not know."""
+    if any(part is None for member in members for part in member):
+        return None
+    return [[item for part in member for item in part or ()] for member in members]
 
 
 def load_teacher(text: str) -> Teacher:

@@ -22,10 +22,10 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 from radq.data.dataset import RewardData
-from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_values, format_bytes, require_room
+from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_values, format_bytes
 from radq.models.kv_cache import known_positions
 from radq.models.reward import RewardModel
-from radq.store.pieces import Piece, missing
+from radq.store.pieces import Piece, check_room, missing
 from radq.training.teacher import Limits, Teacher
 from radq.training.trainer_setup import in_precision
 
@@ -80,13 +80,13 @@ class StateCache:
     @property
     def missing_bytes(self) -> int:
         """The number of bytes that are still to be written."""
-        return sum(piece.size or 0 for piece in missing(self._pieces()))
+        return sum(piece.size for piece in missing(self.pieces()))
 
     def make(self, progress: bool = False) -> None:
         """Compute and store the states that are not stored yet; batches of the data get them from then on."""
         began, total = time.perf_counter(), self.missing_bytes // self.token_bytes
         with tqdm(total=total, desc="hidden states", unit="token", disable=not progress or not total) as bar:
-            for piece in missing(self._pieces()):
+            for piece in missing(self.pieces()):
                 with piece.writing() as temporary:
                     self._read_base(piece.contents, bar).tofile(temporary)
         self.num_computed += total
@@ -107,9 +107,9 @@ class StateCache:
     @cached_property
     def _maps(self) -> list[np.ndarray]:
         shape = (-1, self.token_bytes)
-        return [np.memmap(piece.file, np.uint8, "r").reshape(shape) for piece in self._pieces()]
+        return [np.memmap(piece.file, np.uint8, "r").reshape(shape) for piece in self.pieces()]
 
-    def _pieces(self) -> Iterator[Piece[np.ndarray]]:
+    def pieces(self) -> Iterator[Piece[np.ndarray]]:
         """List the files, with the numbers of their texts."""
         ends = [*self._first_texts[1:], len(self.data.offsets) - 1]
         for n, (first, end) in enumerate(zip(self._first_texts, ends, strict=True)):
@@ -163,7 +163,7 @@ def prepare_states(
             found[states.folder] = states
     hint = "make room, name a folder on another disk by --cache, or leave --cache-states out"
     hint += "; fewer --readout-layers and --backbone-dtype bfloat16 need less."
-    require_room(folder, sum(states.missing_bytes for states in found.values()), "the hidden states", hint)
+    check_room(folder, (piece for states in found.values() for piece in states.pieces()), "the hidden states", hint)
     return list(found.values())
 
 
@@ -190,7 +190,7 @@ def cache_targets(
     piece = Piece(folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin", data, size)
     if not piece.is_made:
         online = "" if teacher.is_slow else ", or compute them in every step (--online)"
-        require_room(folder, size, "the teacher's rewards", f"make room on the disk{online}.")
+        check_room(folder, [piece], "the teacher's rewards", f"make room on the disk{online}.")
         with piece.writing() as temporary:
             _write_targets(temporary, data, teacher, batch_size, progress)
     return piece.file

@@ -30,6 +30,7 @@ from radq.numerics import empty_cache, without_emulation_notice
 from radq.sources.hub import quiet
 from radq.training.capture import CapturedSteps, can_capture
 from radq.training.config import TrainingConfig
+from radq.training.losses import count_items
 from radq.training.run_folder import STATE, find_checkpoints, write_checksums
 from radq.training.trainer_setup import MetricsCallback, RunCallback, SavingCallback, make_arguments, point_to_best
 
@@ -51,7 +52,7 @@ class BatchTrainer(Trainer):
     """transformers' Trainer over batches of texts of similar length.
 
     Losses do not depend on micro-batches, checkpoints are complete or not there, and logs go to metrics.jsonl. A
-    subclass defines `compute_loss`, `read_output`, `metrics` and `metric_names`.
+    subclass defines `find_loss`, `read_output`, `metrics` and `metric_names`.
     """
 
     def __init__(
@@ -145,6 +146,22 @@ class BatchTrainer(Trainer):
             if "eval_loss" in line and line["step"] == (chosen or self.state.global_step):
                 return {name: value for name, value in line.items() if name.startswith("eval_")}
         return self.evaluate()
+
+    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        loss, output = self.find_loss(model, inputs, self.share(inputs, num_items_in_batch))
+        return (loss, output) if return_outputs else loss
+
+    @abstractmethod
+    def find_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Tensor], shares: Float[Tensor, " n"]
+    ) -> tuple[Tensor, Any]:
+        """Compute the part of a batch in the loss of the optimizer step, in which it has these shares; and the output."""
 
     @torch.no_grad()
     def prediction_step(
@@ -407,8 +424,3 @@ class BatchTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with quiet():  # transformers would report these weights and tied weights, which are stored once
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-
-def count_items(loss_mask: Tensor) -> Float[Tensor, "2"]:
-    """Number of texts and of positions in a mask."""
-    return torch.stack([loss_mask.any(1).sum(), loss_mask.sum()]).float()
