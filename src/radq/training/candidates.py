@@ -39,6 +39,9 @@ from radq.training.config import RewardTrainingConfig
 from radq.training.teacher import Teacher
 from radq.training.trainer_setup import choose_precision, training_device
 
+PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
+HELD_OUT_PREFIXES = 200
+HELD_OUT = 0  # in place of the number of a round
 HELD_OUT_SHARE = 0.1  # of the prompts, if no texts are held out
 
 
@@ -168,9 +171,7 @@ def _choose_places(
     return Prefix(tokens[: chosen[-1]] if chosen else prompt[:unknown] or [0], chosen, len(prompt))
 
 
-PIECE = {"cpu": 256, "cuda": 2048}  # prefixes in a file: as many as take some seconds
-HELD_OUT_PREFIXES = 200
-HELD_OUT = 0  # in place of the number of a round
+# --- candidates ---
 
 
 @dataclass(frozen=True)

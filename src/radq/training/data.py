@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from radq.data.dataset import RewardData, load_data
 from radq.data.examples import DataColumns
 from radq.data.label_scale import KEPT, LabelScale, read_scale
-from radq.data.pairs import PairData, ResponseColumns, load_pairs
+from radq.data.pairs import ResponseColumns, load_pairs
 from radq.data.rows import Rows, store_rows
 from radq.data.spans import load_spans
 from radq.errors import DataError, ModelError
@@ -26,10 +26,10 @@ from radq.training.config import RewardTrainingConfig, TrainingConfig
 from radq.training.losses import LOSSES
 from radq.training.trainer_setup import training_device
 
-# --- recipes ---
-
-
 Config = TypeVar("Config", bound=TrainingConfig)
+Scales = Sequence[LabelScale | None] | None
+
+# --- recipes ---
 
 PAPER: dict[str, Any] = {
     "max_length": 512,
@@ -166,9 +166,6 @@ def _choose_rate(task: Task, num_layers: int) -> float:
 # --- rows ---
 
 
-Scales = Sequence[LabelScale | None] | None
-
-
 @dataclass
 class Start:
     """A start holds what is known of a model before it is trained, or even loaded.
@@ -234,29 +231,24 @@ def load_run_data(config: Config, start: Start, progress: bool, scales: Scales =
     if completed.max_length != found.config.max_length:  # texts are tokenised again, as if this length had been given
         found = _load_parts(completed, start, found.train.scales, progress)
     if progress:
-        _describe(found)
+        scaled = [] if config.compares else zip(config.attributes, found.train.scales, strict=True)
+        print(found.train.describe(), *(scale.describe(name) for name, scale in scaled), sep="\n")
     return RunData(completed, found.train, found.evaluation)
 
 
 def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) -> RunData[Config]:
     assert config.max_length is not None
     max_length = min(config.max_length, start.max_tokens or config.max_length)
-
     spans = (config.spans or None) if isinstance(config, RewardTrainingConfig) else None
 
     def load(sources: list[str], scales: Scales) -> RewardData:
         if isinstance(config, RewardTrainingConfig) and config.compares:
-            return _load_pairs(sources, config, start.tokenizer, max_length, progress)
-        columns = DataColumns(
-            config.text,
-            config.label_columns,
-            config.prompt,
-            config.weight,
-            config.label_rules,
-            config.skip_empty,
-            spans,
-            missing_labels=bool(config.optional_columns),
-        )
+            named = config.response_columns, config.scores or None, config.prompt, config.weight, config.skip_empty
+            rest = max_length, config.cache, progress, config.max_pairs, config.seed
+            return load_pairs(sources, start.tokenizer, ResponseColumns(*named), *rest)
+        named = config.text, config.label_columns, config.prompt, config.weight
+        rest = config.label_rules, config.skip_empty, spans
+        columns = DataColumns(*named, *rest, missing_labels=bool(config.optional_columns))
         load_rows = load_data if spans is None else load_spans
         return load_rows(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
@@ -292,27 +284,6 @@ def _require_labels(data: RewardData, names: list[str]) -> None:
     for name, some in zip(names, labelled.any(0), strict=True):
         if not some:
             raise DataError(f"no row to train on has a label {name!r}.", "give more rows, or lower --eval-share.")
-
-
-def _load_pairs(
-    sources: list[str],
-    config: RewardTrainingConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    progress: bool,
-) -> PairData:
-    columns = ResponseColumns(
-        config.response_columns, config.scores or None, config.prompt, config.weight, config.skip_empty
-    )
-    return load_pairs(sources, tokenizer, columns, max_length, config.cache, progress, config.max_pairs, config.seed)
-
-
-def _describe(found: RunData[Config]) -> None:
-    print(found.train.describe())
-    if found.config.compares:
-        return
-    for name, scale in zip(found.config.attributes, found.train.scales, strict=True):
-        print(scale.describe(name))
 
 
 def check_labels(data: RewardData, attributes: list[str], loss: str) -> None:

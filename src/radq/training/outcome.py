@@ -28,6 +28,15 @@ from radq.sources.model_source import ModelSource, check_reward_model
 from radq.training.config import RewardTrainingConfig
 from radq.training.run_folder import LABELS, RESULTS, SETTINGS
 
+CARD = "README.md"
+SHOWN = (  # settings that a card names
+    *("kind", "reads", "head", "num_layers", "lora_rank", "loss", "epochs", "max_steps", "batch_size"),
+    *("learning_rate", "max_length", "reg_weight", "seed", "teacher", "teacher_classifier", "base"),
+)
+LIMITS = """- Rewards are meant for language models with the vocabulary of the base above; radq refuses others.
+- It repeats what its labels say, with their mistakes and prejudices, and was measured on texts like those alone.
+- Guidance shifts probabilities and guarantees nothing: check texts with a judge that was not trained on the same data.
+- Strong guidance makes texts less fluent. Begin with a small strength."""
 BETA = 20.0  # a strength to begin with, for rewards from 0 to 1
 PAIR_BETA = 60.0  # the same for pairs, times the width of their range, which is that of whole texts: tokens differ less
 HINT = "look at some rows, give more rows, more --epochs, or another --learning-rate"
@@ -155,17 +164,6 @@ def _find_first_run(config: RewardTrainingConfig) -> RewardTrainingConfig | None
 
 
 # --- the hub ---
-
-
-CARD = "README.md"
-SHOWN = (  # settings that a card names
-    *("kind", "reads", "head", "num_layers", "lora_rank", "loss", "epochs", "max_steps", "batch_size"),
-    *("learning_rate", "max_length", "reg_weight", "seed", "teacher", "teacher_classifier", "base"),
-)
-LIMITS = """- Rewards are meant for language models with the vocabulary of the base above; radq refuses others.
-- It repeats what its labels say, with their mistakes and prejudices, and was measured on texts like those alone.
-- Guidance shifts probabilities and guarantees nothing: check texts with a judge that was not trained on the same data.
-- Strong guidance makes texts less fluent. Begin with a small strength."""
 
 
 def push_to_hub(

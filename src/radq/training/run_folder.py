@@ -307,6 +307,6 @@ def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
             check(name)
     teacher = getattr(config, "teacher", "")
     guides = [name for name in (split_teachers(teacher) if teacher else ()) if find_reward_models(name) is None]
-    if guides and not getattr(config, "base", ""):  # the range of their rewards is found from those of a base model's candidates
+    if guides and not getattr(config, "base", ""):  # whose candidates tell the range of their rewards
         raise OptionError(f"the teacher {teacher!r} is no reward model, and needs a base.", "give --base.")
     check_sources([*config.data, *config.eval_data], config.columns, config.optional_columns)

@@ -161,7 +161,7 @@ class BatchTrainer(Trainer):
     def find_loss(
         self, model: torch.nn.Module, inputs: dict[str, Tensor], shares: Float[Tensor, " n"]
     ) -> tuple[Tensor, Any]:
-        """Compute the part of a batch in the loss of the optimizer step, in which it has these shares; and the output."""
+        """Compute the part of a batch, with these shares, in the loss of the optimizer step, and the output."""
 
     @torch.no_grad()
     def prediction_step(
