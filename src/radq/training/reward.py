@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
@@ -39,7 +40,7 @@ from radq.training.token_cache import (
     target_ranges,
     target_shape,
 )
-from radq.training.trainer_setup import choose_precision, training_device
+from radq.training.trainer_setup import training_precision
 
 
 def train(
@@ -106,7 +107,8 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         if self.teacher is not None and self.shows and (note := self.teacher.describe_ranges()):
             print(note)
         copied = _find_copied(config, self.teacher)
-        self.config = config = replace(config, lora_rank=_find_rank(config, copied))
+        rank = config.lora_rank or 0 if copied is None else copied.config.lora_rank
+        self.config = config = replace(config, lora_rank=rank)
         trained = _start_from_trained(config, copied)
         if config.teacher_classifier:
             self.teacher = load_text_teacher(config, _describe_start(config, trained).tokenizer)
@@ -163,10 +165,7 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         if teacher is None or not config.base:
             return None
         base = ModelSource.find(config.base)
-        tokenizer = base.find_tokenizer()
-        if tokenizer is None:
-            raise ModelError(f"{config.base!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
-        lm = load_causal_lm(base)
+        tokenizer, lm = _require_tokenizer(base.find_tokenizer(), config.base), load_causal_lm(base)
         student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
         if student.readout is not None:
             check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))
@@ -185,8 +184,7 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         if not config.cache_states:
             return []
         parts = [part for part in (self.data, self.eval_data) if part is not None]
-        precision = choose_precision(config.precision, training_device(config))
-        states = prepare_states(self.model, parts, config.cache, base_fingerprint, precision)
+        states = prepare_states(self.model, parts, config.cache, base_fingerprint, training_precision(config))
         if self.shows:
             print(*(part.describe() for part in states), sep="\n")
         return states
@@ -202,10 +200,9 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
             return
         if not (teacher.is_slow or _wants_stored_targets(config, len(self.data))):
             return
-        precision = choose_precision(config.precision, training_device(config))
         for part in (self.data, self.eval_data):
             if part is not None:
-                with first_process_first(), teacher.computing_in(precision):
+                with first_process_first(), teacher.computing_in(training_precision(config)):
                     size = trainer.args.train_batch_size
                     file = cache_targets(self.out / "targets", part, teacher, fingerprint, size, self.progress)
                 part.targets = np.memmap(file, np.float32, "r", shape=target_shape(part, teacher))
@@ -228,7 +225,7 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
 
 
 def _find_copied(config: RewardTrainingConfig, teacher: Teacher | None) -> RadV | None:
-    """Find the teacher of which the student begins as a copy; None if it begins otherwise."""
+    """Find the teacher of which the student begins as a copy, with its adapters; None if it begins otherwise."""
     if teacher is None or config.backbone or config.init:
         return None
     if not isinstance(teacher.model, RadV):
@@ -236,22 +233,16 @@ def _find_copied(config: RewardTrainingConfig, teacher: Teacher | None) -> RadV 
             f"the student cannot start as a copy of {config.teacher!r}, which is not one RAD-V.",
             "give the --backbone of the student, or a reward model as --init.",
         )
-    return teacher.model
-
-
-def _find_rank(config: RewardTrainingConfig, teacher: RadV | None) -> int:
-    """Find the rank of the adapters; a copy of the teacher has the same rank as the teacher."""
-    if teacher is None:
-        return config.lora_rank or 0
-    depth = teacher.config.backbone.num_hidden_layers  # pyright: ignore[reportOptionalMemberAccess]
-    for name, own in {"lora_rank": teacher.config.lora_rank, "num_layers": depth}.items():
+    stored = teacher.model.config
+    depth = stored.backbone.num_hidden_layers  # pyright: ignore[reportOptionalMemberAccess]
+    for name, own in {"lora_rank": stored.lora_rank, "num_layers": depth}.items():
         given = getattr(config, name)
         if given not in (None, own):
             raise OptionError(
                 f"{name} is {given}, but the student starts as a copy of {config.teacher!r}, where it is {own}.",
                 f"leave --{name.replace('_', '-')} out, or name the --backbone of another student.",
             )
-    return teacher.config.lora_rank
+    return teacher.model
 
 
 def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> RewardModel | None:
@@ -317,13 +308,15 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
         tokenizer, backbone = found.find_tokenizer(), load_config(found)
         positions = max_positions(backbone)
         max_tokens = None if positions is None else positions - 1  # a BOS stands before each text
-    if tokenizer is None:
-        source = config.backbone or config.init or config.teacher
-        raise ModelError(f"{source!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
+    tokenizer = _require_tokenizer(tokenizer, config.backbone or config.init or config.teacher)
     assert backbone is not None
-    return Start(
-        tokenizer, backbone, max_tokens, may_cut_layers=model is None, lora=bool(rank), readout=config.reads == "base"
-    )
+    return Start(tokenizer, backbone, max_tokens, model is None, lora=bool(rank), readout=config.reads == "base")
+
+
+def _require_tokenizer(tokenizer: PreTrainedTokenizerBase | None, name: str) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise ModelError(f"{name!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
+    return tokenizer
 
 
 # --- what is computed before training ---

@@ -116,6 +116,11 @@ def choose_precision(wanted: str, device: str) -> str:
     return wanted
 
 
+def training_precision(config: TrainingConfig) -> str:
+    """The precision of the forward passes of a run."""
+    return choose_precision(config.precision, training_device(config))
+
+
 def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Let forward passes compute in a precision that `choose_precision` has chosen."""
     if precision == "float32":
