@@ -326,12 +326,16 @@ class RewardTrainingConfig(TrainingConfig):
 
     def check(self) -> None:
         super().check()
-        for rules in (self._pairs(), self._spans(), self._labels(), self._model(), self._teacher(), self._candidates()):
+        parts = (
+            *(self._rules_of_pairs(), self._rules_of_spans(), self._rules_of_labels()),
+            *(self._rules_of_model(), self._rules_of_teacher(), self._rules_of_candidates()),
+        )
+        for rules in parts:
             for wrong, message, hint in rules:
                 if wrong:
                     raise OptionError(message, hint)
 
-    def _pairs(self) -> Iterator[Rule]:
+    def _rules_of_pairs(self) -> Iterator[Rule]:
         """Settings that contradict pairs, or that only pairs have."""
         given, missing = ("responses", "scores") if self.responses else ("scores", "responses")
         lacks = bool(self.responses) != bool(self.scores)
@@ -347,7 +351,7 @@ class RewardTrainingConfig(TrainingConfig):
         others = ("teacher", "teacher_classifier", "loss", "label_map", "label_range", "keep_labels")
         yield from self._exclude("pairs" if self.pairs else "responses", others)
 
-    def _spans(self) -> Iterator[Rule]:
+    def _rules_of_spans(self) -> Iterator[Rule]:
         if not self.spans:
             return
         yield from self._exclude("spans", ("pairs", "responses", "teacher", "teacher_classifier"), "give one of them.")
@@ -357,7 +361,7 @@ class RewardTrainingConfig(TrainingConfig):
             f"give one column as --labels, or none, got {self.labels!r}.",
         )
 
-    def _labels(self) -> Iterator[Rule]:
+    def _rules_of_labels(self) -> Iterator[Rule]:
         if self.missing_labels:
             yield from self._exclude("missing_labels", ("pairs", "responses", "spans"), "leave --missing-labels out.")
             yield not self.label_columns, "missing_labels needs labels, and there are none.", "give --labels, too."
@@ -378,7 +382,7 @@ class RewardTrainingConfig(TrainingConfig):
         wrong = bool(self.base) and self.loss != "mse"
         yield wrong, f"loss must be mse with a base, got {self.loss!r}.", "leave --loss out."
 
-    def _model(self) -> Iterator[Rule]:
+    def _rules_of_model(self) -> Iterator[Rule]:
         """Settings of the model that contradict each other, or that only a readout has."""
         none = not (self.backbone or self.init or self.teacher)
         yield none, "there is no model to start from.", "give --backbone or --init."
@@ -399,7 +403,7 @@ class RewardTrainingConfig(TrainingConfig):
             "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out.",
         )
 
-    def _teacher(self) -> Iterator[Rule]:
+    def _rules_of_teacher(self) -> Iterator[Rule]:
         both = self.online and self.cache_targets
         yield both, "both --online and --cache-targets are given.", "choose one of them."
         for name in ("cache_targets", "online"):
@@ -408,7 +412,7 @@ class RewardTrainingConfig(TrainingConfig):
         wrong = (self.learns_tokens or self.base) and self.kind != "q"
         yield bool(wrong), f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out."
 
-    def _candidates(self) -> Iterator[Rule]:
+    def _rules_of_candidates(self) -> Iterator[Rule]:
         lacks = bool(self.base) and not self.has_teacher
         yield lacks, "base needs a teacher, and there is none.", "give --teacher, or leave --base out."
         workers = self.base and self.trainer.get("dataloader_num_workers")
