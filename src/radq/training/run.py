@@ -39,15 +39,7 @@ class TrainingRun(Generic[Config]):
     data: RewardData  # that of `load_data`, to train on
     eval_data: RewardData | None
 
-    def __init__(
-        self,
-        config: Config,
-        resume: bool = False,
-        overwrite: bool = False,
-        progress: bool = False,
-        data: Rows = None,
-        eval_data: Rows = None,
-    ):
+    def __init__(self, config: Config, resume: bool, overwrite: bool, progress: bool, data: Rows, eval_data: Rows):
         config = keep_rows(config, data, eval_data, progress)
         check_run(config, resume, overwrite)
         self.out, self.resume, self.progress = Path(config.out), resume, progress

@@ -31,6 +31,7 @@ from radq.training.trainer_setup import in_precision
 
 PIECE_BYTES = 2**26  # of a file, about: as many as a CPU computes in a minute
 TOKENS_PER_FORWARD = 4096  # with padding
+TARGET_BYTES = 4  # targets are stored in float32
 
 
 class StateCache:
@@ -174,9 +175,6 @@ def measure_states(caches: list[StateCache]) -> dict[str, float]:
 
 
 # --- a teacher's rewards ---
-
-
-TARGET_BYTES = 4  # targets are stored in float32
 
 
 def cache_targets(

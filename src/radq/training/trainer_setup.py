@@ -46,6 +46,7 @@ FIXED = (  # fields that `trainer:` must not set, since radq relies on their val
 )
 STEPS_BETWEEN_CHECKPOINTS = 500  # of several processes, which do not save by the clock
 NEVER = 2**31 - 1  # more steps than a run has
+STOPPING = "\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n"
 # Fields that are set after TrainingArguments is made, which would refuse their combinations.
 BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
@@ -83,7 +84,10 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
         raise OptionError(
             f"transformers' Trainer refuses these settings: {reason}", "change the values under `trainer:` in the YAML."
         ) from error
-    _set_batches(made, config)
+    assert config.batch_size is not None
+    micro = config.micro_batch_size or -(-config.batch_size // made.world_size)
+    made.per_device_train_batch_size = made.per_device_eval_batch_size = micro
+    made.gradient_accumulation_steps = -(-config.batch_size // (micro * made.world_size))
     if config.save_steps is None and made.world_size > 1:
         made.save_steps = STEPS_BETWEEN_CHECKPOINTS
     if config.chooses_best:  # TrainingArguments would ask for equal eval_steps and save_steps, which radq does not need
@@ -92,14 +96,6 @@ def make_arguments(config: TrainingConfig, evaluates: bool, progress: bool) -> T
         rises = config.best_metric.startswith(("auc", "accuracy", "pair_accuracy", "spearman", "candidate_correlation"))
         made.greater_is_better = bool(config.trainer.get("greater_is_better", rises))
     return made
-
-
-def _set_batches(made: TrainingArguments, config: TrainingConfig) -> None:
-    assert config.batch_size is not None
-    micro = config.micro_batch_size or -(-config.batch_size // made.world_size)
-    made.per_device_train_batch_size = micro
-    made.per_device_eval_batch_size = micro
-    made.gradient_accumulation_steps = -(-config.batch_size // (micro * made.world_size))
 
 
 def training_device(config: TrainingConfig) -> str:
@@ -160,9 +156,6 @@ def _check_report(name: str) -> None:
 
 
 # --- callbacks ---
-
-
-STOPPING = "\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n"
 
 
 def point_to_best(state: TrainerState, out: Path) -> None:
