@@ -242,8 +242,8 @@ def test_texts_without_their_prompts(
     direct = Direct(classifier)
     read = [text if continuation else f"{prompt} {text}".strip() for prompt, text in rows]
     np.testing.assert_allclose(source.score_data(data)[:, 0], [direct(text)[1] for text in read], atol=2e-5)
-    file = cache_targets(tmp_path / "targets", data, Teacher([[source]]), source.fingerprint, 2, False)
-    data.targets = np.fromfile(file, np.float32).reshape(-1, 1)
+    cache_targets(tmp_path / "targets", data, Teacher([[source]]), source.fingerprint, 2, False)
+    assert data.targets is not None
     wanted = []
     for n, (prompt, _) in enumerate(rows):
         ids = data.token_ids[data.offsets[n] : data.offsets[n + 1]].tolist()

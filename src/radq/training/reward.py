@@ -8,7 +8,6 @@ If several processes are launched, each of them calls `train`, and the first one
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +37,6 @@ from radq.training.token_cache import (
     measure_states,
     prepare_states,
     target_ranges,
-    target_shape,
 )
 from radq.training.trainer_setup import training_precision
 
@@ -204,8 +202,7 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
             if part is not None:
                 with first_process_first(), teacher.computing_in(training_precision(config)):
                     size = trainer.args.train_batch_size
-                    file = cache_targets(self.out / "targets", part, teacher, fingerprint, size, self.progress)
-                part.targets = np.memmap(file, np.float32, "r", shape=target_shape(part, teacher))
+                    cache_targets(self.out / "targets", part, teacher, fingerprint, size, self.progress)
         if teacher.ranges is None and not config.base:
             ranges = target_ranges(self.data)
             self.model.config.response_range = simplify_ranges(ranges, len(ranges))

@@ -179,37 +179,33 @@ def measure_states(caches: list[StateCache]) -> dict[str, float]:
 
 def cache_targets(
     folder: Path, data: RewardData, teacher: Teacher, fingerprint: str, batch_size: int, progress: bool
-) -> Path:
-    """Store the teacher's rewards of all tokens of these rows in a file, unless the file is there already.
+) -> None:
+    """Store the teacher's rewards of all tokens of these rows, unless they are stored, and let the data read them.
 
     The name of the file is made of the fingerprints of teacher and rows, so that a file never serves others.
     """
-    size = TARGET_BYTES * math.prod(target_shape(data, teacher))
+    shape = len(data.token_ids), len(teacher.attributes)
+    size = TARGET_BYTES * math.prod(shape)
     piece = Piece(folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin", data, size)
     if not piece.is_made:
         online = "" if teacher.is_slow else ", or compute them in every step (--online)"
         check_room(folder, [piece], "the teacher's rewards", f"make room on the disk{online}.")
         with piece.writing() as temporary:
-            _write_targets(temporary, data, teacher, batch_size, progress)
-    return piece.file
-
-
-def target_shape(data: RewardData, teacher: Teacher) -> tuple[int, int]:
-    """Return the number of tokens of all rows and the number of attributes, which are the shape of the targets."""
-    return len(data.token_ids), len(teacher.attributes)
+            _write_targets(temporary, size, data, teacher, batch_size, progress)
+    data.targets = np.memmap(piece.file, np.float32, "r", shape=shape)
 
 
 @torch.no_grad()
-def _write_targets(file: Path, data: RewardData, teacher: Teacher, batch_size: int, progress: bool) -> None:
+def _write_targets(file: Path, size: int, data: RewardData, teacher: Teacher, batch_size: int, progress: bool) -> None:
     """Write the rewards of each row at the place of its tokens; rows outside `data` stay holes in the file.
 
     These are plain writes, since a full disk under a memory-mapped file would crash the process.
     """
-    num_tokens, a = target_shape(data, teacher)
+    token_bytes = TARGET_BYTES * len(teacher.attributes)
     order = np.argsort(data.lengths, kind="stable")
     chunks = np.array_split(order, -(-len(order) // batch_size))
     with file.open("wb") as stream:
-        stream.truncate(TARGET_BYTES * num_tokens * a)
+        stream.truncate(size)
         for chunk in tqdm(chunks, desc="rewards of the teacher", unit="batch", disable=not progress):
             batch = data.batch(chunk.tolist())
             read = batch["loss_mask" if teacher.reads_continuations else "attention_mask"]
@@ -217,7 +213,7 @@ def _write_targets(file: Path, data: RewardData, teacher: Teacher, batch_size: i
             rewards = rewards.float().cpu().numpy()
             lengths = batch["attention_mask"].sum(1).tolist()
             for row, length, found in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
-                stream.seek(TARGET_BYTES * a * int(data.offsets[row]))
+                stream.seek(token_bytes * int(data.offsets[row]))
                 stream.write(found[:length].tobytes())
 
 
