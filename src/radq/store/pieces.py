@@ -63,7 +63,7 @@ def save_arrays(piece: Piece[Any], **arrays: np.ndarray) -> None:
 def load_arrays(file: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Read the arrays of these names that `save_arrays` has written."""
     try:
-        with np.load(file) as stored:
+        with file.open("rb") as stream, np.load(stream) as stored:
             return {name: stored[name] for name in names}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise DataError(f"{str(file)!r} is damaged: {error}.", "delete this file; radq makes it again.") from error

@@ -363,7 +363,9 @@ class RewardTrainingConfig(TrainingConfig):
 
     def _rules_of_labels(self) -> Iterator[Rule]:
         if self.missing_labels:
-            yield from self._exclude("missing_labels", ("pairs", "responses", "spans"), "leave --missing-labels out.")
+            for name in ("pairs", "responses", "spans"):
+                given = bool(getattr(self, name))
+                yield given, f"missing_labels and {name} exclude each other.", "leave --missing-labels out."
             yield not self.label_columns, "missing_labels needs labels, and there are none.", "give --labels, too."
         none = not self.attributes and not self.has_teacher
         yield none, "there are no labels.", "give --labels with one or more columns, or --pairs."
