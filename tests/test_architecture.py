@@ -12,6 +12,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "radq"
 MAX_LOOSE_MODULES = 8
+MAX_ANY = 10
+READING = ("cuda_graph", "grouped_attention", "kv_cache", "prefill", "reading", "slots")
+TYPED = ("radq.guides", "radq.decoding", *(f"radq.models.{name}" for name in READING))
 
 # A room imports only from steps above its own. Rooms that stand in one step do not import each other.
 STEPS = (
@@ -89,3 +92,15 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("these modules import each other in a circle: " + " ← ".join(error.args[1]))
+
+
+def test_texts_are_read_and_steered_by_things_with_types() -> None:
+    """What is kept of a text passes through many hands, so its type says what it is: `Any` is an exception there."""
+    found = [
+        f"{module}:{node.lineno}"
+        for module, file in FILES.items()
+        if module.startswith(TYPED)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Name) and node.id == "Any"
+    ]
+    assert len(found) <= MAX_ANY, f"Any stands at {', '.join(found)}"

@@ -202,7 +202,7 @@ def test_held_rows_equal_reading_the_known_tokens_anew(steps: list[list[int]], r
         candidates = torch.tensor([[4, START, 9], [20, 4, END]])
         for tokens in steps:
             _, state = model.score(state, candidates)
-            state = model.advance(state, torch.tensor(tokens))
+            state = state.advance(torch.tensor(tokens))
             texts = [[*text, token] for text, token in zip(texts, tokens, strict=True)]
         for row, text in enumerate(texts):
             expected = model.next_rewards(torch.tensor([known_only(text)]), None, candidates[row : row + 1])

@@ -22,6 +22,7 @@ from radq.decoding.engine import Engine
 from radq.decoding.request import Request, Ticket
 from radq.errors import MemoryLimitError, RewardValueError
 from radq.guides import Guide, RewardGuide
+from radq.models.prefill import Prefill
 from radq.models.slots import takes_slots
 
 
@@ -115,7 +116,7 @@ def test_drawn_tokens_do_not_keep_the_states_of_candidates(lm_folders: dict[str,
     decoder = Decoder(lm, guide)
     decoder.add([[5, 6, 7]], [0], STEERINGS[:1], [guide.beta], np.full((1, 9), 0.4), capacity=1, width=64)
     drawn = decoder.draw(np.ones(1, dtype=bool))
-    siblings = weakref.ref(decoder.guides.members[0].state.siblings.hidden)
+    siblings = weakref.ref(decoder.guides.members[0].readings[0].siblings.hidden)
     assert siblings() is not None
     decoder.read()
     assert drawn.tokens.shape == (1,)
@@ -387,7 +388,7 @@ def test_a_request_that_is_half_read_waits_again_when_memory_is_full(monkeypatch
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "read_ahead", fail)
+        patch.setattr(Prefill, "read", fail)
         with pytest.warns(UserWarning, match="decodes 1 texts at once"):
             engine.step()
     for ticket in (running, long):

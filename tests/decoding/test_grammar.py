@@ -12,7 +12,7 @@ from proposals import ConstantGuide
 
 from radq.decoding.config import LogitChanges
 from radq.decoding.generate import generate
-from radq.decoding.grammar import Grammar
+from radq.decoding.processors import Grammar
 from radq.errors import OptionError
 
 pytest.importorskip("llguidance", reason="JSON schemas need radq[serve]")

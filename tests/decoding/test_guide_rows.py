@@ -99,6 +99,9 @@ class Lengths:
     def map_readings(self, change: Any) -> "Lengths":
         return self
 
+    def rewind(self, n: int) -> "Lengths":
+        return Lengths(self.values - n)
+
 
 class LengthGuide(Guide):
     """Wants the token with the number of the text's tokens."""

@@ -28,6 +28,9 @@ class NoState:
     def map_readings(self, change: Any) -> "NoState":
         return self
 
+    def rewind(self, n: int) -> "NoState":
+        return self
+
     @staticmethod
     def join(states: "Sequence[NoState]") -> "NoState":
         return states[0]

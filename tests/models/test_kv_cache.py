@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModel, BloomConfig, MambaConfig, PreTrainedModel
 
 from radq.errors import ModelError
-from radq.models import kv_cache, packing
+from radq.models import kv_cache
+from radq.numerics import pack_left, pack_right
 
 BACKBONES: dict[str, PreTrainedModel] = {family: make_lm(family).base_model.double() for family in FAMILIES}
 LENGTHS = [9, 3, 6]
@@ -157,8 +158,8 @@ def test_packing_keeps_the_order_of_real_tokens(data: st.DataObject) -> None:
         data.draw(st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=1, max_size=4))
     )
     tokens = torch.arange(mask.numel()).view_as(mask)
-    right_tokens, right_mask = packing.pack_right(tokens, mask)
-    left = packing.pack_left(tokens, mask)
+    right_tokens, right_mask = pack_right(tokens, mask)
+    left = pack_left(tokens, mask)
     for row in range(len(mask)):
         real = tokens[row][mask[row] == 1].tolist()
         assert right_tokens[row][right_mask[row] == 1].tolist() == real

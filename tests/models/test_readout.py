@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: 
     own.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
     found = generate(lm, make_number_tokenizer(), prompts, guide, num_samples=3, max_new_tokens=9, seed=4)
     assert not calls
-    guide.start_beside = lambda base, ids, mask: guide.start(ids, mask)  # pyright: ignore
+    guide.start_in_turns = lambda prompts: RewardGuide.start_in_turns(guide, replace(prompts, base=None))  # pyright: ignore
     beside = generate(lm, make_number_tokenizer(), prompts, guide, num_samples=3, max_new_tokens=9, seed=4)
     assert calls
     assert [one.token_ids for one in found] == [one.token_ids for one in beside]
@@ -132,7 +133,7 @@ def test_several_readouts_and_another_guide_together(lm_folders: dict[str, Path]
     guide = two + make_guide("dexperts", "llama") + one
     found = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, num_samples=2, max_new_tokens=8)
     for part in (one, two):
-        part.start_beside = lambda base, ids, mask, part=part: part.start(ids, mask)  # pyright: ignore
+        part.start_in_turns = lambda prompts, part=part: RewardGuide.start_in_turns(part, replace(prompts, base=None))  # pyright: ignore
     beside = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, num_samples=2, max_new_tokens=8)
     assert [text.token_ids for text in found] == [text.token_ids for text in beside]
 

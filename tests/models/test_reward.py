@@ -95,17 +95,17 @@ def test_states_advance_select_and_rewind_as_if_read_anew(kind: str, lm_folders:
         return state
 
     state = check(model.read(ids, mask), TEXTS)
-    scored = model.advance(state, torch.tensor([9, 13, 4]))  # all of them candidates
+    scored = state.advance(torch.tensor([9, 13, 4]))  # all of them candidates
     longer = [[*text, token] for text, token in zip(TEXTS, (9, 13, 4), strict=True)]
     scored = check(scored, longer)
-    unscored = model.advance(state, torch.tensor([20, 13, 4]))  # one of them not
+    unscored = state.advance(torch.tensor([20, 13, 4]))  # one of them not
     check(unscored, [[*TEXTS[0], 20], *longer[1:]])
     check(scored.select(torch.tensor([0, 0, 1, 1, 2, 2])), [text for text in longer for _ in range(2)])
     check(scored.select(torch.tensor([1, 1, 0])), [longer[1], longer[1], longer[0]])
     selected = scored.select(torch.tensor([2, 0]))  # keeps what was scored, so that it can advance for free
-    check(model.advance(selected, torch.tensor([4, 9])), [[*longer[2], 4], [*longer[0], 9]])
+    check(selected.advance(torch.tensor([4, 9])), [[*longer[2], 4], [*longer[0], 9]])
     check(scored.rewind(1), TEXTS)
-    check(model.advance(scored, torch.tensor([7, 7, 7])).rewind(2), TEXTS)
+    check(scored.advance(torch.tensor([7, 7, 7])).rewind(2), TEXTS)
     check(scored, longer)  # all of which left it as it was
 
 
@@ -462,7 +462,7 @@ def test_texts_longer_than_the_context(kind: str, lm_folders: dict[str, Path]) -
         model.next_rewards(torch.full((1, 64), 5))
     state = model.read(full)
     with pytest.raises(ContextLengthError):
-        model.advance(state, torch.tensor([5]))
+        state.advance(torch.tensor([5]))
 
 
 # --- memory ---

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 from radq.guides import RewardGuide
 from radq.models import reading
-from radq.models.reading import Reader, Reading
+from radq.models.reading import Reader, ValueReading
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import pad_left
@@ -24,7 +24,7 @@ def make_reader(family: str, known: int = VOCAB) -> Reader:
     return Reader(make_lm(family).double().eval(), "logits", "base model", Vocabulary(known))
 
 
-def read_alone(reader: Reader, text: list[int]) -> Reading:
+def read_alone(reader: Reader, text: list[int]) -> ValueReading:
     ids = torch.tensor([text])
     return reader.read(ids, torch.ones_like(ids))
 
@@ -92,14 +92,14 @@ def test_siblings_are_read_and_kept_as_alone(family: str, lm_folders: dict[str, 
         slots = slots.join([slots, guide.start(torch.tensor([text]))])
     candidates = torch.tensor([[4, 9, 22], [8, 3, 5], [30, 12, 6]])
     for step in range(4):
-        slots.reading.reserve(siblings=3)
+        slots.reserve(siblings=3)
         advice = guide.advise(slots, candidates)
         expected = [guide.advise(state, row[None]) for state, row in zip(alone, candidates, strict=True)]
         torch.testing.assert_close(advice.shift, torch.cat([one.shift for one in expected]))
         tokens = candidates[:, step % 3]
         slots = guide.advance(advice.state, tokens)
         alone = [guide.advance(one.state, token[None]) for one, token in zip(expected, tokens, strict=True)]
-        torch.testing.assert_close(slots.reading.last, torch.cat([state.reading.last for state in alone]))
+        torch.testing.assert_close(slots.last, torch.cat([state.last for state in alone]))
 
 
 def test_models_that_cannot_use_slots_stay_as_they_are() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from radq.models import trial
-from radq.models.trial import choose_dtype
+from radq.models import loading
+from radq.models.loading import choose_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def test_the_fastest_of_a_trial_is_taken(
         tried.append((torch.get_num_threads(), next(lm.parameters()).dtype))
         return 1.0 if tried[-1] == (2, torch.bfloat16) else 2.0
 
-    monkeypatch.setattr(trial, "_time_step", time_step)
+    monkeypatch.setattr(loading, "_time_step", time_step)
     with caplog.at_level(logging.WARNING):
         assert choose_dtype("fastest", toy, "cpu") == "bfloat16"
     assert torch.get_num_threads() == 2
@@ -39,6 +39,6 @@ def test_a_real_trial(toy: Path) -> None:
 
 
 def test_other_data_types_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_try_all", lambda base: pytest.fail("a trial"))
+    monkeypatch.setattr(loading, "_try_all", lambda base: pytest.fail("a trial"))
     assert choose_dtype("auto", "nowhere", "cpu") == "auto"
     assert choose_dtype("fastest", "nowhere", "xpu") == "bfloat16"

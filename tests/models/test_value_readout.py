@@ -1,5 +1,6 @@
 """Readouts of RAD-V: values of texts from the hidden states of the base model, against brute force."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_rewards_of_candidates_are_those_of_every_text_read_alone(family: str, l
         found, state = model.score(state, candidates + step)
         for row, text in enumerate(texts):
             torch.testing.assert_close(found[row], oracle.rewards(model, text, (candidates + step)[row].tolist()))
-        state = model.advance(state, torch.tensor(tokens))
+        state = state.advance(torch.tensor(tokens))
         texts = [[*text, token] for text, token in zip(texts, tokens, strict=True)]
 
 
@@ -141,7 +142,7 @@ def test_together_with_other_guides(lm_folders: dict[str, Path]) -> None:
     q = RewardGuide(make_readout("q", lm_folders["llama"], num_layers=1).double(), {"rude": -4.0})
     own = RewardGuide(make_reward("v", lm_folders["llama"]), {"nice": 2.0})
     found = generate_from(lm, value + q + own)
-    q.start_beside = lambda base, ids, mask: q.start(ids, mask)  # pyright: ignore
+    q.start_in_turns = lambda prompts: RewardGuide.start_in_turns(q, replace(prompts, base=None))  # pyright: ignore
     assert [text.token_ids for text in generate_from(lm, value + q + own)] == [text.token_ids for text in found]
 
 

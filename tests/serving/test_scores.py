@@ -10,9 +10,10 @@ import pytest
 import torch
 from serving import Running, make_config, serving
 
-from radq.models.prompt_parts import PartlyRead, PromptParts
+from radq.models.prefill import InTurns, Prefill, Turn, finish
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
+from radq.models.reading import Reader
 from radq.numerics import log_probabilities
 from radq.serving import scheduler as scheduler_module
 from radq.serving.served import Served
@@ -51,10 +52,11 @@ def scores_at_once(served: Served, ids: list[int]) -> tuple[list[float], dict[st
 @pytest.mark.parametrize("tokens", [1, 4, 5, 1000])
 def test_scores_in_parts_are_those_at_once(served: Served, tokens: int) -> None:
     ids = served.encode(TEXT)
-    parts, turns = PromptParts(), 1
-    while not parts.read(tokens, lambda: served.panel.score(served.lm, ids)):
+    prefill, turns = Prefill(lambda turn: served.panel.score(served.lm, ids, turn)), 1
+    while not prefill.read(tokens):
         turns += 1
-    likelihoods, rewards = parts.result
+    assert prefill.result is not None
+    likelihoods, rewards = prefill.result
     expected, wanted = scores_at_once(served, ids)
     assert likelihoods == pytest.approx(expected, abs=1e-5)
     assert list(rewards) == ["bright", "dark", "value", "praise", "length"]
@@ -71,25 +73,25 @@ def test_readouts_share_the_forward_of_the_base(served: Served, monkeypatch: pyt
         return forward(self, *given, **named)
 
     monkeypatch.setattr(type(served.lm.transformer), "forward", count)
-    served.score(served.encode(TEXT))
+    finish(served.score(served.encode(TEXT), Turn()))
     assert calls == [1]
 
 
 def columns_of_turns(monkeypatch: pytest.MonkeyPatch, running: Running) -> list[int]:
     """Let a list grow with the columns that are read in each turn of the scheduler."""
     monkeypatch.setattr(scheduler_module, "PROMPT_BUDGET", {"cpu": 4})
-    turns, forward = [0], PartlyRead._forward
+    turns, forward = [0], Reader._forward
     choose: Callable[[], None] = running.server.scheduler._read_prompts_or_do_task
 
-    def count(texts: PartlyRead, columns: int) -> None:
-        turns[-1] += columns * len(texts.input_ids)
-        forward(texts, columns)
+    def count(reader: Reader, prefix: Any, tokens: torch.Tensor, *rest: Any) -> Any:
+        turns[-1] += tokens.numel()
+        return forward(reader, prefix, tokens, *rest)
 
     def begin_turn() -> None:
         turns.append(0)
         choose()
 
-    monkeypatch.setattr(PartlyRead, "_forward", count)
+    monkeypatch.setattr(Reader, "_forward", count)
     monkeypatch.setattr(running.server.scheduler, "_read_prompts_or_do_task", begin_turn)
     return turns
 
@@ -120,7 +122,12 @@ def test_texts_go_on_while_scores_are_read(
 def test_scores_that_nobody_waits_for_are_not_read(running: Running) -> None:
     scheduler = running.server.scheduler
     calls: list[int] = []
-    future = scheduler_module._Task(lambda: calls.append(1))
-    future.future.cancel()
-    assert future.go_on(4)
+
+    def work(_: Turn) -> InTurns[None]:
+        yield from ()
+        calls.append(1)
+
+    task = scheduler_module._Task(Prefill(work))
+    task.future.cancel()
+    assert task.go_on(4)
     assert scheduler.call(lambda: len(calls)).result(60) == 0

@@ -20,7 +20,7 @@ import radq
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.engine import Engine
 from radq.errors import OptionError, RadqError
-from radq.models.prompt_parts import PartlyRead
+from radq.models.reading import Reader
 from radq.registry.config import Limits
 from radq.serving import app as app_module
 from radq.serving import scheduler as scheduler_module
@@ -348,13 +348,13 @@ def test_requests_with_other_guides_share_steps_and_read_few_tokens_between_them
         alone = [expected(running, [prompt], wish, **options)[0].text for wish in wishes]
         scheduler, begun, go = running.server.scheduler, threading.Event(), threading.Event()
 
-        forward = PartlyRead._forward
+        forward = Reader._forward
 
-        def count(texts: PartlyRead, columns: int) -> None:
-            rounds[-1] += columns * len(texts.input_ids)
-            forward(texts, columns)
+        def count(reader: Reader, prefix: Any, tokens: torch.Tensor, *rest: Any) -> Any:
+            rounds[-1] += tokens.numel()
+            return forward(reader, prefix, tokens, *rest)
 
-        monkeypatch.setattr(PartlyRead, "_forward", count)
+        monkeypatch.setattr(Reader, "_forward", count)
         step = scheduler._step
 
         def step_and_count(engine: Engine) -> None:

@@ -17,7 +17,9 @@ from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import DataError, MemoryLimitError, OptionError, WriteError
 from radq.guides import DExpertsGuide, GeDiGuide
+from radq.guides.base import Prompts
 from radq.guides.spec import GuideSpec, guide_maker, load_guide, load_guides
+from radq.models.prefill import finish
 from radq.models.rad_q import RadQ
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
@@ -161,8 +163,8 @@ def test_the_classes_go_to_their_experts(settings: ExpertTrainingConfig, tmp_pat
     words = make_tokenizer()
     for text, _ in (rows[0], rows[-1]):
         ids = torch.tensor([words(text).input_ids])
-        wanted = guide.expert.read_scored(ids, None)[1].sum()
-        other = guide.anti_expert.read_scored(ids, None)[1].sum()
+        wanted = finish(guide.expert.read_scored(Prompts(ids)))[1].sum()
+        other = finish(guide.anti_expert.read_scored(Prompts(ids)))[1].sum()
         assert (wanted > other) == (text == rows[0][0])
     ended = guide.expert.read(torch.tensor([words("the film was good .").input_ids]), None)
     assert int(ended.last.argmax()) == words.eos_token_id  # texts have an end

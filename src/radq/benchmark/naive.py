@@ -11,11 +11,10 @@ from torch import Tensor
 
 from radq.guides.base import Advice, Guide
 from radq.guides.reward import RewardGuide
-from radq.models.reading import Reader
-from radq.models.reward_state import RewardState
+from radq.models.reading import Reader, Reading
 
 
-class NaiveGuide(Guide):
+class NaiveGuide(Guide[Reading]):
     """A reward guide whose candidates are scored in another way. Subclasses implement `advise`."""
 
     capturable = True
@@ -27,10 +26,10 @@ class NaiveGuide(Guide):
     def readers(self) -> list[Reader]:
         return self.guide.readers
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
+    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Reading:
         return self.guide.start(input_ids, attention_mask)
 
-    def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
+    def advance(self, state: Reading, tokens: Int[Tensor, " b"]) -> Reading:
         return self.guide.advance(state, tokens)
 
 
@@ -42,10 +41,10 @@ class SeparateForwards(NaiveGuide):
     """
 
     def advise(
-        self, state: RewardState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
+        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         shifts = [self.guide.advise(state, column, beta).shift for column in candidates.split(1, dim=1)]
-        return Advice(torch.cat(shifts, dim=1), RewardState(state.reading))
+        return Advice(torch.cat(shifts, dim=1), state.drop_siblings())
 
 
 @final
@@ -62,7 +61,7 @@ class WholeVocabulary(NaiveGuide):
         self.low, self.high = guide.model.config.attribute_ranges[self.column]
 
     def advise(
-        self, state: RewardState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
+        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         rewards, state = self.guide.model.score(state)  # (b, v, a)
         chosen = rewards[..., self.column].gather(1, candidates).clamp(self.low, self.high)  # (b, k)

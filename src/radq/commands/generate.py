@@ -91,8 +91,7 @@ def run(arguments: Arguments) -> None:
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.decoding.generate import generate
     from radq.guides.spec import load_guides
-    from radq.models.loading import find_device, load
-    from radq.models.trial import choose_dtype
+    from radq.models.loading import choose_dtype, find_device, load
     from radq.numerics import require_memory_for_texts
 
     require_memory_for_texts(

@@ -18,9 +18,8 @@ from radq.decoding.prompts import encode_prompts
 from radq.errors import OptionError
 from radq.guides import RewardGuide
 from radq.models.loading import Wrappable
-from radq.models.packing import leave_out_unknown
 from radq.models.reward import RewardModel
-from radq.numerics import in_smaller_batches, pad_left, take_last
+from radq.numerics import in_smaller_batches, leave_out_unknown, pad_left, take_last
 
 
 def best_of_n(

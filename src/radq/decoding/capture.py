@@ -8,53 +8,58 @@ the same code.
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from radq.errors import first_line
 from radq.guides.base import Guide
 from radq.guides.meter import Meter
-from radq.models.cuda_graph import record
+from radq.models.cuda_graph import NO_STEPS, record, try_to_record
 from radq.numerics import empty_cache
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Capture:
+class Capture(Generic[T]):
     """Both halves of a captured step, and the tensors that the first one writes."""
 
-    draw: Any  # a CUDA graph
-    read: Any
-    drawn: Any
+    draw: torch.cuda.CUDAGraph
+    read: torch.cuda.CUDAGraph
+    drawn: T
     counted: tuple[int, ...]  # by a meter, in one step
 
 
-class Captures:
+class Captures(Generic[T]):
     """The captured steps of a decoder."""
 
     def __init__(self, models: Sequence[nn.Module], guide: Guide | None, on: bool):
         self.on = on and stand_together(models)
         if self.on and (reason := find_hindrance(models, guide)):
             self.on = False
-            warnings.warn(f"steps are not captured as CUDA graphs, so each token takes longer: {reason}.", stacklevel=2)
+            warnings.warn(f"{NO_STEPS}: {reason}.", stacklevel=2)
         self.meter = guide if isinstance(guide, Meter) else None
-        self._kept: dict[Hashable, Capture] = {}
+        self._kept: dict[Hashable, Capture[T]] = {}
         self._warm: set[Hashable] = set()
-        self._pool: Any = None
-        self._main: Any = None
-        self._side: Any = None
+        self._pool = None
+        self._main: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None
 
     def find(
-        self, kind: Hashable, shape: Hashable, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]
-    ) -> Capture | None:
+        self,
+        kind: Hashable,
+        shape: Hashable,
+        draw: Callable[[], T],
+        read: Callable[[T, torch.cuda.Stream | None], None],
+    ) -> Capture[T] | None:
         """Find the captured step of a kind and shape; None where a step must run without a graph.
 
         The first step of every kind is not captured: libraries initialise themselves in it, which no graph can hold.
 
         Args:
             draw: the first half of the step.
-            read: the second half, given the tokens of the first and a stream that may be used beside the current one.
+            read: the second half, given the result of the first and a stream that may be used beside the current one.
         """
         if not self.on:
             return None
@@ -62,31 +67,24 @@ class Captures:
             self._warm.add(kind)
             return None
         if (kind, shape) not in self._kept:
-            try:
-                self._kept[kind, shape] = self._capture(draw, read)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a model does that a graph cannot hold
+            recorded = try_to_record(lambda: self._capture(draw, read), NO_STEPS)
+            if recorded is None:
                 self.on = False
-                torch.cuda.synchronize()
-                warnings.warn(
-                    f"steps are not captured as CUDA graphs, so each token takes longer: {first_line(error)}.",
-                    stacklevel=2,
-                )
                 return None
+            self._kept[kind, shape] = recorded
         return self._kept[kind, shape]
 
-    def _capture(self, draw: Callable[[], Any], read: Callable[[Tensor, Any], None]) -> Capture:
+    def _capture(self, draw: Callable[[], T], read: Callable[[T, torch.cuda.Stream | None], None]) -> Capture[T]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._main, self._side = torch.cuda.Stream(priority=-1), torch.cuda.Stream()  # the base model goes first
         before = None if self.meter is None else self.meter.counts
         first, drawn = record(draw, pool=self._pool, stream=self._main)
-        second, _ = record(lambda: read(drawn.tokens, self._side), pool=self._pool, stream=self._main)
+        second, _ = record(lambda: read(drawn, self._side), pool=self._pool, stream=self._main)
         counted = () if self.meter is None or before is None else self.meter.take_back(before)
         return Capture(first, second, drawn, counted)
 
-    def count(self, capture: Capture, share: float) -> None:
+    def count(self, capture: Capture[T], share: float) -> None:
         """Tell a meter what a captured step has read for the rows in use, which may be fewer than those of the step."""
         if self.meter is not None:
             self.meter.add(capture.counted, share)
@@ -122,7 +120,7 @@ def is_watched(model: nn.Module) -> bool:
     return not all(map(_is_known, hooks))
 
 
-def _is_known(hook: Any) -> bool:
+def _is_known(hook: object) -> bool:
     """Whether a hook belongs to a meter, or is one by which transformers collects hidden states."""
     own = isinstance(getattr(hook, "__self__", None), Meter)
     return own or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from radq.errors import OptionError
 
@@ -85,7 +85,7 @@ class LogitChanges:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_p: float = 0.0
-    json_schema: Mapping[str, Any] | None = None
+    json_schema: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if self.min_new_tokens < 0:

@@ -10,10 +10,9 @@ Axes: b rows, k candidates, s strengths.
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,21 +24,22 @@ from radq.decoding.config import Steering
 from radq.decoding.guide_rows import Guides
 from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
 from radq.guides import Guide
+from radq.guides.base import State
 from radq.models.loading import Wrappable, num_logits
-from radq.models.prompt_graphs import MOST_TOKENS, PromptGraphs
-from radq.models.prompt_parts import PromptParts
+from radq.models.prefill import MOST_TOKENS, InTurns, PromptGraphs, Turn, finish
 from radq.models.rad_v import SIBLINGS_PER_FORWARD
-from radq.models.reading import Reader
+from radq.models.reading import Reader, Reading
 from radq.models.readout import join_layers, pick_layers
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import log_probabilities, pad_left
 
 Asked = Sequence[Collection[int]] | None  # of each row, the numbers of the guides that it asks for; None for all
-Started = tuple[list[int], Any]  # the numbers of the prompts that a guide has read, and its state of them
+Started = tuple[list[int], State | None]  # the numbers of the prompts that a guide has read, and its state of them
 Process = Callable[[Float[Tensor, "b v"]], Float[Tensor, "b v"]]
 
 LOGGER = logging.getLogger(__name__)
+S = TypeVar("S", bound=State)
 COMPILING = 3.0  # seconds; a step that takes longer has compiled something
 
 TENSORS = ("candidates", "base", "shift", "clipped", "finite")  # of a proposal
@@ -68,7 +68,7 @@ class Drawn:
 class Read:
     """Prompts that were read before their rows are added."""
 
-    base: Any  # a Reading
+    base: Reading
     states: list[Started]  # of each guide
 
 
@@ -91,7 +91,7 @@ class Decoder:
         self._compiled = {
             reader.model: torch.compile(reader.model.forward, dynamic=False) for reader in readers if compile
         }
-        self.base: Any = None  # a Reading or SlotReading
+        self.base: Reading | None = None
         self.guides = Guides(guide, self._take_states, self.reader.vocabulary.size)
         self.count = 0  # rows
         self._rows: Strengths | None = None  # of all slots
@@ -105,31 +105,31 @@ class Decoder:
 
     # --- rows ---
 
-    @torch.no_grad()
     def read_ahead(
-        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked, parts: PromptParts, tokens: int
-    ) -> bool:
-        """Let base model and guides read so many tokens of prompts that are to be added; return whether all are read.
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked, turn: Turn
+    ) -> InTurns[Read | None]:
+        """Let base model and guides read prompts in turns, which are to be added; None if they are read by then alone.
 
         Args:
             rows, asked: as for `add`.
         """
         if self._read_by_graphs(prompts):
-            return True  # when they are added
+            return None
+        base = yield from self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn)
+        states: list[Started] = []
+        for number in range(len(self.guides.members)):
+            states.append((yield from self._start(number, prompts, rows, asked, turn)))
+        return Read(base, states)
 
-        def read() -> Read:
-            base = self.reader.read(*pad_left(prompts, device=self.device))
-            return Read(base, [self._start(number, prompts, rows, asked) for number in range(len(self.guides.members))])
-
-        return parts.read(tokens, read)
-
-    def _start(self, number: int, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked) -> Started:
+    def _start(
+        self, number: int, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked, turn: Turn
+    ) -> InTurns[Started]:
         """Let a guide read the prompts of the rows that ask for it."""
         places = sorted({rows[row] for row in _find_rows(number, len(rows), asked)})
         if not places:
             return places, None
         own = pad_left([prompts[place] for place in places], device=self.device)
-        return places, self.guides.members[number].start(*own)
+        return places, (yield from self.guides.members[number].start(*own, turn))
 
     def _read_by_graphs(self, prompts: Sequence[Sequence[int]]) -> bool:
         return self.captures.on and max(map(len, prompts)) * len(prompts) <= MOST_TOKENS
@@ -160,19 +160,23 @@ class Decoder:
         self._steerings += steerings
         self._plan = Plan.of(self._steerings)
         first, last = self.count, self.count + len(rows)
-        with self._prompts.used() if self.captures.on else nullcontext():
-            base = read.base if read else self.reader.read(*pad_left(prompts, device=self.device))
-            self._join_base(_choose(base, rows, range(len(prompts)), self.device), capacity, width)
-            for number, member in enumerate(self.guides.members):
-                own = _find_rows(number, len(rows), asked)
-                member.widest = Plan.of(
-                    [self._steerings[row] for row in [*member.rows, *(first + row for row in own)]]
-                ).widest
-                if own:  # after the base model has joined: a graph may write to the same memory
-                    places, state = read.states[number] if read else self._start(number, prompts, rows, asked)
-                    state = _choose(state, [rows[row] for row in own], places, self.device)
-                    settle = partial(self._settle, capacity=capacity, width=width, widest=member.widest)
-                    member.join(state, [first + row for row in own], settle)
+        turn = Turn(self._prompts if self.captures.on else None)
+        if read is None:
+            base = finish(self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn))
+        else:
+            base = read.base
+        self._join_base(_choose(base, rows, range(len(prompts)), self.device), capacity, width)
+        for number, member in enumerate(self.guides.members):
+            own = _find_rows(number, len(rows), asked)
+            member.widest = Plan.of(
+                [self._steerings[row] for row in [*member.rows, *(first + row for row in own)]]
+            ).widest
+            if own:  # after the base model has joined: a graph may write to the same memory
+                places, state = read.states[number] if read else finish(self._start(number, prompts, rows, asked, turn))
+                assert state is not None
+                state = _choose(state, [rows[row] for row in own], places, self.device)
+                settle = partial(self._settle, capacity=capacity, width=width, widest=member.widest)
+                member.join(state, [first + row for row in own], settle)
         size = self.reader.vocabulary.size
         strengths = Strengths.stack(steerings, betas, size, self.device, self._precision, stops)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
@@ -188,13 +192,15 @@ class Decoder:
 
     def _take_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
         """Return the outputs of layers of the base model at the last token of each row, side by side."""
+        assert self.base is not None
+        assert self.base.notes is not None
         return pick_layers(self.base.notes, self.reader.layers, layers)
 
     def _siblings(self, reader: Reader, widest: int | None) -> int:
         """Return the number of candidates that a model reads beside each other."""
         return min(SIBLINGS_PER_FORWARD, widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
 
-    def _join_base(self, new: Any, capacity: int, width: int) -> None:
+    def _join_base(self, new: Reading, capacity: int, width: int) -> None:
         """Join new rows of the base model to those that there are."""
         if self.base is None:
             self.base = self._settle(new, capacity, width)
@@ -206,7 +212,7 @@ class Decoder:
         if isinstance(self.base, SlotReading):
             self.base.resize(rows)
 
-    def _settle(self, reading: Any, capacity: int, width: int, widest: int | None = None) -> Any:
+    def _settle(self, reading: Reading, capacity: int, width: int, widest: int | None = None) -> Reading:
         settled = settle(reading, capacity, width, self._siblings(reading.reader, widest))
         if self.compile and isinstance(settled, SlotReading):
             settled.compiled = self._compiled[reading.reader.model]
@@ -245,9 +251,10 @@ class Decoder:
         self._resize_base(self.count)
         for member in self.guides.members:
             member.keep(rows)
+        assert self.base is not None
+        assert self._rows is not None
         self.base = self.base.select(index)
         index = index.to(self.device)
-        assert self._rows is not None
         for values in (*vars(self._rows).values(), self._uniforms, self._done):
             if isinstance(values, Tensor):
                 values[: len(rows)] = values[index]
@@ -269,7 +276,7 @@ class Decoder:
             return
         for member in self.guides.members:
             member.keep([])
-        if self.base is not None:
+        if isinstance(self.base, SlotReading):
             self.base.resize(self.count).select(torch.zeros(0, dtype=torch.long))
         self._steerings, self.count = [], 0
         self._place_guides()
@@ -321,7 +328,7 @@ class Decoder:
             active = [reading for member in self.guides.active for reading in member.slots]
             shape = (rows, *((reading.window, reading.epoch) for reading in [self.base, *active]))
             kind = (self._plan, self.guides.kind, shape if self.compile else None)  # compiled in its first step
-            self._current = self.captures.find(kind, shape, lambda: self._draw(rows), self._read)
+            self._current = self.captures.find(kind, shape, lambda: self._draw(rows), self._read_drawn)
         if self._current is None:
             drawn = self._draw(rows, process)
         else:
@@ -371,6 +378,7 @@ class Decoder:
 
     def _draw(self, rows: int, process: Process | None = None) -> Drawn:
         assert self._rows is not None
+        assert self.base is not None
         strengths = self._rows.map(lambda values: values[:rows], self._plan)
         logits = self.base.last
         guides = self.guides if self.guides.active else None
@@ -383,15 +391,19 @@ class Decoder:
         numbers = _measure(proposal, choice, tokens, logits, guides is not None)
         return Drawn(proposal, choice, tokens, numbers)
 
-    def _read(self, tokens: Int[Tensor, " b"], side: Any = None) -> None:
+    def _read_drawn(self, drawn: Drawn, side: torch.cuda.Stream | None) -> None:
+        self._read(drawn.tokens, side)
+
+    def _read(self, tokens: Int[Tensor, " b"], side: torch.cuda.Stream | None = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
+        assert self.base is not None
         guides = self.guides.active
         if side is None or not any(member.reads for member in guides):
             self.base = self.base.read(tokens)
             for member in guides:
                 member.advance(tokens)
         else:
-            before = [member.state for member in guides]  # whose memory must not be used again while it is read
+            before = [reading.siblings for member in guides for reading in member.readings]  # memory that is still read
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for member in guides:
@@ -406,7 +418,7 @@ def _find_rows(number: int, count: int, asked: Asked) -> list[int]:
     return [row for row in range(count) if asked is None or number in asked[row]]
 
 
-def _choose(state: Any, wanted: Sequence[int], held: Sequence[int], device: torch.device) -> Any:
+def _choose(state: S, wanted: Sequence[int], held: Sequence[int], device: torch.device) -> S:
     """Take rows of a state, in the order in which they are wanted, and maybe several times."""
     if list(wanted) == list(held):
         return state

@@ -16,23 +16,23 @@ import gc
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radq.decoding.decoder import Decoder, Drawn
+from radq.decoding.decoder import Decoder, Drawn, Read
 from radq.decoding.guide_rows import fill_gaps
-from radq.decoding.request import FinishReason, Request, Ticket
+from radq.decoding.request import FinishReason, Processor, Request, Ticket
 from radq.errors import MemoryLimitError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, evaluating
-from radq.models.prompt_parts import PromptParts
+from radq.models.prefill import Prefill
 from radq.numerics import at_least_float32, available_memory, empty_cache
 
 LAG = 2  # steps between the work of a GPU and the reading of its results
@@ -45,7 +45,7 @@ KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.kept`
 
 
 _ALL = range(sys.maxsize)  # numbers of guides
-_HALVED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
+_HALVED: WeakKeyDictionary[Wrappable, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Joining:
 
     tickets: list[Ticket]
     prompts: dict[tuple[int, ...], int]  # numbered, each once
-    parts: PromptParts = field(default_factory=PromptParts)
+    prefill: Prefill[Read | None]
 
     def rows(self, tickets: Sequence[Ticket]) -> list[int]:
         """Return the numbers of the prompts of some of the tickets."""
@@ -68,7 +68,7 @@ class _InFlight:
     tickets: list[Ticket]
     last: np.ndarray  # whether this is the last token of a row at the latest
     numbers: Tensor
-    event: Any
+    event: torch.cuda.Event | None
     drawn: Drawn | None
 
 
@@ -108,7 +108,7 @@ class Engine:
         # The tokens of prompts that base model and guide together read between two steps of texts; None for no limit.
         self.prompt_budget: int | None = None
         self.decoder = Decoder(lm, guide, captures, compile)
-        self.made_with: Any = None  # a description of base model and guide, see `radq.decoding.kept`
+        self.made_with: Hashable = None  # a description of base model and guide, see `radq.decoding.kept`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" else 0
         self.waiting: deque[Ticket] = deque()
@@ -200,7 +200,7 @@ class Engine:
                 self.decoder.read()
         self._receive(results)
 
-    def _on_device(self) -> Any:
+    def _on_device(self) -> AbstractContextManager[object]:
         """Streams and graphs belong to torch's current device, which need not be that of the base model."""
         return torch.cuda.device(self.lm.device) if self.lm.device.type == "cuda" else nullcontext()
 
@@ -226,13 +226,8 @@ class Engine:
                 room -= self._join(self._choose(room))
         elif self.prompt_budget and self.has_prompts and room > 0:
             self._joining = self._joining or self._choose(room)
-            if self._read_ahead(self._joining, self.prompt_budget):
+            if self._joining.prefill.read(self.prompt_budget):
                 self._join(self._joining)
-
-    def _read_ahead(self, joining: _Joining, tokens: int) -> bool:
-        """Read so many tokens of the prompts of requests; return whether all are read."""
-        rows, asked = joining.rows(joining.tickets), _list_guides(joining.tickets)
-        return self.decoder.read_ahead(list(joining.prompts), rows, asked, joining.parts, tokens)
 
     def _leave(self) -> None:
         """Let rows leave that have ended."""
@@ -282,7 +277,10 @@ class Engine:
                 break
             places.setdefault(prompt, len(places))
             chosen.append(self.waiting.popleft())
-        return _Joining(chosen, places)
+        rows = [places[ticket.text] for ticket in chosen]
+        return _Joining(
+            chosen, places, Prefill(partial(self.decoder.read_ahead, list(places), rows, _list_guides(chosen)))
+        )
 
     def _join(self, joining: _Joining) -> int:
         """Let requests join, unless they were cancelled while their prompts were read; return their number."""
@@ -310,7 +308,7 @@ class Engine:
             width=max(map(len, joining.prompts)) + max(left) + overhead,
             stops=[request.stops for request in requests],
             asked=_list_guides(chosen),
-            read=joining.parts.result,
+            read=joining.prefill.result,
         )
         return len(chosen)
 
@@ -345,7 +343,7 @@ class Engine:
     def _process(self, logits: Tensor) -> Tensor:
         """Let the processors of each request change its logits. Rows of equal length are processed together."""
         logits = at_least_float32(logits).clone()
-        groups: dict[Any, list[int]] = {}
+        groups: dict[tuple[tuple[Processor, ...], int], list[int]] = {}
         for place, ticket in enumerate(self.running):
             if ticket.request.processors:
                 length = len(ticket.request.prompt) + len(ticket.rows)

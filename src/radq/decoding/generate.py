@@ -29,9 +29,8 @@ from radq.decoding.config import (
 )
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine
-from radq.decoding.grammar import Grammar
 from radq.decoding.kept import keep_engine, take_engine
-from radq.decoding.processors import make_processors
+from radq.decoding.processors import Grammar, make_processors
 from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
@@ -170,12 +169,11 @@ def generate(
         progress: show a progress bar on standard error, if it takes more than a second.
     """
     steering = Steering(top_k, top_p, temperature, kl_budget, ends)
-    stops = find_stops(lm, tokenizer, stop_token_ids)
-    encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
+    rows = num_samples, seed, stop_token_ids, batch_size, first_prompt
     engine, tickets = _submit(
-        *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
+        *(lm, tokenizer, prompts, guide, steering, max_new_tokens, *rows),
         beta=beta,
-        stop=check_stop(stop),
+        stop=stop,
         changes=changes,
         processors=tuple(logits_processors),
         compile=compile,
@@ -186,6 +184,7 @@ def generate(
             bar.update(min(len(step.tickets), total - bar.n))
     keep_engine(engine)
     warn_of_errors(tickets)
+    encoded = [list(ticket.request.prompt) for ticket in tickets[::num_samples]]
     token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
     texts = decode_texts(tokenizer, encoded, [_without_stop(*pair) for pair in zip(tickets, token_ids, strict=True)])
     pairs = zip(prompts, encoded, strict=True)
@@ -277,13 +276,8 @@ def stream(
         steering: top_k, top_p, temperature, kl_budget and ends.
         max_new_tokens, num_samples, seed, stop_token_ids, batch_size, first_prompt: as for `generate`.
     """
-    encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
-    stops = find_stops(lm, tokenizer, stop_token_ids)
-    engine, tickets = _submit(
-        *(lm, tokenizer, encoded, guide, steering, max_new_tokens, num_samples, seed, stops, batch_size, first_prompt),
-        details=True,
-    )
-
+    rows = num_samples, seed, stop_token_ids, batch_size, first_prompt
+    engine, tickets = _submit(lm, tokenizer, prompts, guide, steering, max_new_tokens, *rows, details=True)
     number_of = {ticket: row for row, ticket in enumerate(tickets)}
 
     def steps() -> Iterator[Step]:
@@ -301,13 +295,13 @@ def stream(
 def _submit(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
-    encoded: list[list[int]],
+    prompts: Sequence[Prompt],
     guide: Guide | None,
     steering: Steering,
     max_new_tokens: int,
     num_samples: int,
     seed: int,
-    stops: Sequence[int],
+    stop_token_ids: Sequence[int] | None,
     batch_size: int | None,
     first_prompt: int,
     beta: Sequence[float] | None = None,
@@ -318,6 +312,8 @@ def _submit(
     compile: bool = False,
 ) -> tuple[Engine, list[Ticket]]:
     """Check the arguments, and submit all texts to a new engine; the tickets are in the order of the prompts."""
+    encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
+    check_stop(stop)
     check_counts(
         max_new_tokens=max_new_tokens, num_samples=num_samples, batch_size=1 if batch_size is None else batch_size
     )
@@ -331,7 +327,7 @@ def _submit(
     uniforms = draw_uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
-    ends = frozenset(stops)
+    ends = frozenset(find_stops(lm, tokenizer, stop_token_ids))
     with collecting_later():  # thousands of requests would have all objects of the process looked at again and again
         for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
             length = len(encoded[p])
@@ -386,26 +382,15 @@ def stream_text(
     The pieces together are the text that `generate` returns. Arguments are those of `generate` and `stream`, and are
     checked at the call.
     """
-    encoded = encode_prompts(lm.config, tokenizer, [prompt], max_new_tokens)
-    stops = find_stops(lm, tokenizer, stop_token_ids)
+    rows = 1, seed, stop_token_ids, None, first_prompt
     engine, (ticket,) = _submit(
-        lm,
-        tokenizer,
-        encoded,
-        guide,
-        steering,
-        max_new_tokens,
-        1,
-        seed,
-        stops,
-        None,
-        first_prompt,
-        stop=check_stop(stop),
+        *(lm, tokenizer, [prompt], guide, steering, max_new_tokens, *rows),
+        stop=stop,
         changes=changes,
         processors=tuple(logits_processors),
         compile=compile,
     )
-    text = GrowingText(tokenizer, encoded[0], stop, changes.min_new_tokens)
+    text = GrowingText(tokenizer, ticket.request.prompt, stop, changes.min_new_tokens)
 
     def pieces() -> Iterator[str]:
         for token in ticket:

@@ -4,16 +4,16 @@ So rows with different sets of guides share the steps of their base model: a gui
 its shifts are added to these rows alone. Axes: b rows of the decoder, r rows of a guide, k candidates, s strengths.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from radq.guides import Guide, SumGuide
-from radq.guides.base import Advice, BaseStates
-from radq.models.reward_state import BaseReading
+from radq.guides.base import Advice, BaseStates, Prompts, State, list_readings
+from radq.models.prefill import InTurns, Turn
+from radq.models.reading import Reading
 from radq.models.slots import SlotReading
 
 
@@ -37,8 +37,7 @@ class GuideRows:
         self.guide, self.columns = guide, columns
         self.base = BaseStates(lambda layers: self.take(base(layers)), num_tokens)
         self.reads = any(not reader.base_layers for reader in guide.readers)  # whether it runs transformers of its own
-        self.state: Any = None
-        self.begun = False  # whether there is a state
+        self.state: State | None = None
         self.rows: list[int] = []
         self.every = True  # whether these are all rows of the decoder, in its order
         self.widest: int | None = None  # the candidates that one of its rows asks for; None for the whole vocabulary
@@ -47,14 +46,13 @@ class GuideRows:
 
     # --- rows ---
 
-    def start(self, input_ids: Int[Tensor, "p t"], attention_mask: Int[Tensor, "p t"]) -> Any:
-        return self.guide.start_beside(self.base, input_ids, attention_mask)
+    def start(self, input_ids: Int[Tensor, "p t"], attention_mask: Int[Tensor, "p t"], turn: Turn) -> InTurns[State]:
+        return self.guide.start_in_turns(Prompts(input_ids, attention_mask, turn, self.base))
 
-    def join(self, new: Any, rows: Iterable[int], settle: Callable[[Any], Any]) -> None:
+    def join(self, new: State, rows: Iterable[int], settle: Callable[[Reading], Reading]) -> None:
         """Add texts that stand in these rows of the decoder; `settle` moves first readings into slots."""
         self.resize(len(self.rows))
-        self.state = self.state.join([self.state, new]) if self.begun else new.map_readings(settle)
-        self.begun = True
+        self.state = new.map_readings(settle) if self.state is None else self.state.join([self.state, new])
         self.rows += rows
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -62,10 +60,10 @@ class GuideRows:
         self.resize(len(self.rows))
         places = {row: place for place, row in enumerate(rows)}
         own = list(rows) if self.every else fill_gaps([place for place, row in enumerate(self.rows) if row in places])
-        if own or (self.begun and len(self.slots) == len(self.readings)):  # empty slots and captured steps stay
-            self.state = self.state.select(torch.tensor(own, dtype=torch.long))
+        if self.state is not None and (own or len(self.slots) == len(self.readings)):
+            self.state = self.state.select(torch.tensor(own, dtype=torch.long))  # empty slots and captured steps stay
         else:
-            self.state, self.begun = None, False
+            self.state = None
         self.rows = [places[self.rows[place]] for place in own]
 
     def place(self, count: int, capacity: int, device: torch.device) -> None:
@@ -85,18 +83,9 @@ class GuideRows:
             reading.resize(rows)
 
     @property
-    def readings(self) -> list[Any]:
+    def readings(self) -> list[Reading]:
         """The readings of the guide's own transformers."""
-        found: list[Any] = []
-
-        def collect(reading: Any) -> Any:
-            if not isinstance(reading, BaseReading):
-                found.append(reading)
-            return reading
-
-        if self.begun:
-            self.state.map_readings(collect)
-        return found
+        return [] if self.state is None else list_readings(self.state)
 
     @property
     def slots(self) -> list[SlotReading]:
@@ -149,11 +138,11 @@ class Guides:
         return [member for member in self.members if member.rows]
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[Hashable, ...]:
         """The kind of step that the guides need, whatever their strengths are; a captured step holds for one kind."""
         return tuple((member.every, member.widest) if member.rows else None for member in self.members)
 
-    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+    def advise(self, state: None, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         assert beta is not None
         advices = {member: member.advise(candidates, beta) for member in self.active}
         shifts = [

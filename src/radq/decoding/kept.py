@@ -4,8 +4,7 @@ Captured steps go on reading the tensors that they were captured with. So an eng
 changed since then in the base model and in the guide: neither tensors, nor settings, adapters or hooks.
 """
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ class _Kept:
     def __init__(self) -> None:
         self.engines: list[Engine] = []
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Kept, ()
 
 
@@ -62,7 +61,7 @@ def most_bytes(engine: Engine) -> int:
     return max(MOST_BYTES, total // MOST_SHARE)
 
 
-def describe(thing: Any) -> Hashable:
+def describe(thing: object) -> Hashable:
     """All that a captured step of a model or guide depends on."""
     if isinstance(thing, nn.Module):
         config = getattr(thing, "config", None)
@@ -93,10 +92,16 @@ def _describe_tensor(tensor: Tensor) -> Hashable:
 SIMPLE = {bool, int, float, str}
 
 
-def _settings(values: dict[str, Any]) -> tuple[Hashable, ...]:
+def _settings(values: Mapping[str, object]) -> tuple[Hashable, ...]:
     """The numbers, names and flags among attributes, and lists of them."""
     return tuple(
         (name, value if type(value) in SIMPLE else repr(value))
         for name, value in values.items()
-        if type(value) in SIMPLE or (type(value) in (list, tuple) and all(type(one) in SIMPLE for one in value))
+        if type(value) in SIMPLE or _lists_simple(value)
     )
+
+
+def _lists_simple(value: object) -> bool:
+    if not isinstance(value, list | tuple) or type(value) not in (list, tuple):
+        return False
+    return all(type(one) in SIMPLE for one in value)

@@ -11,7 +11,6 @@ tokens of a prompt stand in the place of those that would be drawn.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextvars import Context
 from dataclasses import dataclass
 from functools import reduce
 
@@ -22,11 +21,12 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.decoding.steering import Proposal, Strengths, propose
 from radq.guides import Guide
-from radq.guides.base import BaseStates
+from radq.guides.base import BaseStates, Prompts
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, evaluating, num_logits
+from radq.models.prefill import finish
 from radq.models.reading import Reader
-from radq.models.readout import join_layers
+from radq.models.readout import join_layers, pick_layers
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import at_least_float32
 
@@ -68,12 +68,9 @@ class PromptScores:
         self.guided: list[list[float | None]] = []
         self._work = self._read()
 
+    @torch.no_grad()
     def go_on(self, tokens: int) -> bool:
         """Let the models read at least so many tokens, if there are as many; return whether all are read."""
-        return Context().run(self._go_on, tokens)  # not in parts by the rules of others
-
-    @torch.no_grad()
-    def _go_on(self, tokens: int) -> bool:
         with evaluating(self.lm):
             while tokens > 0:
                 read = next(self._work, None)
@@ -97,7 +94,7 @@ class PromptScores:
             tokens = ids[:, begin : min(begin + PART, ids.shape[1] - 1)]
             output, prefix = kv_cache.extend(self.lm, prefix, tokens)
             following = ids[0, begin + 1 : begin + 1 + tokens.shape[1]]
-            self.base[number] += _score(output.logits[0], following, self.top)
+            self.base[number] += _score(output["logits"][0], following, self.top)
             yield tokens.shape[1]
 
     def _read_guided(self, guide: Guide) -> Iterator[int]:
@@ -113,10 +110,9 @@ class PromptScores:
 
         def take_states(layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
             assert base.notes is not None
-            parts = base.notes.chunk(len(known), dim=1)
-            return torch.cat([parts[known.index(layer)] for layer in layers], dim=1)
+            return pick_layers(base.notes, known, layers)
 
-        state = guide.start_beside(BaseStates(take_states, size), first, ones)
+        state = finish(guide.start_in_turns(Prompts(first, ones, base=BaseStates(take_states, size))))
         strengths = self._stack(guide, size)
         self.guided = [[None] for _ in self.prompts]
         for place in range(1, longest):

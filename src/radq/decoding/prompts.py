@@ -18,7 +18,7 @@ from radq.errors import ContextLengthError, OptionError
 from radq.models.loading import Wrappable, max_positions, name_positions
 from radq.models.vocabulary import exceeds, find_bos, find_control_tokens, tokenise, tokenise_plainly
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 
 
 def encode_prompts(
@@ -84,7 +84,8 @@ def _tokens_of(
         if isinstance(prompt, str):
             yield next(texts)
         elif all(isinstance(message, Mapping) for message in prompt) and prompt:
-            yield _read_chat(tokenizer, prompt, number, most, control_tokens)
+            chat: Sequence[Mapping[str, object]] = prompt  # pyright: ignore[reportAssignmentType]
+            yield _read_chat(tokenizer, chat, number, most, control_tokens)
         elif all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
             yield [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         else:
@@ -104,7 +105,11 @@ def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) 
 
 
 def _read_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Any, number: int, most: int | None, control_tokens: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
+    number: int,
+    most: int | None,
+    control_tokens: bool,
 ) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise OptionError(
@@ -115,7 +120,7 @@ def _read_chat(
     names = [] if control_tokens else find_control_tokens(tokenizer, messages)
     marks = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names}
     try:
-        text: Any = tokenizer.apply_chat_template(_replace(messages, marks), tokenize=False, add_generation_prompt=True)
+        text = str(tokenizer.apply_chat_template(_replace(messages, marks), tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates raise errors of their own about roles and their order
         raise OptionError(f"the chat template refuses prompt {number}: {error}.", "check its messages.") from error
     check_size(tokenizer, text, most)
@@ -132,7 +137,7 @@ def _tokenise_part(tokenizer: PreTrainedTokenizerBase, part: str, marks: Mapping
     return tokenizer(part, add_special_tokens=False).input_ids
 
 
-def _replace(value: Any, marks: Mapping[str, str]) -> Any:
+def _replace(value: object, marks: Mapping[str, str]) -> Any:
     """Put marks in place of the names of control tokens, in all texts of messages."""
     if isinstance(value, str):
         for mark, name in marks.items():
@@ -165,8 +170,8 @@ def decode_texts(
     """
     num_samples = len(continuations) // len(prompts)
     begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
-    rows: Any = [np.array(prompts[row // num_samples] + tokens) for row, tokens in enumerate(continuations)]
-    wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)  # faster with arrays than with lists
+    rows = [np.array(prompts[row // num_samples] + tokens) for row, tokens in enumerate(continuations)]
+    wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)  # pyright: ignore[reportArgumentType] - faster with arrays than with lists
     found = [continue_text(begin, whole) for begin, whole in zip(begins, wholes, strict=True)]
     return [
         (tokenizer.batch_decode([tokens], skip_special_tokens=True)[0] if text is None else text).rstrip(UNFINISHED)

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.steering import not_finite
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-Processor = Callable[[Any, Any], Any]  # (token ids of texts, logits) → logits
+Processor = Callable[..., Tensor]  # (token ids of texts, logits) → logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class Token:
 class Continues(Protocol):
     """An engine, as its tickets see it."""
 
-    def step(self) -> Any: ...
+    def step(self) -> object: ...
 
     def finish(self, ticket: "Ticket", reason: FinishReason) -> None: ...
 

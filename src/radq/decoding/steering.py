@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,7 +20,7 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.errors import OptionError, RewardValueError
 from radq.guides import Guide
-from radq.guides.base import Adviser
+from radq.guides.base import Adviser, State
 from radq.numerics import at_least_float32, constant
 
 OCTAVES = 32  # below 1, in which the scale of a shift is looked for; a smaller one is 0
@@ -137,7 +136,7 @@ class Proposal:
     shift: Float[Tensor, "b k"]  # of the guide, scaled to the KL budget; −∞ for a candidate that the guide forbids
     clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
     finite: Bool[Tensor, " b"]  # False in rows for which the guide gave no numbers; they are not steered
-    state: Any = None  # the guide's state to go on from
+    state: State | None = None  # the guide's state to go on from
     rewards: tuple[Tensor, ...] | None = None  # as in `Advice`
     steered: bool = True  # whether there is a guide
 
@@ -169,7 +168,7 @@ class Proposal:
         """Return the given rows, without a state."""
         parts = (self.candidates, self.base, self.shift, self.clipped, self.finite)
         rewards = None if self.rewards is None else tuple(part[rows] for part in self.rewards)
-        return Proposal(*(part[rows] for part in parts), rewards=rewards, steered=self.steered)
+        return Proposal(*(part[rows] for part in parts), state=None, rewards=rewards, steered=self.steered)
 
     def require_finite(self) -> "Proposal":
         """Raise if the guide gave no numbers for some row. This waits for the device."""
@@ -218,7 +217,7 @@ def check_width(top_k: int | None, vocab_size: int) -> None:
         )
 
 
-def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: Any, strengths: Strengths) -> Proposal:
+def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: State | None, strengths: Strengths) -> Proposal:
     """Compute the guided logits of the candidates for the next token from the base model's logits.
 
     `state` is the guide's state of the texts so far. The proposal holds the state to go on from.

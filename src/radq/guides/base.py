@@ -12,15 +12,19 @@ Axes: b batch, t time, k candidates, s strengths.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, final, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from radq.models.reading import Reader
+from radq.models.loading import Wrappable
+from radq.models.prefill import InTurns, Turn, finish
+from radq.models.reading import Reader, Reading
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,31 @@ class BaseStates:
     num_tokens: int  # candidates have smaller ids
 
 
-class State(Protocol):
-    """The state of a guide after a batch of texts.
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts that a guide is to read.
 
-    It is a value, and all methods return a new one, as long as its readings are values (`Reading`). With readings in
-    slots (`radq.models.slots`) all methods consume the state.
+    Attributes:
+        turn: how many tokens may be read now.
+        base: given by a host that runs the base model. It keeps the outputs of the layers that the readers of the guide
+            name by their `layers`, so that a guide need not run the base model a second time.
     """
 
-    def select(self, rows: Int[Tensor, " r"]) -> "State":
-        """Return the given rows, in that order and maybe several times, as samples, beams and finished rows need it."""
+    input_ids: Int[Tensor, "b t"]
+    attention_mask: Int[Tensor, "b t"] | None = None
+    turn: Turn = field(default_factory=Turn)
+    base: BaseStates | None = None
+
+
+@runtime_checkable
+class State(Protocol):
+    """The state of a guide after a batch of texts: a `Reading`, several of them, or whatever else a guide keeps.
+
+    All methods return the state to go on from. Readings in slots are changed in place.
+    """
+
+    def select(self: T, texts: Int[Tensor, " r"]) -> T:
+        """Return the given texts, in that order and maybe several times: samples, beams and finished rows need it."""
         ...
 
     @staticmethod
@@ -48,13 +68,16 @@ class State(Protocol):
         """Join the rows of several states to one batch, in that order, as requests need that come while others run."""
         ...
 
-    def rewind(self, n: int) -> "State":
+    def rewind(self: T, n: int) -> T:
         """Return the state before the last n tokens of every row, all of which the guide knows."""
         ...
 
-    def map_readings(self, change: Callable[[Any], Any]) -> Any:
+    def map_readings(self, change: Callable[[Reading], Reading]) -> "State":
         """Return the state with other readings: `change` is called for the reading of each transformer."""
         ...
+
+
+S = TypeVar("S", bound=State)
 
 
 @dataclass(frozen=True)
@@ -62,7 +85,7 @@ class Advice:
     """A guide's answer about the candidates for the next token."""
 
     shift: Float[Tensor, "b k"]  # to be added to the candidates' base logits
-    state: Any  # the state to go on from: it may hold what was read of the candidates
+    state: State | None  # the state to go on from: it may hold what was read of the candidates
     clipped: Bool[Tensor, "b k"] | None = None  # which candidates had a reward clamped; None if the guide never clamps
     # What each strength multiplies, in parts of (b, k, s) numbers, in the order of the strengths: rewards,
     # or differences of experts. None if a guide does not tell.
@@ -99,7 +122,7 @@ class ReadsOnce(Protocol):
         ...
 
 
-class Guide(ABC):
+class Guide(ABC, Generic[S]):
     """Steers a base model. A guide implements `readers`, `start`, `advise` and `advance`."""
 
     beta: tuple[float, ...]  # the strengths that `advise` takes where it is given none
@@ -112,27 +135,24 @@ class Guide(ABC):
     def readers(self) -> Sequence[Reader]:
         """The transformers that the guide runs."""
 
-    @abstractmethod
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
+    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> S:
         """Read a batch of prompts, and return the state after them."""
+        return finish(self.start_in_turns(Prompts(input_ids, attention_mask)))
 
-    def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
-        """Read a batch of prompts as `start` does, in a host that runs the base model.
-
-        The host keeps the outputs of the base model's layers that the readers of the guide name by their `layers`, so
-        that a guide need not run the base model a second time.
-        """
-        return self.start(input_ids, attention_mask)
+    def start_in_turns(self, prompts: Prompts) -> InTurns[S]:
+        """Read prompts as `start` does, and stop where the turn is over. A guide implements one of both."""
+        yield from ()
+        return self.start(prompts.input_ids, prompts.attention_mask)
 
     @abstractmethod
-    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+    def advise(self, state: S, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         """Give an opinion on k candidates for the next token of each row.
         Args:
             beta: the strengths of each row, in the order of the guide's own `beta`, which they replace.
         """
 
     @abstractmethod
-    def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
+    def advance(self, state: S, tokens: Int[Tensor, " b"]) -> S:
         """Read one more token per row, and return the state after it."""
 
     def __add__(self, other: "Guide") -> "Guide":
@@ -158,7 +178,7 @@ class Guide(ABC):
         """The most tokens of a text that the guide can follow; None if there is no limit."""
         return min((room for reader in self.readers if (room := reader.context) is not None), default=None)
 
-    def check_base(self, lm: Any) -> None:  # noqa: B027 - most guides can steer any language model
+    def check_base(self, lm: Wrappable) -> None:
         """Raise if the guide cannot steer this language model, since it was made for the states of another."""
 
     def check_length(self, num_tokens: int) -> None:
@@ -174,24 +194,31 @@ class Guide(ABC):
 
 
 @dataclass(frozen=True)
-class States:
+class States(Generic[S]):
     """Several states of the same texts."""
 
-    parts: tuple[Any, ...]
+    parts: tuple[S, ...]
 
-    def select(self, rows: Int[Tensor, " r"]) -> "States":
-        return States(tuple(part.select(rows) for part in self.parts))
+    def select(self, texts: Int[Tensor, " r"]) -> "States[S]":
+        return States(tuple(part.select(texts) for part in self.parts))
 
     @staticmethod
-    def join(states: "Sequence[States]") -> "States":
+    def join(states: "Sequence[States[S]]") -> "States[S]":
         columns = zip(*(state.parts for state in states), strict=True)
         return States(tuple(parts[0].join(parts) for parts in columns))
 
-    def rewind(self, n: int) -> "States":
+    def rewind(self, n: int) -> "States[S]":
         return States(tuple(part.rewind(n) for part in self.parts))
 
-    def map_readings(self, change: Callable[[Any], Any]) -> "States":
+    def map_readings(self, change: Callable[[Reading], Reading]) -> "States":
         return States(tuple(part.map_readings(change) for part in self.parts))
+
+
+def list_readings(state: State) -> list[Reading]:
+    """The readings of a state; those that somebody else keeps are none of them."""
+    found: list[Reading] = []
+    state.map_readings(lambda reading: found.append(reading) or reading)
+    return found
 
 
 def _gather_rewards(advices: Sequence[Advice]) -> tuple[Tensor, ...] | None:
@@ -206,7 +233,7 @@ def _leave_out(shift: Float[Tensor, "b k"], beta: Float[Tensor, "b s"] | None) -
 
 
 @final
-class SumGuide(Guide):
+class SumGuide(Guide[States]):
     """The sum of several guides, which `+` makes. Its strengths are those of its parts, one after the other."""
 
     def __init__(self, *guides: Guide):
@@ -218,17 +245,15 @@ class SumGuide(Guide):
     def readers(self) -> list[Reader]:
         return [reader for guide in self.guides for reader in guide.readers]
 
-    def check_base(self, lm: Any) -> None:
+    def check_base(self, lm: Wrappable) -> None:
         for guide in self.guides:
             guide.check_base(lm)
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> States:
-        return States(tuple(guide.start(input_ids, attention_mask) for guide in self.guides))
-
-    def start_beside(
-        self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> States:
-        return States(tuple(guide.start_beside(base, input_ids, attention_mask) for guide in self.guides))
+    def start_in_turns(self, prompts: Prompts) -> InTurns[States]:
+        states: list[State] = []
+        for guide in self.guides:
+            states.append((yield from guide.start_in_turns(prompts)))
+        return States(tuple(states))
 
     def advise(self, state: States, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         sizes = [len(guide.beta) for guide in self.guides]
@@ -242,7 +267,7 @@ class SumGuide(Guide):
         filters = [advice.allowed for advice in advices if advice.allowed is not None]
         return Advice(
             shift=torch.stack(shifts).sum(0),
-            state=States(tuple(advice.state for advice in advices)),
+            state=States(tuple(advice.state for advice in advices if advice.state is not None)),
             clipped=torch.stack(clipped).any(0) if clipped else None,
             rewards=_gather_rewards(advices),
             allowed=(lambda logits: torch.stack([allowed(logits) for allowed in filters]).all(0)) if filters else None,

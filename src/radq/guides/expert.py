@@ -12,12 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from radq.models import kv_cache, packing
+from radq.guides.base import Prompts
+from radq.models import kv_cache
 from radq.models.loading import Wrappable, num_logits
-from radq.models.reading import Reader, Reading
-from radq.models.slots import AnyReading, takes_slots
+from radq.models.prefill import InTurns, Turn, finish
+from radq.models.reading import Reader, Reading, ValueReading
+from radq.models.slots import takes_slots
 from radq.models.vocabulary import find_bos, read_vocabulary
-from radq.numerics import at_least_float32, constant, texts_per_forward
+from radq.numerics import at_least_float32, constant, leading, leave_out_unknown, pack_right, texts_per_forward
 
 
 @dataclass(frozen=True)
@@ -34,32 +36,36 @@ class Expert:
     """A causal language model that reads every text once after each of its control codes, as rows of one batch."""
 
     def __init__(
-        self, lm: Wrappable, tokenizer: PreTrainedTokenizerBase | None = None, codes: Sequence[Sequence[int]] = ((),)
+        self,
+        lm: Wrappable,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        codes: Sequence[Sequence[int]] = ((),),
+        keeps_scores: bool = False,
     ):
         kv_cache.takes_padding(lm)  # tried here, so that trials are no part of a first step
         self.lm, self.codes = lm.eval(), codes
         self.bos = find_bos(lm.config, tokenizer)
         vocabulary = read_vocabulary(num_logits(lm), tokenizer)
-        self.reader = Reader(lm, "logits", "expert", vocabulary, tokenizer, overhead=1 + max(map(len, codes)))
+        overhead = 1 + max(map(len, codes))
+        self.reader = Reader(lm, "logits", "expert", vocabulary, tokenizer, overhead, keeps_scores=keeps_scores)
         takes_slots(self.reader)
 
-    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None) -> Reading:
+    def read(self, prompts: Prompts) -> InTurns[ValueReading]:
         """The state after a batch of texts: for each text one row for each code, side by side."""
-        return self.reader.read(*self._put_codes_before(input_ids, attention_mask))
+        return self.reader.read_in_turns(
+            *self._put_codes_before(prompts.input_ids, prompts.attention_mask), prompts.turn
+        )
 
-    @torch.no_grad()
-    def read_scored(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
-    ) -> tuple[Reading, Float[Tensor, "rows n"]]:
+    def read_scored(self, prompts: Prompts) -> InTurns[tuple[ValueReading, Float[Tensor, "rows n"]]]:
         """The same, and the log-probability of every token that was read; 0 in the first column."""
-        rows, mask = self._put_codes_before(input_ids, attention_mask)
+        rows, mask = self._put_codes_before(prompts.input_ids, prompts.attention_mask)
         size = self._rows_per_forward(rows.shape[1]) if kv_cache.takes_padding(self.lm) else len(rows)
         readings, scores = [], []
         for part in zip(rows.split(size), mask.split(size), strict=True):
-            reading, logits = self.reader.read_everywhere(*part)
+            reading, logits = yield from self.reader.read_everywhere(*part, prompts.turn)
             readings.append(reading)
             scores.append(_score_tokens(logits, log_normaliser(logits), part[0]))
-        return readings[0] if len(readings) == 1 else Reading.join(readings), torch.cat(scores)
+        return readings[0] if len(readings) == 1 else ValueReading.join(readings), torch.cat(scores)
 
     @torch.no_grad()
     def read_places(
@@ -87,7 +93,7 @@ class Expert:
         candidates: Int[Tensor, "b p k"],
     ) -> Places:
         rows, mask = self._put_codes_before(input_ids, attention_mask)
-        _, logits = self.reader.read_everywhere(rows, mask)  # (rows, n, v)
+        _, logits = finish(self.reader.read_everywhere(rows, mask, Turn()))  # (rows, n, v)
         normaliser = log_normaliser(logits)  # (rows, n, 1)
         totals = _score_tokens(logits, normaliser, rows).cumsum(1)  # (rows, n)
         read = self._choose_tokens(input_ids, attention_mask)[1].cumsum(1)  # (b, t)
@@ -121,20 +127,20 @@ class Expert:
 
         rows, masks = zip(*map(put_before, self.codes), strict=True)
         both = torch.stack(rows, dim=1).flatten(0, 1), torch.stack(masks, dim=1).flatten(0, 1)
-        return packing.pack_right(*both)
+        return pack_right(*both)
 
     def _choose_tokens(
         self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
     ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
         """Mask the tokens that are not read: unknown ones, and a BOS that the text brings along."""
         device = self.reader.device
-        input_ids, mask = packing.leave_out_unknown(
+        input_ids, mask = leave_out_unknown(
             input_ids.to(device), None if attention_mask is None else attention_mask.to(device), self.reader.num_known
         )
-        return input_ids, mask * ~packing.leading(input_ids, mask, self.bos)
+        return input_ids, mask * ~leading(input_ids, mask, self.bos)
 
 
-def candidate_logits(reading: AnyReading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+def candidate_logits(reading: Reading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "b k"]:
     """The logits of candidates after texts that a language model has read, in float32 or better.
 
     An unknown token gets the logit that makes its log-probability 0: it does not change how likely the text is.

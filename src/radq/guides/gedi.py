@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,54 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, OptionError
-from radq.guides.base import Advice, Guide
+from radq.guides.base import Advice, Guide, Prompts
 from radq.guides.expert import Expert, candidate_logits, class_log_posterior, log_normaliser
 from radq.guides.folders import read_codes
 from radq.models.loading import load_causal_lm
-from radq.models.reading import Reader
+from radq.models.prefill import InTurns
+from radq.models.reading import Reader, Reading
 from radq.sources.model_source import ModelSource
 
 
-@dataclass(frozen=True)
-class GeDiState:
-    """A batch of texts, each of which is read twice: a row for the first class, and one for the second beside it.
-
-    The notes of the reading hold, for each row, log P of the tokens of its text, without BOS and control code, and the
-    number of these tokens.
-    """
-
-    reading: Any  # a Reading or SlotReading, with notes
-
-    def select(self, rows: Int[Tensor, " r"]) -> "GeDiState":
-        both = 2 * rows[:, None] + torch.arange(2, device=rows.device)
-        return GeDiState(self.reading.select(both.flatten()))
-
-    @staticmethod
-    def join(states: "Sequence[GeDiState]") -> "GeDiState":
-        return GeDiState(states[0].reading.join([state.reading for state in states]))
-
-    def map_readings(self, change: Callable[[Any], Any]) -> "GeDiState":
-        return GeDiState(change(self.reading))
-
-    def rewind(self, n: int) -> "GeDiState":
-        reading, scores = self.reading.rewind_scored(n)
-        return GeDiState(reading.note(self.reading.notes - torch.stack([scores, torch.full_like(scores, n)], dim=1)))
-
-    @property
-    def scores(self) -> Float[Tensor, "rows 1"]:
-        return self.reading.notes[:, :1]
-
-    @property
-    def lengths(self) -> Float[Tensor, "rows 1"]:
-        return self.reading.notes[:, 1:]
-
-    def log_probabilities(self, tokens: Int[Tensor, "rows k"]) -> Float[Tensor, "rows k"]:
-        """The log-probabilities of next tokens; 0 for unknown ones."""
-        return candidate_logits(self.reading, tokens) - log_normaliser(self.reading.last)
-
-
 @final
-class GeDiGuide(Guide):
+class GeDiGuide(Guide[Reading]):
     """shift(v) = ω log P(c | x, v), c the wanted one of two classes.
 
         P(c | x_1..x_T) = P(c) Π_j P(x_j | x_<j, c)^(s/T) / Σ_c' P(c') Π_j P(x_j | x_<j, c')^(s/T)
@@ -72,7 +36,8 @@ class GeDiGuide(Guide):
     the fewest that hold more than 1 − filter_p (the paper's ρ). Guided probability is the softmax over the base's
     candidates of base logits and all shifts.
 
-    Both classes are rows of one batch: a step is one forward of one token per class.
+    Both classes are rows of one batch: a step is one forward of one token per class. The notes of the reading hold, for
+    each row, log P of the tokens of its text, without BOS and control code, and the number of these tokens.
     """
 
     capturable = True
@@ -108,7 +73,7 @@ class GeDiGuide(Guide):
             raise OptionError(f"prior must be above 0 and below 1, got {prior}.", "give another prior.")
         if list(codes[0]) == list(codes[1]):
             raise OptionError(f"both control codes are {list(codes[0])}.", "give each class its own.")
-        self.expert = Expert(lm, tokenizer, codes)
+        self.expert = Expert(lm, tokenizer, codes, keeps_scores=True)
         self._log_prior = (math.log(prior), math.log1p(-prior))
         self.beta, self.filter_p, self.target_p, self.scale = (omega,), filter_p, target_p, scale
 
@@ -119,28 +84,29 @@ class GeDiGuide(Guide):
         omega: float = 30.0,
         device: str = "cpu",
         dtype: torch.dtype | str = "auto",
-        **options: Any,
+        **options: float,
     ) -> "GeDiGuide":
         """Load a folder that `radq train-experts --method gedi` has written; config.json holds codes and scale."""
-        return cls(omega=omega, **load_gedi(folder, device, dtype), **options)
+        return load_gedi(folder, device, dtype)(omega=omega, **options)
 
     @property
     def readers(self) -> list[Reader]:
         return [self.expert.reader]
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> GeDiState:
-        reading, scores = self.expert.read_scored(input_ids, attention_mask)
-        heads = [1 + len(code) for code in self.expert.codes] * len(input_ids)
+    def start_in_turns(self, prompts: Prompts) -> InTurns[Reading]:
+        reading, scores = yield from self.expert.read_scored(prompts)
+        heads = [1 + len(code) for code in self.expert.codes] * len(prompts.input_ids)
         lengths = reading.prefix.attention_mask.sum(1) - scores.new_tensor(heads).long()  # (2b,)
         columns = torch.arange(scores.shape[1], 0, -1, device=scores.device)  # how far from the end
         sums = (scores * (columns <= lengths[:, None])).sum(1)
-        return GeDiState(replace(reading, notes=torch.stack([sums, lengths.to(sums)], dim=1), copies=2))
+        return replace(reading, notes=torch.stack([sums, lengths.to(sums)], dim=1), copies=2)
 
-    def log_posterior(self, state: GeDiState, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
+    def log_posterior(self, state: Reading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
         """log P(c | x, v) of both classes c. If the model does not know the token v, it is log P(c | x)."""
-        candidates = candidates.to(state.scores.device)
-        added = state.log_probabilities(candidates.repeat_interleave(2, dim=0))  # (2b, k)
-        return self._posterior(added, state.scores, state.lengths, candidates)
+        assert state.notes is not None
+        candidates = candidates.to(state.notes.device)
+        added = _log_probabilities(state, candidates.repeat_interleave(2, dim=0))  # (2b, k)
+        return self._posterior(added, state.notes[:, :1], state.notes[:, 1:], candidates)
 
     def place_rewards(
         self,
@@ -167,7 +133,7 @@ class GeDiGuide(Guide):
         return class_log_posterior(sums, lengths.clamp(min=1), self.scale, self._log_prior)
 
     def advise(
-        self, state: GeDiState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
+        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         first, second = self.log_posterior(state, candidates).to(candidates.device)
         omega = self.beta_rows(beta, first)  # (b, 1)
@@ -180,11 +146,17 @@ class GeDiGuide(Guide):
         shift = omega.abs() * wanted
         return Advice(shift, state, rewards=(first[..., None],), allowed=allowed if self.filter_p else None)
 
-    def advance(self, state: GeDiState, tokens: Int[Tensor, " b"]) -> GeDiState:
-        both = tokens.to(state.scores.device).repeat_interleave(2)[:, None]
-        scores = state.log_probabilities(both)
-        notes = state.reading.notes + torch.cat([scores, (both < self.vocab_size).to(scores)], dim=1)
-        return GeDiState(state.reading.advance(both.squeeze(1)).note(notes))
+    def advance(self, state: Reading, tokens: Int[Tensor, " b"]) -> Reading:
+        assert state.notes is not None
+        both = tokens.to(state.notes.device).repeat_interleave(2)[:, None]
+        scores = _log_probabilities(state, both)
+        notes = state.notes + torch.cat([scores, (both < self.vocab_size).to(scores)], dim=1)
+        return state.advance(both.squeeze(1)).note(notes)
+
+
+def _log_probabilities(reading: Reading, tokens: Int[Tensor, "rows k"]) -> Float[Tensor, "rows k"]:
+    """The log-probabilities of next tokens; 0 for unknown ones."""
+    return candidate_logits(reading, tokens) - log_normaliser(reading.last)
 
 
 def filter_candidates(
@@ -198,12 +170,12 @@ def filter_candidates(
     return torch.zeros_like(kept).scatter(1, order, kept)
 
 
-def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str = "auto") -> dict[str, Any]:
-    """The arguments of `GeDiGuide` other than ω, prior and filter."""
+def load_gedi(folder: str | Path, device: str = "cpu", dtype: torch.dtype | str = "auto") -> Callable[..., GeDiGuide]:
+    """Load the model of `GeDiGuide`; return a function that makes guides from ω, prior and filter."""
     source = ModelSource.find(folder)
     stored = read_codes(source)
     if stored is None:
         raise ModelError(f"{str(folder)!r} names no control codes.", "make it with `radq train-experts --method gedi`.")
-    high, low = stored["codes"]
     lm = load_causal_lm(source, dtype=dtype, device=device)
-    return {"lm": lm, "codes": (high, low), "scale": stored["scale"], "tokenizer": source.find_tokenizer()}
+    high, low = stored["codes"]
+    return partial(GeDiGuide, lm, (high, low), scale=stored["scale"], tokenizer=source.find_tokenizer())

@@ -12,13 +12,14 @@ is never read, so in a short text the numbers per token are a little lower than 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from radq.guides.base import Advice, BaseStates, Guide
+from radq.guides.base import Advice, Guide, Prompts, State
+from radq.models.loading import Wrappable
+from radq.models.prefill import InTurns, surround
 from radq.models.reading import Reader
 
 
@@ -29,7 +30,7 @@ class TokenCount:
     calls: int = 0
     tokens: int | Tensor = 0  # summed where the masks are, so that counting never waits for a GPU
 
-    def add(self, input_ids: Int[Tensor, "b n"], mask: Any) -> None:
+    def add(self, input_ids: Int[Tensor, "b n"], mask: object) -> None:
         self.calls += 1
         if isinstance(mask, Tensor) and mask.dim() == 2:
             self.tokens = mask[:, mask.shape[1] - input_ids.shape[1] :].sum() + self.tokens
@@ -37,7 +38,7 @@ class TokenCount:
             self.tokens = input_ids.numel() + self.tokens
 
 
-class Meter(Guide):
+class Meter(Guide[State]):
     """A guide that does what another does, and counts while its `with` block lasts."""
 
     def __init__(self, guide: Guide):
@@ -68,7 +69,7 @@ class Meter(Guide):
         """The number of tokens read per token generated, without those of prompts."""
         return int(self.continuations.tokens) / max(1, self.tokens)
 
-    def _on_call(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_call(self, _: nn.Module, __: object, kwargs: dict[str, Tensor]) -> None:
         if self._count is not None:  # else the base model runs for itself, whose weights a guide may share
             self._count.add(kwargs["input_ids"], kwargs.get("attention_mask"))
 
@@ -76,16 +77,11 @@ class Meter(Guide):
     def readers(self) -> Sequence[Reader]:
         return self.guide.readers
 
-    def check_base(self, lm: Any) -> None:
+    def check_base(self, lm: Wrappable) -> None:
         self.guide.check_base(lm)
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
-        with self._counting(self.prompts):
-            return self.guide.start(input_ids, attention_mask)
-
-    def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
-        with self._counting(self.prompts):
-            return self.guide.start_beside(base, input_ids, attention_mask)
+    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
+        return surround(self.guide.start_in_turns(prompts), lambda: self._counting(self.prompts))
 
     @contextmanager
     def _counting(self, count: TokenCount) -> Iterator[None]:
@@ -95,13 +91,13 @@ class Meter(Guide):
         finally:
             self._count = None
 
-    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+    def advise(self, state: State, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         self.steps += 1
         self.tokens += len(candidates)
         with self._counting(self.continuations):
             return self.guide.advise(state, candidates, beta)
 
-    def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
+    def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
         with self._counting(self.continuations):
             return self.guide.advance(state, tokens)
 

@@ -3,29 +3,29 @@
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.errors import OptionError
-from radq.guides.base import Advice, BaseStates, Guide
+from radq.guides.base import Advice, Guide, Prompts
 from radq.models.kv_cache import takes_padding, takes_siblings
-from radq.models.loading import find_backbone
+from radq.models.loading import Wrappable, find_backbone
 from radq.models.lora import fold_adapters
+from radq.models.prefill import InTurns
 from radq.models.rad_v import RadV
-from radq.models.reading import Reader
+from radq.models.reading import OutputReading, Reader, Reading
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
-from radq.models.reward_state import BaseReading, RewardState
 from radq.models.slots import takes_slots
 from radq.numerics import at_least_float32, constant
 from radq.sources.model_source import require_attributes
 
 
 @final
-class RewardGuide(Guide):
+class RewardGuide(Guide[Reading]):
     """shift(v) = Σ_a β_a · clamp(r̂_a(v | x)). β is signed: a negative one steers away from the attribute.
 
     Rewards are clamped to the range of the training labels, unless `clamp=False`. A token that the reward model does
@@ -62,25 +62,21 @@ class RewardGuide(Guide):
     def readers(self) -> list[Reader]:
         return [self.model.reader]
 
-    def check_base(self, lm: Any) -> None:
+    def check_base(self, lm: Wrappable) -> None:
         if self.model.readout is not None:  # one that shares the base model, too: it may have been trained since
             check_base(self.model.readout.sketch, find_backbone(lm, type(lm).__name__))
 
-    def start_beside(
-        self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> RewardState:
-        layers = self.model.reader.base_layers
-        if not layers:
-            return self.start(input_ids, attention_mask)
-        self.model.notice_changes()
-        return RewardState(BaseReading(partial(base.take, layers), base.num_tokens <= self.model.num_known))
-
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
-        device = self.model.device
-        return self.model.read(input_ids.to(device), None if attention_mask is None else attention_mask.to(device))
+    def start_in_turns(self, prompts: Prompts) -> InTurns[Reading]:
+        layers, device, base = self.model.reader.base_layers, self.model.device, prompts.base
+        if base is not None and layers:
+            self.model.notice_changes()
+            all_known = base.num_tokens <= self.model.num_known
+            return OutputReading(self.model.reader, partial(base.take, layers), all_known=all_known)
+        mask = None if prompts.attention_mask is None else prompts.attention_mask.to(device)
+        return (yield from self.model.read_in_turns(prompts.input_ids.to(device), mask, prompts.turn))
 
     def advise(
-        self, state: RewardState, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
+        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
     ) -> Advice:
         rewards, state = self.model.score(state, candidates.to(self.model.device))
         rewards = at_least_float32(rewards)  # a strength times a reward may leave the range of half precision
@@ -96,5 +92,5 @@ class RewardGuide(Guide):
         shift = torch.einsum("bks,bs->bk", rewards, self.beta_rows(beta, rewards))
         return Advice(shift.to(candidates.device), state, clipped, (rewards,))
 
-    def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
-        return self.model.advance(state, tokens.to(self.model.device))
+    def advance(self, state: Reading, tokens: Int[Tensor, " b"]) -> Reading:
+        return state.advance(tokens.to(self.model.device))

@@ -79,7 +79,7 @@ class GuideSpec:
         """Refuse a folder that holds no guide, and numbers that its guide does not have; nothing is loaded."""
         self.kind.check(self.folder, self.numbers)
 
-    def load(self, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None) -> "Guide":
+    def load(self, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: object = None) -> "Guide":
         """Load the guide, see `load_guide`."""
         self.check()
         return self.kind.load(self.folder, device, dtype, clamp, lm)(self.numbers)
@@ -125,7 +125,7 @@ def load_guide(
     device: str = "cpu",
     dtype: str = "auto",
     clamp: bool = True,
-    lm: Any = None,
+    lm: object = None,
     base: str | None = None,
 ) -> "Guide":
     """Load a guide that is written as text, as `radq generate --guide` takes it.
@@ -150,22 +150,24 @@ def load_guide(
     return GuideSpec.parse(specification, find_base(lm) if base is None else base).load(device, dtype, clamp, lm)
 
 
-def find_base(lm: Any) -> str | None:
+def find_base(lm: object) -> str | None:
     """The name under which a language model was loaded; empty if it has none, or is no longer what that name means."""
     if lm is None:
         return None
-    return "" if getattr(lm, "peft_config", None) else str(getattr(lm.config, "name_or_path", ""))
+    return "" if getattr(lm, "peft_config", None) else str(getattr(getattr(lm, "config", None), "name_or_path", ""))
 
 
 def load_guides(
-    specifications: Sequence[GuideSpec], device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None
+    specifications: Sequence[GuideSpec], device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: object = None
 ) -> "Guide | None":
     """Load guides and add them up; None if there are none."""
     guides = [specification.load(device, dtype, clamp, lm) for specification in specifications]
     return reduce(add, guides) if guides else None
 
 
-def guide_maker(folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: Any = None) -> MakeGuide:
+def guide_maker(
+    folder: str, device: str = "cpu", dtype: str = "auto", clamp: bool = True, lm: object = None
+) -> MakeGuide:
     """Load a folder's models once; return a function that makes guides with any numbers from them."""
     kind = find_kind(folder)
     make = kind.load(folder, device, dtype, clamp, lm)
@@ -184,7 +186,7 @@ def find_kind(folder: str) -> "GuideKind":
 # --- kinds of guides ---
 
 
-def _load_embedded(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
+def _load_embedded(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
     """Load a reward model for each attribute when it is first asked for."""
     from radq.guides.reward import RewardGuide
     from radq.models.reward import RewardModel
@@ -201,21 +203,21 @@ def _load_embedded(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -
     return make
 
 
-def _load_dexperts(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
-    from radq.guides.dexperts import DExpertsGuide, load_experts
+def _load_dexperts(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
+    from radq.guides.dexperts import load_experts
 
-    experts = load_experts(folder, device, dtype)
-    return lambda numbers: DExpertsGuide(**experts, **dict[str, Any](numbers))
-
-
-def _load_gedi(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
-    from radq.guides.gedi import GeDiGuide, load_gedi
-
-    expert = load_gedi(folder, device, dtype)
-    return lambda numbers: GeDiGuide(**expert, **dict[str, Any](numbers))
+    make = load_experts(folder, device, dtype)
+    return lambda numbers: make(**numbers)
 
 
-def _load_reward(folder: str, device: str, dtype: str, clamp: bool, lm: Any) -> MakeGuide:
+def _load_gedi(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
+    from radq.guides.gedi import load_gedi
+
+    make = load_gedi(folder, device, dtype)
+    return lambda numbers: make(**numbers)
+
+
+def _load_reward(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
     from radq.guides.reward import RewardGuide
     from radq.models.reward import RewardModel
 
@@ -262,7 +264,7 @@ class GuideKind:
 
     holds: Callable[[str], bool]
     check: Callable[[str, Numbers], None]
-    load: Callable[[str, str, str, bool, Any], MakeGuide]
+    load: Callable[[str, str, str, bool, object], MakeGuide]
     options: tuple[str, ...] = ()
 
 

@@ -19,8 +19,8 @@ from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
 from radq.hosts.follower import Follower, Text
 from radq.models.loading import hidden_size, load_causal_lm
+from radq.models.reading import OutputReading
 from radq.models.readout import join_layers
-from radq.models.reward_state import BaseReading, RewardState
 from radq.sources.model_source import ModelSource
 
 _KEPT: dict[str, Tensor] = {}  # the states of the latest logits of this process
@@ -194,7 +194,7 @@ class ShownRows(Follower):
         if len(parts) != len(self.shown):
             raise DataError(f"vLLM has shown {len(parts)} layers, not {len(self.shown)}.", "use --readout-layers 1.")
         own = torch.cat([parts[self.shown.index(layer)] for layer in _find_layers(self.guide)], dim=-1)
-        return self.guide.advise(RewardState(BaseReading(lambda: own)), candidates, beta)
+        return self.guide.advise(OutputReading(self.guide.readers[0], lambda: own), candidates, beta)
 
 
 class ShownFollower(ShownRows):

@@ -17,11 +17,11 @@ from torch import Tensor
 from radq.decoding.steering import Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, list_readings
 from radq.hosts.base_states import ShownRows, reads_shown, take_states
 from radq.hosts.batching import DeviceRequest, Steerer, limit_width
 from radq.hosts.follower import Follower, Text
-from radq.models.reading import Glance
+from radq.models.reading import OutputReading
 from radq.models.slots import SlotReading, takes_slots
 from radq.registry.panel import Panel
 
@@ -55,8 +55,7 @@ def check_drafts(guides: Sequence[Guide], vocab_size: int) -> None:
     """Raise if a guide cannot follow drafts."""
     for guide in guides:
         state = guide.start(torch.zeros(1, 2, dtype=torch.long))
-        noted: list[bool] = []
-        state.map_readings(lambda reading, noted=noted: noted.append(reading.notes is not None) or reading)
+        noted = [reading.notes is not None for reading in list_readings(state)]
         for reader in guide.readers:
             if any(noted) or reader.reads_candidates or reader.num_known < vocab_size or not takes_slots(reader):
                 raise OptionError(
@@ -97,10 +96,10 @@ class DraftFollower(Follower):
         """The guide's opinion on candidates after each row. `texts` are its rows of the texts, or −1."""
         if self._sizes[0] != self.layout:
             self._sizes = (self.layout, torch.tensor(self._lengths, device=self.device))
-        glance = self._state.map_readings(lambda slots: self._read_over(slots, texts, drafts))
-        return self.guide.advise(glance, candidates, beta)
+        shown = self._state.map_readings(lambda slots: self._read_over(slots, texts, drafts))
+        return self.guide.advise(shown, candidates, beta)
 
-    def _read_over(self, slots: SlotReading, texts: Int[Tensor, " r"], drafts: Drafts) -> Glance:
+    def _read_over(self, slots: SlotReading, texts: Int[Tensor, " r"], drafts: Drafts) -> OutputReading:
         """Let a model read the drafts of all texts; return its output at each row of logits."""
         places, followed = drafts.places.long(), texts >= 0
         before = slots.lengths[: len(self.texts)] - self._sizes[1]  # a BOS may stand before a text
@@ -114,7 +113,8 @@ class DraftFollower(Follower):
             (id(slots), count, slots.window, slots.epoch),
             lambda: slots.read_over(self._tokens[:count], self._starts[:count]),
         )
-        return Glance(slots.reader, outputs[texts.clamp(min=0), places], None)
+        chosen = outputs[texts.clamp(min=0), places]
+        return OutputReading(slots.reader, lambda: chosen)
 
 
 class ShownDraftFollower(ShownRows, DraftFollower):

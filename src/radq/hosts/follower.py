@@ -18,10 +18,10 @@ from torch import Tensor
 from radq.decoding.capture import find_hindrance
 from radq.errors import DataError
 from radq.guides import Guide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, list_readings
 from radq.models.cuda_graph import StepGraphs
 from radq.models.rad_v import SIBLINGS_PER_FORWARD
-from radq.models.reading import Glance, Reader
+from radq.models.reading import Reader, Reading, ValueReading
 from radq.models.slots import SlotReading, plan_bytes, settle
 
 PATIENCE = 16  # steps that a text may miss before it leaves; if it comes back, it is read anew
@@ -85,14 +85,9 @@ class Follower:
 
     def plan_bytes(self) -> int:
         """The memory of a store for as many texts as the engine may run."""
-        planned: list[int] = []
-
-        def plan(reading: Any) -> Any:
-            planned.append(plan_bytes(reading, *self._shape(reading.reader)))
-            return reading
-
-        self.guide.start(torch.zeros(1, 2, dtype=torch.long, device=self.device)).map_readings(plan)
-        return sum(planned)
+        readings = list_readings(self.guide.start(torch.zeros(1, 2, dtype=torch.long, device=self.device)))
+        values = (reading for reading in readings if isinstance(reading, ValueReading))
+        return sum(plan_bytes(reading, *self._shape(reading.reader)) for reading in values)
 
     def _shape(self, reader: Reader) -> tuple[int, int, int]:
         """The numbers of texts, of their columns, and of candidates that are read beside each other."""
@@ -100,10 +95,8 @@ class Follower:
         return self.capacity, self.length + reader.overhead + 1, siblings
 
     def _slots(self) -> list[SlotReading]:
-        found: list[SlotReading] = []
-        if self._state is not None:
-            self._state.map_readings(lambda reading: found.append(reading) or reading)
-        return [reading for reading in found if isinstance(reading, SlotReading)]
+        readings = [] if self._state is None else list_readings(self._state)
+        return [reading for reading in readings if isinstance(reading, SlotReading)]
 
     # --- texts ---
 
@@ -210,7 +203,7 @@ class Follower:
         """Read one token in these rows."""
         state = self._state
         if self.reads_candidates and not self._are_candidates(tokens):
-            state = state.map_readings(lambda reading: reading)  # without the candidates that were read
+            state = state.map_readings(lambda reading: reading.drop_siblings())
         self._state = self._read_next(state, tokens) if self.graphs.on else self.guide.advance(state, tokens)
         for row in rows:
             self._marks[row], self._lengths[row] = self.texts[row].mark(), self._lengths[row] + 1
@@ -232,10 +225,8 @@ class Follower:
 
     def _are_candidates(self, tokens: Int[Tensor, " b"]) -> bool:
         """Whether each token is among the candidates that were read; another processor may force one that is not."""
-        candidates = self._state.candidates
-        if candidates is None:
-            return False
-        return bool(((candidates == tokens[:, None]).any(1) | (tokens == RESTING)).all())
+        found = [reading.siblings for reading in list_readings(self._state)]
+        return all(one is not None and bool((one.match(tokens).any(1) | (tokens == RESTING)).all()) for one in found)
 
     def _read(self, group: Sequence[Text]) -> dict[Text, Exception]:
         """Read texts from their beginnings, and let them join. If that fails, each is read alone."""
@@ -267,7 +258,7 @@ class Follower:
         state = self.guide.start(*_pad_left(distinct))
         return state if len(distinct) == len(texts) else state.select(torch.tensor(places))
 
-    def _settle(self, reading: Any) -> Any:
+    def _settle(self, reading: Reading) -> Reading:
         return settle(reading, *self._shape(reading.reader))
 
     def _reserve(self, widest: int) -> None:
@@ -286,8 +277,8 @@ class Follower:
         If the guide reads candidates, these must be all rows of texts that go on.
         """
         if not self.reads_candidates:
-            glance = self._state.map_readings(lambda reading: Glance.at(reading, rows))
-            return self.guide.advise(glance, candidates, beta)
+            shown = self._state.map_readings(lambda reading: reading.show(rows))
+            return self.guide.advise(shown, candidates, beta)
         count = len(self.texts)
         everywhere = candidates.new_zeros(count, candidates.shape[1]).index_copy_(0, rows, candidates)
         strengths = beta.new_zeros(count, beta.shape[1]).index_copy_(0, rows, beta)

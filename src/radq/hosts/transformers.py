@@ -23,8 +23,9 @@ from radq.decoding.prompts import find_stops
 from radq.decoding.steering import Strengths, propose
 from radq.errors import OptionError
 from radq.guides import Guide
-from radq.guides.base import BaseStates
+from radq.guides.base import BaseStates, Prompts
 from radq.models.loading import Wrappable, find_backbone, num_logits
+from radq.models.prefill import finish
 from radq.models.readout import join_layers
 
 PADDING = -1  # marks padding in the texts that are kept
@@ -144,9 +145,10 @@ class GuidedLogitsProcessor(LogitsProcessor):
             if not self._knows_padding(texts):
                 self._refuse_padding(texts)
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt are equal at first
-            prompts = unique.clamp(min=0), (unique != PADDING).long()
             watch = self._watch
-            state = self.guide.start(*prompts) if watch is None else self.guide.start_beside(watch.states, *prompts)
+            states = None if watch is None else watch.states
+            prompts = Prompts(unique.clamp(min=0), (unique != PADDING).long(), base=states)
+            state = finish(self.guide.start_in_turns(prompts))
             self._state = state.select(rows)
         else:
             if update.rows is not None:

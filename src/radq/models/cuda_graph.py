@@ -10,17 +10,33 @@ from radq.errors import first_line
 from radq.numerics import collecting_later
 
 T = TypeVar("T")
+NO_STEPS = "steps are not captured as CUDA graphs, so each token takes longer"
 
 
-def record(operations: Callable[[], T], **options: Any) -> tuple[Any, T]:
-    """Record what a function does on the GPU, without doing it; options are those of `torch.cuda.graph`.
+def record(
+    operations: Callable[[], T], pool: object = None, stream: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Record what a function does on the GPU, without doing it; pool and stream are those of `torch.cuda.graph`.
 
     Returns the graph, and the result of the function, whose tensors every replay of the graph writes anew.
     """
     graph = torch.cuda.CUDAGraph()
-    with collecting_later(), torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+    options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    with collecting_later(), torch.cuda.graph(graph, **options):  # pyright: ignore[reportArgumentType]
         result = operations()
     return graph, result
+
+
+def try_to_record(capture: Callable[[], T], hindered: str) -> T | None:
+    """Record graphs by a function; None, and a warning, where a model does what a graph cannot hold."""
+    try:
+        return capture()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model raises
+        torch.cuda.synchronize()
+        warnings.warn(f"{hindered}: {first_line(error)}.", stacklevel=3)
+        return None
 
 
 class StepGraphs:
@@ -33,9 +49,9 @@ class StepGraphs:
     def __init__(self, on: bool):
         self.on = on
         self.replays = 0
-        self._kept: dict[Hashable, tuple[Any, Any]] = {}
+        self._kept: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._warm = False
-        self._pool: Any = None
+        self._pool = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -46,19 +62,12 @@ class StepGraphs:
             self._warm = True
             return step()
         if shape not in self._kept:
-            try:
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                self._kept[shape] = record(step, pool=self._pool)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a model does that a graph cannot hold
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            recorded = try_to_record(lambda: record(step, pool=self._pool), NO_STEPS)
+            if recorded is None:
                 self.on = False
-                torch.cuda.synchronize()
-                warnings.warn(
-                    f"steps are not captured as CUDA graphs, so each token takes longer: {first_line(error)}.",
-                    stacklevel=2,
-                )
                 return step()
+            self._kept[shape] = recorded
         graph, result = self._kept[shape]
         graph.replay()
         self.replays += 1

@@ -10,7 +10,6 @@ they spend most of their time on padding, and two plain products around a softma
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from radq.models.loading import Wrappable
 from radq.numerics import at_least_float32
 
 GROUPED = "radq_grouped"
@@ -27,9 +27,9 @@ MANY_ROWS = 256  # below this, the additional kernel launches of plain products 
 
 
 @contextmanager
-def grouped_heads(model: Any) -> Iterator[None]:
+def grouped_heads(model: Wrappable) -> Iterator[None]:
     """Let a model whose heads share keys and values use `grouped_attention` in place of SDPA inside the block."""
-    config: Any = model.config
+    config = model.config
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if config._attn_implementation != "sdpa" or shared is None or shared == heads:
         yield
@@ -49,13 +49,14 @@ def grouped_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention with the signature and the output (b, n, heads, e) that transformers expects."""
     b, heads, n, d = query.shape
     groups = heads // key.shape[1]
     if groups == 1 or (attention_mask is None and n > 1) or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        arguments = (module, query, key, value, attention_mask, dropout, scaling)
+        return sdpa_attention_forward(*arguments, **kwargs)  # pyright: ignore[reportArgumentType]
     if attention_mask is not None and n > 1:
         attention_mask = attention_mask.repeat(1, 1, groups, 1)
     rows = query.reshape(b, -1, groups * n, d)  # the heads of a group are adjacent

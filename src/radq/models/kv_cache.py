@@ -8,11 +8,9 @@ Axes: b batch, t time, n new tokens, k candidates, d hidden.
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.utils.generic import ModelOutput
 
 from radq.errors import ModelError
 from radq.models.grouped_attention import grouped_heads
@@ -82,7 +81,7 @@ def known_positions() -> Iterator[None]:
     transformers looks whether positions are consecutive and whether there is padding without a mask, and Python waits
     for each answer. Texts that are packed to the left have consecutive positions, and need no mask.
     """
-    answers: dict[str, tuple[Any, Any]] = {
+    answers: dict[str, tuple[object, object]] = {
         "find_packed_sequence_indices": (masking_utils, None),
         "is_tracing": (masking_utils, False),  # masks of a step that is captured as a CUDA graph are those of any step
         "warn_if_padding_and_no_attention_mask": (PreTrainedModel, None),
@@ -115,8 +114,8 @@ def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefi
 
 
 def start(
-    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: Any
-) -> tuple[Any, Prefix]:
+    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: object
+) -> tuple[ModelOutput, Prefix]:
     """Read a left-padded batch of prompts."""
     if not bool(attention_mask.all()):
         check_padding(model)
@@ -129,8 +128,8 @@ def extend(
     prefix: Prefix,
     input_ids: Int[Tensor, "b n"],
     attention_mask: Int[Tensor, "b n"] | None = None,
-    **kwargs: Any,
-) -> tuple[Any, Prefix]:
+    **kwargs: object,
+) -> tuple[ModelOutput, Prefix]:
     """Feed n more tokens per row; returns the model's output for them and the longer prefix."""
     new_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     full_mask = torch.cat([prefix.attention_mask, new_mask], dim=1)
@@ -140,8 +139,8 @@ def extend(
 
 
 def read_with_masks(
-    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: Any
-) -> tuple[Any, Prefix]:
+    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: object
+) -> tuple[ModelOutput, Prefix]:
     """Do what `start` does, with masks that are written here: transformers' own make the program wait for the GPU."""
     t = input_ids.shape[1]
     places = torch.arange(t, device=input_ids.device)
@@ -160,23 +159,32 @@ def read_with_masks(
     return output, Prefix(input_ids, attention_mask, layers)
 
 
-def take_states(output: Any, layers: tuple[int, ...]) -> Float[Tensor, "b t n"]:
+def take_states(output: ModelOutput, layers: tuple[int, ...]) -> Float[Tensor, "b t n"]:
     """Take the outputs of layers at each token, side by side, or without layers that of the whole backbone."""
-    return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1) if layers else output.last_hidden_state
+    return (
+        torch.cat([output["hidden_states"][layer] for layer in layers], dim=-1)
+        if layers
+        else output["last_hidden_state"]
+    )
 
 
 @dataclass(frozen=True)
-class Siblings(ABC):
+class Siblings:
     """k candidates read after one prefix, none of them seeing another."""
 
+    candidates: Int[Tensor, "b k"]
     hidden: Float[Tensor, "b k d"]
 
-    @abstractmethod
+    def match(self, tokens: Int[Tensor, " b"]) -> Bool[Tensor, "b k"]:
+        """Mark the candidates that are the tokens of their rows."""
+        return self.candidates == tokens[:, None]
+
+    def select(self, rows: Int[Tensor, " r"]) -> "Siblings":
+        return Siblings(self.candidates[rows], self.hidden[rows])
+
     def choose(self, index: Int[Tensor, " b"]) -> Prefix:
         """The prefix extended by candidate `index` of each row, without another forward."""
-
-    @abstractmethod
-    def select(self, rows: Int[Tensor, " r"]) -> "Siblings": ...
+        raise NotImplementedError  # slots hold the keys and values of their siblings
 
 
 def read_siblings(
@@ -192,7 +200,6 @@ def read_siblings(
 
 @dataclass(frozen=True)
 class _MaskedSiblings(Siblings):
-    candidates: Int[Tensor, "b k"]
     prefix: Prefix
     layers: Layers  # of the siblings alone
 
@@ -213,7 +220,7 @@ class _MaskedSiblings(Siblings):
 
     def select(self, rows: Int[Tensor, " r"]) -> "_MaskedSiblings":
         layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
-        return _MaskedSiblings(self.hidden[rows], self.candidates[rows], self.prefix.select(rows), layers)
+        return _MaskedSiblings(self.candidates[rows], self.hidden[rows], self.prefix.select(rows), layers)
 
 
 def _read_masked(
@@ -223,7 +230,7 @@ def _read_masked(
     positions = prefix.attention_mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
     hidden, stored = _read_branches(backbone, prefix, positions, candidates, layers)
     tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in stored)
-    return _MaskedSiblings(hidden, candidates, prefix, tails)
+    return _MaskedSiblings(candidates, hidden, prefix, tails)
 
 
 def read_places(
@@ -267,7 +274,7 @@ class _RowSiblings(Siblings):
     def select(self, rows: Int[Tensor, " r"]) -> "_RowSiblings":
         k = self.hidden.shape[1]
         expanded = rows[:, None] * k + torch.arange(k, device=rows.device)  # (r, k)
-        return _RowSiblings(self.hidden[rows], self.rows.select(expanded.flatten()))
+        return _RowSiblings(self.candidates[rows], self.hidden[rows], self.rows.select(expanded.flatten()))
 
 
 def _read_rows(
@@ -275,7 +282,7 @@ def _read_rows(
 ) -> _RowSiblings:
     b, k = candidates.shape
     output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1), output_hidden_states=bool(layers))
-    return _RowSiblings(take_states(output, layers).view(b, k, -1), rows)
+    return _RowSiblings(candidates, take_states(output, layers).view(b, k, -1), rows)
 
 
 def _branch_masks(
@@ -376,8 +383,8 @@ def _forward(
     input_ids: Int[Tensor, "b n"],
     attention_mask: Tensor | dict[str, Tensor],
     positions: Int[Tensor, "b n"],
-    **kwargs: Any,
-) -> tuple[Any, Layers]:
+    **kwargs: object,
+) -> tuple[ModelOutput, Layers]:
     if accepts(model, "position_ids"):  # families without it find positions from the mask (ALiBi)
         kwargs["position_ids"] = positions
     cache = _to_cache(layers)
@@ -420,10 +427,11 @@ def _to_cache(layers: Layers) -> DynamicCache:
 
 
 def _from_cache(cache: DynamicCache, model: Wrappable) -> Layers:
-    layers: list[Any] = cache.layers
-    if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
+    layers = [(layer.keys, layer.values) for layer in cache.layers if type(layer) is DynamicLayer]
+    pairs = tuple((keys, values) for keys, values in layers if keys is not None and values is not None)
+    if not pairs or len(pairs) < len(cache.layers):
         raise ModelError(
             f"{type(model).__name__} does not keep plain keys and values for every layer.",
             "radq decodes with attention-only decoder models (GPT-2, LLaMA, Qwen3, GPT-NeoX, Gemma-3, Mistral, …).",
         )
-    return tuple((layer.keys, layer.values) for layer in layers)
+    return pairs

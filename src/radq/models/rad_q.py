@@ -20,8 +20,8 @@ from radq.models.config import RewardModelConfig
 from radq.models.heads import MlpHead, build_head, score_candidates, score_tokens
 from radq.models.loading import hidden_size, load_output_embedding
 from radq.models.rad_v import RadV
+from radq.models.reading import Reading
 from radq.models.reward import RewardModel, RewardOutput
-from radq.models.reward_state import RewardState
 from radq.sources.model_source import ModelName
 
 
@@ -180,10 +180,11 @@ class RadQ(RewardModel):
         return self.link(found)
 
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
-    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        hidden = self.read_hidden(state.reading.last)
+        self, reading: Reading, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], Reading]:
+        hidden = self.read_hidden(reading.last)
         features = self.head.features(hidden, self.embedding)  # (b, a, d)
-        marginals = score_candidates(features, self.head.table(self.embedding), candidates)
+        read = candidates if candidates is None or known is None else candidates * known
+        marginals = score_candidates(features, self.head.table(self.embedding), read)
         marginals = marginals if known is None else marginals * known[..., None]
-        return marginals + self.head.baseline(hidden)[:, None], state
+        return marginals + self.head.baseline(hidden)[:, None], reading

@@ -17,9 +17,9 @@ from radq.models.config import RewardModelConfig
 from radq.models.heads import ValueHead
 from radq.models.kv_cache import takes_siblings
 from radq.models.loading import hidden_size
-from radq.models.packing import pack_left
+from radq.models.reading import Reading
 from radq.models.reward import RewardModel, RewardOutput
-from radq.models.reward_state import RewardState
+from radq.numerics import pack_left
 from radq.sources.model_source import ModelName
 
 SIBLINGS_PER_FORWARD = 256  # more candidates than this are read in several forwards
@@ -105,7 +105,7 @@ class RadV(RewardModel):
         positions: Int[Tensor, "b p"],
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
-        reading = self.read(input_ids, attention_mask).reading
+        reading = self.read(input_ids, attention_mask)
         before = reading.prefix.attention_mask.sum(1) - attention_mask.sum(1)  # a BOS that was put before a text
         places, size = positions + before[:, None], max(1, SIBLINGS_PER_FORWARD // candidates.shape[2])
         parts = zip(places.split(size, dim=1), candidates.split(size, dim=1), strict=True)
@@ -113,21 +113,25 @@ class RadV(RewardModel):
         return self.link(self.head(hidden))
 
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
-    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        reading = state.reading
+        self, reading: Reading, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], Reading]:
         if candidates is None:
             b = len(reading.last)
             candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
         prefix = self.head(self.read_hidden(reading.last))[:, None]  # (b, 1, a)
         if candidates.shape[1] <= SIBLINGS_PER_FORWARD:
-            siblings = reading.read_siblings(candidates)
-            outputs = self.head(self.read_hidden(siblings.hidden))
-            state = RewardState(reading, candidates, siblings)
+            outputs, reading = self._score_siblings(reading, candidates)
         else:
             # Keys and values of the whole vocabulary would fill gigabytes: they are dropped chunk by chunk, and the
             # token chosen in the end is read once more.
             chunks = candidates.split(SIBLINGS_PER_FORWARD, dim=1)
-            hidden = (self.read_hidden(reading.read_siblings(chunk).hidden) for chunk in chunks)
-            outputs, state = torch.cat([self.head(h) for h in hidden], dim=1), RewardState(reading)
-        return outputs if known is None else torch.where(known[..., None], outputs, prefix), state
+            outputs = torch.cat([self._score_siblings(reading, chunk)[0] for chunk in chunks], dim=1)
+            reading = reading.drop_siblings()
+        return outputs if known is None else torch.where(known[..., None], outputs, prefix), reading
+
+    def _score_siblings(
+        self, reading: Reading, candidates: Int[Tensor, "b k"]
+    ) -> tuple[Float[Tensor, "b k a"], Reading]:
+        reading = reading.read_siblings(candidates)
+        assert reading.siblings is not None
+        return self.head(self.read_hidden(reading.siblings.hidden)), reading

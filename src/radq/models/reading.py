@@ -1,25 +1,27 @@
 """Transformers that read texts token by token: base models, reward models and the experts of baselines alike.
 
-A `Reader` is a transformer and what radq must know about it. A `Reading` is its state after a batch of texts: a value,
-so that an old one stays usable for samples, beams, rollback and requests that come and go. Axes: b rows, t time.
+A `Reader` is a transformer and what radq must know about it. A `Reading` is its state after a batch of texts.
+Axes: b rows, t time, k candidates.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.generic import ModelOutput
 
 from radq.errors import ContextLengthError
 from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
-from radq.models.prompt_graphs import prompt_graphs
-from radq.models.prompt_parts import PartlyRead, prompt_parts, read_texts
+from radq.models.prefill import InTurns, Taken, Turn, finish
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
 from radq.numerics import log_probabilities
 from radq.sources.peft_adapter import refuse_soft_prompts
@@ -42,6 +44,7 @@ class Reader:
         reads_candidates: whether it reads candidates for the next token, as RAD-V does, beside each other.
         layers: layers whose outputs are kept of the last token, side by side; 0 are the input embeddings. With another
             `output` they are kept in the notes of a reading, for guides that read a base model's states.
+        keeps_scores: whether the notes of its readings are log P of the tokens of each text, and their number.
     """
 
     model: Wrappable
@@ -52,6 +55,7 @@ class Reader:
     overhead: int = 0
     reads_candidates: bool = False
     layers: tuple[int, ...] = ()
+    keeps_scores: bool = False
 
     def __post_init__(self) -> None:
         refuse_soft_prompts(self.model)
@@ -108,75 +112,118 @@ class Reader:
                 f"{num_tokens} tokens{before} do not fit the {self.role}'s {name_positions(self.model.config)}.", hint
             )
 
-    @torch.no_grad()
-    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> "Reading":
-        """Read a left-padded batch of texts, in which nothing is missing that stands before a text.
+    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> "ValueReading":
+        """Read a left-padded batch of texts, in which nothing is missing that stands before a text."""
+        return finish(self.read_in_turns(input_ids, attention_mask, Turn()))
 
-        Long texts are read in several forwards, so that memory holds the activations of few tokens at once.
-        """
+    def read_in_turns(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], turn: Turn
+    ) -> InTurns["ValueReading"]:
+        """Read as `read` does, as much at once as the turn has room for."""
         self.check_columns(input_ids.shape[1])
-        if (graphs := prompt_graphs()) and not prompt_parts():
-            found = graphs.read(self, input_ids, attention_mask)
-            if found is not None:
+        if turn.graphs is not None:
+            key = (self.model, self.layers)
+            if (found := turn.graphs.read(key, self._read_with_masks, input_ids, attention_mask)) is not None:
                 (last, notes), prefix = found
-                return Reading(self, prefix, last, notes)
-        texts = read_texts(PartlyRead(self, input_ids, attention_mask, "last"))
-        assert texts.prefix is not None
-        return Reading(self, texts.prefix, *self.take_last(texts.outputs[-1]))
+                return ValueReading(self, prefix, last, notes)
+        outputs: deque[ModelOutput] = deque(maxlen=1)
+        prefix = yield from self._forwards(input_ids, attention_mask, turn, self.arguments, outputs.append)
+        return ValueReading(self, prefix, *self.take_last(outputs[0]))
 
-    def take_last(
-        self, output: Any, notes: Float[Tensor, "b m"] | None = None
-    ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]:
+    def _read_with_masks(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
+    ) -> tuple[Taken, Prefix]:
+        output, prefix = kv_cache.read_with_masks(self.model, input_ids, attention_mask, **self.arguments)
+        return self.take_last(output), prefix
+
+    def _forwards(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+        turn: Turn,
+        arguments: Mapping[str, bool | int],
+        keep: Callable[[ModelOutput], None],
+    ) -> InTurns[Prefix]:
+        """Read texts by forwards, and let each output be kept as it is wanted.
+
+        Several forwards read many tokens, so that memory holds the activations of few at once.
+        """
+        most = max(1, self.tokens_per_forward // len(input_ids))
+        prefix, begin, room = Prefix(input_ids[:, :0], attention_mask[:, :0], ()), 0, 0
+        while begin < input_ids.shape[1]:
+            room = room or turn.take(len(input_ids), input_ids.shape[1] - begin)
+            if not room:
+                yield
+                continue
+            part = slice(begin, begin + min(room, most))
+            output, prefix = self._forward(prefix, input_ids[:, part], attention_mask[:, part], arguments)
+            keep(output)
+            begin, room = part.stop, room - (part.stop - begin)
+        return prefix
+
+    def _forward(
+        self, prefix: Prefix, tokens: Int[Tensor, "b n"], mask: Int[Tensor, "b n"], arguments: Mapping[str, bool | int]
+    ) -> tuple[ModelOutput, Prefix]:
+        if not prefix.layers:
+            return kv_cache.start(self.model, tokens, mask, **arguments)
+        return kv_cache.extend(self.model, prefix, tokens, mask, **arguments)
+
+    def take_last(self, output: ModelOutput, notes: Float[Tensor, "b m"] | None = None) -> Taken:
         """Take from the output of a forward what a reading keeps of the last token: the output, and notes.
 
         The notes are written into `notes` where a tensor is given.
         """
-        states = [output.hidden_states[layer][:, -1] for layer in self.layers]
+        states = [output["hidden_states"][layer][:, -1] for layer in self.layers]
         if self.output == "states":
             return torch.cat(states, dim=-1), None
         return output[self.output][:, -1], torch.cat(states, dim=-1, out=notes) if states else None
 
-    def take_each(self, output: Any) -> Float[Tensor, "b t n"]:
+    def take_each(self, output: ModelOutput) -> Float[Tensor, "b t n"]:
         """Take from the output of a forward what is kept of a token, for every token."""
         return kv_cache.take_states(output, self.layers) if self.output == "states" else output[self.output]
 
-    @torch.no_grad()
     def read_everywhere(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> tuple["Reading", Float[Tensor, "b t n"]]:
-        """Read a batch of texts and also return the output at each of their tokens."""
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], turn: Turn
+    ) -> InTurns[tuple["ValueReading", Float[Tensor, "b t n"]]]:
+        """Read a batch of texts in turns; return also the output at each of their tokens."""
         self.check_columns(input_ids.shape[1])
-        texts = read_texts(PartlyRead(self, input_ids, attention_mask, "each"))
-        assert texts.prefix is not None
-        outputs = torch.cat(texts.outputs, dim=1)
-        return Reading(self, texts.prefix, outputs[:, -1].clone()), outputs  # a view would keep those of all tokens
+        parts: list[Tensor] = []
+        prefix = yield from self._forwards(
+            input_ids, attention_mask, turn, self.state_arguments, lambda output: parts.append(self.take_each(output))
+        )
+        outputs = torch.cat(parts, dim=1)
+        return ValueReading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep all of them
 
-    def take_scores(
-        self, output: Any, following: Int[Tensor, "b f"]
-    ) -> tuple[Float[Tensor, "b f"], Float[Tensor, "b t n"] | None]:
-        """Take from a language model's output the log-probabilities of the tokens that follow, and states of layers."""
-        scores = log_probabilities(output[self.output][:, : following.shape[1]], following)
-        return scores, kv_cache.take_states(output, self.layers) if self.layers else None
+    def read_scored(
+        self, input_ids: Int[Tensor, "b t"], turn: Turn
+    ) -> InTurns[tuple[Float[Tensor, "b n"], Float[Tensor, "b t m"] | None]]:
+        """Read texts by a language model in turns; return the log-probability of each token but the first, and states.
 
-    @torch.no_grad()
-    def read_scored(self, input_ids: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b t m"] | None]:
-        """Read texts by a language model; return the log-probability of each token but the first, and states of layers.
-
-        The states are those of each token, and None if the reader has no layers.
+        The states are those of the reader's layers at each token, and None if it has no layers.
         """
         self.check_columns(input_ids.shape[1])
-        texts = read_texts(PartlyRead(self, input_ids, torch.ones_like(input_ids), "scores"))
-        scores, states = zip(*texts.outputs, strict=True)
-        return torch.cat(scores, dim=1), torch.cat(states, dim=1) if self.layers else None
+        scores: list[Tensor] = []
+        states: list[Tensor] = []
+
+        def keep(output: ModelOutput) -> None:
+            begin = sum(part.shape[1] for part in scores) + 1
+            logits = output[self.output]  # of all tokens they would fill memory
+            following = input_ids[:, begin : begin + logits.shape[1]]
+            scores.append(log_probabilities(logits[:, : following.shape[1]], following))
+            if self.layers:
+                states.append(kv_cache.take_states(output, self.layers))
+
+        yield from self._forwards(input_ids, torch.ones_like(input_ids), turn, self.state_arguments, keep)
+        return torch.cat(scores, dim=1), torch.cat(states, dim=1) if states else None
 
     @cached_property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, bool | int]:
         """The arguments of forwards of which only the last token counts: they spare the logits of all others."""
         keeps_last = self.output == "logits" and kv_cache.accepts(self.model, "logits_to_keep")
         return {**self.state_arguments, **({"logits_to_keep": 1} if keeps_last else {})}
 
     @property
-    def state_arguments(self) -> dict[str, Any]:
+    def state_arguments(self) -> dict[str, bool | int]:
         """The argument that asks for the outputs of all layers, where some are needed."""
         return {"output_hidden_states": True} if self.layers else {}
 
@@ -185,53 +232,124 @@ class Reader:
         self.check_length(n - self.overhead, "shorten the text.")
 
 
+class Reading(ABC):
+    """The state of a transformer after a batch of texts, and so the state of a guide that has one transformer.
+
+    The methods of a `ValueReading` return new ones. Those of a `SlotReading` (`radq.models.slots`) change it in place
+    and return it, so that nobody uses a reading again after having gone on from it. An `OutputReading` has no rows.
+
+    Attributes:
+        last: the output at the last token of each row.
+        notes: numbers beside each row: states of the reader's layers, or what a guide keeps there.
+        copies: rows of one text, side by side: GeDi reads each text once for each class.
+        siblings: candidates that were read after the texts; `advance` goes on with one of them without a forward.
+    """
+
+    reader: Reader
+    last: Float[Tensor, "b n"]
+    notes: Float[Tensor, "b m"] | None
+    copies: int
+    siblings: Siblings | None
+    all_known = False  # whether the model knows every token that may be a candidate
+
+    @abstractmethod
+    def select(self, texts: Int[Tensor, " r"]) -> "Reading":
+        """The rows of the given texts, in that order and maybe several times."""
+
+    @staticmethod
+    @abstractmethod
+    def join(states: "Sequence[Any]") -> "Reading":
+        """The rows of all readings as one batch, in that order; none of them keeps its siblings."""
+
+    @abstractmethod
+    def advance(self, tokens: Int[Tensor, " b"]) -> "Reading":
+        """The state after one more token per row; rows whose token the model does not know stay as they are."""
+
+    @abstractmethod
+    def rewind(self, n: int) -> "Reading":
+        """The state before the last n tokens of every row, all of which the model knows."""
+
+    @abstractmethod
+    def drop_siblings(self) -> "Reading":
+        """The reading without candidates, so that any token can follow."""
+
+    def note(self, notes: Float[Tensor, "b m"]) -> "Reading":
+        """The same reading with other numbers beside each row."""
+        raise NotImplementedError
+
+    def read(self, tokens: Int[Tensor, " b"]) -> "Reading":
+        """The state after one more token per row, all of which the model knows."""
+        raise NotImplementedError
+
+    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "Reading":
+        """The reading with candidates for the next token, none of which sees another; unknown ones are not read."""
+        raise NotImplementedError
+
+    def map_readings(self, change: "Callable[[Reading], Reading]") -> "Reading":
+        return change(self)
+
+    def show(self, texts: Int[Tensor, " r"]) -> "OutputReading":
+        """The outputs at the last tokens of the given texts, in that order, without keys and values."""
+        rows = self.rows_of(texts)
+        last, notes = self.last[rows], None if self.notes is None else self.notes[rows]
+        return OutputReading(self.reader, lambda: last, notes)
+
+    def rows_of(self, texts: Int[Tensor, " r"]) -> Int[Tensor, " rc"]:
+        """The rows of texts, each of which has several side by side."""
+        if self.copies == 1:
+            return texts
+        return (self.copies * texts[:, None] + torch.arange(self.copies, device=texts.device)).flatten()
+
+
 @dataclass(frozen=True)
-class Reading:
-    """A transformer's state after a batch of texts."""
+class ValueReading(Reading):
+    """A reading that stays as it is: an old one can be used for samples, beams and rollback."""
 
     reader: Reader
     prefix: Prefix
-    last: Float[Tensor, "b n"]  # the output at the last token of each text
-    notes: Float[Tensor, "b m"] | None = None  # numbers that a guide keeps beside each row
-    copies: int = 1  # rows of one text, side by side: GeDi reads each text once for each class
+    last: Float[Tensor, "b n"]
+    notes: Float[Tensor, "b m"] | None = None
+    copies: int = 1
+    siblings: Siblings | None = None
 
     @property
     def length(self) -> int:
         """The number of tokens of the longest text, with those that the reader has put before it."""
         return self.prefix.input_ids.shape[1]
 
-    def select(self, rows: Int[Tensor, " r"]) -> "Reading":
-        """The given rows, in that order and maybe several times."""
-        rows = rows.to(self.last.device)
-        notes = None if self.notes is None else self.notes[rows]
-        return replace(self, prefix=self.prefix.select(rows), last=self.last[rows], notes=notes)
-
-    @staticmethod
-    def join(readings: "Sequence[Reading]") -> "Reading":
-        """The rows of all readings as one batch, in that order."""
-        kv_cache.check_padding(readings[0].reader.model)
-        prefix = kv_cache.join([reading.prefix for reading in readings])
-        notes = [reading.notes for reading in readings if reading.notes is not None]
+    def select(self, texts: Int[Tensor, " r"]) -> "ValueReading":
+        rows = self.rows_of(texts.to(self.last.device))
         return replace(
-            readings[0],
-            prefix=prefix,
-            last=torch.cat([reading.last for reading in readings]),
-            notes=torch.cat(notes) if notes else None,
+            self,
+            prefix=self.prefix.select(rows),
+            last=self.last[rows],
+            notes=None if self.notes is None else self.notes[rows],
+            siblings=None if self.siblings is None else self.siblings.select(rows),
         )
 
-    def map_readings(self, change: Callable[["Reading"], Any]) -> Any:
-        """Change this reading: where a guide has one transformer, its reading is the state of the guide."""
-        return change(self)
+    @staticmethod
+    def join(states: "Sequence[ValueReading]") -> "ValueReading":
+        kv_cache.check_padding(states[0].reader.model)
+        notes = [state.notes for state in states if state.notes is not None]
+        return replace(
+            states[0],
+            prefix=kv_cache.join([state.prefix for state in states]),
+            last=torch.cat([state.last for state in states]),
+            notes=torch.cat(notes) if notes else None,
+            siblings=None,
+        )
 
-    def note(self, notes: Float[Tensor, "b m"]) -> "Reading":
-        """Return the same reading with other numbers beside each row."""
+    def note(self, notes: Float[Tensor, "b m"]) -> "ValueReading":
         return replace(self, notes=notes)
 
-    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "ReadSiblings":
-        """Read candidates for the next token, none of which sees another."""
+    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "ValueReading":
         self.reader.check_columns(self.length + 1)
-        found = kv_cache.read_siblings(self.reader.model, self.prefix, candidates, self.reader.layers)
-        return ReadSiblings(self, found)
+        known = candidates * (candidates < self.reader.num_known)
+        found = kv_cache.read_siblings(self.reader.model, self.prefix, known, self.reader.layers)
+        return replace(self, siblings=replace(found, candidates=candidates))
+
+    def drop_siblings(self) -> "ValueReading":
+        return replace(self, siblings=None)
 
     @torch.no_grad()
     def read_places(self, places: Int[Tensor, "b p"], candidates: Int[Tensor, "b p k"]) -> Float[Tensor, "b p k n"]:
@@ -240,86 +358,85 @@ class Reading:
         return kv_cache.read_places(self.reader.model, self.prefix, places, candidates, self.reader.layers)
 
     @torch.no_grad()
-    def read(self, tokens: Int[Tensor, " b"]) -> "Reading":
-        """The state after one more token per row, all of which the model knows."""
+    def read(self, tokens: Int[Tensor, " b"]) -> "ValueReading":
         reader, prefix = self.reader, self.prefix
         if not reader.fits(self.length + 1):
             prefix = prefix.trim()  # the longest text may have left the batch
             reader.check_columns(prefix.input_ids.shape[1] + 1)
-        output, prefix = kv_cache.extend(reader.model, prefix, tokens[:, None], **reader.arguments)
+        output, prefix = kv_cache.extend(reader.model, prefix, tokens[:, None], None, **reader.arguments)
         last, notes = reader.take_last(output)
-        return replace(self, prefix=prefix, last=last, notes=self.notes if notes is None else notes)
-
-    def advance(self, tokens: Int[Tensor, " b"]) -> "Reading":
-        """The state after one more token per row; rows whose token the model does not know stay as they are."""
-        tokens = tokens.to(self.last.device)
-        unknown = tokens >= self.reader.num_known
-        if bool(unknown.all()):
-            return self
-        return self.hold(unknown, self.read(tokens.masked_fill(unknown, 0)))
-
-    def hold(self, held: Bool[Tensor, " b"], longer: "Reading") -> "Reading":
-        """Join the held rows of this reading with the other rows of one that is a token longer."""
-        if not bool(held.any()):
-            return longer
-        if bool(held.all()):
-            return self
-        prefix = kv_cache.hold_rows(held, self.prefix, longer.prefix)
-        return replace(self, prefix=prefix, last=torch.where(held[:, None], self.last, longer.last))
-
-    def rewind(self, n: int) -> "Reading":
-        """The state before the last n tokens of every row, all of which the model knows."""
-        return replace(self, prefix=self.prefix.crop(n + 1)).read(self.prefix.input_ids[:, -n - 1])
+        return replace(self, prefix=prefix, last=last, notes=self.notes if notes is None else notes, siblings=None)
 
     @torch.no_grad()
-    def rewind_scored(self, n: int) -> tuple["Reading", Float[Tensor, " b"]]:
-        """Rewind the reading of a language model; return also the log-probability of the n tokens of each row."""
-        tokens = self.prefix.input_ids[:, -n - 1 :]
-        output, _ = kv_cache.extend(self.reader.model, self.prefix.crop(n + 1), tokens)
-        logits = output[self.reader.output]  # (b, n + 1, v)
+    def advance(self, tokens: Int[Tensor, " b"]) -> "ValueReading":
+        """The state after one more token per row, with a forward unless all of them were read as candidates."""
+        tokens = tokens.to(self.last.device)
+        held, before = tokens >= self.reader.num_known, self.drop_siblings()
+        if bool(held.all()):
+            return before
+        match = None if self.siblings is None else self.siblings.candidates == tokens[:, None]
+        if self.siblings is not None and match is not None and bool(match.any(1).all()):
+            index = match.int().argmax(1)
+            rows = torch.arange(len(index), device=index.device)
+            longer = replace(before, prefix=self.siblings.choose(index), last=self.siblings.hidden[rows, index])
+        else:
+            longer = before.read(tokens.masked_fill(held, 0))
+        if not bool(held.any()):
+            return longer
+        prefix = kv_cache.hold_rows(held, self.prefix, longer.prefix)
+        return replace(before, prefix=prefix, last=torch.where(held[:, None], self.last, longer.last))
+
+    @torch.no_grad()
+    def rewind(self, n: int) -> "ValueReading":
+        reader, tokens = self.reader, self.prefix.input_ids[:, -n - 1 :]
+        before = replace(self, prefix=self.prefix.crop(n + 1), siblings=None)
+        if not reader.keeps_scores or self.notes is None:
+            return before.read(tokens[:, 0])
+        output, _ = kv_cache.extend(reader.model, before.prefix, tokens)
+        logits = output[reader.output]  # (b, n + 1, v)
         scores = log_probabilities(logits[:, :-1], tokens[:, 1:]).sum(1)
-        return replace(self, prefix=self.prefix.crop(n), last=logits[:, 0].clone()), scores
+        gone = torch.stack([scores, torch.full_like(scores, n)], dim=1)
+        return replace(before, prefix=self.prefix.crop(n), last=logits[:, 0].clone(), notes=self.notes - gone)
 
 
-@dataclass(frozen=True)
-class Glance:
-    """The outputs at the last tokens of some rows of a reading.
+class OutputReading(Reading):
+    """The outputs at the last tokens of texts that somebody else reads, so that no method has to change anything.
 
     Models that do not read candidates need nothing else to score those for the next token.
     """
 
-    reader: Reader
-    last: Float[Tensor, "b n"]
-    notes: Float[Tensor, "b m"] | None
+    copies = 1
+    siblings = None
 
-    @classmethod
-    def at(cls, reading: Any, texts: Int[Tensor, " r"]) -> "Glance":
-        """Glance at the rows of the given texts, in that order."""
-        copies = torch.arange(reading.copies, device=texts.device)
-        rows = (reading.copies * texts[:, None] + copies).flatten()
-        return cls(reading.reader, reading.last[rows], None if reading.notes is None else reading.notes[rows])
-
-
-@dataclass(frozen=True)
-class ReadSiblings:
-    """Candidates that were read after a batch of texts, with which a reading can go on without another forward."""
-
-    reading: Reading
-    siblings: Siblings
+    def __init__(
+        self,
+        reader: Reader,
+        outputs: Callable[[], Float[Tensor, "b n"]],
+        notes: Float[Tensor, "b m"] | None = None,
+        all_known: bool = False,
+    ):
+        """`outputs` takes the output at the last token of each text, whatever the texts are by now."""
+        self.reader, self.outputs, self.notes, self.all_known = reader, outputs, notes, all_known
 
     @property
-    def hidden(self) -> Float[Tensor, "b k d"]:
-        return self.siblings.hidden
+    def last(self) -> Float[Tensor, "b n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.outputs()
 
-    def select(self, rows: Int[Tensor, " r"]) -> "ReadSiblings":
-        return ReadSiblings(self.reading.select(rows), self.siblings.select(rows))
+    def select(self, texts: Int[Tensor, " r"]) -> "OutputReading":
+        return self
 
-    def advance(self, tokens: Int[Tensor, " b"], candidates: Int[Tensor, "b k"]) -> Reading:
-        """The reading after one more token per row, with a forward where one of them was no candidate."""
-        match = candidates == tokens[:, None]
-        if not bool(match.any(1).all()):
-            return self.reading.advance(tokens)
-        index = match.int().argmax(1)
-        rows = torch.arange(len(index), device=index.device)
-        longer = replace(self.reading, prefix=self.siblings.choose(index), last=self.hidden[rows, index])
-        return self.reading.hold(tokens >= self.reading.reader.num_known, longer)
+    @staticmethod
+    def join(states: "Sequence[OutputReading]") -> "OutputReading":
+        return states[0]
+
+    def advance(self, tokens: Int[Tensor, " b"]) -> "OutputReading":
+        return self
+
+    def rewind(self, n: int) -> "OutputReading":
+        return self
+
+    def drop_siblings(self) -> "OutputReading":
+        return self
+
+    def map_readings(self, change: Callable[[Reading], Reading]) -> "OutputReading":
+        return self

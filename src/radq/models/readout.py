@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from radq.errors import ModelError, OptionError
 from radq.models.kv_cache import take_states
 from radq.models.loading import hidden_size
-from radq.models.packing import LeftPacked, pack_left
-from radq.numerics import version_of
+from radq.numerics import LeftPacked, pack_left, version_of
 
 NUM_LAYERS = 5  # that are read by default
 SAMPLES = 8  # numbers of each tensor in a sketch

@@ -5,8 +5,8 @@
     model = RewardModel.from_pretrained("reward")
 
 There are two ways to ask for rewards. `token_rewards` gives those of whole texts, by one forward without a cache. For
-next tokens, `read` turns a batch of prefixes into a `RewardState`, `score` gives the rewards of candidates, and
-`advance` goes on by a token; `next_rewards` reads and scores in one call.
+next tokens, `read` turns a batch of prefixes into a `Reading`, `score` gives the rewards of candidates, and
+`Reading.advance` goes on by a token; `next_rewards` reads and scores in one call.
 
 Axes: b batch, t time, k candidates, d hidden, a attributes.
 """
@@ -14,13 +14,14 @@ Axes: b batch, t time, k candidates, d hidden, a attributes.
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +30,6 @@ from transformers.utils.generic import ModelOutput
 
 from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, whole_folder
-from radq.models import packing
 from radq.models.config import RewardModelConfig
 from radq.models.loading import (
     find_backbone,
@@ -48,12 +48,11 @@ from radq.models.lora import (
     save_trained,
     unfold_adapters,
 )
-from radq.models.prompt_parts import prompt_parts
-from radq.models.reading import Reader
+from radq.models.prefill import InTurns, Turn, finish
+from radq.models.reading import Reader, Reading, ValueReading
 from radq.models.readout import Readout, ReadoutConfig, sketch_weights
-from radq.models.reward_state import RewardState
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary, writes_bos
-from radq.numerics import at_least_float32
+from radq.numerics import LeftPacked, at_least_float32, leading, leave_out_unknown, pack_left, pack_right
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelName, ModelSource, require_reward_model
 
@@ -309,19 +308,19 @@ class RewardModel(PreTrainedModel):
         input_ids: Int[Tensor, "b t"],
         attention_mask: Int[Tensor, "b t"] | None,
         states: Float[Tensor, "b t nd"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], packing.LeftPacked]:
+    ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
         """Hidden states of whole texts; n is t, or t + 1 if a BOS was prepended."""
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
         if self.readout is not None:
             return self.readout.read_texts(self._read_packed, tokens, mask, self.config.prepend_bos, states)
-        packed = packing.pack_left(tokens, mask)
-        return self._read_packed(packed.input_ids), packed
+        packed = pack_left(tokens, mask)
+        if states is None:
+            return self._read_packed(packed.input_ids), packed
+        return F.pad(states, (0, 0, 0, packed.input_ids.shape[1] - states.shape[1])), packed
 
     def _read_packed(self, input_ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t n"]:
-        """Read texts that begin in the first column, in parts where this thread does so."""
-        if prompt_parts():
-            return self.reader.read_everywhere(input_ids, torch.ones_like(input_ids))[1]
+        """Read texts that begin in the first column."""
         if self.readout is not None:
             return self.readout.read_base(self.backbone, input_ids)
         return self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
@@ -341,10 +340,19 @@ class RewardModel(PreTrainedModel):
         """
         assert self.readout is not None
         tokens, mask = self._with_bos(input_ids, attention_mask)
-        states = self.readout.read_base(self.backbone, packing.pack_left(tokens, mask).input_ids)
+        states = self.readout.read_base(self.backbone, pack_left(tokens, mask).input_ids)
         before = mask.sum(1) - attention_mask.sum(1) if self.config.kind == "v" else torch.zeros_like(mask[:, 0])
         columns = before[:, None] + torch.arange(input_ids.shape[1], device=before.device)  # (b, t)
         return states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
+
+    def text_rewards(self, input_ids: Int[Tensor, "1 t"], turn: Turn) -> InTurns[Float[Tensor, "1 t a"]]:
+        """Compute `token_rewards` of one text, which is read in turns."""
+        self.notice_changes()
+        tokens, mask = self._with_bos(input_ids, None)
+        packed = pack_left(tokens, mask).input_ids
+        _, states = yield from self.reader.read_everywhere(packed, torch.ones_like(packed), turn)
+        first = int(mask.sum()) - input_ids.shape[1] if self.config.kind == "v" else 0  # RAD-Q reads the BOS, too
+        return self.token_rewards(input_ids, states=states[:, first : first + input_ids.shape[1]])
 
     def read_hidden(self, outputs: Float[Tensor, "*p n"]) -> Float[Tensor, "*p d"]:
         """The hidden states that the head reads, from what the reader keeps of tokens."""
@@ -358,7 +366,7 @@ class RewardModel(PreTrainedModel):
         if not self.config.prepend_bos:
             return input_ids, mask
         bos = input_ids.new_full((len(input_ids), 1), self.config.bos_token_id)
-        present = packing.leading(input_ids, mask, self.config.bos_token_id).any(1, keepdim=True)
+        present = leading(input_ids, mask, self.config.bos_token_id).any(1, keepdim=True)
         return torch.cat([bos, input_ids], dim=1), torch.cat([1 - present.long(), mask], dim=1)
 
     # --- rewards of next tokens ---
@@ -394,38 +402,41 @@ class RewardModel(PreTrainedModel):
         """
         return self.vocabulary.num_known
 
-    @torch.no_grad()
-    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> RewardState:
+    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> ValueReading:
         """The state after a batch of prefixes."""
+        return finish(self.read_in_turns(input_ids, attention_mask, Turn()))
+
+    def read_in_turns(
+        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None, turn: Turn
+    ) -> InTurns[ValueReading]:
         self.notice_changes()
-        known = packing.leave_out_unknown(input_ids, attention_mask, self.num_known)
-        tokens, mask = packing.pack_right(*self._with_bos(*known))
+        known = leave_out_unknown(input_ids, attention_mask, self.num_known)
+        tokens, mask = pack_right(*self._with_bos(*known))
         if not bool(mask.any(1).all()):
             raise OptionError("a prefix has no tokens, and this model prepends no BOS.", "begin the prefix with a BOS.")
-        return RewardState(self.reader.read(tokens, mask))
+        return (yield from self.reader.read_in_turns(tokens, mask, turn))
 
     @torch.no_grad()
     def score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None = None
-    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        """The rewards of candidates after each prefix, or of the whole vocabulary, and the state to go on from.
+        self, reading: Reading, candidates: Int[Tensor, "b k"] | None = None
+    ) -> tuple[Float[Tensor, "b k a"], Reading]:
+        """The rewards of candidates after each prefix, or of the whole vocabulary, and the reading to go on from.
 
         An unknown candidate has the reward of the prefix itself.
         """
+        known = None
         if candidates is None:
-            tokens = torch.arange(self.vocabulary.size, device=state.reading.last.device)[None]
-            outputs, state = self._score(state, None, tokens < self.num_known)
-        else:
-            known = None if state.all_known else candidates < self.num_known
-            outputs, state = self._score(state, candidates if known is None else candidates * known, known)
-            state = state if state.siblings is None else replace(state, candidates=candidates)
-        return self.link(outputs), state
+            known = torch.arange(self.vocabulary.size, device=reading.last.device)[None] < self.num_known
+        elif not reading.all_known:
+            known = candidates < self.num_known
+        outputs, reading = self._score(reading, candidates, known)
+        return self.link(outputs), reading
 
     @abstractmethod
     def _score(
-        self, state: RewardState, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
-    ) -> tuple[Float[Tensor, "b k a"], RewardState]:
-        """Head outputs of candidates, or of the prefix itself where one is not known, and the state to go on from.
+        self, reading: Reading, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
+    ) -> tuple[Float[Tensor, "b k a"], Reading]:
+        """Head outputs of candidates, or of the prefix itself where one is not known, and the reading to go on from.
 
         All candidates are known where `known` is None.
         """
@@ -444,13 +455,6 @@ class RewardModel(PreTrainedModel):
         candidates: Int[Tensor, "b p k"],
     ) -> Float[Tensor, "b p k a"]:
         """The rewards of candidates in place of the tokens at some positions; all tokens must be known."""
-
-    @torch.no_grad()
-    def advance(self, state: RewardState, tokens: Int[Tensor, " b"]) -> RewardState:
-        """The state after one more token per row, without a forward if RAD-V has scored all of them as candidates."""
-        if state.siblings is None:
-            return RewardState(state.reading.advance(tokens))
-        return RewardState(state.siblings.advance(tokens, state.candidates))
 
     @property
     def max_tokens(self) -> int | None:

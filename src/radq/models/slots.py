@@ -4,7 +4,7 @@
     slots.reserve()                                   # before each token: room for it
     slots.advance(tokens)                             # reads one token of every text
 
-A `SlotReading` has the methods of a `Reading`, but they consume it: all of them change it and return it. Row r writes
+The methods of a `SlotReading` change it and return it. Row r writes
 its next token at column `lengths[r]`, so rows need no padding, stopping or joining moves no other row, and a token that
 is not to be kept is simply overwritten. What lies behind the end of a row is finite and is never seen.
 
@@ -15,7 +15,6 @@ Axes: b rows, k candidates, n new tokens, w columns, d hidden.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,20 +22,24 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils.generic import ModelOutput
 
 from radq.models import kv_cache
 from radq.models.grouped_attention import grouped_heads
+from radq.models.kv_cache import Siblings
 from radq.models.loading import evaluating
-from radq.models.reading import Glance, Reader, Reading
+from radq.models.reading import Reader, Reading, ValueReading
 from radq.numerics import untouched_zeros
 
 ALIGNED = 8  # fused attention wants masks of such widths
 
 
-class SlotReading:
+class SlotReading(Reading):
     """A transformer's state after a batch of texts, in slots."""
 
-    def __init__(self, reading: Reading, capacity: int, width: int, siblings: int = 0):
+    siblings: Siblings | None = None
+
+    def __init__(self, reading: ValueReading, capacity: int, width: int, siblings: int = 0):
         """Make empty slots for texts like those of a reading, of `width` tokens, and for candidates behind them."""
         self.reader, self.copies = reading.reader, reading.copies
         self.count = 0  # slots in use, and those that a captured step computes along
@@ -46,8 +49,8 @@ class SlotReading:
         self.device = reading.last.device
         self.layers = [_SlotLayer(self) for _ in reading.prefix.layers]
         self.cache = Cache(layers=[*self.layers])
-        self.columns: Any = None  # (b, n): where the forward in progress writes
-        self.compiled: Callable[..., Any] | None = None  # the model's forward, compiled for one number of columns
+        self.columns = torch.zeros(0, 0, dtype=torch.long)  # (b, n): where the forward in progress writes
+        self.compiled: Callable[..., ModelOutput] | None = None  # for one number of columns
         self._shapes = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in reading.prefix.layers]
         self._like = reading
         self._limit = reading.reader.max_positions
@@ -114,20 +117,16 @@ class SlotReading:
     # --- rows ---
 
     @property
-    def last(self) -> Float[Tensor, "b n"]:
-        """The output at the last token of each text."""
+    def last(self) -> Float[Tensor, "b n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._last[: self.count]
 
     @property
-    def notes(self) -> Float[Tensor, "b m"] | None:
+    def notes(self) -> Float[Tensor, "b m"] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return None if self._notes is None else self._notes[: self.count]
 
     @property
     def lengths(self) -> Int[Tensor, " b"]:
         return self._lengths[: self.count]
-
-    def map_readings(self, change: Callable[["SlotReading"], Any]) -> Any:
-        return change(self)
 
     def resize(self, texts: int) -> "SlotReading":
         """Compute the first slots alone, or some free slots along."""
@@ -142,13 +141,13 @@ class SlotReading:
         return self.resize(rows)
 
     def note(self, notes: Float[Tensor, "b m"]) -> "SlotReading":
-        """Keep other numbers beside each row."""
         assert self._notes is not None
         self._notes[: self.count].copy_(notes)
         return self
 
-    def select(self, rows: Int[Tensor, " r"]) -> "SlotReading":
-        """The given rows, in that order. A row that keeps its place is not copied."""
+    def select(self, texts: Int[Tensor, " r"]) -> "SlotReading":
+        """The rows of the given texts, in that order. A row that keeps its place is not copied."""
+        rows = self.rows_of(texts)
         sources = rows.tolist()
         moved = [(target, source) for target, source in enumerate(sources) if target != source]
         if len(sources) > self.capacity:
@@ -161,6 +160,12 @@ class SlotReading:
         self.bounds[len(sources) :] = 0
         self._lengths[len(sources) :] = 0
         self.count = len(sources)
+        if self.siblings is not None:
+            self.siblings = self.siblings.select(rows.to(self.device))
+        return self
+
+    def drop_siblings(self) -> "SlotReading":
+        self.siblings = None
         return self
 
     def _row_tensors(self, columns: int) -> Iterator[tuple[Tensor, int]]:
@@ -172,16 +177,16 @@ class SlotReading:
             yield store[:, :, :, :columns], 1
 
     @staticmethod
-    def join(readings: "Sequence[SlotReading | Reading]") -> "SlotReading":
+    def join(states: Sequence[Reading]) -> "SlotReading":
         """Put the rows of readings into free slots of the first one."""
-        slots, *others = readings
+        slots, *others = states
         assert isinstance(slots, SlotReading)
         for reading in others:
-            assert isinstance(reading, Reading)
+            assert isinstance(reading, ValueReading)
             slots.add(reading)
-        return slots
+        return slots.drop_siblings()
 
-    def add(self, reading: Reading) -> "SlotReading":
+    def add(self, reading: ValueReading) -> "SlotReading":
         """Copy the rows of a reading into free slots; what was padding on the left ends up behind the text."""
         prefix, first = reading.prefix, self.count
         lengths = prefix.attention_mask.sum(1)
@@ -197,8 +202,8 @@ class SlotReading:
             self._notes[rows] = reading.notes
         same = bool((lengths == lengths[0]).all())
         for layer, pair in zip(self.layers, prefix.layers, strict=True):
-            stores: Any = (layer.keys, layer.values)
-            for store, values in zip(stores, pair, strict=True):
+            for store, values in zip((layer.keys, layer.values), pair, strict=True):
+                assert store is not None
                 if same:
                     store[rows, :, :longest] = values[:, :, t - longest :]
                 else:
@@ -219,11 +224,13 @@ class SlotReading:
 
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, " b"]) -> "SlotReading":
-        """Read one more token of each row; rows whose token the model does not know stay as they are."""
+        """The state after one more token per row; where candidates were read, it must be one of them, or unknown."""
         tokens = tokens.to(self.device)
         known = tokens < self.reader.num_known
-        self._keep(known, self._read(tokens * known))
-        return self
+        output = self._read(tokens * known) if self.siblings is None else self._choose(self.siblings, tokens)
+        self._last[: self.count] = torch.where(known[:, None], output, self.last)
+        self.lengths.add_(known)
+        return self.drop_siblings()
 
     def _read(self, tokens: Int[Tensor, " b"], notes: Float[Tensor, "b m"] | None = None) -> Float[Tensor, "b d"]:
         """Return the output at one more token of each row, whose length is not changed; write the notes, too."""
@@ -232,22 +239,30 @@ class SlotReading:
         seen = torch.arange(self.window, device=self.device) <= columns[..., None]  # (b, 1, w)
         return self.reader.take_last(self._forward(tokens[:, None], columns, columns, seen), notes)[0]
 
-    def _keep(self, known: Bool[Tensor, " b"], output: Float[Tensor, "b d"]) -> None:
-        """Make rows one token longer where their token is known."""
-        self._last[: self.count] = torch.where(known[:, None], output, self.last)
-        self.lengths.add_(known)
+    def _choose(self, siblings: Siblings, tokens: Int[Tensor, " b"]) -> Float[Tensor, "b d"]:
+        """Put the candidates that are these tokens behind the texts; return the output at them."""
+        b, index = len(tokens), siblings.match(tokens).int().argmax(1)
+        columns = self.lengths.clamp(max=self.window - 1)
+        for store in self._stores:  # (layers, slots, heads, w, size)
+            rows = store[:, :b]
+            shape = (*rows.shape[:3], 1, rows.shape[4])
+            chosen = rows.gather(3, (self.window + index).view(1, b, 1, 1, 1).expand(shape))
+            rows.scatter_(3, columns.view(1, b, 1, 1, 1).expand(shape), chosen)
+        self._input_ids[:b].scatter_(1, columns[:, None], tokens[:, None])
+        return siblings.hidden.gather(1, index.view(b, 1, 1).expand(b, 1, siblings.hidden.shape[2])).squeeze(1)
 
     @torch.no_grad()
-    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "SlotSiblings":
+    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "SlotReading":
         """Read candidates for the next token, none of which sees another, in columns behind those of the texts."""
         b, k = candidates.shape
+        known = candidates * (candidates < self.reader.num_known)
         columns = torch.arange(self.window, self.window + k, device=self.device).expand(b, k)
         positions = self.lengths[:, None].expand(b, k)
         before = torch.arange(self.window, device=self.device) < self.lengths[:, None]  # (b, w)
         itself = torch.eye(k, _align(k), dtype=torch.bool, device=self.device).expand(b, k, -1)
         seen = torch.cat([before[:, None].expand(b, k, -1), itself], dim=2)
-        output = self._forward(candidates, columns, positions, seen)
-        return SlotSiblings(self, candidates, self.reader.take_each(output))
+        self.siblings = Siblings(candidates, self.reader.take_each(self._forward(known, columns, positions, seen)))
+        return self
 
     @torch.no_grad()
     def read_over(self, tokens: Int[Tensor, "b n"], starts: Int[Tensor, " b"]) -> Float[Tensor, "b n d"]:
@@ -268,11 +283,11 @@ class SlotReading:
 
     def _forward(
         self, tokens: Int[Tensor, "b n"], columns: Tensor, positions: Tensor, seen: Bool[Tensor, "b n w"]
-    ) -> Any:
+    ) -> ModelOutput:
         self.columns, self.seen_width = columns, seen.shape[2]
         model = self.reader.model
         reader = self.reader
-        extra: dict[str, Any] = dict(reader.arguments if tokens.shape[1] == 1 else reader.state_arguments)
+        extra: dict[str, object] = dict(reader.arguments if tokens.shape[1] == 1 else reader.state_arguments)
         if kv_cache.accepts(model, "position_ids"):
             extra["position_ids"] = positions if self._limit is None else positions.clamp(max=self._limit - 1)
         masks = {kind: self._mask(kind, positions, seen) for kind in self._types}
@@ -292,33 +307,6 @@ class SlotReading:
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
 
 
-class SlotSiblings:
-    """k candidates after the texts of slots. Going on with one of them is no further forward."""
-
-    def __init__(self, slots: SlotReading, candidates: Int[Tensor, "b k"], hidden: Float[Tensor, "b k d"]):
-        self.slots, self.candidates, self.hidden = slots, candidates, hidden
-
-    def select(self, rows: Int[Tensor, " r"]) -> "SlotSiblings":
-        """The candidates of the given rows, to which the slots have been moved already."""
-        return SlotSiblings(self.slots, self.candidates[rows], self.hidden[rows])
-
-    @torch.no_grad()
-    def advance(self, tokens: Int[Tensor, " b"], candidates: Int[Tensor, "b k"]) -> SlotReading:
-        """Go on with these tokens, which must be among the candidates; unknown ones are left out."""
-        slots, b = self.slots, len(tokens)
-        index = (candidates == tokens[:, None]).int().argmax(1)  # (b,)
-        columns = slots.lengths.clamp(max=slots.window - 1)
-        for store in slots._stores:  # (layers, slots, heads, w, size)
-            rows = store[:, :b]
-            shape = (*rows.shape[:3], 1, rows.shape[4])
-            chosen = rows.gather(3, (slots.window + index).view(1, b, 1, 1, 1).expand(shape))
-            rows.scatter_(3, columns.view(1, b, 1, 1, 1).expand(shape), chosen)
-        slots._input_ids[:b].scatter_(1, columns[:, None], tokens[:, None])
-        hidden = self.hidden.gather(1, index.view(b, 1, 1).expand(b, 1, self.hidden.shape[2])).squeeze(1)
-        slots._keep(tokens < slots.reader.num_known, hidden)
-        return slots
-
-
 class _SlotLayer(DynamicLayer):
     """One layer of the store, as transformers' models write and read it."""
 
@@ -327,10 +315,10 @@ class _SlotLayer(DynamicLayer):
         self.slots = slots
         self.is_initialized = True
 
-    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+    def lazy_initialization(self, *_: object, **__: object) -> None:
         """The store is there already."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         b, width, columns = len(key_states), self.slots.seen_width, self.slots.columns
         index = columns[:, None, :, None]
         keys, values = self.keys[:b, :, :width], self.values[:b, :, :width]  # pyright: ignore[reportOptionalSubscript]
@@ -338,14 +326,11 @@ class _SlotLayer(DynamicLayer):
         values.scatter_(2, index.expand_as(value_states), value_states)
         return keys, values
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: object) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.seen_width, 0
-
-
-AnyReading = Reading | SlotReading | Glance  # all of them have what is needed to score candidates
 
 
 def _align(number: int) -> int:
@@ -362,15 +347,15 @@ def _round_window(columns: int, device: str) -> int:
     return -(-columns // step) * step
 
 
-def settle(reading: Reading, capacity: int, width: int, siblings: int = 0) -> Reading | SlotReading:
+def settle(reading: Reading, capacity: int, width: int, siblings: int = 0) -> Reading:
     """Move a reading into new slots, or leave it as it is where its model cannot work with slots."""
-    if not takes_slots(reading.reader):
+    if not isinstance(reading, ValueReading) or not takes_slots(reading.reader):
         return reading
     slots = SlotReading(reading, max(capacity, -(-len(reading.last) // reading.copies)), width, siblings)
     return slots.add(reading)
 
 
-def plan_bytes(reading: Reading, capacity: int, width: int, siblings: int = 0) -> int:
+def plan_bytes(reading: ValueReading, capacity: int, width: int, siblings: int = 0) -> int:
     """The memory of the slots that `settle` would make."""
     columns = _round_window(width, reading.last.device.type) + _align(siblings)
     tensors = [values for pair in reading.prefix.layers for values in pair]
@@ -393,7 +378,7 @@ def takes_slots(reader: Reader) -> bool:
 
 @torch.no_grad()
 def _try_slots(reader: Reader) -> bool:
-    def start(*tokens: int) -> Reading:
+    def start(*tokens: int) -> ValueReading:
         text = torch.tensor([tokens], device=reader.device)
         return reader.read(text, torch.ones_like(text))
 

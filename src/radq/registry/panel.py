@@ -2,7 +2,7 @@
 reads a text once, whatever strengths the text has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -13,6 +13,7 @@ import torch
 from radq.guides import Guide, RewardGuide
 from radq.guides.spec import guide_maker
 from radq.models.loading import Wrappable, num_logits
+from radq.models.prefill import InTurns, Turn
 from radq.models.reading import Reader
 from radq.models.readout import join_layers, pick_layers
 from radq.models.reward import RewardModel
@@ -108,37 +109,38 @@ class Panel:
 
         A model that several names share reads the text once.
         """
-        return self._token_rewards(
-            lambda model: model.token_rewards(torch.tensor([list(token_ids)], device=model.device))
-        )
+        texts = {model: torch.tensor([list(token_ids)], device=model.device) for model in self._reward_models()}
+        return self._tell({model: model.token_rewards(ids) for model, ids in texts.items()})
 
-    @torch.no_grad()
-    def score(self, lm: Wrappable, token_ids: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
-        """Compute also the log-probability of each token but the first; readouts take the states of this forward.
-
-        In `PromptParts.read` all models read the text in parts.
-        """
+    def score(
+        self, lm: Wrappable, token_ids: Sequence[int], turn: Turn
+    ) -> InTurns[tuple[list[float], dict[str, list[float]]]]:
+        """Compute also the log-probability of each token but the first; readouts take the states of this forward."""
         input_ids = torch.tensor([list(token_ids)], device=lm.device)
-        models = [pair[0] for name in self.places if (pair := self.reward_model(name)) is not None]
+        models = self._reward_models()
         readouts = {model: model.reader.layers for model in models if model.accepts_states(lm, input_ids)}
         layers = join_layers(list(readouts.values()))
         reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
-        scores, states = reader.read_scored(input_ids)
-
-        def reward(model: RewardModel) -> torch.Tensor:
-            ids, own = input_ids.to(model.device), None
+        scores, states = yield from reader.read_scored(input_ids, turn)
+        rewards: dict[RewardModel, torch.Tensor] = {}
+        for model in models:
+            ids = input_ids.to(model.device)
             if states is not None and model in readouts:
-                own = pick_layers(states, layers, readouts[model])
-            return model.token_rewards(ids, states=own)
+                rewards[model] = model.token_rewards(ids, states=pick_layers(states, layers, readouts[model]))
+            else:
+                rewards[model] = yield from model.text_rewards(ids, turn)
+        return scores[0].tolist(), self._tell(rewards)
 
-        return scores[0].tolist(), self._token_rewards(reward)
+    def _reward_models(self) -> list[RewardModel]:
+        """List the reward models of all names, each once."""
+        pairs = [pair for name in self.places if (pair := self.reward_model(name)) is not None]
+        return list(dict.fromkeys(model for model, _ in pairs))
 
-    def _token_rewards(self, read: Callable[[RewardModel], torch.Tensor]) -> dict[str, list[float]]:
-        """Tell rewards by name; `read` returns those of a model, (1, t, attributes), and is asked once."""
+    def _tell(self, rewards: Mapping[RewardModel, torch.Tensor]) -> dict[str, list[float]]:
+        """Tell rewards by name, from those of each model, (1, t, attributes)."""
         found = {name: pair for name in self.places if (pair := self.reward_model(name)) is not None}
-        rewards = {model: read(model)[0] for model in dict.fromkeys(model for model, _ in found.values())}
         return {
-            name: rewards[model][:, column].clamp(*model.config.attribute_ranges[column]).tolist()
+            name: rewards[model][0, :, column].clamp(*model.config.attribute_ranges[column]).tolist()
             for name, (model, column) in found.items()
         }
 

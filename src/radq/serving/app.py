@@ -86,7 +86,7 @@ class Server:
         with reading("text"):
             check_unicode(body.text)
             ids = await self.read(request, self.served.encode, body.text)
-        work = asyncio.wrap_future(self.scheduler.call(lambda: self.served.score(ids)))
+        work = asyncio.wrap_future(self.scheduler.call_in_turns(lambda turn: self.served.score(ids, turn)))
         scores = await unless_gone(request, work)
         return Response(status_code=499) if scores is None else JSONResponse(scores)
 

@@ -1,17 +1,19 @@
 """A guide that measures the time it takes."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from radq.guides.base import Advice, BaseStates, Guide
+from radq.guides.base import Advice, Guide, Prompts, State
+from radq.models.loading import Wrappable
+from radq.models.prefill import InTurns, surround
 from radq.models.reading import Reader
 
 
-class ClockedGuide(Guide):
+class ClockedGuide(Guide[State]):
     """A guide that does what another does, and sums up the seconds. On a GPU, work that is under way is not counted."""
 
     def __init__(self, guide: Guide):
@@ -26,24 +28,24 @@ class ClockedGuide(Guide):
     def readers(self) -> Sequence[Reader]:
         return self.guide.readers
 
-    def check_base(self, lm: Any) -> None:
+    def check_base(self, lm: Wrappable) -> None:
         self.guide.check_base(lm)
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Any:
-        return self._timed(self.guide.start, input_ids, attention_mask)
+    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
+        return surround(self.guide.start_in_turns(prompts), self._timed)
 
-    def start_beside(self, base: BaseStates, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Any:
-        return self._timed(self.guide.start_beside, base, input_ids, attention_mask)
+    def advise(self, state: State, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        with self._timed():
+            return self.guide.advise(state, candidates, beta)
 
-    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        return self._timed(self.guide.advise, state, candidates, beta)
+    def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
+        with self._timed():
+            return self.guide.advance(state, tokens)
 
-    def advance(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
-        return self._timed(self.guide.advance, state, tokens)
-
-    def _timed(self, work: Any, *arguments: Any) -> Any:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            return work(*arguments)
+            yield
         finally:
             self._spent["seconds"] += time.perf_counter() - began

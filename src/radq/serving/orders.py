@@ -7,8 +7,7 @@ from typing import Any
 
 from radq.decoding.config import LogitChanges
 from radq.decoding.generate import draw_uniforms
-from radq.decoding.grammar import Grammar
-from radq.decoding.processors import make_processors
+from radq.decoding.processors import Grammar, make_processors
 from radq.decoding.prompt_scores import PromptScores
 from radq.decoding.prompts import Prompt, encode_prompts, find_stops
 from radq.decoding.request import Processor

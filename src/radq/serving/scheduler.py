@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.request import Request, Ticket
 from radq.errors import explain
 from radq.guides import Guide
-from radq.models.prompt_parts import PromptParts
+from radq.models.prefill import InTurns, Prefill, Turn
 from radq.registry.details import StepNumbers
 from radq.registry.problems import ServerError
 from radq.serving.clock import ClockedGuide
@@ -38,6 +38,7 @@ from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
 
 LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
 TASKS_AT_ONCE = 4  # of those that wait, each of which may hold the keys and values of a text
 SPARE = 4  # rows for each of which there is one more, for those whom the texts of another hold up
 MOST_FAILURES = 3  # in a row, without a token between them, after which a new beginning is no longer tried
@@ -66,20 +67,19 @@ class FailedError(ServerError):
 class _Task:
     """Work of the models that is no text to decode, such as scores, and how far they have read for it."""
 
-    work: Callable[[], Any]
+    prefill: Prefill[Any]
     future: "Future[Any]" = field(default_factory=Future)
-    parts: PromptParts = field(default_factory=PromptParts)
 
     def go_on(self, tokens: int) -> bool:
         """Let models read so many tokens together; return whether the task has ended."""
         try:
-            if not self.future.cancelled() and not self.parts.read(tokens, self.work):
+            if not self.future.cancelled() and not self.prefill.read(tokens):
                 return False
         except Exception as error:
             self.fail(error)
         else:
             if self.future.set_running_or_notify_cancel():
-                self.future.set_result(self.parts.result)
+                self.future.set_result(self.prefill.result)
         return True
 
     def fail(self, error: Exception) -> None:
@@ -127,12 +127,18 @@ class Scheduler:
                 text.cancelled = True
             self._change.notify()
 
-    def call(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Run a function between two steps, since models are used by one thread at a time.
+    def call(self, work: Callable[[], T]) -> "Future[T]":
+        """Run a function between two steps, since models are used by one thread at a time."""
 
-        Its models read texts in parts, as those of prompts: it is called again and again until they have read all.
-        """
-        task = _Task(work)
+        def at_once(_: Turn) -> InTurns[T]:
+            yield from ()
+            return work()
+
+        return self.call_in_turns(at_once)
+
+    def call_in_turns(self, work: Callable[[Turn], InTurns[T]]) -> "Future[T]":
+        """Let models read texts between steps, as much in each turn as of prompts."""
+        task = _Task(Prefill(work))
         with self._change:
             self._check_open()
             if len(self._tasks) >= self.limits.queue:

@@ -6,8 +6,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from radq.decoding.prompts import check_size
-from radq.models.loading import Wrappable, find_device, load, max_positions, num_logits
-from radq.models.trial import choose_dtype
+from radq.models.loading import Wrappable, choose_dtype, find_device, load, max_positions, num_logits
+from radq.models.prefill import InTurns, Turn
 from radq.models.vocabulary import find_bos, tokenise
 from radq.registry.config import ServeConfig
 from radq.registry.details import check_scored, describe_scores
@@ -50,6 +50,7 @@ class Served:
         check_scored(text, ids, limit)
         return ids
 
-    def score(self, token_ids: Sequence[int]) -> dict[str, Any]:
+    def score(self, token_ids: Sequence[int], turn: Turn) -> InTurns[dict[str, Any]]:
         """Compute the log-probability of each token under the base model, and its reward by each reward model."""
-        return describe_scores(token_ids, *self.panel.score(self.lm, token_ids), self.texts.show_each)
+        scores = yield from self.panel.score(self.lm, token_ids, turn)
+        return describe_scores(token_ids, *scores, self.texts.show_each)

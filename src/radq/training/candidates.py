@@ -30,6 +30,7 @@ from radq.errors import ContextLengthError, DataError, OptionError
 from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
+from radq.models.prefill import Turn, finish
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right, texts_per_forward
@@ -393,7 +394,7 @@ def find_candidates(
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
     for rows in chunks(order, texts_per_forward(longest * num_logits(lm), lm.device)):
         input_ids, mask = pad_left([prefixes[n].tokens for n in rows], device=lm.device)
-        _, logits = reader.read_everywhere(input_ids, mask)  # (b, t, v)
+        _, logits = finish(reader.read_everywhere(input_ids, mask, Turn()))  # (b, t, v)
         lengths = [len(prefixes[n].places) for n in rows]
         after = [place - 1 - len(prefixes[n].tokens) for n in rows for place in prefixes[n].places]  # from the end
         texts = np.repeat(np.arange(len(rows)), lengths)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radq.models.kv_cache import takes_padding
-from radq.models.prompt_parts import PromptParts, prompt_parts
-from radq.models.reading import Reader, Reading
+from radq.models.prefill import InTurns, Prefill, Turn
+from radq.models.reading import Reader, ValueReading
 from radq.models.slots import takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import pad_left
@@ -34,20 +34,23 @@ def test_models_that_read_in_turns_share_them(texts: list[list[int]], turn: int)
     for reader in readers:
         takes_padding(reader.model)  # tried once, with a few tokens that do not count here
         reader.model.register_forward_pre_hook(count, with_kwargs=True)
-    parts, turns, total = PromptParts(), 0, 0
 
-    def work() -> list[Reading]:
-        return [reader.read(*padded) for reader in readers] + [readers[0].read(*padded)]  # the last one is known
+    def work(turn: Turn) -> InTurns[list[ValueReading]]:
+        found = []
+        for reader in readers:
+            found.append((yield from reader.read_in_turns(*padded, turn)))
+        return found
 
-    done = False
+    prefill, turns, total, done = Prefill(work), 0, 0, False
     while not done:
         read[0] = 0
-        done = parts.read(turn, work)
+        done = prefill.read(turn)
         assert read[0] <= max(turn, len(texts))  # at least a token of each row
         turns, total = turns + 1, total + read[0]
     assert total == 2 * padded[0].numel()
     assert turns >= total / max(turn, len(texts))
-    for reader, found in zip([*readers, readers[0]], parts.result, strict=True):
+    assert prefill.result is not None
+    for reader, found in zip(readers, prefill.result, strict=True):
         whole = reader.read(*padded)
         torch.testing.assert_close(found.last, whole.last)
         tokens = torch.full((len(texts),), 7)
@@ -57,21 +60,27 @@ def test_models_that_read_in_turns_share_them(texts: list[list[int]], turn: int)
 def test_a_trial_of_a_model_does_not_take_the_place_of_a_prompt() -> None:
     """What a model can do is tried when somebody asks first, which may be while prompts are read in turns."""
     readers, ids = [make_reader(), make_reader()], torch.tensor([[5, 9, 11, 3, 4, 6, 8]])
-    mask, parts = torch.ones_like(ids), PromptParts()
+    mask = torch.ones_like(ids)
 
-    def work() -> list[Reading]:
-        first = readers[0].read(ids, mask)
+    def work(turn: Turn) -> InTurns[list[ValueReading]]:
+        first = yield from readers[0].read_in_turns(ids, mask, turn)
         assert takes_slots(readers[0])
-        return [first, readers[1].read(ids, mask)]
+        return [first, (yield from readers[1].read_in_turns(ids, mask, turn))]
 
-    while not parts.read(2, work):
+    prefill = Prefill(work)
+    while not prefill.read(2):
         pass
-    for reader, found in zip(readers, parts.result, strict=True):
+    assert prefill.result is not None
+    for reader, found in zip(readers, prefill.result, strict=True):
         torch.testing.assert_close(found.last, reader.read(ids, mask).last)
 
 
 def test_an_error_ends_the_turn() -> None:
-    parts = PromptParts()
+    def work(turn: Turn) -> InTurns[float]:
+        yield
+        return 1 / 0
+
+    prefill = Prefill(work)
+    assert not prefill.read(5)
     with pytest.raises(ZeroDivisionError):
-        parts.read(5, lambda: 1 / 0)
-    assert prompt_parts() is None
+        prefill.read(5)

@@ -1,0 +1,147 @@
+"""How prompts are read: in turns, so that other texts need not wait for a long one, and on a GPU by CUDA graphs.
+
+    prefill = Prefill(lambda turn: guide.start_in_turns(None, input_ids, attention_mask, turn))
+    while not prefill.read(512):
+        ...               # other work, after every 512 tokens, whichever models of the guide have read them
+    state = prefill.result
+
+Axes: b rows, t time, n numbers of an output, m of notes.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Generator, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from radq.models.cuda_graph import record, try_to_record
+from radq.models.kv_cache import Prefix
+
+T = TypeVar("T")
+InTurns = Generator[None, None, T]  # work that stops where a turn is over, and has a result in the end
+Taken = tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]  # what a reading keeps of the last token of each text
+
+MOST_TOKENS = 1024  # longer prompts keep a GPU busy without graphs
+MOST_SHAPES = 16
+NO_PROMPTS = "prompts are not read by CUDA graphs, which takes longer"
+STEP = 8  # lengths are rounded up, so that there are few shapes
+
+
+class Turn:
+    """The tokens that models may read together before other work goes on; without a limit unless one is set."""
+
+    def __init__(self, graphs: "PromptGraphs | None" = None):
+        """`graphs` read short prompts, whose keys and values must be copied before the next ones are read."""
+        self.graphs = graphs
+        self.begin(sys.maxsize)
+
+    def begin(self, tokens: int) -> None:
+        self._tokens = self._left = tokens
+
+    def take(self, rows: int, columns: int) -> int:
+        """Take some of these columns to be read now; none if the turn is over. The first of a turn get one at least."""
+        taken = min(columns, max(self._left // rows, int(self._left == self._tokens)))
+        self._left -= taken * rows
+        return taken
+
+
+class Prefill(Generic[T]):
+    """Work that reads prompts in turns."""
+
+    def __init__(self, work: Callable[[Turn], InTurns[T]]):
+        self.result: T | None = None  # when everything is read
+        self._turn = Turn()
+        self._work = work(self._turn)
+
+    @torch.no_grad()
+    def read(self, tokens: int) -> bool:
+        """Let models read so many tokens together; return whether nothing is left to read."""
+        self._turn.begin(tokens)
+        try:
+            next(self._work)
+        except StopIteration as end:
+            self.result = end.value
+            return True
+        return False
+
+
+@torch.no_grad()
+def finish(work: InTurns[T]) -> T:
+    """Do all of the work of a turn that has no limit."""
+    try:
+        next(work)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the turn is over")
+
+
+def surround(work: InTurns[T], block: Callable[[], AbstractContextManager[None]]) -> InTurns[T]:
+    """Do each turn of some work inside a block of its own, such as one that measures the time."""
+    while True:
+        with block():
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+        yield
+
+
+# --- CUDA graphs: launching a forward of a short prompt from Python takes longer than the forward itself ---
+
+
+@dataclass(frozen=True)
+class _PromptGraph:
+    graph: torch.cuda.CUDAGraph
+    input_ids: Int[Tensor, "b t"]
+    attention_mask: Int[Tensor, "b t"]
+    last: Taken
+    prefix: Prefix
+
+
+class PromptGraphs:
+    """Captured forwards over prompts, for each model and each shape of a batch."""
+
+    def __init__(self, models: Collection[nn.Module]):
+        """The models must take masks of all pairs of tokens, as those do that work with slots."""
+        self._models = set(models)
+        self._kept: dict[Hashable, _PromptGraph | None] = {}
+
+    def read(
+        self,
+        key: tuple[nn.Module, Hashable],
+        read: Callable[[Tensor, Tensor], tuple[Taken, Prefix]],
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"],
+    ) -> tuple[Taken, Prefix] | None:
+        """Read a batch of prompts by a graph; None stands for a batch that must be read without one.
+
+        Args:
+            key: the model, and whatever else changes what `read` does.
+        """
+        if key[0] not in self._models or not input_ids.is_cuda or input_ids.numel() > MOST_TOKENS:
+            return None
+        gap = -input_ids.shape[1] % STEP
+        input_ids, attention_mask = F.pad(input_ids, (gap, 0)), F.pad(attention_mask, (gap, 0))
+        shape = (*key, *input_ids.shape)
+        if shape not in self._kept:
+            if len(self._kept) < MOST_SHAPES:
+                self._kept[shape] = None
+            return None
+        found = self._kept[shape]
+        if found is None:
+            ids, mask = input_ids.clone(), attention_mask.clone()
+            recorded = try_to_record(lambda: record(lambda: read(ids, mask)), NO_PROMPTS)
+            if recorded is None:
+                self._models.clear()
+                return None
+            graph, (last, prefix) = recorded
+            found = self._kept[shape] = _PromptGraph(graph, ids, mask, last, prefix)
+        found.input_ids.copy_(input_ids)
+        found.attention_mask.copy_(attention_mask)
+        found.graph.replay()
+        return found.last, found.prefix
