@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from radq import RadQ
-from radq.benchmark.clock import describe_machine, read_clock
+from radq.benchmark.measure import describe_machine, read_clock
 from radq.sources.hub import quiet
 from radq.training.losses import baseline_loss, squared_loss
 

@@ -22,7 +22,7 @@ import torch
 import tyro
 
 import radq
-from radq.benchmark.clock import describe_machine
+from radq.benchmark.measure import describe_machine
 from radq.guides import Guide, RewardGuide
 
 SETS = [own for size in range(4) for own in combinations(range(3), size)]

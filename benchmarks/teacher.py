@@ -16,7 +16,7 @@ import torch
 import tyro
 
 from radq import load
-from radq.benchmark.clock import describe_machine, read_clock
+from radq.benchmark.measure import describe_machine, read_clock
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.models.loading import find_device
 from radq.models.rad_v import RadV

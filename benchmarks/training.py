@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from radq import RadQ
-from radq.benchmark.clock import describe_machine, read_clock
+from radq.benchmark.measure import describe_machine, read_clock
 from radq.data.dataset import RewardData
 from radq.data.label_cells import NUMBER, LabelCells
 from radq.data.label_scale import LabelRules

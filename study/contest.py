@@ -24,7 +24,7 @@ import models
 import numpy as np
 
 from radq import RadV, load
-from radq.evaluation.mauve import MAUVE_MIN_SAMPLES, mauve
+from radq.evaluation.metrics import MAUVE_MIN_SAMPLES, mauve
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.files import read_lines
 from radq.judges.agreement import measure_agreement

@@ -20,8 +20,7 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from radq.data.batches import GlobalBatches
-from radq.data.dataset import RewardData, load_data
+from radq.data.dataset import GlobalBatches, RewardData, load_data
 from radq.data.examples import DataColumns
 from radq.data.label_scale import LabelRules
 from radq.data.tables import read_table

@@ -15,9 +15,8 @@ from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from radq.data.dataset import pad_batch
-from radq.data.examples import DataColumns
+from radq.data.examples import NO_SPAN, DataColumns, mark_tokens
 from radq.data.label_scale import LabelRules
-from radq.data.span_cells import NO_SPAN, mark_tokens
 from radq.data.spans import SpanData, load_spans
 from radq.errors import DataError
 

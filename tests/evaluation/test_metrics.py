@@ -11,7 +11,6 @@ from hypothesis.extra import numpy as arrays
 
 from radq.errors import ModelError, OptionError
 from radq.evaluation.estimates import TRUSTED_PROMPTS, Bootstrap, Sums, estimate, estimate_change
-from radq.evaluation.mauve import estimate_mauve, mauve
 from radq.evaluation.metrics import (
     METRICS,
     ScoredTexts,
@@ -20,6 +19,8 @@ from radq.evaluation.metrics import (
     corpus_perplexity,
     distinct,
     divergence,
+    estimate_mauve,
+    mauve,
     mean_perplexity,
     mean_score,
     measure,

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radq.errors import DataError
+from radq.evaluation.calibration import STRENGTHS, Level, Strengths, find_strengths
 from radq.evaluation.estimates import Bootstrap, Sums
-from radq.evaluation.strengths import STRENGTHS, Level, Strengths, find_strengths
 
 PROMPTS, TOKENS = 80, 20
 BOOTSTRAP = Bootstrap(100)

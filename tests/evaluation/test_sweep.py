@@ -23,10 +23,9 @@ from radq import RewardGuide, best_of_n, generate
 from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.errors import DataError, OptionError
-from radq.evaluation.mauve import mauve
+from radq.evaluation.metrics import mauve
 from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCell, find_changes, load_sweep
-from radq.evaluation.sweep.costs import read_costs
-from radq.evaluation.sweep.folder import FINGERPRINTS
+from radq.evaluation.sweep.folder import FINGERPRINTS, read_costs
 from radq.files import drop_partial_last_line, read_lines
 from radq.judges.encoders import load_encoder
 from radq.models.rad_q import RadQ

@@ -1,6 +1,6 @@
 """A shape of random models that are made in no time."""
 
-from radq.benchmark.shapes import Shape
+from radq.benchmark.config import Shape
 
 TINY = Shape(
     "llama",

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from radq.hosts import endings
-from radq.hosts.asgi import Send
-from radq.hosts.endings import answer_while_running
+from radq.hosts import asgi
+from radq.hosts.asgi import Send, answer_while_running
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"Content-Type", b"application/json")]
@@ -45,8 +44,8 @@ class Application:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endings, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(endings, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(asgi, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(asgi, "PATIENCE_SECONDS", 0.1)
 
 
 def begin(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from radq.decoding.config import Steering
 from radq.errors import OptionError
-from radq.hosts import endings
+from radq.hosts import asgi
 from radq.hosts.guidance import GUIDES
 from radq.hosts.vllm_details import LOST, AnswerDetails, prepare_details
 from radq.hosts.vllm_http import GuideMiddleware
 from radq.hosts.vllm_server import VllmServer
+from radq.registry.details import TokenTexts
 from radq.registry.strengths import Guidance
-from radq.registry.token_texts import TokenTexts
 
 TOKENIZER = make_number_tokenizer()
 TEXTS = TokenTexts(TOKENIZER)
@@ -128,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endings, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(asgi, "PATIENCE_SECONDS", 0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,7 @@ from radq.errors import OptionError, ServerError
 from radq.judges import chat
 from radq.judges.base import CachedJudge
 from radq.judges.chat import ChatServer, RefusedError, _choose_wait, _read_wait, find_server
-from radq.judges.llm import ASKS, RubricJudge, load_rubric_judge
-from radq.judges.rubric import Rubric
+from radq.judges.llm import ASKS, Rubric, RubricJudge, load_rubric_judge
 
 RUBRIC = Rubric("How long is it? Scale: 1 to 5", (1.0, 5.0))
 TEXTS = [f"{'very ' * n}fine" for n in range(20)]

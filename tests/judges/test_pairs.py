@@ -15,7 +15,7 @@ from radq.cli import main
 from radq.errors import DataError, OptionError
 from radq.evaluation.sweep.config import JudgeUse, PromptFile, Sweep
 from radq.files import read_lines
-from radq.judges.pairs import PairRubric, load_pair_judge, score_pairs
+from radq.judges.llm import PairRubric, load_pair_judge, score_pairs
 from radq.toy import GOOD
 
 

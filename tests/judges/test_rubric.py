@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radq.errors import DataError
-from radq.judges.rubric import Rubric, find_scale, read_rubric
+from radq.judges.llm import Rubric, find_scale, read_rubric
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from radq.registry.token_texts import TokenTexts
+from radq.registry.details import TokenTexts
 
 
 def make_texts() -> TokenTexts:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sweep_folders import interval, lines_of, make_run, write_lines
 
 from radq.errors import DataError
-from radq.evaluation.sweep.arrays import array_file, read_arrays, write_arrays
+from radq.evaluation.sweep.folder import array_file, read_arrays, write_arrays
 from radq.report.results import printable, read_runs, read_samples
 
 

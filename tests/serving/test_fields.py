@@ -14,7 +14,7 @@ from serving import Running
 
 import radq
 from radq.decoding.prompts import find_stops
-from radq.serving import bodies, fields
+from radq.serving import bodies
 from radq.serving.bodies import Kind
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -49,14 +49,14 @@ def ask(running: Running, kind: str, **fields: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_fields_of_openai_and_vllm_are_known(kind: Kind) -> None:
-    known = {*fields.honoured(kind), *fields.refused(kind), *fields.HARMLESS}
+    known = {*bodies.honoured(kind), *bodies.refused(kind), *bodies.HARMLESS}
     assert set(f"{OPENAI} {VLLM}".split()) <= known
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_refused_fields_are_named(running: Running, kind: Kind) -> None:
-    for name, nothing in fields.refused(kind).items():
-        meaningful = next(value for value in MEANINGFUL if not any(fields.same(value, one) for one in nothing))
+    for name, nothing in bodies.refused(kind).items():
+        meaningful = next(value for value in MEANINGFUL if not any(bodies.same(value, one) for one in nothing))
         answer = ask(running, kind, **{name: meaningful})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
         assert name in answer.json()["error"]["message"]
@@ -64,8 +64,8 @@ def test_refused_fields_are_named(running: Running, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_refused_fields_may_say_nothing(running: Running, kind: Kind) -> None:
-    table = fields.refused(kind)
-    harmless = {name: nothing[0] for name, nothing in table.items() if nothing} | dict.fromkeys(fields.HARMLESS, "x")
+    table = bodies.refused(kind)
+    harmless = {name: nothing[0] for name, nothing in table.items() if nothing} | dict.fromkeys(bodies.HARMLESS, "x")
     for given in (harmless, dict.fromkeys(table)):
         answer = ask(running, kind, **given)
         assert answer.status_code == 200, answer.text
@@ -78,13 +78,13 @@ def test_docs_list_all_fields() -> None:
     begin, end = text.index("### Fields"), text.index("### The length of texts")
     listed = dict(re.findall(r"^- \*\*(\w+)[^*]*\*\*((?:.|\n  )*)", text[begin:end], re.MULTILINE))
     named = {part: re.findall(r"`(\w+)`", names) for part, names in listed.items()}
-    both = set(fields.honoured("completion")) & set(fields.honoured("chat"))
+    both = set(bodies.honoured("completion")) & set(bodies.honoured("chat"))
     assert named == {
         "Honoured": sorted(both),
-        "Completions": sorted(set(fields.honoured("completion")) - both),
-        "Chats": sorted(set(fields.honoured("chat")) - both),
-        "Refused": sorted(fields.REFUSED),
-        "Harmless": sorted(fields.HARMLESS),
+        "Completions": sorted(set(bodies.honoured("completion")) - both),
+        "Chats": sorted(set(bodies.honoured("chat")) - both),
+        "Refused": sorted(bodies.REFUSED),
+        "Harmless": sorted(bodies.HARMLESS),
     }
 
 
@@ -116,7 +116,7 @@ def test_texts_with_changes_are_those_of_generate(
 ) -> None:
     served = running.served
     guide = radq.load_guide(f"{served.config.guides['praise'].folder}:praise=10")
-    options: dict[str, Any] = {"stop": fields.get("stop", []), "max_new_tokens": 12, "seed": 4}
+    options: dict[str, Any] = {"stop": bodies.get("stop", []), "max_new_tokens": 12, "seed": 4}
     prompts = ["the film was", "this plot"]
     settings = {"prompt": prompts, "max_tokens": 12, "seed": 4, "radq": {"praise": 10}}
     answer = ask(running, "completion", **settings, **fields).json()
@@ -200,7 +200,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["param"]
 
 
-@pytest.mark.parametrize("name", fields.REFUSED_OF_MESSAGES)
+@pytest.mark.parametrize("name", bodies.REFUSED_OF_MESSAGES)
 def test_refused_fields_of_messages_are_named(running: Running, name: str) -> None:
     message = {"role": "assistant", "content": None}
     asked = ask(running, "chat", messages=[*WELL_FORMED["chat"]["messages"], message | {name: {"id": "1"}}])

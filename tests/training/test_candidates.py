@@ -22,8 +22,7 @@ from torch import Tensor
 from training_runs import changed, lines, losses, make_settings, run_in_two_processes, weights
 
 from radq.cli import main
-from radq.data.batches import GlobalBatches
-from radq.data.dataset import load_data
+from radq.data.dataset import GlobalBatches, load_data
 from radq.data.examples import DataColumns
 from radq.errors import OptionError, StoppedError
 from radq.guides import Guide, RewardGuide

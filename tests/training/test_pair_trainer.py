@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import radq
 from radq.cli import main
-from radq.data.batches import GlobalBatches
+from radq.data.dataset import GlobalBatches
 from radq.data.pairs import ResponseColumns, load_pairs
 from radq.errors import DataError, OptionError
 from radq.judges.agreement import chance_accuracy

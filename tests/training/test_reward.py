@@ -225,8 +225,7 @@ def test_accumulation_does_not_change_the_losses(
 
 
 def test_the_logged_loss_is_the_loss_of_the_batch(settings: RewardTrainingConfig) -> None:
-    from radq.data.batches import GlobalBatches
-    from radq.data.dataset import load_data
+    from radq.data.dataset import GlobalBatches, load_data
     from radq.data.examples import DataColumns
 
     train(changed(settings, learning_rate=1e-12))

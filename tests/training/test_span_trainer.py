@@ -11,7 +11,7 @@ from training_runs import SMALL, changed, losses, run_in_two_processes
 
 import radq
 from radq.cli import main
-from radq.data.batches import GlobalBatches
+from radq.data.dataset import GlobalBatches
 from radq.data.examples import DataColumns
 from radq.data.spans import load_spans
 from radq.errors import OptionError

@@ -8,13 +8,15 @@ read it, and brings the token to the host. Reading the prompts, the first token 
 counted.
 """
 
+import platform
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from radq.benchmark.clock import describe_machine, read_clock
 from radq.benchmark.config import UNGUIDED, BenchConfig, Grid, Point, why_left_out
 from radq.benchmark.guides import GUIDES
 from radq.benchmark.models import BenchModels, load_models
@@ -158,3 +160,26 @@ def _make_requests(models: BenchModels, point: Point, tokens: int) -> Iterator[R
 def _make_prompt(models: BenchModels, tokens: int) -> list[int]:
     """Draw a prompt of random tokens."""
     return np.random.default_rng(0).integers(models.lm.config.get_text_config().vocab_size, size=tokens).tolist()
+
+
+def describe_machine(device: str) -> str:
+    """The name of the GPU, or of the processor with the number of threads."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} threads of {_processor() if device == 'cpu' else device}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def read_clock(device: str) -> float:
+    """Seconds, after all work on the device is done."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(torch.device(device))
+    return time.perf_counter()

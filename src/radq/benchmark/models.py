@@ -20,8 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from radq.benchmark.config import BenchConfig, kind_of
-from radq.benchmark.shapes import SHAPES, Shape
+from radq.benchmark.config import SHAPES, BenchConfig, Shape, kind_of
 from radq.models.config import RewardModelConfig
 from radq.models.loading import load, truncate
 from radq.models.reward import RewardModel, import_kind

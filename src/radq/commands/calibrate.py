@@ -236,7 +236,7 @@ def _warn(found: "Calibration") -> None:
 
 def _draw(file: Path, found: "Calibration") -> None:
     from radq.files import explained_writing, whole_file
-    from radq.report.strengths import plot_calibration
+    from radq.report.plots import plot_calibration
 
     with explained_writing(file), whole_file(file) as temporary:
         temporary.write_text(plot_calibration(found).themed, encoding="utf-8")

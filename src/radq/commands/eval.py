@@ -36,8 +36,7 @@ def run(arguments: Arguments) -> None:
     from radq.commands.console import announce, print_facts, print_json, print_metrics
     from radq.errors import OptionError
     from radq.evaluation.sweep.config import load_sweep
-    from radq.evaluation.sweep.costs import read_costs
-    from radq.evaluation.sweep.folder import open_sweep, require_same_instruments, require_same_writers
+    from radq.evaluation.sweep.folder import open_sweep, read_costs, require_same_instruments, require_same_writers
     from radq.files import read_lines
     from radq.report.results import read_runs
     from radq.report.summary import describe_changes, describe_run, find_changes, warn_of_few_prompts

@@ -120,8 +120,7 @@ def _check_judge(arguments: Arguments) -> "Judge | None":
 def _make_rubric_judge(arguments: Arguments, source: str) -> "Judge":
     from radq.errors import OptionError
     from radq.judges.chat import find_server
-    from radq.judges.llm import RubricJudge
-    from radq.judges.rubric import read_rubric, split_rubric
+    from radq.judges.llm import RubricJudge, read_rubric, split_rubric
 
     model, file = split_rubric(source)
     if bool(file) == (arguments.rubric is not None):

@@ -15,10 +15,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData
-from radq.data.examples import DataColumns
+from radq.data.examples import NO_SPAN, SPAN_FOLDER, SPAN_NUMBERS, DataColumns
 from radq.data.label_cells import LabelCells, join_cells
 from radq.data.label_scale import LabelRules, LabelScale, find_scales, scale_labels
-from radq.data.span_cells import NO_SPAN, SPAN_FOLDER, SPAN_NUMBERS
 from radq.data.tokens import tokenise_columns
 from radq.errors import DataError
 

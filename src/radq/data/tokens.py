@@ -15,9 +15,8 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.examples import DataColumns, Piece, read_examples
+from radq.data.examples import DataColumns, Piece, SpanWriter, read_examples
 from radq.data.label_cells import join_cells
-from radq.data.span_cells import SpanWriter
 from radq.data.tables import find_revision, split_hub_name
 from radq.errors import DataError, OptionError
 from radq.files import default_cache_folder, fingerprint_file, fingerprint_values, whole_folder

@@ -8,6 +8,7 @@ Axes: b requests, k candidates, v vocabulary, s strengths.
 
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,6 @@ from radq.decoding.config import Steering
 from radq.decoding.steering import Proposal, Strengths, propose
 from radq.guides.base import Advice
 from radq.hosts.base_states import ShownFollower, reads_shown
-from radq.hosts.figures import NAMES, STEPS, Figures
 from radq.hosts.follower import Follower, Text
 from radq.hosts.records import RecordedRow, Records
 from radq.registry.details import StepNumbers
@@ -30,6 +30,48 @@ from radq.registry.strengths import Guidance
 LOGGER = logging.getLogger(__name__)
 NARROW = 64  # candidates; rows with more are scored apart, so that others do not wait for them
 WIDE = 1024
+
+
+FIGURE_STEPS = 32  # between two readings of the sums on the device
+
+
+MOST_TICKETS = 4096  # requests whose figures are kept until somebody asks for them
+
+
+FIGURE_NAMES = {
+    "tokens": "tokens that were drawn under guidance",
+    "kl": "sum over these tokens of KL(guided, unguided), in nats",
+    "clipped": "sum over these tokens of the share of candidates with a clamped reward",
+    "failed": "steps of requests that could not be guided and end",
+}
+
+
+Sums = dict[str, float]
+
+
+class Figures:
+    """Sums since the server has started, and those of single requests, by tickets that the server gives out."""
+
+    def __init__(self) -> None:
+        self.totals: Sums = dict.fromkeys(FIGURE_NAMES, 0.0)
+        self._tickets: OrderedDict[str, Sums] = OrderedDict()
+
+    def count(self, tickets: Sequence[str | None], sums: Float[Tensor, "b n"]) -> None:
+        """Add the sums of some requests, in the order of `FIGURE_NAMES`. This waits for the device."""
+        for ticket, row in zip(tickets, sums.tolist(), strict=True):
+            self._add(self.totals, row)
+            if ticket is not None:
+                self._add(self._tickets.setdefault(ticket, dict.fromkeys(FIGURE_NAMES, 0.0)), row)
+        while len(self._tickets) > MOST_TICKETS:
+            self._tickets.popitem(last=False)
+
+    def _add(self, sums: Sums, row: Sequence[float]) -> None:
+        for name, number in zip(FIGURE_NAMES, row, strict=True):
+            sums[name] += number
+
+    def take(self, ticket: str) -> Sums | None:
+        """The sums of a request, which are then forgotten."""
+        return self._tickets.pop(ticket, None)
 
 
 @dataclass(eq=False)  # requests with equal contents are still different requests
@@ -262,7 +304,7 @@ class Steerer:
         running = {row: request for row, request in requests.items() if not request.ended}
         groups = self._make_groups(running, logits.shape[1])
         self._steps += 1
-        if self._steps >= STEPS:
+        if self._steps >= FIGURE_STEPS:
             _ = self.figures
         for group in groups:
             try:
@@ -344,7 +386,7 @@ class Steerer:
             columns[number] = slice(first, first := first + sizes[number])
             members.append(_Member(self.followers[number], self._index(own), self._index(texts), columns[number]))
         ends = self._index([request.end for request in requests])[:, None]
-        sums = torch.zeros(len(requests), len(NAMES), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(requests), len(FIGURE_NAMES), dtype=torch.float64, device=self.device)
         told = {
             row: {name: columns[number].start + place for name, (number, place) in self._places(request).items()}
             for row, request in enumerate(requests)

@@ -26,9 +26,8 @@ from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import OPTIONS, GuideSpec
 from radq.hosts.base_states import reads_shown, show_layers
-from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
+from radq.hosts.batching import DeviceRequest, Figures, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
-from radq.hosts.figures import Figures
 from radq.hosts.guidance import SEED, TICKET, Registry, find_registry, find_registry_for_client
 from radq.hosts.records import Records
 from radq.models.loading import load_config, max_positions

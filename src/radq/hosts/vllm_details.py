@@ -11,9 +11,8 @@ from radq.decoding.text import GrowingText
 from radq.errors import OptionError
 from radq.hosts.guidance import SEED, describe_guidance
 from radq.hosts.records import PackedRow, RecordedRow
-from radq.registry.details import Drawn, summarise
+from radq.registry.details import Drawn, TokenTexts, summarise
 from radq.registry.strengths import Guidance, shorten, to_number
-from radq.registry.token_texts import TokenTexts
 
 Fetch = Callable[[], Awaitable[Sequence[PackedRow]]]
 MOST_SEED = 2**31  # of seeds that are given out; vLLM adds the number of a choice

@@ -18,13 +18,22 @@ from typing import Any
 from starlette.requests import Request
 
 from radq.errors import OptionError, RadqError
-from radq.hosts.asgi import Receive, Rewrite, Scope, Send, Tail, read_body, replay, send_json, with_length
-from radq.hosts.endings import answer_while_running
-from radq.hosts.figures import NAMES
+from radq.hosts.asgi import (
+    Receive,
+    Rewrite,
+    Scope,
+    Send,
+    Tail,
+    answer_while_running,
+    read_body,
+    replay,
+    send_json,
+    with_length,
+)
+from radq.hosts.batching import FIGURE_NAMES
 from radq.hosts.guidance import OWN_ARGUMENTS, TICKET, Registry, describe_guidance, find_registry_for_client
 from radq.hosts.vllm_details import AnswerDetails, prepare_details
-from radq.hosts.vllm_page import is_page_path, make_page_app
-from radq.hosts.vllm_server import VllmServer
+from radq.hosts.vllm_server import VllmServer, is_page_path, make_page_app
 from radq.registry.gate import has_key
 from radq.registry.strengths import MISSPELLED, Guidance, write_strengths
 
@@ -145,7 +154,7 @@ class GuideMiddleware:
         server = self._server(scope)
         sums = [totals for totals in await server.call("radq_totals") if totals]
         lines = []
-        for name, text in NAMES.items():
+        for name, text in FIGURE_NAMES.items():
             lines += [f"# HELP radq_{name}_total {text}", f"# TYPE radq_{name}_total counter"]
             lines.append(f"radq_{name}_total {sum(totals[name] for totals in sums)}")
         lines += ["# HELP radq_cache_bytes keys and values of the guides", "# TYPE radq_cache_bytes gauge"]

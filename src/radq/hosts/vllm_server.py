@@ -1,5 +1,9 @@
-"""vLLM's server, as radq's middleware sees it: its model, its clients' keys, and its workers."""
+"""vLLM's server, as radq's middleware sees it: its model, its clients' keys, its workers, and the page.
 
+The page is that of `radq serve`, with the routes that it needs beside OpenAI's.
+"""
+
+import asyncio
 import logging
 import os
 import uuid
@@ -7,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
 from radq.errors import require_package
 from radq.hosts.guidance import Registry, find_registry
 from radq.models.vocabulary import find_bos, tokenise
 from radq.registry.config import ServeConfig
-from radq.registry.problems import ServerError
-from radq.registry.token_texts import TokenTexts
+from radq.registry.details import TokenTexts, check_scored, describe_scores
+from radq.registry.gate import Gate
+from radq.registry.problems import ServerError, add_handlers, check_unicode
+from radq.registry.web_page import VERSION, ScoreBody, add_page, describe_server
 from radq.sources.model_source import ModelSource
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
@@ -112,3 +121,36 @@ class VllmServer:
     async def find_rewards(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Ask the workers for the reward of each token of a text, by the name of each guide."""
         return next((rewards for rewards in await self.call("radq_score", list(token_ids)) if rewards is not None), {})
+
+
+def is_page_path(path: str) -> bool:
+    return path == "/" or path.startswith(("/page/", "/radq/"))
+
+
+def make_page_app(server: VllmServer) -> FastAPI:
+    """Make the application that answers requests for these routes."""
+
+    async def describe() -> dict[str, Any]:
+        facts = await server.find_facts()
+        return describe_server(
+            server.config,
+            server.base,
+            facts["ranges"],
+            server.context,
+            chat=await asyncio.to_thread(lambda: server.has_chat),
+            needs_key=bool(server.keys),
+        )
+
+    async def score(body: ScoreBody, _: Request) -> Response:
+        check_unicode(body.text)
+        await server.find_facts()  # which refuses if workers cannot score
+        ids = await asyncio.to_thread(server.encode, body.text)
+        check_scored(body.text, ids, min(server.config.limits.prompt_tokens, server.context - 1))
+        rewards, likelihoods = await asyncio.gather(server.find_rewards(ids), server.find_likelihoods(ids))
+        return JSONResponse(describe_scores(ids, likelihoods, rewards, server.texts.show_each))
+
+    app = FastAPI(title="radq", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Gate, limit=server.config.limits.body_bytes, keys=server.keys)
+    add_handlers(app)
+    add_page(app, describe, score)
+    return app

@@ -7,7 +7,7 @@ that draw the same tokens as another worker, under tensor parallelism, have noth
 from collections.abc import Sequence
 from typing import Any
 
-from radq.hosts.figures import NAMES, Sums
+from radq.hosts.batching import FIGURE_NAMES, Sums
 from radq.hosts.records import PackedRow
 from radq.hosts.vllm import PROCESSORS
 
@@ -23,7 +23,7 @@ class GuideWorker:
     def radq_totals(self) -> Sums:
         """Return the figures of all requests."""
         every = [processor.figures.totals for processor in PROCESSORS if processor.answers]
-        return {name: sum(totals[name] for totals in every) for name in NAMES}
+        return {name: sum(totals[name] for totals in every) for name in FIGURE_NAMES}
 
     def radq_bytes(self) -> int:
         """Return the number of bytes that the guides' states may take up now."""

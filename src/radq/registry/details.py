@@ -1,13 +1,16 @@
-"""Numbers about the tokens of a text and the candidates that they were drawn from, as clients get them."""
+"""Tokens of a text and the candidates that they were drawn from, with their texts and numbers, as clients get them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from radq.decoding.steering import Proposal
+from radq.decoding.text import UNFINISHED
 from radq.errors import ContextLengthError, OptionError
 
 MOST_CANDIDATES = 64  # that are told about a token
@@ -180,3 +183,41 @@ def describe_scores(
     mean = sum(likelihoods) / len(likelihoods) if likelihoods else 0.0
     last = {name: values[-1] for name, values in found.items()}
     return {"tokens": tokens, "rewards": last, "perplexity": perplexity(mean)}
+
+
+ANCHOR = "a"  # single tokens are decoded after it, since some tokenizers drop a space at the beginning of a text
+
+
+class TokenTexts:
+    """Shows the tokens of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self._anchor = tokenizer(ANCHOR, add_special_tokens=False).input_ids
+        self._before = str(tokenizer.decode(self._anchor))
+        self.show = lru_cache(maxsize=65536)(self._show)
+
+    def _show(self, token: int) -> str:
+        """Show a single token as text, with its space; special tokens are shown by their names."""
+        if token in self.tokenizer.all_special_ids:
+            return str(self.tokenizer.convert_ids_to_tokens(token))
+        return self._decode([token])
+
+    def show_each(self, tokens: Sequence[int]) -> list[str]:
+        """Show the tokens of a text. Of several that share a character, the last one shows it, and the others nothing.
+
+        Special tokens are shown by their names.
+        """
+        found: list[str] = []
+        held: list[int] = []  # tokens of a character that is not whole yet
+        for token in tokens:
+            shown = self._decode([*held, token]) if held else self.show(token)
+            whole = token in self.tokenizer.all_special_ids or not shown.endswith(UNFINISHED)
+            held = [] if whole else [*held, token]
+            found.append(shown if whole else "")
+        if held:
+            found[-1] = self._decode(held)
+        return found
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode([*self._anchor, *tokens]))[len(self._before) :]

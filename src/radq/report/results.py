@@ -24,9 +24,8 @@ from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES
 from radq.evaluation.estimates import Estimate
 from radq.evaluation.metrics import METRICS
-from radq.evaluation.sweep.arrays import read_arrays
 from radq.evaluation.sweep.config import UNGUIDED
-from radq.evaluation.sweep.costs import read_costs
+from radq.evaluation.sweep.folder import read_arrays, read_costs
 from radq.files import read_numbered_lines
 
 NAN = float("nan")

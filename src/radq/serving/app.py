@@ -20,13 +20,12 @@ from radq.registry.allowed_hosts import AllowedHosts
 from radq.registry.gate import Gate, name_client
 from radq.registry.problems import ERRORS, add_handlers, answer_problem, check_unicode, reading
 from radq.registry.web_page import VERSION, ScoreBody, add_page, check_content_type, describe_server
-from radq.serving.answers import Answer
+from radq.serving.answers import Answer, TextStream, unless_gone, write_events
 from radq.serving.bodies import ChatBody, CompletionBody, Kind
 from radq.serving.metrics import Metrics
 from radq.serving.orders import read_order
 from radq.serving.scheduler import Scheduler
 from radq.serving.served import Served
-from radq.serving.streams import TextStream, unless_gone, write_events
 
 SCORED_TOKENS = 128  # of prompts, between two steps of running texts
 LONG_BODY = 2**15  # bytes; larger bodies take a while to tokenise, and wait for each other

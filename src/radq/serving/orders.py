@@ -17,8 +17,7 @@ from radq.models.loading import num_logits
 from radq.registry.config import ServeConfig
 from radq.registry.problems import FieldError, check_unicode, reading
 from radq.registry.strengths import MISSPELLED, SETTINGS, Guidance
-from radq.serving.bodies import ChatBody, CompletionBody, Message, ResponseFormat, TextBody
-from radq.serving.fields import find_ignored
+from radq.serving.bodies import ChatBody, CompletionBody, Message, ResponseFormat, TextBody, find_ignored
 from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
 

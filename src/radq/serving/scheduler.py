@@ -14,25 +14,29 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Any, TypeVar
 
 import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.engine import KEPT, Engine, StepResult
 from radq.decoding.kept import keep_engine, take_engine
 from radq.decoding.request import Request, Ticket
 from radq.errors import explain
-from radq.guides import Guide
-from radq.models.prefill import InTurns, Prefill, Turn
+from radq.guides.base import Advice, Guide, Prompts, State
+from radq.models.loading import Wrappable
+from radq.models.prefill import InTurns, Prefill, Turn, surround
+from radq.models.reading import Reader
 from radq.registry.details import StepNumbers
 from radq.registry.problems import ServerError
-from radq.serving.clock import ClockedGuide
 from radq.serving.metrics import Metrics
 from radq.serving.served import Served
 from radq.serving.texts import Delivery, Text
@@ -362,3 +366,41 @@ class Scheduler:
 def _is_held_up(one: Any, running: "Counter[Any]") -> bool:
     """Whether nothing of a client or request runs, and several texts of another do."""
     return not running[one] and max(running.values(), default=0) > 1
+
+
+class ClockedGuide(Guide[State]):
+    """A guide that does what another does, and sums up the seconds. On a GPU, work that is under way is not counted."""
+
+    def __init__(self, guide: Guide):
+        self.guide, self.beta, self.capturable = guide, guide.beta, guide.capturable
+        self._spent = {"seconds": 0.0}  # not a number of this object: engines notice when a guide's numbers change
+
+    @property
+    def seconds(self) -> float:
+        return self._spent["seconds"]
+
+    @property
+    def readers(self) -> Sequence[Reader]:
+        return self.guide.readers
+
+    def check_base(self, lm: Wrappable) -> None:
+        self.guide.check_base(lm)
+
+    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
+        return surround(self.guide.start_in_turns(prompts), self._timed)
+
+    def advise(self, state: State, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        with self._timed():
+            return self.guide.advise(state, candidates, beta)
+
+    def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
+        with self._timed():
+            return self.guide.advance(state, tokens)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent["seconds"] += time.perf_counter() - began

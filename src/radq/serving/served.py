@@ -10,9 +10,8 @@ from radq.models.loading import Wrappable, choose_dtype, find_device, load, max_
 from radq.models.prefill import InTurns, Turn
 from radq.models.vocabulary import find_bos, tokenise
 from radq.registry.config import ServeConfig
-from radq.registry.details import check_scored, describe_scores
+from radq.registry.details import TokenTexts, check_scored, describe_scores
 from radq.registry.panel import Panel
-from radq.registry.token_texts import TokenTexts
 
 UNLIMITED = 2**31  # tokens of a text, where no model has a limit
 

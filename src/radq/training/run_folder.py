@@ -25,7 +25,7 @@ from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, RUN_FILES, explained_writing, require_own_folder, whole_file
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.guides.spec import GUIDES, GuideSpec
-from radq.judges.classifier_names import check_classifier
+from radq.judges.classifiers import check_classifier
 from radq.settings import read_yaml
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import check_language_model, check_reward_model

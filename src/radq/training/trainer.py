@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer
 
-from radq.data.batches import GlobalBatches, LongestFirst
-from radq.data.dataset import RewardData, pad_batch
+from radq.data.dataset import GlobalBatches, LongestFirst, RewardData, pad_batch
 from radq.errors import MemoryLimitError, OptionError, RadqError, StoppedError, TrainingError, fills_memory, first_line
 from radq.files import explained_writing
 from radq.models.kv_cache import known_positions

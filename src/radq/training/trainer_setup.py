@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from radq.data.batches import GlobalBatches
+from radq.data.dataset import GlobalBatches
 from radq.errors import DataError, OptionError, first_line
 from radq.files import append_lines, read_lines, whole_file
 from radq.models.loading import find_device

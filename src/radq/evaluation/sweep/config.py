@@ -84,7 +84,7 @@ class JudgeUse:
     """A judge (see `radq.judges.models`), the text that it reads, and the metrics of its scores.
 
     A judge that reads pairs compares each text with the unguided one of the same prompt and number (see
-    `radq.judges.pairs`); its metric is `win_rate`.
+    `radq.judges.llm`); its metric is `win_rate`.
     """
 
     judge: str

@@ -1,4 +1,10 @@
-"""Engines, which continue the prompts of a sweep as a cell says: transformers, or vLLM for throughput."""
+"""Engines, which continue the prompts of a sweep as a cell says: transformers, or vLLM for throughput.
+
+Prompts may stand with a request for what is wanted, such as "Continue the text so that it is very positive." The base
+model then reads a chat: the user's message holds the request, a blank line and the prompt; the assistant's message
+begins with the prompt, and the base model goes on with it. A base model without a chat template reads the user's
+message alone, as plain text.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -7,14 +13,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from radq.decoding.best_of_n import best_of_n
 from radq.decoding.generate import Generation, generate
+from radq.decoding.prompts import Prompt
 from radq.errors import OptionError, require_package
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, GuideSweep, Sweep, SweepCell
-from radq.evaluation.sweep.costs import Usage
-from radq.evaluation.sweep.requests import add_request
+from radq.evaluation.sweep.folder import Usage
 from radq.guides import RewardGuide
 from radq.guides.meter import Meter
 from radq.models.loading import load
@@ -23,6 +30,7 @@ from radq.numerics import empty_cache, reset_peak_memory
 
 if TYPE_CHECKING:
     from radq.hosts.vllm import VllmGeneration
+
 
 Continuation = Any  # a Generation, or a VllmGeneration, which is imported only where it is used
 Produced = tuple[Sequence[Continuation], Usage | None]  # the usage is None where it is not counted
@@ -193,3 +201,28 @@ def load_engine(sweep: Sweep, device: str) -> Engine:
 
 
 ENGINES: dict[str, type[Engine]] = {"transformers": TransformersEngine, "vllm": VllmSweepEngine}
+
+
+def add_request(tokenizer: PreTrainedTokenizerBase, request: str, prompts: Sequence[str]) -> list[Prompt]:
+    """Put a request before each prompt: token ids of chats, or texts where the tokenizer has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return [_join(request, prompt) for prompt in prompts]
+    return [_encode_chat(tokenizer, request, prompt) for prompt in prompts]
+
+
+def _join(request: str, prompt: str) -> str:
+    return f"{request}\n\n{prompt}"
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, request: str, prompt: str) -> list[int]:
+    chat = [{"role": "user", "content": _join(request, prompt).rstrip()}]
+    begun = bool(prompt.strip())
+    if begun:
+        chat.append({"role": "assistant", "content": prompt})
+    try:
+        text: Any = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+        )
+    except Exception as error:  # templates raise errors of their own about roles and their order
+        raise OptionError(f"the chat template refuses a request: {error}.", "use another base model.") from error
+    return tokenizer(text, add_special_tokens=False).input_ids

@@ -1,24 +1,33 @@
-"""The run folder of a sweep: which folders are allowed, the models that it began with, and a lock for one process.
+"""The run folder of a sweep: which folders are allowed, what its files hold, and a lock for one process.
 
-config.yaml holds the sweep, and fingerprints.json those of all models that write or measure texts.
+config.yaml holds the sweep, and fingerprints.json those of all models that write or measure texts. measures/CELL.npz
+holds the numbers of each text of a cell: scores[judge], nll and tokens, and drawn_nll where decoding has noted it; each
+is an array (p, n). The cost of a cell is its time, the calls and tokens of the guide's experts, and memory.
 """
 
 import fcntl
 import json
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
+import numpy as np
 import yaml
 
 from radq.data.prompts import Prompt
-from radq.errors import OptionError
+from radq.errors import DataError, OptionError
 from radq.evaluation.sweep.config import Sweep, dump_sweep, find_changes, fingerprint_prompts
-from radq.files import require_own_folder, whole_file
+from radq.files import read_lines, require_own_folder, whole_file
 from radq.sources.model_source import ModelSource
+
+if TYPE_CHECKING:
+    from radq.guides.meter import Meter
+
 
 FINGERPRINTS = "fingerprints.json"
 FILES = ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl", FINGERPRINTS)
@@ -115,3 +124,81 @@ def _require_same(folder: Path, found: dict[str, str], begun: bool) -> None:
         )
     with whole_file(file) as temporary:
         temporary.write_text(json.dumps(known | found, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def array_file(folder: Path, cell: str) -> Path:
+    return folder / "measures" / f"{cell}.npz"
+
+
+def write_arrays(folder: Path, cell: str, arrays: dict[str, np.ndarray]) -> None:
+    with whole_file(array_file(folder, cell)) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
+
+
+def read_arrays(folder: Path, cell: str) -> dict[str, np.ndarray]:
+    """Read the numbers of a cell. Files come from strangers too: no pickles, and nothing outside of the run folder."""
+    file = array_file(folder, cell)
+    try:
+        if file.resolve().parent != (folder / "measures").resolve():
+            raise ValueError("it is not in the run folder")
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
+        raise DataError(
+            f"{str(file)!r} cannot be read: {error}.", "delete it, and run the same radq eval again."
+        ) from error
+
+
+SUMMED = ("seconds", "tokens", "steps", "calls", "expert_tokens")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Steps, calls and tokens of a guide's experts for some continuations, prompts aside; zeros without a guide."""
+
+    steps: int = 0
+    calls: int = 0
+    expert_tokens: int = 0
+
+    @classmethod
+    def of(cls, meter: "Meter") -> "Usage":
+        return cls(meter.steps, meter.continuations.calls, int(meter.continuations.tokens))
+
+    def since(self, before: "Usage") -> "Usage":
+        return Usage(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+
+
+def describe_cost(
+    cell: str, generations: Sequence[Any], usage: Usage | None, seconds: float, device: str
+) -> dict[str, Any]:
+    """Make a line of costs.jsonl for some generations of a cell. `usage` is None where it was not counted."""
+    from radq.numerics import peak_memory
+
+    known: dict[str, Any] = dict.fromkeys(("steps", "calls", "expert_tokens")) if usage is None else asdict(usage)
+    tokens = sum(len(generation.token_ids) for generation in generations)
+    return {"cell": cell, "seconds": seconds, "tokens": tokens, **known, "peak_memory": peak_memory(device)}
+
+
+def read_costs(folder: Path) -> dict[str, dict[str, float]]:
+    """Read costs.jsonl into tokens per second, calls and tokens of experts per token, and peak memory of each cell.
+
+    The best of n has no steps, so no calls per token. Chunks that were generated again after a kill count twice.
+    """
+    sums: dict[str, dict[str, float]] = {}
+    file = folder / "costs.jsonl"
+    for row in read_lines(file) if file.exists() else ():
+        cell = sums.setdefault(row["cell"], dict.fromkeys((*SUMMED, "peak_memory"), 0))
+        for name in SUMMED:
+            cell[name] += math.nan if row[name] is None else row[name]  # a sum with an unknown part is unknown
+        cell["peak_memory"] = max(cell["peak_memory"], row["peak_memory"])
+    return {name: _rates(cell) for name, cell in sums.items()}
+
+
+def _rates(cell: dict[str, float]) -> dict[str, float]:
+    rates = {
+        "tokens_per_second": cell["tokens"] / cell["seconds"],
+        "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else math.nan,
+        "expert_tokens_per_token": cell["expert_tokens"] / cell["tokens"],
+        "peak_memory": cell["peak_memory"],
+    }
+    return {name: rate for name, rate in rates.items() if not math.isnan(rate)}

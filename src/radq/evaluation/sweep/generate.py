@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from radq.data.prompts import Prompt
 from radq.evaluation.sweep.config import WHILE_DECODING, Sweep, SweepCell
-from radq.evaluation.sweep.costs import describe_cost
 from radq.evaluation.sweep.engines import Continuation, load_engine, measure_ends
+from radq.evaluation.sweep.folder import describe_cost
 from radq.files import append_lines, drop_partial_last_line
 from radq.numerics import require_memory_for_texts, same_kernels
 

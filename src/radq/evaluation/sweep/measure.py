@@ -22,13 +22,13 @@ from radq.evaluation.comparison import AXES, compare_at_equal
 from radq.evaluation.estimates import Bootstrap, Estimate, estimate_change
 from radq.evaluation.metrics import METRICS, ScoredTexts, measure
 from radq.evaluation.perplexity import measure_likelihoods
-from radq.evaluation.sweep.arrays import array_file, read_arrays, write_arrays
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
+from radq.evaluation.sweep.folder import array_file, read_arrays, write_arrays
 from radq.files import append_lines, read_lines, whole_file
 from radq.judges.base import CachedJudge, Judge
 from radq.judges.encoders import Encoder, load_encoder
+from radq.judges.llm import load_pair_judge, score_pairs
 from radq.judges.models import UnitJudge, load_judge
-from radq.judges.pairs import load_pair_judge, score_pairs
 from radq.models.loading import load, load_config
 from radq.sources.model_source import ModelSource
 
