@@ -13,7 +13,7 @@ import torch
 from command_runs import fails
 from public_checkpoints import PublicRad, RunsCode, config_folder
 
-from radq.cli import COMMANDS, main
+from radq.cli import COMMANDS, main, rename_old_words
 from radq.errors import OptionError
 from radq.guides.spec import GuideSpec
 from radq.models.rad_q import RadQ
@@ -65,6 +65,31 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "notes"),
+    [
+        (["generate", "--num_samples=3"], ["generate", "--samples=3"], ["--num-samples"]),
+        (["score", "--reward", "r", "--text", "a", "--text=b"], ["score", "a", "b", "--reward", "r"], ["--text"]),
+        (["score", "--data", "f", "--text-column", "c"], ["score", "--data", "f", "--text", "c"], ["--text-column"]),
+        (["score", "--data", "f", "--text", "c"], ["score", "--data", "f", "--text", "c"], []),
+        (["label", "--text", "a", "--json"], ["judge", "score", "a", "--json"], ["radq label", "--text"]),
+        (
+            ["label", "--data=f", "--column", "c"],
+            ["judge", "score", "--data=f", "--text", "c"],
+            ["radq label", "--column"],
+        ),
+        (["judge", "train", "--text", "c"], ["judge", "train", "--text", "c"], []),
+        (["measure", "f"], ["eval", "measure", "f"], ["radq measure"]),
+    ],
+)
+def test_words_of_the_last_release_go_on_working_with_a_note(
+    old: list[str], new: list[str], notes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rename_old_words(old) == new
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("`")[1] for line in lines] == notes
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -104,7 +129,7 @@ def test_generate_prints_json(toy: Path, reward: Path, value_reward: Path, capsy
         "the film",
         "--prompt",
         "",
-        "--num-samples",
+        "--samples",
         "2",
         "--max-new-tokens",
         "6",
@@ -219,7 +244,7 @@ def test_generate_reads_the_text_of_a_guide_once(
 
 
 def test_score_prints_json(reward: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["score", "--reward", str(reward), "--text", "the film was good  ", "--text", "dull", "--json"]) == 0
+    assert main(["score", "--reward", str(reward), "the film was good  ", "dull", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["attributes"] == ["praise", "length"]
     first, second = document["texts"]
@@ -235,7 +260,7 @@ def test_score_prints_json(reward: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_score_prints_a_table(reward: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["score", "--reward", str(reward), "--text", "the film was good"]) == 0
+    assert main(["score", "--reward", str(reward), "the film was good"]) == 0
     text = capsys.readouterr().out
     assert "praise" in text
     assert "film" in text
@@ -253,18 +278,18 @@ def test_colours_mean_low_and_high() -> None:
 
 def test_score_names_mistakes(toy: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no text" in fails(capsys, "score", "--reward", str(reward))
-    assert "empty" in fails(capsys, "score", "--reward", str(reward), "--text", "  ")
-    assert "not a reward model" in fails(capsys, "score", "--reward", str(toy), "--text", "a")
-    assert "positions" in fails(capsys, "score", "--reward", str(reward), "--text", "film " * 70)
+    assert "empty" in fails(capsys, "score", "--reward", str(reward), "  ")
+    assert "not a reward model" in fails(capsys, "score", "--reward", str(toy), "a")
+    assert "positions" in fails(capsys, "score", "--reward", str(reward), "film " * 70)
     broken = tmp_path / "broken"
     RewardModel.from_pretrained(reward).save_pretrained(broken)
     (broken / "model.safetensors").write_bytes(b"\x00" * 20)
-    assert "damaged" in fails(capsys, "score", "--reward", str(broken), "--text", "a")
+    assert "damaged" in fails(capsys, "score", "--reward", str(broken), "a")
     for file in broken.glob("tokenizer*"):
         file.unlink()
     RewardModel.from_pretrained(reward)
     (broken / "model.safetensors").write_bytes((reward / "model.safetensors").read_bytes())
-    assert "no tokenizer" in fails(capsys, "score", "--reward", str(broken), "--text", "a")
+    assert "no tokenizer" in fails(capsys, "score", "--reward", str(broken), "a")
 
 
 # --- convert ---

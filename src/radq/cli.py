@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import get_args
 
 import radq
 from radq.commands.threads import limit_threads
@@ -24,15 +25,22 @@ COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
     "distill": "train a fast RAD-Q on the rewards of a slow RAD-V",
     "rank": "say whether RAD-Q can fit a data set; measure the rank of a trained model",
     "train-experts": "train the language models that the baselines DExperts and GeDi need",
-    "eval": "generate, judge and measure texts for a grid of guides",
+    "eval": "generate, judge and measure texts for a grid of guides; measure other texts; answer questions",
     "calibrate": "find strengths from 0 to 1 of a reward model, which an independent judge confirms",
-    "choices": "answer multiple-choice questions, guided and not, and compare the accuracies",
-    "measure": "compute metrics of existing generations",
-    "label": "score texts with a judge, such as a language model with a rubric, and write them as labels",
-    "judge": "score texts with a judge, as `label` does, or fit a judge on labelled texts",
+    "judge": "score texts with a judge, such as a language model with a rubric, as labels; fit a judge on labels",
     "report": "make plots, tables and a page from measured sweeps",
     "bench": "measure the time per token of all guides",
     "convert": "turn a checkpoint of the public RAD or rad-q code into a reward model",
+}
+
+
+# Words of the last release, which go on working with a note.
+OLD_COMMANDS = {"label": "judge score", "measure": "eval measure", "choices": "eval choices"}
+OLD_OPTIONS = {
+    "generate": {"--num-samples": "--samples"},
+    "demo": {"--num-samples": "--samples"},
+    "score": {"--text-column": "--text", "--prompt-column": "--prompt"},
+    "judge": {"--column": "--text"},
 }
 
 
@@ -64,7 +72,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"radq {radq.__version__}")
         return 0
-    name, *rest = argv
+    name, *rest = rename_old_words(argv)
     if name not in COMMANDS:
         return _fail(f"there is no command {name!r}. hint: choose one of {', '.join(COMMANDS)}.")
     for argument in rest:
@@ -95,8 +103,41 @@ def _run_command(name: str, argv: list[str]) -> None:
     import tyro
 
     command = importlib.import_module(f"radq.commands.{name.replace('-', '_')}")
+    kinds = get_args(command.Arguments)
+    if kinds and argv and argv[0].startswith("--") and argv[0] != "--help":
+        argv = [get_args(kinds[0])[1].name, *argv]  # `radq eval --config` is `radq eval sweep --config`
     options = {"default": command.defaults(argv)} if hasattr(command, "defaults") else {}
     command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, **options))
+
+
+def rename_old_words(argv: list[str]) -> list[str]:
+    """Replace words of the last release by those of this one, each with a note."""
+    command = OLD_COMMANDS.get(argv[0], argv[0]).split()
+    changes = {f"radq {argv[0]}": f"radq {' '.join(command)}"} if argv[0] in OLD_COMMANDS else {}
+    words = [*command, *argv[1:]]
+    start = 2 if words[0] == "judge" else 1
+    renamed = OLD_OPTIONS.get(words[0], {})
+    takes_texts = words[0] == "score" or words[:2] == ["judge", "score"]
+    if takes_texts and not any(word == "--data" or word.startswith("--data=") for word in words):
+        renamed = renamed | {"--text": ""}  # a column is named beside --data alone
+    texts, rest = [], iter(words[start:])
+    kept = words[:start]
+    for word in rest:
+        option, equals, value = word.partition("=")
+        option = option.replace("_", "-")
+        new = renamed.get(option)
+        if new is None:
+            kept.append(word)
+            continue
+        changes[option] = new
+        if new:
+            kept.append(f"{new}{equals}{value}")
+        else:
+            texts.append(value if equals else next(rest, ""))
+    for old, new in changes.items():
+        told = f"is now `{new}`" if new else "now names the column of --data; a text needs no option before it"
+        print(f"note: `{old}` {told}.", file=sys.stderr)
+    return [*kept[:start], *texts, *kept[start:]]
 
 
 def _prepare_streams() -> None:

@@ -65,7 +65,7 @@ def test_strengths_are_stored_and_used(
 
     def write(guide: str, *more: str) -> list[str]:
         words = ["generate", "--base", str(toy), "--guide", f"{world}/q:praise={guide}", "--prompt", "the film"]
-        return [one["text"] for one in run([*words, "--num-samples", "4", *more, "--json"], capsys)["generations"]]
+        return [one["text"] for one in run([*words, "--samples", "4", *more, "--json"], capsys)["generations"]]
 
     beta = stored.at(0.6).beta
     assert write("60%") == write(str(beta)) == write(str(beta), "--kl-budget", str(stored.at(0.6).kl_budget))

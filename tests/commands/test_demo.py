@@ -170,12 +170,12 @@ def test_a_program_off_the_path_is_named_as_it_was_called(
     monkeypatch.setattr(sys, "argv", [f"{tmp_path}/radq"])
     for found in (None, "/usr/bin/radq"):
         monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
-        assert main(["demo", "--num-samples", "1", "--prompt", PROMPTS[0]]) == 0
+        assert main(["demo", "--samples", "1", "--prompt", PROMPTS[0]]) == 0
         out = capsys.readouterr().out
         assert out.count(f"  {tmp_path}/radq ") == 3
         assert f"source {tmp_path}/activate" in out
     monkeypatch.setattr(shutil, "which", lambda name: f"{tmp_path}/radq")
-    assert main(["demo", "--num-samples", "1", "--prompt", PROMPTS[0]]) == 0
+    assert main(["demo", "--samples", "1", "--prompt", PROMPTS[0]]) == 0
     out = capsys.readouterr().out
     assert out.count("  radq ") == 3
     assert "activate" not in out
@@ -263,7 +263,7 @@ def test_the_base_is_named_by_the_file_it_comes_from(package: Path) -> None:
 @needs_the_real_one
 def test_the_real_one(capsys: pytest.CaptureFixture[str]) -> None:
     beta = ATTRIBUTES["sentiment"].default_beta
-    argv = ["demo", "--json", "--sentiment-betas", str(beta), "--toxicity-betas", "-100", "--num-samples", "3"]
+    argv = ["demo", "--json", "--sentiment-betas", str(beta), "--toxicity-betas", "-100", "--samples", "3"]
     assert main(argv) == 0
     document = json.loads(capsys.readouterr().out)
     unguided, guided = document["attributes"][0]["cells"]

@@ -108,14 +108,14 @@ def test_outputs_that_take_nothing(redirection: str, code: int, error: str) -> N
 def test_outputs_that_cannot_write_a_character(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", ascii_only)
-    assert main(["score", "--reward", str(world / "q"), "--text", "the film ünd"]) == 0
+    assert main(["score", "--reward", str(world / "q"), "the film ünd"]) == 0
     monkeypatch.setattr(sys, "stdout", None)
-    assert main(["score", "--reward", str(world / "q"), "--text", "the film", "--json"]) == 0
+    assert main(["score", "--reward", str(world / "q"), "the film", "--json"]) == 0
     sys.stdout.close()
 
 
 def test_bytes_that_are_no_text(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "must be UTF-8" in fails(capsys, "score", "--reward", str(world / "q"), "--text", os.fsdecode(b"\xff"))
+    assert "must be UTF-8" in fails(capsys, "score", os.fsdecode(b"\xff"), "--reward", str(world / "q"))
     (tmp_path / "prompts.txt").write_bytes(b"caf\xe9\n")
     argv = ["generate", "--base", str(world / "toy"), "--prompts", str(tmp_path / "prompts.txt")]
     assert "is not a text file" in fails(capsys, *argv)
@@ -123,7 +123,7 @@ def test_bytes_that_are_no_text(world: Path, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("device", ["cuda:9", "meta", "abacus", ""])
 def test_devices_that_are_not_there(device: str, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert device in fails(capsys, "score", "--reward", str(world / "q"), "--text", "a", "--device", device)
+    assert device in fails(capsys, "score", "--reward", str(world / "q"), "a", "--device", device)
 
 
 def test_half_precision_on_any_cpu(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

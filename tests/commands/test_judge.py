@@ -27,18 +27,18 @@ def labelled(tmp_path: Path) -> Path:
 
 def test_score(classifier: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["judge", "score", "--judge", f"classifier:{classifier}", "--cache", str(tmp_path / "cache")]
-    assert main([*argv, "--text", "a good film", "--text", " ", "--json"]) == 0
+    assert main([*argv, "a good film", " ", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     judge = load_judge(f"classifier:{classifier}")
     assert document["judge"] == judge.name
     assert document["texts"][0]["score"] == pytest.approx(judge.score(["a good film"])[0])
     assert document["texts"][1] == {"text": " ", "score": None}
     assert (tmp_path / "cache" / "judges.sqlite").is_file()
-    assert main([*argv, "--data", str(labelled), "--column", "body", "--json"]) == 0
+    assert main([*argv, "--data", str(labelled), "--text", "body", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["texts"]
     assert len(rows) == len(pandas.read_csv(labelled))
     assert rows[-1]["score"] is None
-    assert main([*argv, "--text", "a good film", "--text", "", "--text", "good " * 99]) == 0
+    assert main([*argv, "a good film", "", "good " * 99]) == 0
     text = capsys.readouterr().out
     assert judge.name in text
     assert f"{document['texts'][0]['score']:.3f}" in text
@@ -62,7 +62,7 @@ def test_train_and_score(labelled: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "auc" in text
     assert "1 blank ones are left out" in text
     score = ["judge", "score", "--judge", f"linear:{tmp_path / 'out'}", "--cache", str(tmp_path / "cache"), "--json"]
-    assert main([*score, "--text", "the good film", "--text", "the bad film"]) == 0
+    assert main([*score, "the good film", "the bad film"]) == 0
     good, bad = (row["score"] for row in json.loads(capsys.readouterr().out)["texts"])
     assert good > 0.7 > 0.3 > bad
 
@@ -80,7 +80,7 @@ def test_labels_may_be_words(labelled: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_mistakes(labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ambiguous = make_classifier(tmp_path / "ambiguous", ["LABEL_0", "LABEL_1"])
-    score = ["judge", "score", "--text", "a"]
+    score = ["judge", "score", "a"]
     assert "classifier, onnx, linear, reward, not" in fails(capsys, *score, "--judge", "oracle")
     assert "LABEL_0, LABEL_1" in fails(capsys, *score, "--judge", f"classifier:{ambiguous}")
     assert "no text" in fails(capsys, "judge", "score", "--judge", f"classifier:{ambiguous}#LABEL_1")

@@ -110,8 +110,8 @@ def test_long_and_empty_texts(reward: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_a_context_stands_before_the_texts(reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.tsv").write_text("question\tanswer\nthe film\twas good\n")
-    argv = ("--reward", reward, "--data", tmp_path / "rows.tsv", "--text-column", "answer")
-    found = score(capsys, *argv, "--prompt-column", "question")
+    argv = ("--reward", reward, "--data", tmp_path / "rows.tsv", "--text", "answer")
+    found = score(capsys, *argv, "--prompt", "question")
     assert found["mean_rewards"]["praise"] == pytest.approx(
         rewards_one_by_one(reward, ["the film was good"])[0, 0], abs=1e-5
     )
@@ -142,9 +142,9 @@ def test_labels_that_are_all_missing_are_refused_before_rewards_are_computed(
 
 def test_mistakes(reward: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["score", "--json", "--reward", str(reward), "--data"]
-    assert "both --text and --data" in fails(capsys, *argv, str(reviews), "--text", "film")
+    assert "both texts and --data" in fails(capsys, "score", "film", *argv[1:], str(reviews))
     assert "no file" in fails(capsys, *argv, str(tmp_path / "missing.csv"))
-    assert "no column 'body'" in fails(capsys, *argv, str(reviews), "--text-column", "body")
+    assert "no column 'body'" in fails(capsys, *argv, str(reviews), "--text", "body")
     assert "attributes are praise, length" in fails(capsys, *argv, str(reviews), "--labels", "joy")
     assert "no column 'joy'" in fails(capsys, *argv, str(reviews), "--labels", "praise=joy")
     assert "batch_size must be at least 1" in fails(capsys, *argv, str(reviews), "--batch-size", "0")

@@ -61,20 +61,20 @@ def test_the_command(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     make_steering_model(toy, ["praise"]).save_pretrained(tmp_path / "q")
     rows = [{"question": one.text, "choices": list(one.choices), "answer": one.answer} for one in QUESTIONS]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["choices", "--data", str(tmp_path / "questions.jsonl"), "--base", str(toy), "--json"]
+    words = ["eval", "choices", "--data", str(tmp_path / "questions.jsonl"), "--base", str(toy), "--json"]
     assert main([*words, "--guide", f"{tmp_path / 'q'}:praise=5"]) == 0
     found = json.loads(capsys.readouterr().out)
     right = [answer == one.answer for answer, one in zip(found["answers"]["guided"], QUESTIONS, strict=True)]
     assert found["accuracy"]["guided"]["value"] == pytest.approx(sum(right) / 3)
     assert "change" in found["accuracy"]
-    assert "there is no file" in fails(capsys, "choices", "--data", "nowhere.jsonl")
+    assert "there is no file" in fails(capsys, "eval", "choices", "--data", "nowhere.jsonl")
 
 
 def test_a_stopped_command_goes_on(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steering_model(toy, ["praise"]).save_pretrained(tmp_path / "q")
     rows = [{"question": one.text, "choices": list(one.choices), "answer": one.answer} for one in QUESTIONS]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["choices", "--data", str(tmp_path / "questions.jsonl"), "--base", str(toy), "--json"]
+    words = ["eval", "choices", "--data", str(tmp_path / "questions.jsonl"), "--base", str(toy), "--json"]
     words += ["--out", str(tmp_path / "answers"), "--guide", f"{tmp_path / 'q'}:praise=5"]
     assert main(words) == 0
     whole = json.loads(capsys.readouterr().out)

@@ -398,7 +398,7 @@ def test_generations_of_others_are_measured(
     run: Path, world: Path, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judge = f"classifier:{world / 'judge'}"
-    argv = ["measure", "--json", "--metrics", "avg_max,positive_rate,perplexity,dist_2", "--judge", judge]
+    argv = ["eval", "measure", "--json", "--metrics", "avg_max,positive_rate,perplexity,dist_2", "--judge", judge]
     argv += ["--perplexity", str(toy), "--resamples", "50", "--cache", str(tmp_path)]
     assert main([*argv, str(run / "generations.jsonl")]) == 0
     found = {(row["cell"], row["group"]): row["metrics"] for row in json.loads(capsys.readouterr().out)["metrics"]}
@@ -409,7 +409,7 @@ def test_generations_of_others_are_measured(
             assert value == pytest.approx(row["metrics"][name], rel=1e-4, nan_ok=True)
     rows = [{"prompt": {"text": "the film"}, "generations": [{"text": " was good"}, {"text": " was good"}]}] * 2
     (tmp_path / "theirs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["measure", "--json", "--metrics", "dist_1", str(tmp_path / "theirs.jsonl")]) == 0
+    assert main(["eval", "measure", "--json", "--metrics", "dist_1", str(tmp_path / "theirs.jsonl")]) == 0
     (row,) = json.loads(capsys.readouterr().out)["metrics"]
     assert (row["cell"], row["group"], row["prompts"]) == ("theirs", "all", 2)
     assert row["metrics"]["dist_1"]["value"] == pytest.approx(3 / 6)  # "", was, good of six words
@@ -419,9 +419,9 @@ def test_generations_of_others_are_measured(
         (["--metrics", "perplexity"], "has no model"),
         (["--metrics", "mauve"], "nothing to compare"),
     ):
-        assert problem in fails(capsys, "measure", *options, str(tmp_path / "theirs.jsonl"))
+        assert problem in fails(capsys, "eval", "measure", *options, str(tmp_path / "theirs.jsonl"))
     (tmp_path / "other.jsonl").write_text('{"question": "why"}\n')
-    assert "line 1 has no generations, but question" in fails(capsys, "measure", str(tmp_path / "other.jsonl"))
+    assert "line 1 has no generations, but question" in fails(capsys, "eval", "measure", str(tmp_path / "other.jsonl"))
 
 
 # --- models that change in their folders ---
@@ -606,7 +606,7 @@ def test_kills_change_nothing(run: Path, world: Path, write: Any, tmp_path: Path
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[5:20:3]))
     cache = ["--cache", str(tmp_path / "cache")]
     judge = ["--metrics", "avg_max", "--judge", f"classifier:{world / 'judge'}"]
-    assert main(["measure", "--json", *judge, *cache, str(tmp_path / "some.jsonl")]) == 0
+    assert main(["eval", "measure", "--json", *judge, *cache, str(tmp_path / "some.jsonl")]) == 0
     argv = ["eval", "--json", "--config", write(), "--out", str(tmp_path / "killed"), *cache]
     for function, calls in KILLS:
         run_and_kill(function, calls, argv)

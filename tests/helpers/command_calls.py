@@ -38,13 +38,13 @@ _TRAINING = {
     "max_length": ["12"],
 }
 CALLS: dict[tuple[str, ...], Call] = {
-    ("demo",): {"prompt": ["the film"], "num_samples": ["1"], "sentiment_betas": ["5"], "toxicity_betas": ["-5"]},
+    ("demo",): {"prompt": ["the film"], "samples": ["1"], "sentiment_betas": ["5"], "toxicity_betas": ["-5"]},
     ("generate",): {
         "base": ["{world}/toy"],
         "guide": ["{world}/q:praise=5"],
         "prompt": ["the film"],
         "max_new_tokens": ["3"],
-        "num_samples": ["2"],
+        "samples": ["2"],
     },
     ("serve",): {"config": ["{world}/serve.yaml"], "check": []},
     ("score",): {"reward": ["{world}/q"], "data": ["{world}/reviews.csv"], "out": ["{here}/scored.csv"]},
@@ -73,7 +73,7 @@ CALLS: dict[tuple[str, ...], Call] = {
     },
     ("rank", "verify"): {"matrix": ["{world}/matrix.npz"], "certificate": ["{world}/certificates/rank-2.safetensors"]},
     ("train-experts",): _TRAINING,
-    ("eval",): {"config": ["{world}/sweep.yaml"], "out": ["{here}/out"], "cache": ["{here}/cache"]},
+    ("eval", "sweep"): {"config": ["{world}/sweep.yaml"], "out": ["{here}/out"], "cache": ["{here}/cache"]},
     ("calibrate",): {
         "model": ["{world}/strong"],
         "base": ["{world}/toy"],
@@ -88,12 +88,12 @@ CALLS: dict[tuple[str, ...], Call] = {
         "plot": ["{here}/plot.svg"],
         "cache": ["{here}/cache"],
     },
-    ("choices",): {
+    ("eval", "choices"): {
         "data": ["{world}/questions.jsonl"],
         "base": ["{world}/toy"],
         "guide": ["{world}/q:praise=5"],
     },
-    ("measure",): {
+    ("eval", "measure"): {
         "files": ["{world}/generations.jsonl"],
         "metrics": ["avg_max,perplexity,dist_2"],
         "judge": ["classifier:{world}/classifier"],
@@ -101,16 +101,10 @@ CALLS: dict[tuple[str, ...], Call] = {
         "resamples": ["10"],
         "cache": ["{here}/cache"],
     },
-    ("label",): {
+    ("judge", "score"): {
         "judge": ["classifier:{world}/classifier"],
         "data": ["{world}/reviews.csv"],
         "out": ["{here}/scored.csv"],
-        "cache": ["{here}/cache"],
-    },
-    ("judge", "score"): {
-        "judge": ["classifier:{world}/classifier"],
-        "text": ["a good film"],
-        "data": ["{world}/reviews.csv"],
         "cache": ["{here}/cache"],
     },
     ("judge", "train"): {

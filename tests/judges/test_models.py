@@ -69,7 +69,7 @@ def test_a_regression_is_taken_as_it_is_but_not_by_metrics(tmp_path: Path) -> No
     np.testing.assert_allclose(judge.score(TEXTS), wanted, atol=1e-5)
     assert max(map(abs, wanted)) > 1
     for wrapper in (UnitJudge, InvertedJudge):
-        with pytest.raises(OptionError, match=r"is a regression.*`radq label`"):
+        with pytest.raises(OptionError, match=r"is a regression.*`radq judge score`"):
             wrapper(judge)
 
 

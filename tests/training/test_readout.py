@@ -180,7 +180,7 @@ def test_the_command_trains_scores_judges_and_steers(
     argv = [part for name in ("labels", "backbone", "out", "cache") for part in (f"--{name}", getattr(settings, name))]
     argv += ["--data", *settings.data, "--kind", kind, "--reads", "base", "--max-steps", "3", "--json"]
     assert main(["train", *argv]) == 0
-    assert main(["score", "--reward", settings.out, "--text", "the film was good", "--json"]) == 0
+    assert main(["score", "--reward", settings.out, "the film was good", "--json"]) == 0
     scores = load_judge(f"reward:{settings.out}").score(["the film was good", "a dull plot"])
     assert scores.shape == (2,)
     guide = f"{settings.out}:praise=5"

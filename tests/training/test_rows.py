@@ -78,7 +78,7 @@ def test_chats_train_and_score(calm_toy: Path, tmp_path: Path, capsys: pytest.Ca
     model = RewardModel.from_pretrained(out)
     assert model.tokenizer is not None
     assert model.tokenizer.chat_template == TEMPLATE
-    assert main(["score", "--reward", out, "--data", str(file), "--text-column", "messages", "--json"]) == 0
+    assert main(["score", "--reward", out, "--data", str(file), "--text", "messages", "--json"]) == 0
     scored = [json.loads(line) for line in (tmp_path / "chats.scored.jsonl").read_text().splitlines()]
     parts = ["user the film assistant", f" {scored[0]['messages'][1]['content']}"]
     tokens = [token for part in parts for token in model.tokenizer(part, add_special_tokens=False).input_ids]

@@ -29,8 +29,8 @@ class Arguments:
     prompts: str
     """File of prompts, one per line, or with a column prompt or text (csv, tsv, jsonl, parquet, also compressed)."""
     judge: str
-    """An independent judge of the attribute, as `radq label` takes it; it should share neither model nor data with the
-    reward model."""
+    """An independent judge of the attribute, as `radq judge score` takes it; it should share neither model nor data with
+    the reward model."""
     base: str = "embedded"
     """Language model to steer: a hub name, a folder, or embedded."""
     attribute: str | None = None
@@ -129,38 +129,17 @@ def _check(arguments: Arguments) -> "tuple[CalibrationPlan, Path]":
         raise OptionError(f"there is no judge {arguments.judge!r}.", f"begin with one of {', '.join(kinds)}.")
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise OptionError(f"--plot must be an SVG file, got {str(arguments.plot)!r}.", "end its name with .svg.")
-    plan = CalibrationPlan(
-        folder=EMBEDDED if kind == EMBEDDED else arguments.model,
-        attribute=attribute,
-        levels=arguments.levels,
-        kl_budget=read_budget(arguments.kl_budget),
-        **{name: getattr(arguments, name) for name in SAME},
-    )
+    options = vars(arguments) | {
+        "folder": EMBEDDED if kind == EMBEDDED else arguments.model,
+        "attribute": attribute,
+        "kl_budget": read_budget(arguments.kl_budget),
+    }
+    plan = CalibrationPlan(**{field.name: options[field.name] for field in fields(CalibrationPlan)})
     sweep = plan.sweep()
     read_enough_prompts(sweep)
     sweep.check_models()
     _warn_of_shared_judge(plan, target)
     return plan, target
-
-
-SAME = (  # options with the same names in the plan
-    "base",
-    "prompts",
-    "judge",
-    "reduce",
-    "by",
-    "max_perplexity_ratio",
-    "metric",
-    "reads",
-    "limit",
-    "samples",
-    "max_new_tokens",
-    "top_k",
-    "ends",
-    "seed",
-    "batch_size",
-    "resamples",
-)
 
 
 def _find_attribute(arguments: Arguments) -> str:

@@ -42,7 +42,7 @@ class Arguments:
             help=f"Strengths β of toxicity, negative to steer away from it; {_describe_defaults('toxicity')}."
         ),
     ] = field(default_factory=list)
-    num_samples: int = 8
+    samples: int = 8
     """Number of continuations of each prompt. The first one is shown; means are over all of them."""
     seed: int = 0
     """Seed of the random numbers: the same seed gives the same texts."""
@@ -57,20 +57,20 @@ def run(arguments: Arguments) -> None:
     from radq.decoding.config import check_counts
     from radq.sources.embedded import find_embedded
 
-    check_counts(num_samples=arguments.num_samples)
+    check_counts(samples=arguments.samples)
     find_embedded()
     announce("loading SmolLM2-135M-Instruct; the first time it is converted, in a quarter of a minute", arguments.json)
     from radq.evaluation.demonstration import ATTRIBUTES, NUM_TOKENS, compare, load_demo_models
     from radq.models.loading import find_device
     from radq.numerics import require_memory_for_texts
 
-    num_texts = max(len(arguments.prompt), 1) * arguments.num_samples
-    require_memory_for_texts(num_texts, NUM_TOKENS, "give a smaller --num-samples.")
+    num_texts = max(len(arguments.prompt), 1) * arguments.samples
+    require_memory_for_texts(num_texts, NUM_TOKENS, "give a smaller --samples.")
     betas = {"sentiment": arguments.sentiment_betas, "toxicity": arguments.toxicity_betas}
     models = load_demo_models(device=find_device(arguments.device))
     documents = []
     for name, attribute in ATTRIBUTES.items():
-        options = (arguments.num_samples, arguments.seed, not arguments.json)
+        options = (arguments.samples, arguments.seed, not arguments.json)
         comparison = compare(models, attribute, arguments.prompt, betas[name], *options)
         if arguments.json:
             documents.append(_document(comparison, models.tokenizer))

@@ -1,11 +1,26 @@
-"""radq eval --config sweep.yaml --out runs/detox"""
+"""radq eval --config sweep.yaml --out runs/detox
 
-from dataclasses import asdict, dataclass, replace
+Also `radq eval measure generations.jsonl --judge JUDGE`, for texts that are there, and `radq eval choices --data
+questions.jsonl --guide DIR:toxicity=-50`: does the guided model still know what it knew?
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from radq.evaluation.metrics import METRICS
+
+if TYPE_CHECKING:
+    from radq.evaluation.choices import Question
+    from radq.evaluation.sweep.config import JudgeUse
+    from radq.guides.spec import GuideSpec
 
 
 @dataclass
-class Arguments:
+class Sweep:
     """Run a sweep: continue prompts under guides at many β, judge the texts, and compute metrics.
 
     The same command goes on with a sweep that was killed. `radq report OUT` makes plots and tables of the results.
@@ -32,7 +47,80 @@ class Arguments:
     """Print the metrics as JSON, without progress bars."""
 
 
-def run(arguments: Arguments) -> None:
+@dataclass
+class Measure:
+    """Compute metrics of existing generations, by radq eval or by other programs."""
+
+    files: tyro.conf.Positional[list[Path]]
+    """jsonl files with one prompt per line: "text" and "continuations", or "prompt" and "generations"."""
+    metrics: Annotated[str, tyro.conf.arg(help=f"Metrics to compute, separated by commas: {', '.join(METRICS)}.")] = (
+        "dist_1,dist_2,dist_3"
+    )
+    judge: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="JUDGE")] = field(default_factory=list)
+    """Judge of the metrics that need one, written as for radq judge score; repeat the option for more judges."""
+    reads: Literal["continuation", "text"] = "continuation"
+    """The text that judges read: the continuation alone, or prompt and continuation."""
+    perplexity: str | None = None
+    """Language model that measures perplexity: a hub name or folder."""
+    mauve: str | None = None
+    """Sentence encoder for MAUVE: a hub name, a folder, minilm or embedded."""
+    reference: Path | None = None
+    """jsonl file with generations for the same prompts, which MAUVE compares with."""
+    resamples: int = 1000
+    """Number of resamples of the prompts that confidence intervals are made from."""
+    cache: Path | None = None
+    """Folder in which the scores of judges are kept; by default in the user's cache."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
+    json: bool = False
+    """Print the metrics as JSON."""
+
+
+@dataclass
+class Choices:
+    """Answer multiple-choice questions with a language model, unguided and guided, and compare the accuracies."""
+
+    data: Path
+    """Questions (jsonl or parquet) with the fields question, choices and answer, which is the number of the right
+    choice, from 0 on, or the choice itself."""
+    base: str = "embedded"
+    """Language model to steer: a hub name, a folder, or embedded."""
+    guide: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR:ATTR=BETA,…")] = field(
+        default_factory=list
+    )
+    """Guide as in `radq generate`; repeat the option to add guides."""
+    kl_budget: float | Literal["auto", "none"] = "auto"
+    """Largest KL divergence per token, as in `radq generate`."""
+    out: Path | None = None
+    """Folder for the answers; the same command with the same folder goes on where it was stopped."""
+    limit: int | None = None
+    """Number of questions, from the beginning of the file; by default all."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON, without progress bars."""
+
+
+Arguments = (
+    Annotated[Sweep, tyro.conf.subcommand("sweep")]
+    | Annotated[Measure, tyro.conf.subcommand("measure")]
+    | Annotated[Choices, tyro.conf.subcommand("choices")]
+)
+
+
+def run(arguments: Sweep | Measure | Choices) -> None:
+    if isinstance(arguments, Sweep):
+        _sweep(arguments)
+    elif isinstance(arguments, Measure):
+        _measure(arguments)
+    else:
+        _answer(arguments)
+
+
+# --- radq eval sweep ---
+
+
+def _sweep(arguments: Sweep) -> None:
     from radq.commands.console import announce, print_facts, print_json, print_metrics
     from radq.errors import OptionError
     from radq.evaluation.sweep.config import load_sweep
@@ -81,3 +169,143 @@ def run(arguments: Arguments) -> None:
     for note in warn_of_few_prompts(measured):
         print(f"note: {note}")
     print(f"→ {arguments.out}; `radq report {arguments.out}` makes plots and tables of it")
+
+
+# --- radq eval measure ---
+
+
+def _measure(arguments: Measure) -> None:
+    from radq.commands.console import announce, print_facts, print_json, print_metrics
+    from radq.data.generations import read_generations
+    from radq.evaluation.estimates import Bootstrap
+    from radq.evaluation.sweep.config import SweepCell
+    from radq.sources.model_source import check_language_model
+
+    judges, plain = _sort_metrics(arguments)
+    bootstrap = Bootstrap(arguments.resamples)
+    parts = read_generations(arguments.files)
+    reference = {} if arguments.reference is None else read_generations([arguments.reference])
+    if arguments.perplexity is not None:
+        check_language_model(arguments.perplexity)
+    announce("loading models", arguments.json)
+    from radq.evaluation.sweep.measure import Instruments, MeasuredCell, encode_samples
+    from radq.judges.encoders import load_encoder
+    from radq.models.loading import find_device
+
+    device, progress = find_device(arguments.device), not arguments.json
+    instruments = Instruments.load(judges, arguments.perplexity, device, arguments.cache)
+    needs_encoder = any(METRICS[name].needs_encoder for name in plain)
+    encoder = load_encoder(arguments.mauve, device) if arguments.mauve is not None and needs_encoder else None
+    rows = []
+    for (cell, group), texts in parts.items():
+        arrays = instruments.measure(texts.prompts, texts.continuations, progress)
+        measured = MeasuredCell(SweepCell(cell, None, None, None, None, 0), texts.continuations, arrays)
+        features: list[Any] = []
+        if encoder is not None:
+            other = next((part for (_, name), part in reference.items() if name == group), None)
+            features = [
+                None if one is None else encode_samples(encoder, one.continuations, progress) for one in (texts, other)
+            ]
+        found = measured.estimate(judges, plain, range(len(texts.prompts)), bootstrap, *features)
+        rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": found})
+    if arguments.json:
+        print_json({"metrics": rows})
+        return
+    models = [("perplexity under", arguments.perplexity), ("MAUVE by", arguments.mauve)]
+    print_facts([*(("judge", judge) for judge in judges), *((name, model) for name, model in models if model)])
+    print_metrics(rows)
+
+
+def _sort_metrics(arguments: Measure) -> "tuple[dict[str, JudgeUse], list[str]]":
+    """Split the metrics into those of each judge and those without; refuse those that nothing measures."""
+    from radq.errors import OptionError
+    from radq.evaluation.metrics import check_metric
+    from radq.evaluation.sweep.config import JudgeUse
+
+    names = [name.strip() for name in arguments.metrics.split(",") if name.strip()]
+    for name in names:
+        check_metric(name)
+        metric = METRICS[name]
+        if metric.needs_judge and not arguments.judge:
+            raise OptionError(f"{name} has no judge.", "give --judge JUDGE.")
+        if metric.needs_decoding:
+            raise OptionError(
+                f"{name} can only be measured while texts are decoded.",
+                "add it to the metrics of a sweep of radq eval.",
+            )
+        if metric.needs_language_model and arguments.perplexity is None:
+            raise OptionError(f"{name} has no model to measure it.", "give --perplexity MODEL.")
+        if metric.needs_encoder and (arguments.mauve is None or arguments.reference is None):
+            raise OptionError(f"{name} has nothing to compare.", "give --mauve ENCODER and --reference FILE.")
+    if "win_rate" in names:
+        raise OptionError("win_rate compares with unguided texts, which a file does not hold.", "use `radq eval`.")
+    judged = [name for name in names if METRICS[name].needs_judge]
+    plain = [name for name in names if not METRICS[name].needs_judge]
+    return {judge: JudgeUse(judge, judged, arguments.reads) for judge in arguments.judge}, plain
+
+
+# --- radq eval choices ---
+
+
+def _answer(arguments: Choices) -> None:
+    from radq.commands.console import announce, print_json
+    from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
+    from radq.errors import OptionError
+    from radq.guides.spec import GuideSpec, find_budget
+    from radq.sources.model_source import ModelSource, check_language_model
+
+    if arguments.limit is not None and arguments.limit < 1:
+        raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all questions.")
+    if not arguments.data.is_file():
+        raise OptionError(f"there is no file {str(arguments.data)!r}.", "give a file of questions.")
+    base = ModelSource.find(arguments.base)
+    guides = [GuideSpec.parse(text, base) for text in arguments.guide]
+    for one in guides:
+        one.check()
+    check_language_model(base)
+    asked = arguments.kl_budget
+    budget = find_budget(guides, DEFAULT_KL_BUDGET) if asked == "auto" else read_budget(asked)
+    announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
+    from radq.evaluation.choices import KeptAnswers, count_right, find_answers, read_questions
+    from radq.evaluation.estimates import estimate, estimate_change
+    from radq.guides.spec import load_guides
+    from radq.models.loading import find_device, load
+
+    questions = read_questions(arguments.data)[: arguments.limit]
+    device = find_device(arguments.device)
+    lm, tokenizer = load(base, device)
+    guide = load_guides(guides, device, lm=lm)
+    limit = None if budget == "none" else budget
+    runs = {"unguided": (None, None)} | ({} if guide is None else {"guided": (guide, limit)})
+    answers = {}
+    for name, (one, most) in runs.items():
+        kept = None
+        if arguments.out is not None:
+            asked = describe_answers(questions, arguments.base, guides if one else [], most)
+            kept = KeptAnswers(arguments.out / f"{name}.jsonl", asked)
+        answers[name] = find_answers(lm, tokenizer, questions, one, most, not arguments.json, kept)
+    sums = {name: count_right(questions, found) for name, found in answers.items()}
+    result = {name: asdict(estimate(one)) for name, one in sums.items()}
+    if guide is not None:
+        result["change"] = asdict(estimate_change(sums["guided"], sums["unguided"]))
+    if arguments.json:
+        print_json({"questions": len(questions), "accuracy": result, "answers": answers})
+        return
+    print(f"accuracy on {len(questions)} questions:")
+    for name, one in result.items():
+        print(f"  {name:<9} {one['value']:.3f} ({one['low']:.3f} to {one['high']:.3f})")
+
+
+def describe_answers(
+    questions: "Sequence[Question]", base: str, guides: "Sequence[GuideSpec]", kl_budget: float | None
+) -> dict[str, object]:
+    """All that answers depend on: fingerprints of the questions and of the models, and the numbers."""
+    from radq.files import fingerprint_values
+    from radq.sources.model_source import ModelSource
+
+    return {
+        "questions": fingerprint_values([asdict(question) for question in questions]),
+        "base": ModelSource.find(base).fingerprint,
+        "guides": [{"model": one.fingerprint, "numbers": one.numbers} for one in guides],
+        "kl_budget": kl_budget,
+    }

@@ -56,7 +56,7 @@ class Arguments:
     not when it ends; or guides reward them like words (taught), which is for models that were taught ends."""
     clamp: bool = True
     """Clamp rewards to the range of the labels that the reward model was trained on."""
-    num_samples: int = 1
+    samples: int = 1
     """Number of continuations of each prompt."""
     max_new_tokens: int = 20
     """Largest number of tokens of a continuation."""
@@ -94,9 +94,7 @@ def run(arguments: Arguments) -> None:
     from radq.models.loading import choose_dtype, find_device, load
     from radq.numerics import require_memory_for_texts
 
-    require_memory_for_texts(
-        len(prompts) * arguments.num_samples, arguments.max_new_tokens, "give a smaller --num-samples."
-    )
+    require_memory_for_texts(len(prompts) * arguments.samples, arguments.max_new_tokens, "give a smaller --samples.")
     device = find_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, base, device)
     lm, tokenizer = load(base, device, dtype)
@@ -114,7 +112,7 @@ def run(arguments: Arguments) -> None:
         top_p=arguments.top_p,
         temperature=arguments.temperature,
         max_new_tokens=arguments.max_new_tokens,
-        num_samples=arguments.num_samples,
+        num_samples=arguments.samples,
         seed=arguments.seed,
         kl_budget=steering.kl_budget,
         ends=arguments.ends,
@@ -181,12 +179,12 @@ def _check(arguments: Arguments, base: "ModelSource") -> "tuple[list[str], list[
     prompts = _read_prompts(arguments)
     specifications = [GuideSpec.parse(text, base) for text in arguments.guide]
     _steering(arguments, specifications)
-    counts = {"max_new_tokens": arguments.max_new_tokens, "num_samples": arguments.num_samples}
+    counts = {"max_new_tokens": arguments.max_new_tokens, "samples": arguments.samples}
     check_counts(**counts, **({} if arguments.batch_size is None else {"batch_size": arguments.batch_size}))
     check_stop(arguments.stop)
     _changes(arguments)
-    if arguments.stream and (arguments.json or arguments.num_samples > 1):
-        other = "--json" if arguments.json else f"--num-samples {arguments.num_samples}"
+    if arguments.stream and (arguments.json or arguments.samples > 1):
+        other = "--json" if arguments.json else f"--samples {arguments.samples}"
         raise OptionError(f"--stream prints one text of each prompt, and {other} is given.", "give one of the two.")
     for specification in specifications:
         specification.check()

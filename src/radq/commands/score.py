@@ -1,4 +1,4 @@
-"""radq score --reward DIR --text "…" and radq score --reward DIR --data reviews.csv"""
+"""radq score "…" --reward DIR and radq score --reward DIR --data reviews.csv"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +18,17 @@ class Arguments:
 
     reward: str
     """Folder or hub name of the reward model; embedded:sentiment and embedded:toxicity come with radq."""
-    text: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
-    """Text whose tokens are scored; repeat the option for more texts."""
+    texts: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
+    """Texts whose tokens are scored."""
     data: Path | None = None
-    """Table of texts to score (csv, tsv, jsonl or parquet, each also .gz .xz .zst), instead of --text."""
+    """Table of texts to score (csv, tsv, jsonl or parquet, each also .gz .xz .zst), in place of texts."""
     out: Path | None = None
     """Copy of the table with a column reward_ATTRIBUTE for each attribute; by default NAME.scored.csv beside it."""
     overwrite: bool = False
     """Replace the file --out."""
-    text_column: str = "text"
+    text: str = "text"
     """Column of the table with the texts."""
-    prompt_column: str | None = None
+    prompt: str | None = None
     """Column with a context that is read before each text."""
     labels: str | None = None
     """Columns with labels to compare the rewards with, separated by commas: COLUMN or ATTRIBUTE=COLUMN. By default
@@ -57,11 +57,11 @@ def run(arguments: Arguments) -> None:
     from radq.errors import ModelError, OptionError
     from radq.sources.model_source import check_reward_model
 
-    if arguments.data is not None and arguments.text:
-        raise OptionError("both --text and --data are given.", "give one of them.")
-    texts = [] if arguments.data is not None else _strip_texts(arguments.text)
+    if arguments.data is not None and arguments.texts:
+        raise OptionError("both texts and --data are given.", "give one of them.")
+    texts = [] if arguments.data is not None else _strip_texts(arguments.texts)
     if arguments.data is not None:
-        columns = [name for name in (arguments.text_column, arguments.prompt_column) if name is not None]
+        columns = [name for name in (arguments.text, arguments.prompt) if name is not None]
         check_sources([arguments.data], columns)
         _check_numbers(arguments)
     check_reward_model(arguments.reward)
@@ -100,7 +100,7 @@ def _strip_texts(texts: list[str]) -> list[str]:
     texts = [text.rstrip() for text in texts]
     if not texts or not all(texts):
         message = "text must not be empty." if texts else "there is no text to score."
-        raise OptionError(message, "give --text TEXT, or --data FILE.")
+        raise OptionError(message, "give a text, or --data FILE.")
     return texts
 
 
@@ -191,9 +191,9 @@ def _score_table(
     known = dict(zip(model.config.attributes, scales_of_model(model.config, arguments.reward), strict=True))
     scales = [None if rules != LabelRules() else known[name] for name in label_columns]
     columns = DataColumns(
-        arguments.text_column,
+        arguments.text,
         list(label_columns.values()),
-        arguments.prompt_column,
+        arguments.prompt,
         label_rules=rules,
         skip_empty=arguments.skip_empty,
         missing_labels=arguments.missing_labels,

@@ -74,7 +74,7 @@ class CalibrationPlan:
         attribute: the attribute to calibrate.
         base: the language model that is steered.
         prompts: a file of prompts.
-        judge: an independent judge of the attribute, as `radq label` takes it.
+        judge: an independent judge of the attribute, as `radq judge score` takes it.
         reduce: steer away from the attribute; the judge's metric is to fall.
         by: strengths differ in β under one KL budget, or in the KL budget with one large β.
         levels: the absolute values of β, or the KL budgets, that are tried; chosen from the model's rewards if empty.

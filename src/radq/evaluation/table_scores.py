@@ -73,7 +73,7 @@ def score_table(
                 raise DataError(f"{source}: no text has a label {name!r}.", "name other columns as labels, or none.")
         rewards = score_rows(model, data, batch_size, progress)
         if np.isnan(rewards).all():
-            raise DataError(f"{source}: the tokenizer finds no tokens in these texts.", "check --text-column.")
+            raise DataError(f"{source}: the tokenizer finds no tokens in these texts.", "check --text.")
         numbers, counts = np.array(data.row_numbers), data.counts
         return TableScores(rewards, data.labels, numbers, data.scales, counts.truncated, counts.empty)
 

@@ -123,7 +123,7 @@ class RewardJudge(Judge):
     """A reward model at the last token of a text, clamped to [0, 1]; longer texts are judged by their beginning.
 
         radq train --kind v --backbone embedded --data scored.jsonl --labels toxicity --out judge-toxicity
-        radq judge score --judge reward:judge-toxicity --text "…"
+        radq judge score "…" --judge reward:judge-toxicity
 
     At its last token, RAD-V is a regression of the labels with a whole backbone. Train it on other data than the reward
     model that steers.
@@ -224,7 +224,7 @@ def _require_scale(judge: Judge) -> None:
     if not np.isfinite(judge.limits).all():
         raise OptionError(
             f"the judge {judge.name} is a regression, whose scores have no lowest and highest value.",
-            "write its scores into a table with `radq label`, and train a judge or a reward model on them.",
+            "write its scores into a table with `radq judge score`, and train a judge or a reward model on them.",
         )
 
 

@@ -128,11 +128,12 @@ def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: flo
     base = config.base or find_language_model(config)
     out, data = shlex.quote(config.out), shlex.quote(config.data[0])
     text = config.response_columns[0] if config.compares else config.text
-    column = "" if text == "text" else f" --text-column {shlex.quote(text)}"
+    column = "" if text == "text" else f" --text {shlex.quote(text)}"
     guide = shlex.quote(f"{config.out}:{attributes[0]}={beta:.2g}")
-    texts = '--text "I think that"' if config.responses else f"--data {data}{column}"
     commands = [
-        f"radq score --reward {out} {texts}",
+        f'radq score "I think that" --reward {out}'
+        if config.responses
+        else f"radq score --reward {out} --data {data}{column}",
         f'radq generate --base {shlex.quote(base)} --guide {guide} --prompt "I think that"',
     ]
     if config.kind == "v" and not config.responses:

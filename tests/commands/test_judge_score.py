@@ -1,4 +1,4 @@
-"""radq label: scores of a table by an LLM or another judge, kills and failures included, and one line for mistakes."""
+"""radq judge score: scores of a table by an LLM or another judge, also after kills; one line for mistakes."""
 
 import json
 import sqlite3
@@ -72,7 +72,7 @@ def read_scores(name: str, column: str = "score") -> list[float | None]:
 
 
 def ask(*more: str, data: str = "texts.csv", out: str = "scored.csv") -> list[str]:
-    base = ["label", "--judge", "openai:m", "--rubric", "rubric.md", "--data", data, "--out", out]
+    base = ["judge", "score", "--judge", "openai:m", "--rubric", "rubric.md", "--data", data, "--out", out]
     return [*base, "--cache", "cache", "--jobs", "4", "--timeout", "1", *more]
 
 
@@ -144,7 +144,7 @@ def test_prose_is_missing_and_never_guessed(use: Callable[[str], None], capsys: 
 def test_printed_scores(use: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     with faking(answer_well) as (_, address):
         use(address)
-        argv = ["label", "--judge", "openai:m#rubric.md", "--text", "a film", "--text", " ", "--cache", "cache"]
+        argv = ["judge", "score", "--judge", "openai:m#rubric.md", "a film", " ", "--cache", "cache"]
         assert main(argv) == 0
         said = capsys.readouterr().out
         assert main([*argv, "--json"]) == 0
@@ -164,11 +164,23 @@ def test_every_other_judge_writes_labels_too(capsys: pytest.CaptureFixture[str])
     make_classifier(Path("classifier"))
     make_classifier(Path("regression"), ["reward"], problem_type="regression")
     for judge in ("classifier:classifier", "not:classifier:classifier", "classifier:regression"):
-        argv = ["label", "--judge", judge, "--data", "texts.csv", "--out", "out.csv", "--overwrite", "--cache", "cache"]
+        argv = [
+            "judge",
+            "score",
+            "--judge",
+            judge,
+            "--data",
+            "texts.csv",
+            "--out",
+            "out.csv",
+            "--overwrite",
+            "--cache",
+            "cache",
+        ]
         assert main([*argv, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["usage"] is None
         assert read_scores("out.csv") == pytest.approx(load_judge(judge).score(texts).tolist(), rel=1e-5)
-    assert main(["label", "--judge", "classifier:regression", "--text", "fine", "--cache", "cache"]) == 0
+    assert main(["judge", "score", "--judge", "classifier:regression", "fine", "--cache", "cache"]) == 0
 
 
 # --- a real server ---
@@ -221,7 +233,7 @@ def test_mistakes(
     assert 'add a line such as "Scale: 1 to 5"' in fails(capsys, *ask("--rubric", "vague.md"))
     assert "cannot be read" in fails(capsys, *ask("--rubric", "nowhere.md"))
     assert "two rubrics" in fails(capsys, *ask("--judge", "openai:m#rubric.md"))
-    assert "no rubric" in fails(capsys, "label", "--judge", "openai:m", "--text", "a")
+    assert "no rubric" in fails(capsys, "judge", "score", "a", "--judge", "openai:m")
     assert "names no model" in fails(capsys, *ask("--judge", "openai:"))
     assert "leave --rubric out" in fails(capsys, *ask("--judge", "linear:embedded:sentiment"))
     assert "begin with one of classifier" in fails(capsys, *ask("--judge", "oracle:m"))
@@ -230,8 +242,8 @@ def test_mistakes(
     assert "max_tokens must be" in fails(capsys, *ask("--max-tokens", "0"))
     assert "name must not be empty" in fails(capsys, *ask("--name", " "))
     assert "has a column 'id' already" in fails(capsys, *ask("--name", "id"))
-    assert "one --data FILE, and no --text" in fails(capsys, *ask("--text", "a"))
-    assert "no column 'body'" in fails(capsys, *ask("--column", "body"))
+    assert "one --data FILE, and no other texts" in fails(capsys, *ask("--name", "n", "--device", "cpu", "a"))
+    assert "no column 'body'" in fails(capsys, *ask("--text", "body"))
     assert "there is no file" in fails(capsys, *ask(data="nowhere.csv"))
     assert "must be of the format" in fails(capsys, *ask(out="scored.jsonl"))
     Path("scored.csv").touch()
