@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from radq.data.generations import read_generations
+from radq.data.prompts import read_generations
 from radq.errors import DataError
 
 

@@ -10,8 +10,7 @@ from sweep_folders import NAMES, Page, make_result, svg_texts
 
 from radq.evaluation.estimates import Estimate
 from radq.report.plots import COLOURS, INK, choose_colour, plot_by_candidates, plot_tradeoff
-from radq.report.published import PublishedCurve
-from radq.report.results import NAN, Result
+from radq.report.results import NAN, PublishedCurve, Result
 
 VALUES = st.floats(0.001, 0.999) | st.just(NAN)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from serving import Running, make_config, serving
 
 from radq.errors import OptionError
-from radq.registry.allowed_hosts import AllowedHosts, check_host
+from radq.registry.config import AllowedHosts, check_host
 
 EVERYWHERE = ["0.0.0.0", "::", "[::]", ""]
 NAMES = st.from_regex(r"[a-z0-9]{1,8}(-[a-z0-9]{1,4})?(\.[a-zA-Z]{2,6}){1,2}", fullmatch=True)

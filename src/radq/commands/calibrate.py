@@ -29,8 +29,8 @@ class Arguments:
     prompts: str
     """File of prompts, one per line, or with a column prompt or text (csv, tsv, jsonl, parquet, also compressed)."""
     judge: str
-    """An independent judge of the attribute, as `radq judge score` takes it; it should share neither model nor data with
-    the reward model."""
+    """An independent judge of the attribute, as `radq judge score` takes it; it should share neither model nor data
+    with the reward model."""
     base: str = "embedded"
     """Language model to steer: a hub name, a folder, or embedded."""
     attribute: str | None = None

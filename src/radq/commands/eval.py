@@ -176,7 +176,7 @@ def _sweep(arguments: Sweep) -> None:
 
 def _measure(arguments: Measure) -> None:
     from radq.commands.console import announce, print_facts, print_json, print_metrics
-    from radq.data.generations import read_generations
+    from radq.data.prompts import read_generations
     from radq.evaluation.estimates import Bootstrap
     from radq.evaluation.sweep.config import SweepCell
     from radq.sources.model_source import check_language_model

@@ -1,10 +1,10 @@
-"""Prompts from files: RealToxicityPrompts, sentiment prompts, plain columns, or one prompt per line.
+"""Prompts from files: RealToxicityPrompts, sentiment prompts, columns, lines, or lines with continuations.
 
 prompts = read_prompts("rtp.jsonl.gz", max_toxicity=0.5, limit=1000, seed=0)
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from radq.data.tables import COMPRESSIONS, FORMATS, read_table
 from radq.errors import DataError, OptionError
+from radq.files import read_numbered_lines
 
 WANTED = '"prompt": {"text": …}, "prompt": "…" or "text": "…"'
 
@@ -108,3 +109,54 @@ def _number(place: str, score: Any) -> float | None:
     except (TypeError, ValueError) as error:
         raise DataError(f"{place}: toxicity must be a number or empty, got {score!r}.", "change this row.") from error
     return None if number is None or number != number else number
+
+
+LINE_FORMATS = (
+    'give "text" and "continuations" as radq eval writes them, or "prompt" and "generations" as DExperts and RAD do.'
+)
+
+
+@dataclass
+class GeneratedTexts:
+    """The prompts of one cell and class, each with its continuations."""
+
+    prompts: list[str] = field(default_factory=list)
+    continuations: list[list[str]] = field(default_factory=list)
+
+
+def read_generations(files: Sequence[Path]) -> dict[tuple[str, str], GeneratedTexts]:
+    """Read generations by cell and class of prompts, in the order of the files.
+
+    A line without a cell belongs to the cell with the file's name, one without a class to the class "all".
+    """
+    found: dict[tuple[str, str], GeneratedTexts] = {}
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"there is no file {str(file)!r}.", "give a jsonl file with generations.")
+        for number, row in read_numbered_lines(file):
+            prompt, continuations = _read_line(f"{file}, line {number}", row)
+            part = found.setdefault(
+                (str(row.get("cell") or file.stem), str(row.get("group") or "all")), GeneratedTexts()
+            )
+            part.prompts.append(prompt)
+            part.continuations.append(continuations)
+    if not found:
+        raise DataError(f"there are no generations in {', '.join(map(str, files))}.", "give a jsonl file with some.")
+    return found
+
+
+def _read_line(place: str, row: Any) -> tuple[str, list[str]]:
+    """Take the prompt and its continuations from a line."""
+    fields = ", ".join(map(str, row)) if isinstance(row, dict) else repr(row)
+    if isinstance(row, dict) and "continuations" in row:
+        prompt, texts = row.get("text"), row["continuations"]
+    elif isinstance(row, dict) and "generations" in row:
+        prompt, texts = row.get("prompt"), row["generations"]
+    else:
+        raise DataError(f"{place} has no generations, but {fields}.", LINE_FORMATS)
+    prompt = prompt.get("text") if isinstance(prompt, dict) else prompt
+    items = [] if texts is None else texts if isinstance(texts, list) else [None]
+    plain: list[Any] = [text.get("text") if isinstance(text, dict) else text for text in items]
+    if not isinstance(prompt, str) or not all(isinstance(text, str) for text in plain):
+        raise DataError(f"{place} has {fields}, but not as texts.", LINE_FORMATS)
+    return prompt, plain

@@ -1,9 +1,9 @@
 """Judges that teach: one for each label of a classifier, which reads every text once for all of them.
 
-    FOLDER                       a classifier with one label, or with two of which one negates the other
-    NAME:toxic                   one label of a classifier
-    NAME:LABEL_1=praise,LABEL_2  two labels; the attribute of the first is called praise
-    linear:FOLDER=praise         a judge as `radq judge score` takes it, whose attribute is called praise
+FOLDER                       a classifier with one label, or with two of which one negates the other
+NAME:toxic                   one label of a classifier
+NAME:LABEL_1=praise,LABEL_2  two labels; the attribute of the first is called praise
+linear:FOLDER=praise         a judge as `radq judge score` takes it, whose attribute is called praise
 """
 
 import re

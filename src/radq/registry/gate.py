@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import HTTPException, Request
 from fastapi.responses import Response
 
-from radq.registry.allowed_hosts import AllowedHosts
+from radq.registry.config import AllowedHosts
 from radq.registry.problems import answer_problem
 
 MISSING_KEY = "the API key is wrong or missing. hint: send Authorization: Bearer KEY."

@@ -20,8 +20,7 @@ from radq.report.comparisons import (
 )
 from radq.report.curves import Curve, Step, find_curves, find_unguided
 from radq.report.plots import Plot, choose_colour
-from radq.report.published import published_calls
-from radq.report.results import PromptSamples, Result, Run, Sample, metric_and_judge, unique
+from radq.report.results import PromptSamples, Result, Run, Sample, metric_and_judge, published_calls, unique
 from radq.report.summary import (
     MAX_PERPLEXITY_RATIO,
     Change,

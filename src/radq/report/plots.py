@@ -26,8 +26,7 @@ from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS
 from radq.models.calibration import NAMED, Calibration, Interval, MeasuredPoint
 from radq.report.comparisons import Comparison
 from radq.report.curves import Curve, find_curves, find_unguided
-from radq.report.published import PublishedCurve
-from radq.report.results import NAN, Result, metric_and_judge, unique
+from radq.report.results import NAN, PublishedCurve, Result, metric_and_judge, unique
 from radq.report.summary import name_group
 from radq.report.tables import metric_keys
 

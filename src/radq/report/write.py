@@ -16,8 +16,19 @@ from radq.files import whole_folder
 from radq.report.comparisons import compare_with_others, describe_comparisons
 from radq.report.page import PageContent, render_page
 from radq.report.plots import Plot, plot_comparisons, plot_tradeoff
-from radq.report.published import BASES, TOXICITY_JUDGES, PublishedCurve, find_named, find_published
-from radq.report.results import Result, Run, metric_and_judge, read_runs, read_samples, unique
+from radq.report.results import (
+    BASES,
+    TOXICITY_JUDGES,
+    PublishedCurve,
+    Result,
+    Run,
+    find_named,
+    find_published,
+    metric_and_judge,
+    read_runs,
+    read_samples,
+    unique,
+)
 from radq.report.summary import Change, describe_run, find_changes, name_group, order_groups, warn_of_few_prompts
 from radq.report.tables import result_table, to_csv, to_latex, to_markdown
 

@@ -16,7 +16,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from radq.decoding.prompt_scores import PromptScores
-from radq.registry.allowed_hosts import AllowedHosts
+from radq.registry.config import AllowedHosts
 from radq.registry.gate import Gate, name_client
 from radq.registry.problems import ERRORS, add_handlers, answer_problem, check_unicode, reading
 from radq.registry.web_page import VERSION, ScoreBody, add_page, check_content_type, describe_server
