@@ -71,11 +71,22 @@ class LargestTensor(TorchDispatchMode):
 
 
 class FailOnce(TorchDispatchMode):
-    """Lets one operation find no memory: the one with this number among all that run in the mode."""
+    """Lets one operation find no memory: the one with this number among all that run in the mode.
+
+    After it, operations run without the mode, which takes most of their time.
+    """
 
     def __init__(self, number: int | None) -> None:
         super().__init__()
         self.number, self.count = number, 0
+
+    def __enter__(self) -> "FailOnce":
+        self._counts = self.number is None or self.count <= self.number
+        return super().__enter__() if self._counts else self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._counts:
+            super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
