@@ -4,19 +4,17 @@ FOLDER                       a classifier with one label, or with two of which o
 NAME:toxic                   one label of a classifier
 NAME:LABEL_1=praise,LABEL_2  two labels; the attribute of the first is called praise
 linear:FOLDER=praise         a judge as `radq judge score` takes it, whose attribute is called praise
+
+Importing this module imports no torch, so that a mistake in such a text shows at once.
 """
 
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoModelForSequenceClassification
-
 from radq.errors import ModelError, OptionError
 from radq.judges.base import Judge
 from radq.judges.labels import choose_label, read_labels
-from radq.judges.models import ClassifierJudge, find_outputs, load_judge
-from radq.judges.readers import OnnxReader, RememberingReader, TransformersReader
 from radq.settings import names_in_table
 from radq.sources import MODEL_TYPE
 from radq.sources.model_source import ModelSource
@@ -24,6 +22,11 @@ from radq.sources.model_source import ModelSource
 
 def load_classifier(text: str, device: str = "cpu") -> list[Judge]:
     """Load the judges that a text names, see `radq.judges.classifiers`; `attribute` is what each teaches."""
+    from transformers import AutoModelForSequenceClassification
+
+    from radq.judges.models import ClassifierJudge, find_outputs, load_judge
+    from radq.judges.readers import OnnxReader, RememberingReader, TransformersReader
+
     name = parse_classifier(text)
     if name.is_judge:
         judge = load_judge(name.source, device)
