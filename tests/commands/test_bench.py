@@ -16,7 +16,8 @@ from radq.benchmark import measure as measuring
 from radq.benchmark.config import GUIDE_NAMES, SHAPES, BenchConfig, Grid, Point
 from radq.benchmark.guides import GUIDES
 from radq.benchmark.models import make_random_lm
-from radq.benchmark.result import BenchResult, Spread, Variant, plot_bench, summarise
+from radq.benchmark.plot import plot_bench
+from radq.benchmark.result import BenchResult, Spread, Variant, summarise
 from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.decoding.request import Request

@@ -116,7 +116,7 @@ def test_texts_with_changes_are_those_of_generate(
 ) -> None:
     served = running.served
     guide = radq.load_guide(f"{served.config.guides['praise'].folder}:praise=10")
-    options: dict[str, Any] = {"stop": bodies.get("stop", []), "max_new_tokens": 12, "seed": 4}
+    options: dict[str, Any] = {"stop": fields.get("stop", []), "max_new_tokens": 12, "seed": 4}
     prompts = ["the film was", "this plot"]
     settings = {"prompt": prompts, "max_tokens": 12, "seed": 4, "radq": {"praise": 10}}
     answer = ask(running, "completion", **settings, **fields).json()

@@ -29,7 +29,7 @@ def run(arguments: Arguments) -> None:
     _check(arguments)
     announce(f"loading {arguments.lm}", arguments.json)
     from radq.benchmark.measure import measure
-    from radq.benchmark.result import plot_bench
+    from radq.benchmark.plot import plot_bench
     from radq.models.loading import find_device
 
     result = measure(arguments, find_device(arguments.device), progress=not arguments.json)
