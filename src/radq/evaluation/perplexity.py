@@ -143,5 +143,5 @@ def _sum_nll(
     c = scored.shape[1]
     last: dict[str, Any] = {KEEP: c + 1} if kv_cache.accepts(lm, KEEP) else {}
     output, _ = kv_cache.start(lm, input_ids, attention_mask, **last)
-    logits = output.logits[:, -c - 1 : -1]  # (b, c, v): of the next token
+    logits = output["logits"][:, -c - 1 : -1]  # (b, c, v): of the next token
     return -torch.where(scored, log_probabilities(logits, input_ids[:, -c:]).double(), 0.0).sum(1)
