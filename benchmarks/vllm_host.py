@@ -21,7 +21,7 @@ from radq.decoding.config import Steering
 from radq.hosts.batching import Request, Steerer
 from radq.hosts.vllm import VllmEngine
 from radq.registry.config import ServeConfig
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 
 PROMPT = "The film was"
@@ -109,19 +109,19 @@ def measure_settings(engine: VllmEngine, steerer: Steerer, options: argparse.Nam
 
 def make_steerer(options: argparse.Namespace) -> Steerer:
     """The reward model outside vLLM, with as many texts."""
-    panel = Panel.load(ServeConfig(guides={"guide": options.guide}).guides)
-    steerer = Steerer(panel, options.rows, LENGTH)
+    loaded = LoadedGuides.load(ServeConfig(guides={"guide": options.guide}).guides)
+    steerer = Steerer(loaded, options.rows, LENGTH)
     if reads_base(steerer):
         return steerer
     guidance = Guidance({"guide": 20.0}, Steering())
     requests = {row: Request(guidance, [5, 6, 7], []) for row in range(options.rows)}
-    steerer.steer(torch.randn(options.rows, panel.guides[0].vocab_size), requests)
+    steerer.steer(torch.randn(options.rows, loaded.guides[0].vocab_size), requests)
     return steerer
 
 
 def reads_base(steerer: Steerer) -> bool:
     """Whether the reward model is a readout, which reads vLLM's own states."""
-    return bool(steerer.panel.guides[0].readers[0].base_layers)
+    return bool(steerer.loaded.guides[0].readers[0].base_layers)
 
 
 def measure_reward(steerer: Steerer, options: argparse.Namespace) -> float:

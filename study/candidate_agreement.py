@@ -32,7 +32,7 @@ from radq.evaluation.estimates import Bootstrap, Sums
 from radq.evaluation.metrics import METRICS
 from radq.evaluation.sweep.config import UNGUIDED, load_sweep
 from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
-from radq.files import read_lines, whole_file
+from radq.files import atomic_file, read_lines
 from radq.judges.agreement import rank_correlation
 from radq.training.candidate_agreement import UNUSED, compare_rewards
 from radq.training.candidates import CandidateSet
@@ -124,7 +124,7 @@ def write_texts(source: str, file: Path, number: int) -> None:
     """Write the first short texts of a table to a file of their own."""
     if not file.exists():
         short = (row for row in read_lines(Path(source)) if 3 <= len(row["text"].split()) <= MOST_WORDS)
-        with whole_file(file) as temporary, temporary.open("w") as stream:
+        with atomic_file(file) as temporary, temporary.open("w") as stream:
             stream.writelines(json.dumps(row) + "\n" for row in islice(short, number))
 
 
@@ -304,7 +304,7 @@ def report(agreements: Mapping[str, Mapping[str, float]], curves: Mapping[str, C
     ranks = {name: with_interval(each) for name, each in found.items()}
     gains = {name: with_interval(found["candidate_correlation"] - found[name]) for name in ("accuracy", "auc")}
     rows.append({"students": len(agreements), "rank_correlation_with_steering": ranks, "agreement_minus": gains})
-    with whole_file(Path("agreement.jsonl")) as temporary:
+    with atomic_file(Path("agreement.jsonl")) as temporary:
         temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(*(json.dumps(row, ensure_ascii=False) for row in rows), sep="\n")
 

@@ -34,7 +34,7 @@ from radq.evaluation.estimates import Bootstrap, Estimate, Sums
 from radq.evaluation.metrics import METRICS, corpus_perplexity, positive_rate
 from radq.evaluation.sweep.config import Sweep, load_sweep
 from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
-from radq.files import read_lines, whole_file
+from radq.files import atomic_file, read_lines
 from radq.report.results import NAN, metric_and_judge
 
 SETTINGS = ("guide", "beta", "top_k", "top_p", "seed", "best_of", "ask")
@@ -106,7 +106,7 @@ def write_kept(folder: Path, task: str, method: str, cells: list[KeptCell]) -> N
 
 
 def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
-    with whole_file(file) as temporary, temporary.open("wb") as stream:
+    with atomic_file(file) as temporary, temporary.open("wb") as stream:
         np.savez_compressed(stream, **arrays)
 
 
@@ -127,7 +127,7 @@ def write_prompts(folder: Path, task: str, prompts: KeptPrompts) -> None:
 
 def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(file) as temporary, lzma.open(temporary, "wt", encoding="utf-8") as stream:
+    with atomic_file(file) as temporary, lzma.open(temporary, "wt", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

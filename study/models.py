@@ -27,7 +27,7 @@ from typing import Any, TextIO
 import yaml
 
 from radq.errors import FULL_MEMORY
-from radq.files import whole_file
+from radq.files import atomic_file
 
 HERE = Path(__file__).resolve().parent
 EMBEDDED = HERE.parent / "recipes" / "embedded"
@@ -159,7 +159,7 @@ def parse_printed(output: str) -> dict[str, Any]:
 
 
 def write_json(file: str | Path, content: Any) -> None:
-    with whole_file(file) as temporary:
+    with atomic_file(file) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 

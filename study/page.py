@@ -45,7 +45,7 @@ from claims import (
 
 from radq.errors import RadqError
 from radq.evaluation.estimates import Estimate
-from radq.files import whole_file, whole_folder
+from radq.files import atomic_file, atomic_folder
 from radq.report.plots import Plot, plot_by_candidates
 from radq.report.results import NAN
 from radq.report.tables import interval, number
@@ -132,13 +132,13 @@ def plain(text: str) -> str:
 
 def write_page(out: Path, name: str, text: str, plots: Sequence[Plot]) -> None:
     """Write a page with its figures, and delete the figures of an earlier study."""
-    with whole_folder(out / name) as temporary:
+    with atomic_folder(out / name) as temporary:
         for plot in plots:
             (temporary / f"{plot.name}.svg").write_text(plot.themed, encoding="utf-8")
     for file in (out / name).glob("*.svg"):
         if file.stem not in {plot.name for plot in plots}:
             file.unlink()
-    with whole_file(out / f"{name}.md") as temporary:
+    with atomic_file(out / f"{name}.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from radq.files import whole_file, whole_folder
+from radq.files import atomic_file, atomic_folder
 
 
 def write(folder: Path, content: str, *names: str) -> None:
@@ -18,7 +18,7 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def test_a_folder_that_another_process_has_finished_meanwhile_stays(tmp_path: Path) -> None:
-    with whole_folder(tmp_path / "made", proof="last") as temporary:
+    with atomic_folder(tmp_path / "made", proof="last") as temporary:
         write(temporary, "mine", "first", "last")
         write(tmp_path / "made", "theirs", "first", "last")
     assert read(tmp_path / "made") == {"first": "theirs", "last": "theirs"}
@@ -27,7 +27,7 @@ def test_a_folder_that_another_process_has_finished_meanwhile_stays(tmp_path: Pa
 
 def test_a_folder_without_its_last_file_is_made_again(tmp_path: Path) -> None:
     write(tmp_path / "made", "theirs", "first")
-    with whole_folder(tmp_path / "made", proof="last") as temporary:
+    with atomic_folder(tmp_path / "made", proof="last") as temporary:
         write(temporary, "mine", "first", "last")
     assert read(tmp_path / "made") == {"first": "mine", "last": "mine"}
 
@@ -41,13 +41,13 @@ def test_a_folder_that_appears_at_the_last_moment_stays(tmp_path: Path, monkeypa
         return rename(source, target)
 
     monkeypatch.setattr(Path, "rename", rename_late)
-    with whole_folder(tmp_path / "made", proof="last") as temporary:
+    with atomic_folder(tmp_path / "made", proof="last") as temporary:
         write(temporary, "mine", "last")
     assert read(tmp_path / "made") == {"last": "theirs"}
 
 
 def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
-    with whole_file(tmp_path / "made") as mine, whole_file(tmp_path / "made") as theirs:
+    with atomic_file(tmp_path / "made") as mine, atomic_file(tmp_path / "made") as theirs:
         mine.write_text("mine")
         theirs.write_text("theirs")
         assert mine.read_text() == "mine"
@@ -56,6 +56,6 @@ def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
 
 def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:
     write(tmp_path / "made", "old", "model", "shard", "notes")
-    with whole_folder(tmp_path / "made", replaces=["sha*"]) as temporary:
+    with atomic_folder(tmp_path / "made", replaces=["sha*"]) as temporary:
         write(temporary, "new", "model")
     assert read(tmp_path / "made") == {"model": "new", "notes": "old"}

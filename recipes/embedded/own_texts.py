@@ -19,7 +19,7 @@ from radq import generate, load
 from radq.data.prompts import read_prompts
 from radq.decoding.generate import Generation
 from radq.decoding.prompts import encode_prompts
-from radq.files import whole_file
+from radq.files import atomic_file
 from radq.guides.spec import GuideSpec
 from radq.judges.models import load_judge
 from radq.models.loading import find_device
@@ -50,7 +50,7 @@ def main() -> None:
         json.dumps({"text": prompt + text, arguments.attribute: round(float(score), 5)}) + "\n"
         for (prompt, text), score in zip(rows, scores, strict=True)
     ]
-    with whole_file(arguments.out) as temporary:
+    with atomic_file(arguments.out) as temporary:
         temporary.write_text("".join(lines), encoding="utf-8")
 
 

@@ -95,7 +95,7 @@ def explained_writing(target: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_folder(target: str | Path, replaces: Sequence[str] = (), proof: str | None = None) -> Iterator[Path]:
+def atomic_folder(target: str | Path, replaces: Sequence[str] = (), proof: str | None = None) -> Iterator[Path]:
     """Make a temporary folder that becomes `target` when the block succeeds and is deleted when it fails.
 
     If `target` exists, the new files move into it one by one and replace files of the same names.
@@ -153,7 +153,7 @@ def _replace_files(source: Path, target: Path, replaces: Sequence[str]) -> None:
 
 
 @contextmanager
-def whole_file(target: str | Path) -> Iterator[Path]:
+def atomic_file(target: str | Path) -> Iterator[Path]:
     """Make a temporary file that becomes `target` when the block succeeds and is deleted when it fails."""
     target = Path(target)
     if target.exists() and not (target.is_file() or target.is_dir()):  # such as /dev/null, which would be gone

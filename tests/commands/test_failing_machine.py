@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from radq.cli import main
 from radq.commands import score
 from radq.errors import MemoryLimitError, OptionError, explain
-from radq.files import whole_file
+from radq.files import atomic_file
 
 COMMANDS = find_commands()
 WRITERS = [command for command, call in CALLS.items() if "out" in call]
@@ -171,7 +171,7 @@ def test_a_key_pressed_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_pipe_or_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OptionError, match=r"pipe' is a device or a pipe"), whole_file(tmp_path / "pipe") as temporary:
+    with pytest.raises(OptionError, match=r"pipe' is a device or a pipe"), atomic_file(tmp_path / "pipe") as temporary:
         temporary.write_text("text")
     assert (tmp_path / "pipe").is_fifo()
     assert len(list(tmp_path.iterdir())) == 1

@@ -18,7 +18,7 @@ from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.hosts.batching import Request, Steerer
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.reward import RewardModel
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 from radq.sources.hub import quiet
 
@@ -178,7 +178,7 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
     places = {str(place): (0, place) for place in range(len(guide.beta))}
     strengths = {str(place): beta for place, beta in enumerate(guide.beta)}
     request = Request(Guidance(strengths, Steering(None)), [5, 9], [], stops=(tokenizer.eos_token_id,))
-    steerer = Steerer(Panel([guide], places), 1, 30)
+    steerer = Steerer(LoadedGuides([guide], places), 1, 30)
     for text in calls:
         scores = oracle.base_logits(base, text)[None]
         fresh = GuidedLogitsProcessor(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.generate import stream
-from radq.decoding.steering import Strengths, propose
+from radq.decoding.steering import RowSettings, propose
 from radq.guides import Guide, RewardGuide
 from radq.guides.gedi import filter_candidates
 from radq.hosts.transformers import GuidedLogitsProcessor
@@ -47,9 +47,9 @@ def test_every_stop_token_keeps_its_probability(rows: list[tuple[Steering, set[i
     logits = 3 * torch.randn(len(rows), VOCAB, generator=generator)
     guide = ConstantGuide(size * torch.randn(VOCAB, generator=generator))
     steerings, stops = [steering for steering, _ in rows], [own for _, own in rows]
-    strengths = Strengths.stack(steerings, [()] * len(rows), VOCAB, "cpu", stops=stops)
+    strengths = RowSettings.stack(steerings, [()] * len(rows), VOCAB, "cpu", stops=stops)
     found = propose(logits, guide, NoState(), strengths)
-    free = propose(logits, guide, NoState(), Strengths.stack(steerings, [()] * len(rows), VOCAB, "cpu"))
+    free = propose(logits, guide, NoState(), RowSettings.stack(steerings, [()] * len(rows), VOCAB, "cpu"))
     for row, (steering, own) in enumerate(rows):
         base = spread(found.candidates[row], found.base[row])
         guided = spread(found.candidates[row], found.logits[row])
@@ -70,13 +70,13 @@ def test_every_stop_token_keeps_its_probability(rows: list[tuple[Steering, set[i
 def test_a_budget_is_used_up_where_words_alone_are_shifted(seed: int, budget: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, shift = torch.randn(1, VOCAB, generator=generator), 90 * torch.randn(VOCAB, generator=generator)
-    strengths = Strengths.stack([Steering(None, kl_budget=budget)], [()], VOCAB, "cpu", stops=[STOPS])
+    strengths = RowSettings.stack([Steering(None, kl_budget=budget)], [()], VOCAB, "cpu", stops=[STOPS])
     assert propose(logits, ConstantGuide(shift), NoState(), strengths).kl.item() == pytest.approx(budget, rel=1e-3)
 
 
 def test_the_shift_of_a_stop_token_by_hand() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
+    strengths = RowSettings.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
     shift = torch.tensor([-40.0, math.log(2), math.log(4)])
     found = propose(logits, ConstantGuide(shift), NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([0.5, 1 / 6, 1 / 3])]
@@ -84,14 +84,14 @@ def test_the_shift_of_a_stop_token_by_hand() -> None:
 
 
 def test_a_guide_that_allows_only_ends_forbids_no_word() -> None:
-    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
+    strengths = RowSettings.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
     guide = ConstantGuide(torch.tensor([0.0, 1.0, 1.0]), allowed=[True, False, False])
     found = propose(torch.zeros(1, 3), guide, NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([1 / 3, 1 / 3, 1 / 3])]
 
 
 def test_forbidden_words_leave_their_share_to_the_others() -> None:
-    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
+    strengths = RowSettings.stack([Steering(None, kl_budget=None)], [()], 3, "cpu", stops=[[0]])
     guide = ConstantGuide(torch.tensor([-9.0, 1.0, 1.0]), allowed=[False, True, False])
     found = propose(torch.zeros(1, 3), guide, NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([1 / 3, 2 / 3, 0])]
@@ -103,13 +103,13 @@ def test_a_filter_counts_words_alone() -> None:
     posterior = torch.tensor([[0.7, 0.6, 0.5, 0.1, 0.05]]).log()
     guide: Any = ConstantGuide(torch.zeros(5))
     guide.allowed = lambda logits: filter_candidates(posterior, logits, 0.8, 0.8)
-    strengths = Strengths.stack([Steering(None, kl_budget=None)], [()], 5, "cpu", stops=[[0]])
+    strengths = RowSettings.stack([Steering(None, kl_budget=None)], [()], 5, "cpu", stops=[[0]])
     found = propose(logits, guide, NoState(), strengths)
     assert found.logits.softmax(-1).tolist() == [pytest.approx([0.5, 0.5, 0, 0, 0])]
 
 
 def test_where_all_candidates_are_ends_they_stay_as_they_are() -> None:
-    strengths = Strengths.stack([Steering(2, kl_budget=0.1)], [()], 3, "cpu", stops=[[0, 1]])
+    strengths = RowSettings.stack([Steering(2, kl_budget=0.1)], [()], 3, "cpu", stops=[[0, 1]])
     found = propose(
         torch.tensor([[2.0, 1.0, 0.0]]), ConstantGuide(torch.tensor([5.0, -5.0, 1.0])), NoState(), strengths
     )
@@ -119,7 +119,7 @@ def test_where_all_candidates_are_ends_they_stay_as_they_are() -> None:
 
 def test_a_model_that_was_taught_ends_decides_about_them() -> None:
     steering = Steering(None, ends="taught", kl_budget=None)
-    strengths = Strengths.stack([steering], [()], 3, "cpu", stops=[[0]])
+    strengths = RowSettings.stack([steering], [()], 3, "cpu", stops=[[0]])
     found = propose(torch.zeros(1, 3), ConstantGuide(torch.tensor([-9.0, 1.0, 2.0])), NoState(), strengths)
     assert found.shift.tolist() == [[-9.0, 1.0, 2.0]]
 

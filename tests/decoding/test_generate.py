@@ -22,8 +22,8 @@ from radq.decoding.generate import generate, stream
 from radq.decoding.prompts import encode_prompts
 from radq.decoding.steering import (
     Plan,
+    RowSettings,
     Steering,
-    Strengths,
     choose,
     choose_candidates,
     kl_divergence,
@@ -91,7 +91,7 @@ def test_every_step_equals_brute_force(
 @given(st.integers(1, VOCAB), st.one_of(st.none(), st.floats(0.05, 1.0)), st.integers(0, 99))
 def test_candidates_are_the_smallest_likely_set(top_k: int, top_p: float | None, seed: int) -> None:
     logits = 3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
-    strengths = Strengths.repeat(Steering(top_k, top_p), None, logits)
+    strengths = RowSettings.repeat(Steering(top_k, top_p), None, logits)
     candidates, values = choose_candidates(logits, strengths)
     for row in range(4):
         kept = candidates[row][~values[row].isneginf()].tolist()
@@ -116,7 +116,7 @@ def test_rows_with_numbers_of_their_own_are_steered_as_alone(steerings: list[Ste
     logits = 3 * torch.randn(len(steerings), VOCAB, generator=generator)
     uniforms = torch.rand(len(steerings), generator=generator, dtype=torch.float64)
     guide = ConstantGuide(torch.randn(VOCAB, generator=generator))
-    strengths = Strengths.stack(steerings, [()] * len(steerings), VOCAB, "cpu")
+    strengths = RowSettings.stack(steerings, [()] * len(steerings), VOCAB, "cpu")
     together = propose(logits, guide, NoState(), strengths)
     chosen = choose(together, strengths, uniforms)
     for row, steering in enumerate(steerings):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radq.decoding.steering import Proposal, Steering, Strengths, propose
+from radq.decoding.steering import Proposal, RowSettings, Steering, propose
 from radq.guides import Guide
 from radq.guides.base import Advice
 from radq.models.reading import Reader
@@ -15,7 +15,7 @@ from radq.models.reading import Reader
 
 def propose_all(logits: Tensor, guide: Guide | None, state: Any, steering: Steering) -> Proposal:
     """Propose with the same steering for every row."""
-    return propose(logits, guide, state, Strengths.repeat(steering, guide, logits))
+    return propose(logits, guide, state, RowSettings.repeat(steering, guide, logits))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radq.decoding.steering import Proposal, Steering, Strengths, propose
+from radq.decoding.steering import Proposal, RowSettings, Steering, propose
 from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
@@ -26,7 +26,7 @@ from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.records import RecordedRow
 from radq.models.cuda_graph import StepGraphs
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 
 KINDS = ["q", "v", "dexperts", "gedi"]
@@ -40,14 +40,14 @@ def make_guide(kind: str, folder: Path) -> Guide:
     return make_baseline(kind, filter_p=0.4) if kind == "gedi" else make_baseline(kind)
 
 
-def make_panel(guides: dict[str, Guide]) -> Panel:
+def make_loaded(guides: dict[str, Guide]) -> LoadedGuides:
     """Every strength has a name of its own, such as q.0 and q.1."""
     places = {f"{kind}.{n}": (place, n) for place, kind in enumerate(guides) for n in range(len(guides[kind].beta))}
-    return Panel(list(guides.values()), places)
+    return LoadedGuides(list(guides.values()), places)
 
 
 def make_steerer(guides: dict[str, Guide], capacity: int = 8) -> Steerer:
-    return Steerer(make_panel(guides), capacity, LENGTH)
+    return Steerer(make_loaded(guides), capacity, LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def propose_alone(guides: dict[str, Guide], text: list[int], guidance: Guidance)
     parts = [kind for kind in guides if kind in used]
     betas = [guidance.strengths.get(f"{kind}.{n}", 0.0) for kind in parts for n in range(len(guides[kind].beta))]
     guide = reduce(add, [guides[kind] for kind in parts]) if parts else None
-    strengths = Strengths.stack([guidance.steering], [betas], VOCAB, "cpu", stops=[find_stops(guidance)])
+    strengths = RowSettings.stack([guidance.steering], [betas], VOCAB, "cpu", stops=[find_stops(guidance)])
     state = None if guide is None else guide.start(torch.tensor([text]))
     return propose(base_logits(text)[None], guide, state, strengths)
 
@@ -318,7 +318,7 @@ def test_captured_steps_give_the_logits_of_others(kind: str, lm_folders: dict[st
         guide: Any = make_guide(kind, lm_folders["llama"])
         for model in [guide.model] if kind == "q" else [reader.model for reader in guide.readers]:
             model.cuda()
-        steerer = Steerer(make_panel({kind: guide}), 8, LENGTH, "cuda")
+        steerer = Steerer(make_loaded({kind: guide}), 8, LENGTH, "cuda")
         (follower,) = steerer.followers
         assert follower.graphs.on
         follower.graphs.on = captures
@@ -466,7 +466,7 @@ def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: boo
     rng, most = random.Random(seed), 3
     chosen = {kind: guides[kind] for kind in ("q", "dexperts")}
     check_drafts(list(chosen.values()), VOCAB)
-    steerer = DraftSteerer(make_panel(chosen), 5, LENGTH, "cpu", most)
+    steerer = DraftSteerer(make_loaded(chosen), 5, LENGTH, "cpu", most)
     if prepared:
         prepare_steps(steerer)
     tokens, lengths = torch.zeros(5, LENGTH, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)

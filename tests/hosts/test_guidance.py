@@ -15,7 +15,7 @@ from radq.errors import OptionError, UnknownAttributeError
 from radq.guides import RewardGuide
 from radq.hosts.guidance import Registry
 from radq.registry.config import ServeConfig
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 
 REGISTRY = Registry(
@@ -147,14 +147,14 @@ def test_registered_guides_share_models(lm_folders: dict[str, Path], tmp_path: P
         "rude": f"{tmp_path / 'q'}:rude=2",
         "kind": f"{tmp_path / 'q'}:nice=3",
     }
-    panel = Panel.load(ServeConfig(guides=guides).guides)
-    assert len(panel.guides) == 1
-    assert isinstance(panel.guides[0], RewardGuide)
-    assert panel.guides[0].attributes == ("nice", "rude")
-    assert panel.strengths({"nice": 4.0, "rude": 5.0, "kind": 6.0}) == {0: [10.0, 5.0]}
-    assert panel.strengths({"rude": 5.0}) == {0: [0.0, 5.0]}
+    loaded = LoadedGuides.load(ServeConfig(guides=guides).guides)
+    assert len(loaded.guides) == 1
+    assert isinstance(loaded.guides[0], RewardGuide)
+    assert loaded.guides[0].attributes == ("nice", "rude")
+    assert loaded.strengths({"nice": 4.0, "rude": 5.0, "kind": 6.0}) == {0: [10.0, 5.0]}
+    assert loaded.strengths({"rude": 5.0}) == {0: [0.0, 5.0]}
     with pytest.raises(UnknownAttributeError):
-        Panel.load(ServeConfig(guides={"wrong": f"{tmp_path / 'q'}:nicer=1"}).guides)
+        LoadedGuides.load(ServeConfig(guides={"wrong": f"{tmp_path / 'q'}:nicer=1"}).guides)
 
 
 def test_requests_are_read_without_torch() -> None:

@@ -110,7 +110,7 @@ def test_readouts_read_nothing_themselves(world: World, engine: Any, monkeypatch
         raise AssertionError("the base model was read a second time")
 
     for processor in PROCESSORS:
-        for guide in processor.panel.guides:
+        for guide in processor.loaded.guides:
             if guide.model.readout is not None:
                 monkeypatch.setattr(guide.model.backbone, "forward", refuse)
     before = sum(processor.figures.totals["failed"] for processor in PROCESSORS)

@@ -46,13 +46,13 @@ def scores_at_once(served: Served, ids: list[int]) -> tuple[list[float], dict[st
     """The scores of a text, for which every model reads it at once by its own forward."""
     input_ids = torch.tensor([ids])
     logits: Any = served.lm(input_ids=input_ids).logits
-    return log_probabilities(logits[0, :-1], input_ids[0, 1:]).tolist(), served.panel.token_rewards(ids)
+    return log_probabilities(logits[0, :-1], input_ids[0, 1:]).tolist(), served.loaded.token_rewards(ids)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 1000])
 def test_scores_in_parts_are_those_at_once(served: Served, tokens: int) -> None:
     ids = served.encode(TEXT)
-    prefill, turns = Prefill(lambda turn: served.panel.score(served.lm, ids, turn)), 1
+    prefill, turns = Prefill(lambda turn: served.loaded.score(served.lm, ids, turn)), 1
     while not prefill.read(tokens):
         turns += 1
     assert prefill.result is not None

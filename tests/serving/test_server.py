@@ -53,8 +53,8 @@ def expected(running: Running, prompts: list[Any], names: dict[str, float], **op
 
 
 def guide_of(running: Running, name: str) -> Any:
-    panel = running.served.panel
-    return panel.guides[panel.places[name][0]]
+    loaded = running.served.loaded
+    return loaded.guides[loaded.places[name][0]]
 
 
 # --- OpenAI's client ---

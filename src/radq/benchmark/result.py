@@ -8,7 +8,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from radq.benchmark.config import UNGUIDED, Point
-from radq.files import require_own_folder, whole_folder
+from radq.files import atomic_folder, require_own_folder
 
 if TYPE_CHECKING:
     from radq.report.plots import Plot
@@ -97,7 +97,7 @@ class BenchResult:
             f"{plot.name}.svg": plot.themed.encode(),
             f"{plot.name}.png": plot.png,
         }
-        with whole_folder(folder) as temporary:
+        with atomic_folder(folder) as temporary:
             for name, content in files.items():
                 (temporary / name).write_bytes(content)
         return [folder / name for name in files]

@@ -214,10 +214,10 @@ def _warn(found: "Calibration") -> None:
 
 
 def _draw(file: Path, found: "Calibration") -> None:
-    from radq.files import explained_writing, whole_file
+    from radq.files import atomic_file, explained_writing
     from radq.report.plots import plot_calibration
 
-    with explained_writing(file), whole_file(file) as temporary:
+    with explained_writing(file), atomic_file(file) as temporary:
         temporary.write_text(plot_calibration(found).themed, encoding="utf-8")
 
 

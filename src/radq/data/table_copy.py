@@ -19,7 +19,7 @@ from typing import Any
 
 from radq.data.tables import find_format, open_table, read_table, seekable
 from radq.errors import DataError, OptionError
-from radq.files import explained_writing, whole_file
+from radq.files import atomic_file, explained_writing
 
 ROWS_PER_GROUP = 2**16  # of parquet
 Columns = Mapping[str, Sequence[float | None]]  # one number for each row of the table, by name
@@ -54,7 +54,7 @@ def copy_with_columns(source: Path, target: Path, columns: Columns) -> None:
     """Write the copy, whole or not at all."""
     with (
         explained_writing(target),
-        whole_file(target) as temporary,
+        atomic_file(target) as temporary,
         open_table(source) as reading,
         _create(temporary, target.suffix.lower()) as writing,
     ):

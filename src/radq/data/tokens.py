@@ -19,7 +19,7 @@ from radq.data.examples import DataColumns, Piece, SpanWriter, read_examples
 from radq.data.label_cells import join_cells
 from radq.data.tables import find_revision, split_hub_name
 from radq.errors import DataError, OptionError
-from radq.files import default_cache_folder, fingerprint_file, fingerprint_values, whole_folder
+from radq.files import atomic_folder, default_cache_folder, fingerprint_file, fingerprint_values
 
 CACHE_FORMAT = 4
 COUNTS = "counts.json"  # the file that is written last
@@ -74,7 +74,7 @@ def tokenise_once(
     folder = Path(cache_folder or default_cache_folder()) / key
     if not (folder / COUNTS).is_file():
         pieces = (piece for source in sources for piece in read(source))
-        with whole_folder(folder, proof=COUNTS) as temporary:
+        with atomic_folder(folder, proof=COUNTS) as temporary:
             _tokenise(pieces, ", ".join(map(str, sources)), tokenizer, max_length, temporary, progress)
     return folder
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
 from radq.decoding.guide_rows import Guides
-from radq.decoding.steering import Plan, Proposal, Strengths, choose, propose
+from radq.decoding.steering import Plan, Proposal, RowSettings, choose, propose
 from radq.guides import Guide
 from radq.guides.base import State
 from radq.models.loading import Wrappable, num_logits
@@ -94,7 +94,7 @@ class Decoder:
         self.base: Reading | None = None
         self.guides = Guides(guide, self._take_states, self.reader.vocabulary.size)
         self.count = 0  # rows
-        self._rows: Strengths | None = None  # of all slots
+        self._rows: RowSettings | None = None  # of all slots
         self._steerings: list[Steering] = []
         self._plan = Plan.of([])
         self._uniforms = torch.zeros(0, 0, dtype=torch.float64, device=self.device)  # (slots, steps)
@@ -178,7 +178,7 @@ class Decoder:
                 settle = partial(self._settle, capacity=capacity, width=width, widest=member.widest)
                 member.join(state, [first + row for row in own], settle)
         size = self.reader.vocabulary.size
-        strengths = Strengths.stack(steerings, betas, size, self.device, self._precision, stops)
+        strengths = RowSettings.stack(steerings, betas, size, self.device, self._precision, stops)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
         self._write_rows(first, last, strengths)
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
@@ -218,7 +218,7 @@ class Decoder:
             settled.compiled = self._compiled[reading.reader.model]
         return settled
 
-    def _write_rows(self, first: int, last: int, strengths: Strengths) -> None:
+    def _write_rows(self, first: int, last: int, strengths: RowSettings) -> None:
         """Write settings of requests into rows, in which there may be room for more stop tokens than these have."""
         assert self._rows is not None
         self._rows.stops[first:last] = -1
@@ -226,7 +226,7 @@ class Decoder:
             rows = getattr(self._rows, name)[first:last]
             (rows if values.dim() == 1 else rows[:, : values.shape[1]])[:] = values
 
-    def _grow_rows(self, capacity: int, steps: int, like: Strengths) -> None:
+    def _grow_rows(self, capacity: int, steps: int, like: RowSettings) -> None:
         """Make the tensors of settings, stop tokens and random numbers large enough."""
         before, kept = self._rows, self.count
         held = (0, 0, 0) if before is None else (len(self._done), self._uniforms.shape[1], before.stops.shape[1])

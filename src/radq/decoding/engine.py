@@ -41,7 +41,7 @@ MOST_ROWS = {"cpu": 64, "cuda": 8192}
 MEMORY_SHARE = 0.7  # of the free memory may be filled with rows
 CALM = 2048  # steps without full memory, after which twice as many rows are tried
 FEWER = 0.75  # rows are moved together when so few of them are still running
-KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.kept`
+KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.engine_cache`
 
 
 _ALL = range(sys.maxsize)  # numbers of guides
@@ -108,7 +108,7 @@ class Engine:
         # The tokens of prompts that base model and guide together read between two steps of texts; None for no limit.
         self.prompt_budget: int | None = None
         self.decoder = Decoder(lm, guide, captures, compile)
-        self.made_with: Hashable = None  # a description of base model and guide, see `radq.decoding.kept`
+        self.made_with: Hashable = None  # a description of base model and guide, see `radq.decoding.engine_cache`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" else 0
         self.waiting: deque[Ticket] = deque()

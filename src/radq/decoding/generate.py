@@ -29,7 +29,7 @@ from radq.decoding.config import (
 )
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine
-from radq.decoding.kept import keep_engine, take_engine
+from radq.decoding.engine_cache import keep_engine, take_engine
 from radq.decoding.processors import Grammar, make_processors
 from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
 from radq.decoding.request import Processor, Request, Ticket

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.decoding.config import Steering
-from radq.decoding.steering import Proposal, Strengths, propose
+from radq.decoding.steering import Proposal, RowSettings, propose
 from radq.guides import Guide
 from radq.guides.base import BaseStates, Prompts
 from radq.models import kv_cache
@@ -125,11 +125,11 @@ class PromptScores:
                 base = base.read(texts[:, place])
                 state = guide.advance(proposal.state, texts[:, place])
 
-    def _stack(self, guide: Guide, vocab_size: int) -> Strengths:
+    def _stack(self, guide: Guide, vocab_size: int) -> RowSettings:
         """Give every prompt the same settings; β has the precision of the guide's models, as in the decoder."""
         precision = reduce(torch.promote_types, (reader.model.dtype for reader in guide.readers), torch.float32)
         n = len(self.prompts)
-        return Strengths.stack(
+        return RowSettings.stack(
             [self.steering] * n,
             [tuple(self.beta)] * n,
             vocab_size,

@@ -63,7 +63,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Strengths:
+class RowSettings:
     """The settings and strengths β of a batch, one row for each request."""
 
     plan: Plan
@@ -83,7 +83,7 @@ class Strengths:
         device: torch.device | str,
         dtype: torch.dtype = torch.float64,
         stops: Sequence[Collection[int]] | None = None,
-    ) -> "Strengths":
+    ) -> "RowSettings":
         """Make the rows from the steering, the β and the stop tokens of each request.
 
         Args:
@@ -111,15 +111,15 @@ class Strengths:
     @classmethod
     def repeat(
         cls, steering: Steering, guide: Guide | None, logits: Float[Tensor, "b v"], stops: Collection[int] = ()
-    ) -> "Strengths":
+    ) -> "RowSettings":
         """Give every row of a batch of logits the same steering and stop tokens, and the guide's own β."""
         n, v = logits.shape
         beta = () if guide is None else guide.beta
         return cls.stack([steering] * n, [beta] * n, v, logits.device, stops=[stops] * n)
 
-    def map(self, change: Callable[[Tensor], Tensor], plan: Plan | None = None) -> "Strengths":
+    def map(self, change: Callable[[Tensor], Tensor], plan: Plan | None = None) -> "RowSettings":
         """Return the same settings with changed tensors, such as the first rows of all of them."""
-        return Strengths(plan or self.plan, *map(change, self.columns.values()))
+        return RowSettings(plan or self.plan, *map(change, self.columns.values()))
 
     @property
     def columns(self) -> dict[str, Tensor]:
@@ -178,29 +178,29 @@ class Proposal:
 
 
 def choose_candidates(
-    logits: Float[Tensor, "b v"], strengths: Strengths
+    logits: Float[Tensor, "b v"], settings: RowSettings
 ) -> tuple[Int[Tensor, "b k"], Float[Tensor, "b k"]]:
     """Choose the candidates; return them and their logits, in float32 or better.
 
     Rows with fewer candidates than others are filled with tokens whose logits are −∞.
     """
-    v, plan = logits.shape[-1], strengths.plan
+    v, plan = logits.shape[-1], settings.plan
     check_width(plan.widest, v)
     if not plan.limited and plan.same_width and plan.widest in (None, v):
         return _all_tokens(logits), at_least_float32(logits)  # no need to sort
     values, candidates = logits.topk(plan.widest or v)  # before upcasting, since half precision takes half the time
     if plan.widest in (None, v):  # a row of the whole vocabulary draws the same token whatever the other rows are
-        unlimited = ((strengths.top_k == v) & strengths.top_p.isinf())[:, None]
+        unlimited = ((settings.top_k == v) & settings.top_p.isinf())[:, None]
         candidates = torch.where(unlimited, _all_tokens(logits), candidates)
         values = torch.where(unlimited, logits, values)
     values = at_least_float32(values)
     if not plan.limited and plan.same_width:
         return candidates, values
-    outside = torch.arange(values.shape[1], device=values.device) >= strengths.top_k[:, None]
+    outside = torch.arange(values.shape[1], device=values.device) >= settings.top_k[:, None]
     if plan.limited:
         probabilities = values.masked_fill(outside, -torch.inf).softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier candidates
-        outside = outside | (before >= strengths.top_p[:, None])
+        outside = outside | (before >= settings.top_p[:, None])
         outside[:, 0] = False
     return candidates, values.masked_fill(outside, -torch.inf)
 
@@ -217,37 +217,39 @@ def check_width(top_k: int | None, vocab_size: int) -> None:
         )
 
 
-def propose(logits: Float[Tensor, "b v"], guide: Adviser | None, state: State | None, strengths: Strengths) -> Proposal:
+def propose(
+    logits: Float[Tensor, "b v"], guide: Adviser | None, state: State | None, settings: RowSettings
+) -> Proposal:
     """Compute the guided logits of the candidates for the next token from the base model's logits.
 
     `state` is the guide's state of the texts so far. The proposal holds the state to go on from.
     """
-    candidates, values = choose_candidates(logits, strengths)
-    base = divide(values, strengths)
+    candidates, values = choose_candidates(logits, settings)
+    base = divide(values, settings)
     if guide is None:
         none, fine = torch.zeros_like(base[:, 0]), torch.ones_like(base[:, 0], dtype=torch.bool)
         return Proposal(candidates, base, torch.zeros_like(base), none, fine, steered=False)
-    advice = guide.advise(state, candidates, strengths.beta)
+    advice = guide.advise(state, candidates, settings.beta)
     finite = torch.linalg.vector_norm(advice.shift, torch.inf, dim=-1) < torch.inf  # fewer kernels than isfinite has
     shift = torch.where(finite[:, None], advice.shift.to(base.dtype), constant((0.0,), base.dtype, base.device))
-    stops = _find_stops(candidates, strengths)
+    stops = _find_stops(candidates, settings)
     words = base if stops is None else base.masked_fill(stops, -torch.inf)
     barrier = None if advice.allowed is None else _barrier(words, advice.allowed(words + shift))
-    if strengths.plan.budgeted:
-        budget = strengths.kl_budget if stops is None else strengths.kl_budget / _share_of_words(words, base)
+    if settings.plan.budgeted:
+        budget = settings.kl_budget if stops is None else settings.kl_budget / _share_of_words(words, base)
         barrier, scale = fit_budget(words, shift, barrier, budget)
         shift = shift * scale[:, None]
     shift = shift if barrier is None else shift + barrier
     shift = shift if stops is None else hold_ends(words, shift, stops)
-    clipped = _share(advice.clipped, base, strengths.plan)
+    clipped = _share(advice.clipped, base, settings.plan)
     return Proposal(candidates, base, shift, clipped, finite, advice.state, advice.rewards)
 
 
-def _find_stops(candidates: Int[Tensor, "b k"], strengths: Strengths) -> Bool[Tensor, "b k"] | None:
+def _find_stops(candidates: Int[Tensor, "b k"], settings: RowSettings) -> Bool[Tensor, "b k"] | None:
     """Find the candidates whose probability is left to the base model; None if no row has such stop tokens."""
-    if not strengths.plan.holds_ends or not strengths.stops.shape[1]:
+    if not settings.plan.holds_ends or not settings.stops.shape[1]:
         return None
-    return (candidates[:, :, None] == strengths.stops[:, None]).any(-1)
+    return (candidates[:, :, None] == settings.stops[:, None]).any(-1)
 
 
 def _share_of_words(words: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
@@ -278,15 +280,15 @@ def _share(clipped: Bool[Tensor, "b k"] | None, base: Float[Tensor, "b k"], plan
     return ((clipped & possible).sum(-1) / possible.sum(-1)).to(base.dtype)
 
 
-def divide(values: Float[Tensor, "b k"], strengths: Strengths) -> Float[Tensor, "b k"]:
+def divide(values: Float[Tensor, "b k"], settings: RowSettings) -> Float[Tensor, "b k"]:
     """Divide logits by the temperature of their row; greedy rows, with temperature 0, stay as they are.
 
     Below `COLDEST` the quotients might overflow. The largest logit of the row is then subtracted first, which does
     not change the probabilities.
     """
-    if not strengths.plan.tempered:
+    if not settings.plan.tempered:
         return values
-    t = torch.where(strengths.temperature == 0, 1.0, strengths.temperature).to(values.dtype)[:, None]
+    t = torch.where(settings.temperature == 0, 1.0, settings.temperature).to(values.dtype)[:, None]
     t = t.clamp(min=torch.finfo(values.dtype).tiny)
     lowered = torch.where(t < COLDEST, values - values.amax(-1, keepdim=True), values)
     return lowered / t
@@ -361,15 +363,15 @@ def _divergence(
     return (guided * (log_guided - log_base)).nansum(-1)
 
 
-def choose(proposal: Proposal, strengths: Strengths, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+def choose(proposal: Proposal, settings: RowSettings, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
     """Choose a candidate for each row: the best one in greedy rows, else a sample that a number in [0, 1) decides."""
-    plan = strengths.plan
+    plan = settings.plan
     if not plan.greedy:
         return sample(proposal.probabilities, uniforms)
     best = proposal.logits.argmax(-1)
     if not plan.sampled:
         return best
-    return torch.where(strengths.temperature == 0, best, sample(proposal.probabilities, uniforms))
+    return torch.where(settings.temperature == 0, best, sample(proposal.probabilities, uniforms))
 
 
 def sample(probabilities: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.data.tables import read_table
 from radq.decoding.config import DEFAULT_KL_BUDGET, Steering
-from radq.decoding.steering import Strengths, propose
+from radq.decoding.steering import RowSettings, propose
 from radq.errors import DataError, OptionError
 from radq.evaluation.estimates import Sums
 from radq.evaluation.perplexity import encode_pairs
@@ -158,7 +158,7 @@ def _mean_log_probability(
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for place in range(tokens.shape[1]):
         step = logits[:, place]
-        proposal = propose(step, guide, state, Strengths.repeat(steering, guide, step)).require_finite()
+        proposal = propose(step, guide, state, RowSettings.repeat(steering, guide, step)).require_finite()
         shares = proposal.logits.double().log_softmax(-1)
         total += shares[proposal.candidates == tokens[:, place : place + 1]].sum()
         if guide is not None:

@@ -18,13 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.decoding.config import Steering
-from radq.decoding.steering import Proposal, Strengths, propose
+from radq.decoding.steering import Proposal, RowSettings, propose
 from radq.guides.base import Advice
 from radq.hosts.base_states import ShownFollower, reads_shown
 from radq.hosts.follower import Follower, Text
 from radq.hosts.records import RecordedRow, Records
 from radq.registry.details import StepNumbers
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 
 LOGGER = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Request(Text):
     ticket: str | None = None  # under which the server asks for figures about it
     choice: int = 0  # its number among the texts with this ticket
     ended: bool = field(default=False, init=False)  # whether it ends, since it cannot be guided
-    betas: dict[int, list[float]] | None = field(default=None, init=False)  # of each guide in a panel
+    betas: dict[int, list[float]] | None = field(default=None, init=False)  # of each loaded guide
 
     @property
     def length(self) -> int:
@@ -176,7 +176,7 @@ class _Group:
 
     requests: list[Any]
     places: Int[Tensor, " b"]  # their rows of the logits
-    strengths: Strengths
+    strengths: RowSettings
     temperature: Float[Tensor, "b 1"]  # 1 where the best token is taken
     ends: Int[Tensor, "b 1"]
     members: "list[_Member]"
@@ -225,19 +225,19 @@ class Steerer:
 
     def __init__(
         self,
-        panel: Panel,
+        loaded: LoadedGuides,
         capacity: int,
         length: int,
         device: torch.device | str = "cpu",
         shown: tuple[int, ...] = (),
     ):
         """The engine runs at most `capacity` requests of `length` tokens at once, and shows some layers' states."""
-        self.panel, self.device = panel, torch.device(device)
+        self.loaded, self.device = loaded, torch.device(device)
         self.followers = [
             ShownFollower(guide, capacity, length, self.device, shown)
             if reads_shown(guide, shown)
             else Follower(guide, capacity, length, self.device)
-            for guide in panel.guides
+            for guide in loaded.guides
         ]
         self._figures, self.records = Figures(), Records()
         self._plan: tuple[Any, list[_Group]] = (None, [])
@@ -342,7 +342,7 @@ class Steerer:
     def _betas(self, request: Any) -> dict[int, list[float]]:
         """Find the strengths of each guide that a request uses."""
         if request.betas is None:
-            request.betas = self.panel.strengths(request.guidance.strengths)
+            request.betas = self.loaded.strengths(request.guidance.strengths)
         return request.betas
 
     # --- groups ---
@@ -376,7 +376,7 @@ class Steerer:
         numbers = [[beta for n in used for beta in own.get(n, [0.0] * sizes[n])] for own in betas]
         steerings = [limit_width(request.guidance.steering, vocab_size) for request in requests]
         stops = [request.stops for request in requests]
-        strengths = Strengths.stack(steerings, numbers, vocab_size, self.device, stops=stops)
+        strengths = RowSettings.stack(steerings, numbers, vocab_size, self.device, stops=stops)
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
         members, first = [], 0
         columns: dict[int, slice] = {}
@@ -396,7 +396,7 @@ class Steerer:
 
     def _places(self, request: Any) -> dict[str, tuple[int, int]]:
         """Find the guide of each name that a request uses, and the place of its strength there."""
-        return {name: self.panel.places[name] for name in request.guidance.strengths}
+        return {name: self.loaded.places[name] for name in request.guidance.strengths}
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " r"]:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)

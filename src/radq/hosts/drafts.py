@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from radq.decoding.steering import Strengths, propose
+from radq.decoding.steering import RowSettings, propose
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.guides.base import Advice, list_readings
@@ -23,7 +23,7 @@ from radq.hosts.batching import DeviceRequest, Steerer, limit_width
 from radq.hosts.follower import Follower, Text
 from radq.models.reading import OutputReading
 from radq.models.slots import SlotReading, takes_slots
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 
 
 @dataclass(eq=False)
@@ -137,20 +137,20 @@ class DraftSteerer(Steerer):
 
     def __init__(
         self,
-        panel: Panel,
+        loaded: LoadedGuides,
         capacity: int,
         length: int,
         device: torch.device | str,
         most: int,
         shown: tuple[int, ...] = (),
     ):
-        super().__init__(panel, capacity, length, device, shown)
+        super().__init__(loaded, capacity, length, device, shown)
         self.capacity = capacity
         self.followers = [
             ShownDraftFollower(guide, capacity, length, self.device, most, shown)
             if reads_shown(guide, shown)
             else DraftFollower(guide, capacity, length, self.device, most)
-            for guide in panel.guides
+            for guide in loaded.guides
         ]
         self._table: tuple[Any, Any] = (None, None)
 
@@ -188,7 +188,7 @@ class DraftSteerer(Steerer):
         followers = [one for one in self.followers if isinstance(one, DraftFollower) and one.texts]
         return _Table(
             self._by_slot({slot: place for place, slot in enumerate(requests)}),
-            Strengths.stack(steerings, numbers, vocab_size, self.device, stops=[one.stops for one in listed]),
+            RowSettings.stack(steerings, numbers, vocab_size, self.device, stops=[one.stops for one in listed]),
             self._index([request.end for request in listed]),
             {
                 one: self._by_slot({text.slot: one.rows[text] for text in listed if text in one.rows})
@@ -217,7 +217,7 @@ class _Table:
     """The guided requests of a step, on the device, by which all its rows of logits find their own numbers."""
 
     places: Int[Tensor, " slots"]  # of each slot's request among these, or −1
-    strengths: Strengths  # of these requests
+    strengths: RowSettings  # of these requests
     ends: Int[Tensor, " b"]  # the tokens that end texts which cannot be guided
     texts: dict[DraftFollower, Int[Tensor, " slots"]]  # for each guide, its row of each slot's text, or −1
 

@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
 from radq.decoding.prompts import find_stops
-from radq.decoding.steering import Strengths, propose
+from radq.decoding.steering import RowSettings, propose
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.guides.base import BaseStates, Prompts
@@ -91,7 +91,7 @@ class GuidedLogitsProcessor(LogitsProcessor):
         if self._watch is not None:
             self._watch.check(input_ids)
         self._follow(self._with_padding(input_ids))
-        strengths = Strengths.repeat(self.steering, self.guide, scores, self._stops)
+        strengths = RowSettings.repeat(self.steering, self.guide, scores, self._stops)
         proposal = propose(scores.float(), self.guide, self._state, strengths).require_finite()
         self._state = proposal.state
         guided = torch.full_like(scores, -torch.inf)

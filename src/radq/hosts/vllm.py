@@ -33,7 +33,7 @@ from radq.hosts.records import Records
 from radq.models.loading import load_config, max_positions
 from radq.numerics import available_memory
 from radq.registry.config import NAME
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 from radq.sources.model_source import ModelSource
 
@@ -68,16 +68,16 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         self._slots, self._states = Slots(), place
         device = torch.device(getattr(place, "device", place))
         self._registry = find_registry(self.guides_file)
-        panel = Panel.load(self._registry.entries, str(device))
+        loaded = LoadedGuides.load(self._registry.entries, str(device))
         model = vllm_config.model_config
-        shown = show_layers(panel.guides, vllm_config)
-        self._end = _check_engine(vllm_config, panel.guides, shown)
+        shown = show_layers(loaded.guides, vllm_config)
+        self._end = _check_engine(vllm_config, loaded.guides, shown)
         self.answers = _answers(vllm_config.parallel_config)  # whether figures of this process are those of the server
         size = (vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
         self._drafts = None
         if vllm_config.speculative_config is not None:
-            self._drafts = DraftSteerer(panel, *size, device, 1 + vllm_config.num_speculative_tokens, shown)
-        self._steerer = self._drafts or Steerer(panel, *size, device, shown)
+            self._drafts = DraftSteerer(loaded, *size, device, 1 + vllm_config.num_speculative_tokens, shown)
+        self._steerer = self._drafts or Steerer(loaded, *size, device, shown)
         _check_memory(self._steerer, vllm_config)
         if "raw" in str(model.logprobs_mode):
             LOGGER.info(
@@ -95,8 +95,8 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         return self._steerer.records
 
     @property
-    def panel(self) -> Panel:
-        return self._steerer.panel
+    def loaded(self) -> LoadedGuides:
+        return self._steerer.loaded
 
     @property
     def tells_details(self) -> bool:

@@ -35,7 +35,7 @@ class GuideWorker:
         The server describes itself with these facts. They are None if this worker has no guides.
         """
         for processor in PROCESSORS:
-            return {"ranges": processor.panel.reward_ranges(), "details": processor.tells_details}
+            return {"ranges": processor.loaded.reward_ranges(), "details": processor.tells_details}
         return None
 
     def radq_details(self, ticket: str) -> list[PackedRow]:
@@ -45,4 +45,4 @@ class GuideWorker:
 
     def radq_score(self, token_ids: Sequence[int]) -> dict[str, list[float]] | None:
         """Return the reward of each token of a text, by the name of each guide; None if this worker has no guides."""
-        return next((processor.panel.token_rewards(token_ids) for processor in PROCESSORS), None)
+        return next((processor.loaded.token_rewards(token_ids) for processor in PROCESSORS), None)

@@ -23,7 +23,7 @@ from scipy.special import expit
 from scipy.stats import spearmanr
 
 from radq.errors import DataError, ModelError, OptionError, require_package
-from radq.files import whole_folder
+from radq.files import atomic_folder
 from radq.judges.agreement import area_under_curve
 from radq.judges.base import CARD
 
@@ -98,7 +98,7 @@ class LinearModel:
     def save(self, folder: str | Path) -> None:
         """Write judge.json and judge.safetensors."""
         tensors = {"weight": torch.from_numpy(self.weight), "bias": torch.tensor(self.bias, dtype=torch.float64)}
-        with whole_folder(folder) as temporary:
+        with atomic_folder(folder) as temporary:
             save_file(tensors, temporary / WEIGHTS)
             (temporary / CARD).write_text(json.dumps(asdict(self.card), indent=2, ensure_ascii=False) + "\n")
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from radq.errors import ModelError, OptionError, UnknownAttributeError
-from radq.files import explained_writing, whole_file
+from radq.files import atomic_file, explained_writing
 from radq.settings import build
 from radq.sources.embedded import EMBEDDED, embedded_rewards, reward_folder
 from radq.sources.model_source import ModelName, ModelSource, fingerprint_weights_in
@@ -165,7 +165,7 @@ def write_calibration(folder: Path, calibration: Calibration) -> Path:
     others = [one for one in read_calibrations(folder) if (one.attribute, one.base_fingerprint) != key]
     document = {"calibrations": [asdict(one) for one in (*others, calibration)]}
     file = folder / CALIBRATION
-    with explained_writing(file), whole_file(file) as temporary:
+    with explained_writing(file), atomic_file(file) as temporary:
         temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return file
 

@@ -29,7 +29,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils.generic import ModelOutput
 
 from radq.errors import ModelError, OptionError
-from radq.files import MODEL_FILES, whole_folder
+from radq.files import MODEL_FILES, atomic_folder
 from radq.models.config import RewardModelConfig
 from radq.models.loading import (
     find_backbone,
@@ -172,7 +172,7 @@ class RewardModel(PreTrainedModel):
         self, save_directory: str | Path, **kwargs: Any
     ) -> None:
         """Write config.json, safetensors and the tokenizer; if anything fails, none of them."""
-        with whole_folder(save_directory, replaces=MODEL_FILES) as folder, quiet():
+        with atomic_folder(save_directory, replaces=MODEL_FILES) as folder, quiet():
             if self.config.beside_backbone:
                 self._save_beside_backbone(folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict())
             else:

@@ -17,7 +17,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerBas
 from transformers.initialization import no_init_weights
 
 from radq.errors import ModelError
-from radq.files import MODEL_FILES, require_own_folder, whole_folder
+from radq.files import MODEL_FILES, atomic_folder, require_own_folder
 from radq.models.lora import merged_weights
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
@@ -38,7 +38,7 @@ def save_token_classifier(model: RewardModel, folder: str | Path) -> None:
         )
     if model.readout is not None:
         raise ModelError("transformers has no token classifier with a readout.", "export a RAD-V without --reads base.")
-    with whole_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
+    with atomic_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
         make_token_classifier(model).save_pretrained(temporary)
         if model.tokenizer is not None:
             make_tokenizer(model, model.tokenizer).save_pretrained(temporary)

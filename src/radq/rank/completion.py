@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from radq.errors import DataError, OptionError
-from radq.files import whole_file
+from radq.files import atomic_file
 from radq.numerics import require_memory
 from radq.rank.config import check_completion, check_seed
 from radq.rank.matrix import Observed
@@ -77,7 +77,7 @@ class Factors:
     def save(self, file: str | Path, observed: Observed) -> None:
         """Write a safetensors file with A, B and a fingerprint of the entries they were fitted to."""
         tensors = {"A": self.a.cpu().contiguous(), "B": self.b.cpu().contiguous()}
-        with whole_file(file) as temporary:
+        with atomic_file(file) as temporary:
             try:
                 save_file(tensors, temporary, metadata={"matrix": fingerprint_entries(observed)})
             except SafetensorError as error:  # such as a full disk

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from radq.data.dataset import RewardData
 from radq.errors import DataError
-from radq.files import whole_file
+from radq.files import atomic_file
 from radq.models.vocabulary import Vocabulary
 
 Array = np.ndarray
@@ -144,7 +144,7 @@ class RewardMatrix:
         parts |= {name: getattr(self, name) for name in OPTIONAL_PARTS if getattr(self, name) is not None}
         if self.vocabulary is not None and self.vocabulary.fingerprint is not None:
             parts["vocabulary"] = np.array([str(self.vocabulary.num_tokens), self.vocabulary.fingerprint])
-        with whole_file(file) as temporary, temporary.open("wb") as stream:
+        with atomic_file(file) as temporary, temporary.open("wb") as stream:
             np.savez(stream, **parts)
 
     @classmethod

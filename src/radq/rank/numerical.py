@@ -23,7 +23,7 @@ from tqdm import tqdm
 from radq.data.dataset import NO_LIMIT, RewardData, load_data
 from radq.data.examples import DataColumns
 from radq.errors import DataError, ModelError, OptionError, UnknownAttributeError, require_package
-from radq.files import whole_folder
+from radq.files import atomic_folder
 from radq.models.loading import find_device
 from radq.models.reward import RewardModel
 from radq.numerics import require_memory
@@ -66,7 +66,7 @@ class ModelRanks:
 
     def save(self, folder: Path) -> None:
         """Write rank.json and the plots rank.png and spectrum.png."""
-        with whole_folder(folder) as temporary:
+        with atomic_folder(folder) as temporary:
             (temporary / "rank.json").write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
             self._plot_ranks(temporary / "rank.png")
             self._plot_spectrum(temporary / "spectrum.png")

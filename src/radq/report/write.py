@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from radq.errors import OptionError
-from radq.files import whole_folder
+from radq.files import atomic_folder
 from radq.report.comparisons import compare_with_others, describe_comparisons
 from radq.report.page import PageContent, render_page
 from radq.report.plots import Plot, plot_comparisons, plot_tradeoff
@@ -158,6 +158,6 @@ def _table_files(results: list[Result]) -> dict[str, bytes]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    with whole_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         for name, data in files.items():
             (temporary / name).write_bytes(data)

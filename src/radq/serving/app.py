@@ -23,7 +23,7 @@ from radq.registry.web_page import VERSION, ScoreBody, add_page, check_content_t
 from radq.serving.answers import Answer, TextStream, unless_gone, write_events
 from radq.serving.bodies import ChatBody, CompletionBody, Kind
 from radq.serving.metrics import Metrics
-from radq.serving.orders import read_order
+from radq.serving.parsed_request import parse_request
 from radq.serving.scheduler import Scheduler
 from radq.serving.served import Served
 
@@ -55,14 +55,14 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
 
     async def complete(self, kind: Kind, body: CompletionBody | ChatBody, request: Request) -> Response:
-        order = await self.read(request, read_order, body, self.served)
-        scores = order.prompt_scores(self.served)
+        parsed = await self.read(request, parse_request, body, self.served)
+        scores = parsed.prompt_scores(self.served)
         if scores is not None and not await unless_gone(request, self._read_scores(scores)):
             return Response(status_code=499)  # nobody reads this
-        stream = TextStream(order, self.served, self.scheduler, name_client(request))
-        answer = Answer(kind, order, self.served, stream.texts, scores)
+        stream = TextStream(parsed, self.served, self.scheduler, name_client(request))
+        answer = Answer(kind, parsed, self.served, stream.texts, scores)
         stream.start()
-        if order.stream:
+        if parsed.stream:
             return StreamingResponse(
                 write_events(stream, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
@@ -105,7 +105,7 @@ class Server:
         return describe_server(
             self.config,
             self.config.base_id,
-            served.panel.reward_ranges(),
+            served.loaded.reward_ranges(),
             served.context,
             chat=served.has_chat,
             needs_key=self.api_key is not None,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.engine import KEPT, Engine, StepResult
-from radq.decoding.kept import keep_engine, take_engine
+from radq.decoding.engine_cache import keep_engine, take_engine
 from radq.decoding.request import Request, Ticket
 from radq.errors import explain
 from radq.guides.base import Advice, Guide, Prompts, State
@@ -39,7 +39,7 @@ from radq.registry.details import StepNumbers
 from radq.registry.problems import ServerError
 from radq.serving.metrics import Metrics
 from radq.serving.served import Served
-from radq.serving.texts import Delivery, Text
+from radq.serving.texts import Text, TextUpdate
 
 LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class Scheduler:
         self._waiting: deque[Text] = deque()
         self._tasks: deque[_Task] = deque()
         self._spare = max(1, self.limits.rows // SPARE)
-        self._clocks = [ClockedGuide(guide) for guide in served.panel.guides]
+        self._clocks = [ClockedGuide(guide) for guide in served.loaded.guides]
         guides: list[Guide] = [*self._clocks]
         self._guide = reduce(add, guides) if guides else None
         self._engine: Engine | None = None  # while there are texts
@@ -221,14 +221,14 @@ class Scheduler:
             waiting, self._waiting = self._waiting, deque()
             tasks, self._tasks = self._tasks, deque()
         for text in waiting:
-            text.deliver(Delivery(text, [], finish_reason="error", error=reason))
+            text.deliver(TextUpdate(text, [], finish_reason="error", error=reason))
         for task in tasks:
             task.fail(FailedError(reason))
 
     def _fail_running(self, reason: str) -> None:
         texts, self._texts, self._engine = self._texts, {}, None
         for text in texts.values():
-            text.deliver(Delivery(text, [], finish_reason="error", error=reason))
+            text.deliver(TextUpdate(text, [], finish_reason="error", error=reason))
 
     def _work(self) -> None:
         while True:
@@ -256,7 +256,7 @@ class Scheduler:
     def _refuse_waiting(self) -> None:
         while self._waiting:
             text = self._waiting.popleft()
-            text.deliver(Delivery(text, [], finish_reason="cancelled", error=ENDING))
+            text.deliver(TextUpdate(text, [], finish_reason="cancelled", error=ENDING))
 
     def _do_task(self, tokens: int) -> None:
         """Do a part of a task. The first tasks take turns, so that a short one does not wait for a long one."""
@@ -281,7 +281,7 @@ class Scheduler:
             cancelled = [text for text in self._waiting if text.cancelled]
             self._waiting = deque(text for text in self._waiting if not text.cancelled)
         for text in cancelled:
-            text.deliver(Delivery(text, [], finish_reason="cancelled"))
+            text.deliver(TextUpdate(text, [], finish_reason="cancelled"))
         while (text := self._choose()) is not None:
             if self._engine is None:
                 self._engine = take_engine(self.served.lm, self._guide, self.limits.rows + self._spare)
@@ -298,9 +298,9 @@ class Scheduler:
         if not waiting or room <= -self._spare:
             return None
         running = self._texts.values()
-        clients, orders = Counter(text.client for text in running), Counter(id(text.order) for text in running)
-        text = min(waiting, key=lambda text: (clients[text.client], orders[id(text.order)]))
-        held_up = _is_held_up(text.client, clients) or _is_held_up(id(text.order), orders)
+        clients, orders = Counter(text.client for text in running), Counter(id(text.parsed) for text in running)
+        text = min(waiting, key=lambda text: (clients[text.client], orders[id(text.parsed)]))
+        held_up = _is_held_up(text.client, clients) or _is_held_up(id(text.parsed), orders)
         return text if room > 0 or held_up else None
 
     def _step(self, engine: Engine) -> None:
@@ -346,9 +346,9 @@ class Scheduler:
             error = str(ticket.failure) if ticket.finish_reason == "error" else None
             if ticket.finish_reason == "cancelled" and self.closing:
                 error = ENDING
-            text.deliver(Delivery(text, tokens, text.growing.end(), ticket.finish_reason, error))
+            text.deliver(TextUpdate(text, tokens, text.growing.end(), ticket.finish_reason, error))
         elif tokens:
-            text.deliver(Delivery(text, tokens))
+            text.deliver(TextUpdate(text, tokens))
 
     def _fail(self, error: Exception) -> None:
         """End all texts of the engine after an error, which is a bug; those that wait will have another engine."""

@@ -11,7 +11,7 @@ from radq.models.prefill import InTurns, Turn
 from radq.models.vocabulary import find_bos, tokenise
 from radq.registry.config import ServeConfig
 from radq.registry.details import TokenTexts, check_scored, describe_scores
-from radq.registry.panel import Panel
+from radq.registry.loaded_guides import LoadedGuides
 
 UNLIMITED = 2**31  # tokens of a text, where no model has a limit
 
@@ -25,8 +25,8 @@ class Served:
         self.tokenizer: PreTrainedTokenizerBase
         self.dtype = choose_dtype(config.dtype, config.base, self.device)
         self.lm, self.tokenizer = load(config.base, self.device, self.dtype)
-        self.panel = Panel.load(config.guides, str(self.device), self.dtype, self.lm)
-        for guide in self.panel.guides:
+        self.loaded = LoadedGuides.load(config.guides, str(self.device), self.dtype, self.lm)
+        for guide in self.loaded.guides:
             guide.check_base(self.lm)
             guide.check_vocabulary(num_logits(self.lm), self.tokenizer, config.base_id)
         self.context = self._find_context()
@@ -36,7 +36,7 @@ class Served:
 
     def _find_context(self) -> int:
         """The most tokens of a text that the base model and all guides have positions for."""
-        rooms = [max_positions(self.lm.config), *(guide.context for guide in self.panel.guides)]
+        rooms = [max_positions(self.lm.config), *(guide.context for guide in self.loaded.guides)]
         return min((room for room in rooms if room is not None), default=UNLIMITED)
 
     # --- scores of texts ---
@@ -51,5 +51,5 @@ class Served:
 
     def score(self, token_ids: Sequence[int], turn: Turn) -> InTurns[dict[str, Any]]:
         """Compute the log-probability of each token under the base model, and its reward by each reward model."""
-        scores = yield from self.panel.score(self.lm, token_ids, turn)
+        scores = yield from self.loaded.score(self.lm, token_ids, turn)
         return describe_scores(token_ids, *scores, self.texts.show_each)

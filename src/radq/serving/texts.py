@@ -1,4 +1,4 @@
-"""Texts that requests ask for, on their way through the engine, and the deliveries of their tokens."""
+"""Texts that requests ask for, on their way through the engine, and the updates of their tokens."""
 
 import time
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from radq.decoding.config import Steering
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.text import GrowingText
 from radq.registry.details import Candidate, Drawn, StepNumbers, summarise
-from radq.registry.panel import Selection
+from radq.registry.loaded_guides import Selection
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """A delivery of new tokens of a text, or of its end."""
+class TextUpdate:
+    """An update with new tokens of a text, or of its end."""
 
     text: "Text"
     tokens: list[Drawn]
@@ -37,8 +37,8 @@ class Text:
     uniforms: np.ndarray
     stops: frozenset[int]
     growing: GrowingText
-    deliver: Callable[[Delivery], None]
-    order: Any = None  # the request that it belongs to, and
+    deliver: Callable[[TextUpdate], None]
+    parsed: Any = None  # the request that it belongs to, and
     client: str = ""  # who sent it: requests of clients take turns
     details: bool = False
     processors: tuple[Processor, ...] = ()

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from radq.errors import ModelError, UnknownAttributeError, install_hint
-from radq.files import default_cache_folder, fingerprint_file, fingerprint_values, whole_folder
+from radq.files import atomic_folder, default_cache_folder, fingerprint_file, fingerprint_values
 
 EMBEDDED = "embedded"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -55,7 +55,7 @@ def base_folder() -> Path:
         from radq.sources.gguf import convert_gguf  # transformers takes seconds to import
 
         _check_room(folder)
-        with whole_folder(folder, proof="config.json") as temporary:
+        with atomic_folder(folder, proof="config.json") as temporary:
             convert_gguf(source, temporary)
             (temporary / RECORD).write_text(_fingerprint_files(temporary))
     elif not is_as_converted(folder):

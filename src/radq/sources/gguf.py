@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radq.errors import ModelError, first_line, require_package
-from radq.files import MODEL_FILES, whole_folder
+from radq.files import MODEL_FILES, atomic_folder
 from radq.sources.hub import quiet
 
 
@@ -34,7 +34,7 @@ def convert_gguf(source: str | Path, folder: str | Path, dtype: torch.dtype = to
     config = loaded.config
     del config.quantization_config  # what is saved is no longer quantised
     config._name_or_path = ""
-    with whole_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
+    with atomic_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
         with torch.device("meta"):  # random weights would take as long as the stored ones
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         weights = {name: values.to(dtype) for name, values in loaded.state_dict().items()}

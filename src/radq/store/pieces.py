@@ -19,7 +19,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from radq.errors import DataError
-from radq.files import explained_writing, require_room, whole_file
+from radq.files import atomic_file, explained_writing, require_room
 
 Contents = TypeVar("Contents")
 
@@ -40,7 +40,7 @@ class Piece(Generic[Contents]):
     @contextmanager
     def writing(self) -> Iterator[Path]:
         """Make a temporary file that becomes the piece when the block succeeds and is deleted when it fails."""
-        with explained_writing(self.file), whole_file(self.file) as temporary:
+        with explained_writing(self.file), atomic_file(self.file) as temporary:
             yield temporary
 
 

@@ -25,7 +25,7 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from radq.data.dataset import RewardData
 from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
-from radq.files import MODEL_FILES, explained_writing, require_room, whole_folder
+from radq.files import MODEL_FILES, atomic_folder, explained_writing, require_room
 from radq.guides.expert import class_log_posterior
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.models.loading import load_causal_lm, load_config
@@ -275,7 +275,7 @@ def _save_model(trainer: ExpertTrainer, folder: Path, tokenizer: PreTrainedToken
         codes = [beginning[1:] for beginning in trainer.text_format.beginnings]
         model.config.gedi = {"codes": codes, "scale": model.gedi_scale.item()}
         del model.gedi_scale
-    with whole_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
+    with atomic_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from radq.data.dataset import RewardData
 from radq.data.rows import Rows
 from radq.errors import OptionError, RadqError
-from radq.files import explained_writing, whole_file
+from radq.files import atomic_file, explained_writing
 from radq.training.config import TrainingConfig
 from radq.training.data import Config, Scales, Start, keep_rows, load_run_data, num_steps
 from radq.training.run_folder import RESULTS, begin_run, check_run, read_scales, take_settings_of_run
@@ -76,7 +76,7 @@ class TrainingRun(Generic[Config]):
 
 def write_results(folder: Path, results: dict[str, Any], indent: int | None = None) -> None:
     """Write the results of a model, which are there when its training has ended."""
-    with explained_writing(folder), whole_file(folder / RESULTS) as file:
+    with explained_writing(folder), atomic_file(folder / RESULTS) as file:
         file.write_text(json.dumps(results, indent=indent))
 
 

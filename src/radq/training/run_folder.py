@@ -22,7 +22,7 @@ from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.data.prompts import read_prompts
 from radq.data.tables import check_sources
 from radq.errors import ModelError, OptionError
-from radq.files import MODEL_FILES, RUN_FILES, explained_writing, require_own_folder, whole_file
+from radq.files import MODEL_FILES, RUN_FILES, atomic_file, explained_writing, require_own_folder
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.guides.spec import GUIDES, GuideSpec
 from radq.judges.classifiers import check_classifier
@@ -99,12 +99,12 @@ def begin_run(
         out.mkdir(parents=True, exist_ok=True)
         if not resume:
             delete_run(out)
-        with whole_file(out / LABELS) as file:  # before the settings, which make a folder a run
+        with atomic_file(out / LABELS) as file:  # before the settings, which make a folder a run
             stored = {name: asdict(scale) for name, scale in zip(config.attributes, scales, strict=True)}
             file.write_text(json.dumps(stored, ensure_ascii=False), encoding="utf-8")
-        with whole_file(out / SETTINGS) as file:
+        with atomic_file(out / SETTINGS) as file:
             file.write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        with whole_file(out / FINGERPRINTS) as file:
+        with atomic_file(out / FINGERPRINTS) as file:
             file.write_text(json.dumps(contents))
 
 

@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from radq.data.dataset import GlobalBatches
 from radq.errors import DataError, OptionError, first_line
-from radq.files import append_lines, read_lines, whole_file
+from radq.files import append_lines, atomic_file, read_lines
 from radq.models.loading import find_device
 from radq.training.config import TrainingConfig
 
@@ -194,7 +194,7 @@ class MetricsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self._read() if row["step"] <= state.global_step]
-        with whole_file(self.file) as temporary, temporary.open("wb") as stream:
+        with atomic_file(self.file) as temporary, temporary.open("wb") as stream:
             append_lines(stream, kept)
 
     def _read(self) -> Iterator[dict[str, Any]]:

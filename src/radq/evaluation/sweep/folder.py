@@ -22,7 +22,7 @@ import yaml
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation.sweep.config import Sweep, dump_sweep, find_changes, fingerprint_prompts
-from radq.files import read_lines, require_own_folder, whole_file
+from radq.files import atomic_file, read_lines, require_own_folder
 from radq.sources.model_source import ModelSource
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def open_sweep(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: boo
         if (folder / "config.yaml").exists():
             _require_same_sweep(folder, asked)
         else:
-            with whole_file(folder / "config.yaml") as temporary:
+            with atomic_file(folder / "config.yaml") as temporary:
                 temporary.write_text(f"# prompts: {asked['prompts']}\n{dump_sweep(sweep)}", encoding="utf-8")
         yield
 
@@ -122,7 +122,7 @@ def _require_same(folder: Path, found: dict[str, str], begun: bool) -> None:
             f"{str(folder)!r} holds work of other models; changed since: {', '.join(changed)}.",
             "use another --out, or begin anew with --overwrite.",
         )
-    with whole_file(file) as temporary:
+    with atomic_file(file) as temporary:
         temporary.write_text(json.dumps(known | found, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
@@ -131,7 +131,7 @@ def array_file(folder: Path, cell: str) -> Path:
 
 
 def write_arrays(folder: Path, cell: str, arrays: dict[str, np.ndarray]) -> None:
-    with whole_file(array_file(folder, cell)) as temporary, temporary.open("wb") as stream:
+    with atomic_file(array_file(folder, cell)) as temporary, temporary.open("wb") as stream:
         np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
 
 

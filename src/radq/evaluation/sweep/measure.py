@@ -24,7 +24,7 @@ from radq.evaluation.metrics import METRICS, ScoredTexts, measure
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
 from radq.evaluation.sweep.folder import array_file, read_arrays, write_arrays
-from radq.files import append_lines, read_lines, whole_file
+from radq.files import append_lines, atomic_file, read_lines
 from radq.judges.base import CachedJudge, Judge
 from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.llm import load_pair_judge, score_pairs
@@ -380,7 +380,7 @@ def _compare(
 
 
 def _write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
-    with whole_file(file) as temporary, temporary.open("wb") as stream:
+    with atomic_file(file) as temporary, temporary.open("wb") as stream:
         append_lines(stream, rows)
 
 

@@ -26,7 +26,7 @@ Model = tuple[str, tuple[tuple[str, float], ...]]  # a folder, and the numbers o
 
 @dataclass(frozen=True)
 class Selection:
-    """The guides that a text needs, by their numbers in the panel, and the strengths of all guides of the panel."""
+    """The guides that a text needs, by their numbers among those that are loaded, and the strengths of all of these."""
 
     guides: tuple[int, ...] = ()
     strengths: tuple[float, ...] = ()
@@ -34,7 +34,7 @@ class Selection:
 
 
 @dataclass
-class Panel:
+class LoadedGuides:
     """Guides with all their strengths, and the place of each registered name among them."""
 
     guides: list[Guide] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Panel:
     @classmethod
     def load(
         cls, entries: Mapping[str, GuideEntry], device: str = "cpu", dtype: str = "auto", lm: Any = None
-    ) -> "Panel":
+    ) -> "LoadedGuides":
         strengths: dict[Model, list[str]] = {}
         for entry in entries.values():
             names = strengths.setdefault(_model(entry), [])

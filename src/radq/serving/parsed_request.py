@@ -19,11 +19,11 @@ from radq.registry.problems import FieldError, check_unicode, reading
 from radq.registry.strengths import MISSPELLED, SETTINGS, Guidance
 from radq.serving.bodies import ChatBody, CompletionBody, Message, ResponseFormat, TextBody, find_ignored
 from radq.serving.served import Served
-from radq.serving.texts import Delivery, Text
+from radq.serving.texts import Text, TextUpdate
 
 
 @dataclass(frozen=True)
-class Order:
+class ParsedRequest:
     """A request in radq's terms."""
 
     model: str
@@ -48,11 +48,11 @@ class Order:
     def num_texts(self) -> int:
         return len(self.prompts) * self.n
 
-    def texts(self, served: Served, deliver: Callable[[Delivery], None], client: str = "") -> list[Text]:
+    def texts(self, served: Served, deliver: Callable[[TextUpdate], None], client: str = "") -> list[Text]:
         """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, max(self.max_tokens))
         processors = [make_processors(self.changes, len(prompt), self.stop_tokens) for prompt in self.prompts]
-        selection = served.panel.select(self.guidance.strengths)
+        selection = served.loaded.select(self.guidance.strengths)
         return [
             Text(
                 index=p * self.n + s,
@@ -64,7 +64,7 @@ class Order:
                 stops=self.stop_tokens,
                 growing=GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens),
                 deliver=deliver,
-                order=self,
+                parsed=self,
                 client=client,
                 details=self.guidance.details or bool(self.logprobs),
                 tells_stop=self.echo is not None and self.logprobs is not None,
@@ -78,7 +78,7 @@ class Order:
         """Prepare the log-probabilities of the tokens of prompts, where the answer tells them."""
         if self.echo is None or self.logprobs is None:
             return None
-        guide, strengths = served.panel.sum(self.guidance.strengths)
+        guide, strengths = served.loaded.sum(self.guidance.strengths)
         settings = self.guidance.steering, strengths, self.stop_tokens, self.logprobs
         return PromptScores(served.lm, guide, self.prompts, *settings)
 
@@ -86,8 +86,8 @@ class Order:
         return () if self.grammar is None else (self.grammar.mask(len(prompt), self.stop_tokens),)
 
 
-def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
-    """Check a body and turn it into an order; refuse a body that asks for something that cannot be done."""
+def parse_request(body: CompletionBody | ChatBody, served: Served) -> ParsedRequest:
+    """Check a body and turn it into a parsed request; refuse a body that asks for something that cannot be done."""
     check_unicode(body.model_dump())
     config = served.config
     _refuse_misspelled(body, config)
@@ -115,7 +115,7 @@ def read_order(body: CompletionBody | ChatBody, served: Served) -> Order:
     logprobs = _count_logprobs(body)
     if guidance.details and logprobs is None:
         raise FieldError("radq", "radq tells details together with logprobs alone.", "ask for logprobs too.")
-    return Order(
+    return ParsedRequest(
         model=model,
         prompts=prompts,
         echo=echo,
