@@ -551,7 +551,7 @@ def test_long_chats_are_refused_before_templates_write_them(running: Running, mo
 
 
 def test_long_bodies_do_not_hold_up_short_ones(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go, read = threading.Event(), threading.Event(), app_module.read_order
+    begun, go, read = threading.Event(), threading.Event(), app_module.parse_request
 
     def read_slowly(body: Any, served: Any) -> Any:
         if len(body.prompt) > 10**4:
@@ -559,7 +559,7 @@ def test_long_bodies_do_not_hold_up_short_ones(running: Running, monkeypatch: py
             assert go.wait(30)
         return read(body, served)
 
-    monkeypatch.setattr(app_module, "read_order", read_slowly)
+    monkeypatch.setattr(app_module, "parse_request", read_slowly)
     with ThreadPoolExecutor(16) as pool:
         long = [pool.submit(post, running, prompt="the film " * 10**4) for _ in range(16)]
         assert begun.wait(30)
