@@ -8,8 +8,10 @@ A value of another type is refused by name, and so is a number outside its range
 import ast
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
@@ -20,6 +22,7 @@ import yaml
 from radq.errors import OptionError, first_line
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,23 @@ class Range:
 
 
 COUNT = Range(1, 2**31 - 1)
+
+
+def renamed(**names: str) -> Callable[[F], F]:
+    """Let a function take arguments by their names of the last release, too, with a note: `renamed(old="new")`."""
+
+    def change(function: F) -> F:
+        @wraps(function)
+        def call(*given: Any, **options: Any) -> Any:
+            for old, new in names.items():
+                if old in options:
+                    warnings.warn(f"{old} is now {new}.", FutureWarning, stacklevel=2)
+                    options[new] = options.pop(old)
+            return function(*given, **options)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return change
 
 
 def asked_threads() -> int | None:

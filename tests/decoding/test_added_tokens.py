@@ -84,7 +84,7 @@ def make_guide(kind: str, strength: float, rewards: dict[str, RewardModel]) -> G
 def test_beta_zero_is_the_base_stop_tokens_included(
     kind: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rewards: dict[str, RewardModel]
 ) -> None:
-    options: dict[str, Any] = {"num_samples": 8, "max_new_tokens": 8, "stop_token_ids": [END], "top_k": None}
+    options: dict[str, Any] = {"samples": 8, "max_new_tokens": 8, "stop_token_ids": [END], "top_k": None}
     plain = generate(base, tokenizer, PROMPTS, **options)
     guided = generate(base, tokenizer, PROMPTS, make_guide(kind, 0.0, rewards), **options)
     assert [g.token_ids for g in guided] == [g.token_ids for g in plain]
@@ -112,7 +112,7 @@ def test_every_step_equals_brute_force(
     texts = [ids for ids in tokenizer(PROMPTS).input_ids for _ in range(3)]
     seen = set()
     for step in stream(
-        base, tokenizer, PROMPTS, guide, Steering(None, kl_budget=None), 6, num_samples=3, stop_token_ids=[]
+        base, tokenizer, PROMPTS, guide, Steering(None, kl_budget=None), 6, samples=3, stop_token_ids=[]
     ):
         for i, row in enumerate(step.rows.tolist()):
             logits = oracle.base_logits(base, texts[row])

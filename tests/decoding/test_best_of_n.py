@@ -31,7 +31,7 @@ def test_the_best_of_n_by_hand(kind: str, lm_folders: dict[str, Path], tmp_path:
         model = make_reward(kind, lm_folders["gpt2"])
     stops = [EOS, 5, 9]
     options = {"max_new_tokens": 5, "seed": 3, "top_k": 8, "stop_token_ids": stops}
-    drawn = generate(lm, TOKENIZER, PROMPTS, num_samples=6, **options)
+    drawn = generate(lm, TOKENIZER, PROMPTS, samples=6, **options)
     expected = []
     for group in range(0, len(drawn), 3):
         scores = []
@@ -45,7 +45,7 @@ def test_the_best_of_n_by_hand(kind: str, lm_folders: dict[str, Path], tmp_path:
             scores.append(4 * nice - 6 * rude)
         best = drawn[group + scores.index(max(scores))]
         expected.append(replace(best, drawn_nll=best.drawn_nll - (math.log(3) - 2 / 3)))
-    actual = best_of_n(lm, TOKENIZER, PROMPTS, model, WEIGHTS, n=3, num_samples=2, **options)
+    actual = best_of_n(lm, TOKENIZER, PROMPTS, model, WEIGHTS, n=3, samples=2, **options)
     assert actual == expected
     assert {g.finish_reason for g in drawn} == {"stop", "length"}
 
@@ -56,10 +56,10 @@ def test_seeds_and_batches_follow_the_rules_of_generate(lm_folders: dict[str, Pa
     def best(prompts: list[str], n: int, **options: Any) -> list[Generation]:
         return [rounded(g) for g in best_of_n(lm, TOKENIZER, prompts, model, WEIGHTS, n, **options)]
 
-    two = best(PROMPTS, 4, num_samples=2)
-    assert best(PROMPTS, 4, num_samples=2, batch_size=3) == two
+    two = best(PROMPTS, 4, samples=2)
+    assert best(PROMPTS, 4, samples=2, batch_size=3) == two
     assert best(PROMPTS[:1], 4) == two[:1]
-    assert best(PROMPTS, 4, num_samples=2, seed=1) != two
+    assert best(PROMPTS, 4, samples=2, seed=1) != two
     assert best(PROMPTS, 1) == [rounded(g) for g in generate(lm, TOKENIZER, PROMPTS)]
 
 
@@ -74,7 +74,7 @@ def test_no_more_than_a_batch_is_drawn_or_scored_at_once(lm_folders: dict[str, P
     rows: list[int] = []
     for module in (lm, model.backbone):
         module.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
-    best_of_n(lm, TOKENIZER, PROMPTS, model, WEIGHTS, n=10, num_samples=2, batch_size=4)
+    best_of_n(lm, TOKENIZER, PROMPTS, model, WEIGHTS, n=10, samples=2, batch_size=4)
     assert max(rows) == 4
 
 

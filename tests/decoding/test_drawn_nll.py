@@ -79,7 +79,7 @@ def test_tokens_have_the_likelihood_of_what_they_were_drawn_from(
     ]
     reasons = set()
     for guide, logits_after in ways:
-        for generation in generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5, num_samples=3, seed=1, **options):
+        for generation in generate(lm, TOKENIZER, PROMPTS, guide, max_new_tokens=5, samples=3, seed=1, **options):
             assert generation.drawn_nll == pytest.approx(direct_nll(generation, logits_after), abs=1e-4)
             reasons.add(generation.finish_reason)
     assert reasons == {"stop", "length"}
@@ -110,7 +110,7 @@ def test_the_divergence_of_samples_is_the_exact_one(
     exact += sum(p * step([11, token])[1] for token, p in enumerate(first.tolist()) if p > 0)
     drawn = generate(
         *(lm, TOKENIZER, ["11"], RewardGuide(model, WEIGHTS)),
-        **(options | {"kl_budget": None, "max_new_tokens": 2, "num_samples": 2000, "stop_token_ids": []}),
+        **(options | {"kl_budget": None, "max_new_tokens": 2, "samples": 2000, "stop_token_ids": []}),
     )
     rows = {"nll": [g.nll for g in drawn], "drawn_nll": [g.drawn_nll for g in drawn]}
     tokens = np.array([[g.num_text_tokens for g in drawn]])

@@ -137,7 +137,7 @@ def test_compiled_models_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch, "compile", lambda forward, **_: compile_(forward, backend=note_graph, dynamic=False))
     lm, tokenizer = make_lm("gpt2").double(), make_number_tokenizer()
-    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 6}
+    options: dict[str, Any] = {"samples": 2, "max_new_tokens": 6}
     plain = generate(lm, tokenizer, ["5 9", "11"], **options)
     for _ in range(2):  # the second time with the engine that was kept
         found = generate(lm, tokenizer, ["5 9", "11"], compile=True, **options)

@@ -187,8 +187,8 @@ def test_a_constant_added_to_all_rewards_changes_nothing(constant: float, seed: 
 @pytest.mark.parametrize("kind", ["q", "v"])
 def test_beta_zero_is_the_base(kind: str, lm_folders: dict[str, Path]) -> None:
     lm, model = make("llama", kind, lm_folders)
-    plain = generate(lm, TOKENIZER, PROMPTS, num_samples=3, max_new_tokens=6)
-    guided = generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, {"nice": 0.0}), num_samples=3, max_new_tokens=6)
+    plain = generate(lm, TOKENIZER, PROMPTS, samples=3, max_new_tokens=6)
+    guided = generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, {"nice": 0.0}), samples=3, max_new_tokens=6)
     assert [g.token_ids for g in plain] == [g.token_ids for g in guided]
     assert all(g.kl == 0 for g in guided)
 
@@ -196,7 +196,7 @@ def test_beta_zero_is_the_base(kind: str, lm_folders: dict[str, Path]) -> None:
 def test_the_strengths_of_a_call_take_the_place_of_the_guides_own(lm_folders: dict[str, Path]) -> None:
     lm, model = make("llama", "q", lm_folders)
     weak = RewardGuide(model, {"nice": 1.0, "rude": 1.0})
-    options: dict[str, Any] = {"num_samples": 3, "max_new_tokens": 6}
+    options: dict[str, Any] = {"samples": 3, "max_new_tokens": 6}
     wanted = generate(lm, TOKENIZER, PROMPTS, RewardGuide(model, WEIGHTS), **options)
     assert generate(lm, TOKENIZER, PROMPTS, weak, beta=list(WEIGHTS.values()), **options) == wanted
     assert generate(lm, TOKENIZER, PROMPTS, weak, **options) != wanted
@@ -209,7 +209,7 @@ def test_the_strengths_of_a_call_take_the_place_of_the_guides_own(lm_folders: di
 def test_texts_do_not_depend_on_the_batch(kind: str, lm_folders: dict[str, Path]) -> None:
     lm, model = make("gpt2", kind, lm_folders)
     guide = RewardGuide(model, WEIGHTS)
-    options: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 6, "seed": 7}
+    options: dict[str, Any] = {"samples": 2, "max_new_tokens": 6, "seed": 7}
     together = [g.token_ids for g in generate(lm, TOKENIZER, PROMPTS, guide, **options)]
     in_twos = [g.token_ids for g in generate(lm, TOKENIZER, PROMPTS, guide, **options, batch_size=2)]
     assert together == in_twos
@@ -217,7 +217,7 @@ def test_texts_do_not_depend_on_the_batch(kind: str, lm_folders: dict[str, Path]
     assert together[:2] == alone
     longer = generate(lm, TOKENIZER, PROMPTS, guide, **(options | {"max_new_tokens": 9}))
     assert [g.token_ids[:6] for g in longer] == together
-    more = generate(lm, TOKENIZER, PROMPTS, guide, **(options | {"num_samples": 5}))
+    more = generate(lm, TOKENIZER, PROMPTS, guide, **(options | {"samples": 5}))
     assert [g.token_ids for i, g in enumerate(more) if i % 5 < 2] == together
 
 
@@ -228,7 +228,7 @@ def test_batch_size_is_a_limit_also_for_the_samples_of_one_prompt(
 ) -> None:
     lm, model = make("gpt2", kind or "q", lm_folders)
     guide = RewardGuide(model, WEIGHTS) if kind else None
-    options: dict[str, Any] = {"num_samples": 7, "max_new_tokens": 4, "seed": 2, "stop_token_ids": [3, 5, 9]}
+    options: dict[str, Any] = {"samples": 7, "max_new_tokens": 4, "seed": 2, "stop_token_ids": [3, 5, 9]}
     whole = generate(lm, TOKENIZER, PROMPTS, guide, **options)
     rows: list[int] = []
     lm.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
@@ -318,7 +318,7 @@ def test_results_come_in_prompt_order_and_end_at_stop_tokens(kind: str, lm_folde
     lm, model = make("gpt2", kind, lm_folders)
     guide = RewardGuide(model, WEIGHTS)
     stops = [3, 5, 9, 12, 30]  # rows leave the batch at different steps
-    options: dict[str, Any] = {"max_new_tokens": 8, "num_samples": 4, "ends": "taught"}
+    options: dict[str, Any] = {"max_new_tokens": 8, "samples": 4, "ends": "taught"}
     out = generate(lm, TOKENIZER, PROMPTS, guide, None, stop_token_ids=stops, **options)
     assert [g.prompt for g in out] == [prompt for prompt in PROMPTS for _ in range(4)]
     assert {g.finish_reason for g in out} == {"stop", "length"}
@@ -376,10 +376,10 @@ def test_a_part_of_the_prompts_draws_what_the_whole_list_draws(
     toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompts = ["the film was", "the plot", "this movie", "a story"]
-    whole = generate(toy_lm, toy_tokenizer, prompts, num_samples=2)
+    whole = generate(toy_lm, toy_tokenizer, prompts, samples=2)
     parts = [
-        *generate(toy_lm, toy_tokenizer, prompts[:1], num_samples=2),
-        *generate(toy_lm, toy_tokenizer, prompts[1:], num_samples=2, first_prompt=1),
+        *generate(toy_lm, toy_tokenizer, prompts[:1], samples=2),
+        *generate(toy_lm, toy_tokenizer, prompts[1:], samples=2, first_prompt=1),
     ]
     assert [g.text for g in parts] == [g.text for g in whole]
 
@@ -388,7 +388,7 @@ def test_guides_steer_a_real_tokenizer_and_text(
     toy: Path, toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model = RadQ.from_backbone(toy, attributes=["praise"])
-    out = generate(toy_lm, toy_tokenizer, ["the film was", ""], RewardGuide(model, {"praise": 5.0}), num_samples=2)
+    out = generate(toy_lm, toy_tokenizer, ["the film was", ""], RewardGuide(model, {"praise": 5.0}), samples=2)
     assert len(out) == 4
     for g in out:  # prompt and text make the whole, also where the tokenizer drops a space at a beginning
         assert g.prompt + g.text == toy_tokenizer.decode(
@@ -430,7 +430,7 @@ def test_a_prompt_that_brings_its_bos_gets_no_second_one() -> None:
         ({"beta": [1.0]}, "but there is no guide"),
         ({"kl_budget": -0.1}, "kl_budget must be.*got -0.1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be.*got 0"),
-        ({"num_samples": 0}, "num_samples must be.*got 0"),
+        ({"samples": 0}, "samples must be.*got 0"),
         ({"batch_size": 0}, "batch_size must be.*got 0"),
         ({"prompts": []}, "one or more texts, got"),
         ({"prompts": "5 6"}, "got '5 6'"),
@@ -489,3 +489,12 @@ def test_rewards_that_are_no_numbers(kind: str, value: float, lm_folders: dict[s
         model.head.weight[0] = value
     with pytest.raises(RewardValueError, match="finite"):
         generate(lm, TOKENIZER, ["5 6"], RewardGuide(model, {"nice": 1.0}, clamp=False))
+
+
+def test_an_argument_has_its_name_of_the_last_release_with_a_note() -> None:
+    lm, tokenizer = make_lm("gpt2"), make_number_tokenizer()
+    with pytest.warns(FutureWarning, match="num_samples is now samples"):
+        old = generate(lm, tokenizer, ["5"], num_samples=2, max_new_tokens=2)  # pyright: ignore[reportCallIssue]
+    assert [one.token_ids for one in old] == [
+        one.token_ids for one in generate(lm, tokenizer, ["5"], samples=2, max_new_tokens=2)
+    ]

@@ -31,7 +31,7 @@ def test_texts_are_json_of_the_schema(steered: bool) -> None:
     shift = torch.linspace(-20, 20, len(TOKENIZER))
     guide = ConstantGuide(shift) if steered else None
     changes = LogitChanges(json_schema=SCHEMA)
-    texts = generate(LM, TOKENIZER, ["A film:", "x"], guide, num_samples=10, max_new_tokens=120, changes=changes)
+    texts = generate(LM, TOKENIZER, ["A film:", "x"], guide, samples=10, max_new_tokens=120, changes=changes)
     assert {one.finish_reason for one in texts} == {"stop"}
     for one in texts:
         value = json.loads(one.text)
@@ -39,7 +39,7 @@ def test_texts_are_json_of_the_schema(steered: bool) -> None:
         assert isinstance(value["good"], bool)
         assert value["stars"] in (1, 2, 3, 4, 5)
     assert len({one.text for one in texts}) > 3
-    free = generate(LM, TOKENIZER, ["A film:"], guide, num_samples=10, max_new_tokens=120)
+    free = generate(LM, TOKENIZER, ["A film:"], guide, samples=10, max_new_tokens=120)
     assert not any(one.text.strip().startswith("{") for one in free)
 
 
@@ -128,5 +128,5 @@ def test_the_embedded_model_writes_json() -> None:
     guide = radq.load_guide("embedded:sentiment=45")
     chat = [{"role": "user", "content": "Is this review good, and how many stars? 'I loved it.' Answer as JSON."}]
     changes = radq.LogitChanges(json_schema=SCHEMA)
-    for one in radq.generate(lm, tokenizer, [chat], guide, num_samples=3, max_new_tokens=80, changes=changes):
+    for one in radq.generate(lm, tokenizer, [chat], guide, samples=3, max_new_tokens=80, changes=changes):
         assert sorted(json.loads(one.text)) == ["good", "stars"]

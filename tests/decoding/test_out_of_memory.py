@@ -75,11 +75,11 @@ def test_texts_of_an_engine_are_whole(name: str, lag: int, fail_at: Any, lm_fold
 def test_a_stream_yields_each_token_once(name: str, fail_at: Any, lm_folders: dict[str, Path]) -> None:
     lm, guide, tokenizer = make_lm("llama").double(), make_any_guide(name, lm_folders), make_number_tokenizer()
     prompts = [[5, 6, 7], [9]]
-    texts = [one.token_ids for one in generate(lm, tokenizer, prompts, guide, num_samples=2, max_new_tokens=5)]
+    texts = [one.token_ids for one in generate(lm, tokenizer, prompts, guide, samples=2, max_new_tokens=5)]
 
     def run() -> list[list[int]]:
         found: list[list[int]] = [[] for _ in texts]
-        for step in stream(lm, tokenizer, prompts, guide, num_samples=2, max_new_tokens=5):
+        for step in stream(lm, tokenizer, prompts, guide, samples=2, max_new_tokens=5):
             for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
                 found[row].append(token)
         return found

@@ -77,7 +77,7 @@ def test_texts_are_those_of_a_loop(name: str) -> None:
 def test_rows_with_other_changes_are_themselves_alone() -> None:
     """The engine decodes both prompts together, each with penalties that count from its own end."""
     lm, prompts = make_lm("gpt2").double(), [PROMPT, "6 6 31"]
-    options: dict[str, Any] = {"changes": LogitChanges(**CHANGES["all"]), "num_samples": 2, "max_new_tokens": 6}
+    options: dict[str, Any] = {"changes": LogitChanges(**CHANGES["all"]), "samples": 2, "max_new_tokens": 6}
     together = generate(lm, TOKENIZER, prompts, **options)
     alone = [
         one for p, prompt in enumerate(prompts) for one in generate(lm, TOKENIZER, [prompt], first_prompt=p, **options)

@@ -164,7 +164,7 @@ def test_an_impossible_token_is_infinitely_unlikely() -> None:
 def test_decoding_measures_the_perplexity_of_what_it_chooses(family: str) -> None:
     """Whatever temperature, candidates and stops: the numbers are those of the base alone."""
     lm, tokenizer = make_lm(family), make_number_tokenizer()
-    texts = generate(lm, tokenizer, PROMPTS, top_k=8, temperature=0.7, max_new_tokens=5, num_samples=3, seed=1)
+    texts = generate(lm, tokenizer, PROMPTS, top_k=8, temperature=0.7, max_new_tokens=5, samples=3, seed=1)
     for text in texts:
         prompt = [int(n) for n in text.prompt.split()] or [1]
         written = text.token_ids[: text.num_text_tokens]

@@ -102,7 +102,7 @@ def test_texts_are_those_of_the_chat_and_likelihoods_those_of_the_prompt(run: Pa
     for number, request in enumerate(REQUESTS, start=1):
         chats = [f"it said {request}\n\n{prompt} . this {prompt}" for prompt in PROMPTS]
         asked = [tokenizer(chat, add_special_tokens=False).input_ids for chat in chats]
-        drawn = generate(lm, tokenizer, asked, top_k=8, max_new_tokens=5, num_samples=3)
+        drawn = generate(lm, tokenizer, asked, top_k=8, max_new_tokens=5, samples=3)
         for index, prompt in enumerate(PROMPTS):
             row, samples = rows[f"asked ask={number} k=8 seed=0", index], drawn[3 * index : 3 * index + 3]
             assert row["continuations"] == [sample.text for sample in samples]

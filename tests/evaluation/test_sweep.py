@@ -220,7 +220,7 @@ def test_generations_are_those_of_generate(
     assert [row["text"] for row in rows[:6]] == PROMPTS
     assert [row["group"] for row in rows[:6]] == ["short"] * 4 + ["long"] * 2
     model = RadQ.from_pretrained(world / "q")
-    options: dict[str, Any] = {"top_k": 8, "max_new_tokens": 4, "num_samples": 4, "kl_budget": None}
+    options: dict[str, Any] = {"top_k": 8, "max_new_tokens": 4, "samples": 4, "kl_budget": None}
     expected = {
         "none k=8 seed=0": generate(toy_lm, toy_tokenizer, PROMPTS, **options),
         "rad-q β=20 k=8 seed=0": generate(

@@ -211,8 +211,8 @@ def test_every_row_may_have_its_own_strength(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_strength_zero_is_the_base(method: str) -> None:
     lm = make_lm("llama").double()
-    plain = generate(lm, TOKENIZER, PROMPTS, num_samples=3, max_new_tokens=6)
-    guided = generate(lm, TOKENIZER, PROMPTS, make_guide(method, "gpt2", 0.0), num_samples=3, max_new_tokens=6)
+    plain = generate(lm, TOKENIZER, PROMPTS, samples=3, max_new_tokens=6)
+    guided = generate(lm, TOKENIZER, PROMPTS, make_guide(method, "gpt2", 0.0), samples=3, max_new_tokens=6)
     assert [g.token_ids for g in plain] == [g.token_ids for g in guided]
     assert all(g.kl == 0 for g in guided)
 
@@ -255,7 +255,7 @@ def test_every_step_of_filtered_decoding_equals_brute_force(family: str) -> None
     guide = make_guide("gedi", "llama", 6.0, filter_p=0.6, target_p=0.7)
     texts = [[int(word) for word in prompt.split()] or [BOS] for prompt in PROMPTS for _ in range(2)]
     forbidden = 0
-    options: dict[str, Any] = {"max_new_tokens": 3, "num_samples": 2, "seed": 3, "stop_token_ids": []}
+    options: dict[str, Any] = {"max_new_tokens": 3, "samples": 2, "seed": 3, "stop_token_ids": []}
     for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(top_k=6, temperature=0.8, kl_budget=None), **options):
         proposal = step.proposal
         for i, row in enumerate(step.rows.tolist()):
@@ -308,7 +308,7 @@ def test_what_the_filter_takes_counts_in_the_divergence() -> None:
 
 def test_forbidden_tokens_are_never_drawn() -> None:
     lm, guide = make_lm("gpt2").double(), make_guide("gedi", "gpt2", 20.0, filter_p=0.9, target_p=1.0)
-    for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(kl_budget=None), num_samples=5, max_new_tokens=5):
+    for step in stream(lm, TOKENIZER, PROMPTS, guide, Steering(kl_budget=None), samples=5, max_new_tokens=5):
         chosen = step.proposal.logits.gather(1, step.choice[:, None])
         assert chosen.isfinite().all()
         assert step.shifts.isfinite().all()

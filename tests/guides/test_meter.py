@@ -51,7 +51,7 @@ def test_a_step_costs_what_the_paper_says(
 def test_decoding_under_a_meter_is_the_same(method: str, lm_folders: dict[str, Path]) -> None:
     lm, guide = make_lm("gpt2").double(), make(method, lm_folders)
     prompts = ["5 9 3", "7 30 8 8", "11"]
-    options = {"top_k": K, "num_samples": 4, "max_new_tokens": 8, "stop_token_ids": [3, 5, 9, 12, 30]}
+    options = {"top_k": K, "samples": 4, "max_new_tokens": 8, "stop_token_ids": [3, 5, 9, 12, 30]}
     plain = generate(lm, TOKENIZER, prompts, guide, **options)
     with Meter(guide) as meter:
         assert generate(lm, TOKENIZER, prompts, meter, **options) == plain

@@ -59,7 +59,7 @@ def greedy(engine: Any, guide: str | None, **options: Any) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_our_own_loop(kind: str | None, world: World, engine: Any) -> None:
     expected = world.own(kind and world.guides[kind])
     assert greedy(engine, kind) == expected
-    assert greedy(engine, kind, num_samples=3) == [row for row in expected for _ in range(3)]
+    assert greedy(engine, kind, samples=3) == [row for row in expected for _ in range(3)]
     assert engine.tokens_per_second > 0
     if kind is not None:
         assert expected != world.own(None)
@@ -137,10 +137,10 @@ def test_an_empty_prompt_begins_with_bos(world: World, engine: Any) -> None:
 @pytest.mark.parametrize("world", ["llama"], indirect=True)
 def test_samples_depend_on_seed_prompt_and_number_alone(engine: Any) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 2.0, "top_k": None, "stop_token_ids": []}
-    both = tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=5, **options))
-    assert tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=5, **options)) == both
-    assert tokens(engine.generate(PROMPTS[:1], "q", num_samples=2, seed=5, **options)) == both[:2]
-    assert tokens(engine.generate(PROMPTS[:2], "q", num_samples=3, seed=6, **options)) != both
+    both = tokens(engine.generate(PROMPTS[:2], "q", samples=3, seed=5, **options))
+    assert tokens(engine.generate(PROMPTS[:2], "q", samples=3, seed=5, **options)) == both
+    assert tokens(engine.generate(PROMPTS[:1], "q", samples=2, seed=5, **options)) == both[:2]
+    assert tokens(engine.generate(PROMPTS[:2], "q", samples=3, seed=6, **options)) != both
     assert both[0] != both[1]
 
 
@@ -160,7 +160,7 @@ def test_temperature_divides_the_base_alone(world: World, engine: Any) -> None:
     )
     count = 600
     options: dict[str, Any] = {"top_k": 6, "temperature": 2.0, "kl_budget": None, "stop_token_ids": []}
-    found = engine.generate(PROMPTS[:1], "nice", 2.0, max_new_tokens=1, num_samples=count, **options)
+    found = engine.generate(PROMPTS[:1], "nice", 2.0, max_new_tokens=1, samples=count, **options)
     shares = torch.bincount(torch.tensor([row[0] for row in tokens(found)]), minlength=VOCAB) / count
     assert (shares - expected).abs().max() < 4 * 0.5 / count**0.5  # four standard deviations
 
@@ -175,8 +175,8 @@ def test_mistakes_are_refused_before_anything_runs(engine: Any) -> None:
         engine.generate(PROMPTS, "q", 3.0)  # has two
     with pytest.raises(OptionError, match="temperature must be in"):
         engine.generate(PROMPTS, temperature=5.0)
-    with pytest.raises(OptionError, match="num_samples must be at least 1"):
-        engine.generate(PROMPTS, num_samples=0)
+    with pytest.raises(OptionError, match="samples must be at least 1"):
+        engine.generate(PROMPTS, samples=0)
     with pytest.raises(ContextLengthError, match="prompt 0 has 5 tokens"):
         engine.generate(PROMPTS, "q", max_new_tokens=60)
     for name in ("toxicity", "/etc:nice=1"):

@@ -71,10 +71,10 @@ def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: 
     prompts = ["5 9 11", "7 8 9 10 12 13", "20"]
     calls = []
     own.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
-    found = generate(lm, make_number_tokenizer(), prompts, guide, num_samples=3, max_new_tokens=9, seed=4)
+    found = generate(lm, make_number_tokenizer(), prompts, guide, samples=3, max_new_tokens=9, seed=4)
     assert not calls
     guide.start_in_turns = lambda prompts: RewardGuide.start_in_turns(guide, replace(prompts, base=None))  # pyright: ignore
-    beside = generate(lm, make_number_tokenizer(), prompts, guide, num_samples=3, max_new_tokens=9, seed=4)
+    beside = generate(lm, make_number_tokenizer(), prompts, guide, samples=3, max_new_tokens=9, seed=4)
     assert calls
     assert [one.token_ids for one in found] == [one.token_ids for one in beside]
     shifts = [torch.tensor([shift for one in texts for shift in one.shifts]) for texts in (found, beside)]
@@ -131,10 +131,10 @@ def test_several_readouts_and_another_guide_together(lm_folders: dict[str, Path]
     one = RewardGuide(make_readout("q", lm_folders["llama"], num_layers=1).double(), {"nice": 4.0})
     two = RewardGuide(make_readout("q", lm_folders["llama"], num_layers=2, width=5).double(), {"rude": -4.0})
     guide = two + make_guide("dexperts", "llama") + one
-    found = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, num_samples=2, max_new_tokens=8)
+    found = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, samples=2, max_new_tokens=8)
     for part in (one, two):
         part.start_in_turns = lambda prompts, part=part: RewardGuide.start_in_turns(part, replace(prompts, base=None))  # pyright: ignore
-    beside = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, num_samples=2, max_new_tokens=8)
+    beside = generate(lm, make_number_tokenizer(), ["5 6", "9"], guide, samples=2, max_new_tokens=8)
     assert [text.token_ids for text in found] == [text.token_ids for text in beside]
 
 

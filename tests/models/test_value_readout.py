@@ -106,7 +106,7 @@ def test_the_whole_vocabulary_is_read_in_parts(lm_folders: dict[str, Path], monk
 
 
 def generate_from(lm: Any, guide: Any, **options: Any) -> list[Generation]:
-    fixed = {"num_samples": 2, "max_new_tokens": 9, "seed": 4, "stop_token_ids": [], "kl_budget": None}
+    fixed = {"samples": 2, "max_new_tokens": 9, "seed": 4, "stop_token_ids": [], "kl_budget": None}
     return generate(lm, TOKENIZER, PROMPTS, guide, **fixed | options)
 
 

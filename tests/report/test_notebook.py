@@ -26,14 +26,14 @@ def guide(toy: Path) -> radq.Guide:
 @pytest.fixture(scope="module")
 def found(toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase, guide: radq.Guide) -> radq.Evaluation:
     guides = {"<strong>": guide}
-    return radq.evaluate(toy_lm, toy_tokenizer, PROMPTS, guides, {"good": GoodWords()}, num_samples=3, max_new_tokens=5)
+    return radq.evaluate(toy_lm, toy_tokenizer, PROMPTS, guides, {"good": GoodWords()}, samples=3, max_new_tokens=5)
 
 
 def test_texts_and_metrics_are_those_of_each_guide(
     found: radq.Evaluation, toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBase, guide: radq.Guide
 ) -> None:
     for row, steer in zip(found.guides, (None, guide), strict=True):
-        drawn = radq.generate(toy_lm, toy_tokenizer, PROMPTS, steer, num_samples=3, max_new_tokens=5)
+        drawn = radq.generate(toy_lm, toy_tokenizer, PROMPTS, steer, samples=3, max_new_tokens=5)
         assert row.kl_budget == drawn[0].kl_budget == (None if steer is None else DEFAULT_KL_BUDGET)
         assert [text for texts in row.texts for text in texts] == [one.text for one in drawn]
         scores = GoodWords().score([one.text for one in drawn]).reshape(4, 3)
@@ -67,4 +67,4 @@ def test_mistakes(toy_lm: PreTrainedModel, toy_tokenizer: PreTrainedTokenizerBas
     with pytest.raises(OptionError, match="no metric of a judge"):
         radq.evaluate(toy_lm, toy_tokenizer, PROMPTS, {}, {}, judge_metrics=["kl"])
     with pytest.raises(OptionError, match="no judge"):
-        radq.evaluate(toy_lm, toy_tokenizer, PROMPTS[:2], {}, {}, num_samples=1, max_new_tokens=2).plot()
+        radq.evaluate(toy_lm, toy_tokenizer, PROMPTS[:2], {}, {}, samples=1, max_new_tokens=2).plot()

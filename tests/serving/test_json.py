@@ -40,7 +40,7 @@ def test_answers_are_json_of_the_schema(running: Running) -> None:
     assert all(isinstance(json.loads(text)["good"], bool) for text in texts)
     served = running.served
     changes = radq.LogitChanges(json_schema=SCHEMA)
-    options: dict[str, Any] = {"num_samples": 8, "seed": 3, "max_new_tokens": 100, "changes": changes}
+    options: dict[str, Any] = {"samples": 8, "seed": 3, "max_new_tokens": 100, "changes": changes}
     assert texts == [one.text for one in radq.generate(served.lm, served.tokenizer, ["A film:"], **options)]
     (chat,) = ask(running, "chat/completions", response_format=FORMAT, logprobs=True).json()["choices"]
     assert json.loads(chat["message"]["content"])

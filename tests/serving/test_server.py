@@ -69,7 +69,7 @@ def test_completions_are_those_of_generate(client: Any, running: Running) -> Non
     answer = client.completions.create(
         model="toy", prompt=[PROMPT, "this plot"], n=2, max_tokens=4, seed=5, extra_body={"radq": {"praise": 10}}
     )
-    texts = expected(running, [PROMPT, "this plot"], {"praise": 10}, num_samples=2, seed=5, max_new_tokens=4)
+    texts = expected(running, [PROMPT, "this plot"], {"praise": 10}, samples=2, seed=5, max_new_tokens=4)
     assert [choice.text for choice in answer.choices] == [one.text for one in texts]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.finish_reason for choice in answer.choices] == [one.finish_reason for one in texts]
@@ -114,11 +114,11 @@ def test_every_form_of_a_request_draws_the_texts_of_generate(
             )
         )
         streamed = pool.submit(read_stream)
-    wanted = [one.text for one in expected(running, prompts, names, num_samples=3, seed=seed)]
+    wanted = [one.text for one in expected(running, prompts, names, samples=3, seed=seed)]
     assert [choice.text for choice in whole.result().choices] == wanted
     assert [choice.text for choice in tokens.result().choices] == wanted
     assert streamed.result() == wanted
-    answers = expected(running, [messages], names, num_samples=3, seed=seed)
+    answers = expected(running, [messages], names, samples=3, seed=seed)
     assert [choice.message.content for choice in chat.result().choices] == [one.text for one in answers]
     assert len(set(wanted)) > 3  # or the seeds were not seen
 

@@ -95,7 +95,7 @@ def test_classes_are_read_in_one_batch_as_alone(toy_lm: PreTrainedModel) -> None
 def praise(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, guide: Any) -> float:
     """Share of good words among the adjectives of generated reviews."""
     prompts = ["the film was", "this plot", ""]
-    texts = [g.text for g in generate(lm, tokenizer, prompts, guide, num_samples=20, max_new_tokens=10)]
+    texts = [g.text for g in generate(lm, tokenizer, prompts, guide, samples=20, max_new_tokens=10)]
     words = [word for text in texts for word in text.split()]
     good, bad = (sum(word in known for word in words) for known in (GOOD, BAD))
     return good / (good + bad)

@@ -72,7 +72,7 @@ def share_of_good_words(model: RewardModel, toy: Path, beta: float) -> float:
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(toy), AutoTokenizer.from_pretrained(toy)
     guide = radq.RewardGuide(model, {"praise": beta})
     prompts = ["the film was", "this plot seemed"]
-    found = radq.generate(lm, tokenizer, prompts, guide, max_new_tokens=5, num_samples=20, seed=0)
+    found = radq.generate(lm, tokenizer, prompts, guide, max_new_tokens=5, samples=20, seed=0)
     words = [word for generation in found for word in generation.text.split()]
     good, bad = (sum(word in known for word in words) for known in (GOOD, BAD))
     return good / (good + bad)

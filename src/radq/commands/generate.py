@@ -112,7 +112,7 @@ def run(arguments: Arguments) -> None:
         top_p=arguments.top_p,
         temperature=arguments.temperature,
         max_new_tokens=arguments.max_new_tokens,
-        num_samples=arguments.samples,
+        samples=arguments.samples,
         seed=arguments.seed,
         kl_budget=steering.kl_budget,
         ends=arguments.ends,

@@ -20,8 +20,10 @@ from radq.guides import RewardGuide
 from radq.models.loading import Wrappable
 from radq.models.reward import RewardModel
 from radq.numerics import in_smaller_batches, leave_out_unknown, pad_left, take_last
+from radq.settings import renamed
 
 
+@renamed(num_samples="samples")
 def best_of_n(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
@@ -33,7 +35,7 @@ def best_of_n(
     top_p: float | None = None,
     temperature: float = 1.0,
     max_new_tokens: int = 20,
-    num_samples: int = 1,
+    samples: int = 1,
     seed: int = 0,
     *,
     batch_size: int | None = None,
@@ -55,10 +57,10 @@ def best_of_n(
     check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
     options["batch_size"] = batch_size
     drawn = generate(
-        lm, tokenizer, prompts, None, top_k, top_p, temperature, max_new_tokens, n * num_samples, seed, **options
+        lm, tokenizer, prompts, None, top_k, top_p, temperature, max_new_tokens, n * samples, seed, **options
     )
     texts = [
-        encoded[row // (n * num_samples)] + generation.token_ids[: generation.num_text_tokens]
+        encoded[row // (n * samples)] + generation.token_ids[: generation.num_text_tokens]
         for row, generation in enumerate(drawn)
     ]
     scores = score_texts(model, beta, texts, batch_size or 64)

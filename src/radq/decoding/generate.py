@@ -39,11 +39,12 @@ from radq.errors import OptionError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.numerics import collecting_later
+from radq.settings import renamed
 
 
 @dataclass(frozen=True)
 class Step:
-    """One token for every running row. Row r is sample r % num_samples of prompt r // num_samples."""
+    """One token for every running row. Row r is sample r % samples of prompt r // samples."""
 
     rows: Int[Tensor, " b"]
     proposal: Proposal
@@ -103,6 +104,7 @@ class Generation:
     kl_budget: float | None = None
 
 
+@renamed(num_samples="samples")
 def generate(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,7 +114,7 @@ def generate(
     top_p: float | None = None,
     temperature: float = 1.0,
     max_new_tokens: int = 20,
-    num_samples: int = 1,
+    samples: int = 1,
     seed: int = 0,
     *,
     beta: Sequence[float] | None = None,
@@ -127,11 +129,11 @@ def generate(
     first_prompt: int = 0,
     progress: bool = False,
 ) -> list[Generation]:
-    """Continue every prompt `num_samples` times; return the texts in the order of the prompts, samples together.
+    """Continue every prompt `samples` times; return the texts in the order of the prompts, samples together.
 
     >>> lm, tokenizer = radq.load("embedded")
     >>> guide = radq.load_guide("embedded:sentiment=45")
-    >>> for generation in radq.generate(lm, tokenizer, ["The film was", "My neighbour"], guide, num_samples=2):
+    >>> for generation in radq.generate(lm, tokenizer, ["The film was", "My neighbour"], guide, samples=2):
     ...     print(generation.prompt + generation.text)
 
     Args:
@@ -146,7 +148,7 @@ def generate(
         top_p: of these, only the smallest set that holds this probability are candidates; None keeps all.
         temperature: divides the logits of the base model and not the shift of the guide; 0 always takes the best token.
         max_new_tokens: the most tokens of a continuation.
-        num_samples: the number of continuations of each prompt.
+        samples: the number of continuations of each prompt.
         seed: the random numbers of sample s of prompt p depend on (seed, p, s) alone: neither on `max_new_tokens` nor
             on the other prompts. The text may still depend on the batch in the rounding of half precision.
         beta: the strengths of the guide, in place of its own and in their order. On a GPU, calls that differ in their
@@ -169,7 +171,7 @@ def generate(
         progress: show a progress bar on standard error, if it takes more than a second.
     """
     steering = Steering(top_k, top_p, temperature, kl_budget, ends)
-    rows = num_samples, seed, stop_token_ids, batch_size, first_prompt
+    rows = samples, seed, stop_token_ids, batch_size, first_prompt
     engine, tickets = _submit(
         *(lm, tokenizer, prompts, guide, steering, max_new_tokens, *rows),
         beta=beta,
@@ -184,7 +186,7 @@ def generate(
             bar.update(min(len(step.tickets), total - bar.n))
     keep_engine(engine)
     warn_of_errors(tickets)
-    encoded = [list(ticket.request.prompt) for ticket in tickets[::num_samples]]
+    encoded = [list(ticket.request.prompt) for ticket in tickets[::samples]]
     token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
     texts = decode_texts(tokenizer, encoded, [_without_stop(*pair) for pair in zip(tickets, token_ids, strict=True)])
     pairs = zip(prompts, encoded, strict=True)
@@ -192,9 +194,7 @@ def generate(
         prompt if isinstance(prompt, str) else str(tokenizer.decode(ids)).rstrip(UNFINISHED) for prompt, ids in pairs
     ]
     return [
-        _make_generation(
-            ticket, shown[row // num_samples], _cut(text, ticket), ids, None if guide is None else kl_budget
-        )
+        _make_generation(ticket, shown[row // samples], _cut(text, ticket), ids, None if guide is None else kl_budget)
         for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))
     ]
 
@@ -248,6 +248,7 @@ def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int
     )
 
 
+@renamed(num_samples="samples")
 def stream(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
@@ -255,7 +256,7 @@ def stream(
     guide: Guide | None = None,
     steering: Steering = DEFAULT_STEERING,
     max_new_tokens: int = 20,
-    num_samples: int = 1,
+    samples: int = 1,
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     batch_size: int | None = None,
@@ -274,9 +275,9 @@ def stream(
     Args:
         lm, tokenizer, prompts, guide: as for `generate`.
         steering: top_k, top_p, temperature, kl_budget and ends.
-        max_new_tokens, num_samples, seed, stop_token_ids, batch_size, first_prompt: as for `generate`.
+        max_new_tokens, samples, seed, stop_token_ids, batch_size, first_prompt: as for `generate`.
     """
-    rows = num_samples, seed, stop_token_ids, batch_size, first_prompt
+    rows = samples, seed, stop_token_ids, batch_size, first_prompt
     engine, tickets = _submit(lm, tokenizer, prompts, guide, steering, max_new_tokens, *rows, details=True)
     number_of = {ticket: row for row, ticket in enumerate(tickets)}
 
@@ -299,7 +300,7 @@ def _submit(
     guide: Guide | None,
     steering: Steering,
     max_new_tokens: int,
-    num_samples: int,
+    samples: int,
     seed: int,
     stop_token_ids: Sequence[int] | None,
     batch_size: int | None,
@@ -314,9 +315,7 @@ def _submit(
     """Check the arguments, and submit all texts to a new engine; the tickets are in the order of the prompts."""
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     check_stop(stop)
-    check_counts(
-        max_new_tokens=max_new_tokens, num_samples=num_samples, batch_size=1 if batch_size is None else batch_size
-    )
+    check_counts(max_new_tokens=max_new_tokens, samples=samples, batch_size=1 if batch_size is None else batch_size)
     if guide is not None:
         check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
     strengths = None if beta is None else check_strengths(beta, guide)
@@ -324,7 +323,7 @@ def _submit(
     changes.check_tokens(num_logits(lm))
     schema = changes.json_schema
     grammar = None if schema is None else Grammar(tokenizer, num_logits(lm), schema)
-    uniforms = draw_uniforms(seed, first_prompt, len(encoded), num_samples, max_new_tokens)  # (p, s, steps)
+    uniforms = draw_uniforms(seed, first_prompt, len(encoded), samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
     ends = frozenset(find_stops(lm, tokenizer, stop_token_ids))
@@ -332,7 +331,7 @@ def _submit(
         for p in sorted(range(len(encoded)), key=lambda p: len(encoded[p])):  # for little padding
             length = len(encoded[p])
             own = (*make_processors(changes, length, ends), *processors)
-            for s in range(num_samples):
+            for s in range(samples):
                 growing = GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens)
                 watch = _StopTexts(growing) if stop else None
                 numbers = uniforms[p, s], strengths
@@ -341,7 +340,7 @@ def _submit(
                 request = Request(
                     encoded[p], steering, max_new_tokens, *numbers, ends, watch, processing, details=details
                 )
-                tickets[p * num_samples + s] = engine.submit(request)
+                tickets[p * samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
 
 
@@ -431,11 +430,11 @@ def check_strengths(beta: Sequence[float], guide: Guide | None) -> tuple[float, 
 
 
 @lru_cache(maxsize=4)  # a sweep continues the same prompts with many guides
-def draw_uniforms(seed: int, first: int, num_prompts: int, num_samples: int, steps: int) -> np.ndarray:
+def draw_uniforms(seed: int, first: int, num_prompts: int, samples: int, steps: int) -> np.ndarray:
     """Draw random numbers, (p, s, steps). Those of a sample do not depend on the other samples."""
 
     def draw(prompt: int, sample: int) -> np.ndarray:
         key = np.array([seed % 2**64, prompt << 32 | sample], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).random(steps)
 
-    return np.array([[draw(p, s) for s in range(num_samples)] for p in range(first, first + num_prompts)])
+    return np.array([[draw(p, s) for s in range(samples)] for p in range(first, first + num_prompts)])

@@ -168,9 +168,9 @@ def decode_texts(
     Prompt and continuation are decoded together, since some tokenizers drop a space at the beginning of a text. A
     character that is not whole at the end of a continuation is left out.
     """
-    num_samples = len(continuations) // len(prompts)
-    begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(num_samples)]
-    rows = [np.array(prompts[row // num_samples] + tokens) for row, tokens in enumerate(continuations)]
+    samples = len(continuations) // len(prompts)
+    begins = [begin for begin in tokenizer.batch_decode(prompts, skip_special_tokens=True) for _ in range(samples)]
+    rows = [np.array(prompts[row // samples] + tokens) for row, tokens in enumerate(continuations)]
     wholes = tokenizer.batch_decode(rows, skip_special_tokens=True)  # pyright: ignore[reportArgumentType] - faster with arrays than with lists
     found = [continue_text(begin, whole) for begin, whole in zip(begins, wholes, strict=True)]
     return [

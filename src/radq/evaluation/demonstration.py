@@ -135,12 +135,12 @@ def compare(
     reward, judge = models.rewards[attribute.name], models.judges[attribute.name]
     guides = [None, *(RewardGuide(reward, {attribute.name: beta}) for beta in betas)]
     for guide in (None, guides[-1]):  # the first calls are slow, so they are not timed
-        generate(models.lm, models.tokenizer, prompts, guide, max_new_tokens=3, num_samples=num_samples)
+        generate(models.lm, models.tokenizer, prompts, guide, max_new_tokens=3, samples=num_samples)
 
     def make_cell(guide: RewardGuide | None, beta: float | None) -> Cell:
         start = time.perf_counter()
         found = generate(
-            models.lm, models.tokenizer, prompts, guide, max_new_tokens=NUM_TOKENS, num_samples=num_samples, seed=seed
+            models.lm, models.tokenizer, prompts, guide, max_new_tokens=NUM_TOKENS, samples=num_samples, seed=seed
         )
         seconds = time.perf_counter() - start
         read = [(each.prompt if attribute.judges_prompt else "") + each.text for each in found]

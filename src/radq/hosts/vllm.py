@@ -35,6 +35,7 @@ from radq.numerics import available_memory
 from radq.registry.config import NAME
 from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
+from radq.settings import renamed
 from radq.sources.model_source import ModelSource
 
 first_runner: Any = require_package("vllm.v1.sample.logits_processor", "vllm")
@@ -313,6 +314,7 @@ class VllmEngine:
         self._vllm = require_package("vllm", "vllm")
         self.llm: Any = self._vllm.LLM(source.place, max_model_len=self.max_model_len, **processors, **options)
 
+    @renamed(num_samples="samples")
     def generate(
         self,
         prompts: Sequence[str],
@@ -322,7 +324,7 @@ class VllmEngine:
         top_p: float | None = None,
         temperature: float = 1.0,
         max_new_tokens: int = 20,
-        num_samples: int = 1,
+        samples: int = 1,
         seed: int = 0,
         *,
         kl_budget: float | None = DEFAULT_KL_BUDGET,
@@ -361,10 +363,10 @@ class VllmEngine:
             except vllm_errors.VLLMValidationError as error:
                 raise OptionError(str(error), "vLLM refuses this value; choose another one.") from error
 
-        if num_samples < 1:
-            raise OptionError(f"num_samples must be at least 1, got {num_samples}.", "give a larger num_samples.")
+        if samples < 1:
+            raise OptionError(f"samples must be at least 1, got {samples}.", "give a larger number.")
         encoded = encode_prompts(self._config, self.tokenizer, prompts, max_new_tokens, self.max_model_len)
-        pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(num_samples)]
+        pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
         begin = time.perf_counter()
         outputs = self.llm.generate(
             [{"prompt_token_ids": encoded[prompt]} for prompt, _ in pairs],

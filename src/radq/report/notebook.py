@@ -35,6 +35,7 @@ from radq.judges.base import Judge
 from radq.judges.models import UnitJudge, load_judge
 from radq.models.loading import Wrappable
 from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, make_figure, plot_style, render
+from radq.settings import renamed
 
 Estimates = dict[str, dict[str, float | None]]  # value, low and high of each metric
 PLAIN_METRICS = ("corpus_perplexity", "kl", "dist_2", "repetition", *ENDS)
@@ -139,6 +140,7 @@ def _bars(one: Mapping[str, float | None]) -> list[list[float]] | None:
     return [[max(0.0, value - low)], [max(0.0, high - value)]]
 
 
+@renamed(num_samples="samples")
 def evaluate(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
@@ -148,7 +150,7 @@ def evaluate(
     *,
     judge_metrics: Sequence[str] = ("mean_score",),
     reads: Literal["continuation", "text"] = "continuation",
-    num_samples: int = 5,
+    samples: int = 5,
     max_new_tokens: int = 20,
     top_k: int | None = 20,
     top_p: float | None = None,
@@ -194,7 +196,7 @@ def evaluate(
     uses = {name: JudgeUse(name, list(judge_metrics), reads) for name in judges}
     asked = (uses, PLAIN_METRICS, range(len(prompts)), Bootstrap(resamples))
     options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
-    options |= {"num_samples": num_samples, "batch_size": batch_size, "progress": progress}
+    options |= {"samples": samples, "batch_size": batch_size, "progress": progress}
     found: list[EvaluatedGuide] = []
     unguided: MeasuredCell | None = None
     for name, guide in {UNGUIDED: None, **guides}.items():
@@ -213,8 +215,8 @@ def _measure(
     cell: SweepCell, drawn: Sequence[Any], prompts: Sequence[str], instruments: Instruments, progress: bool
 ) -> MeasuredCell:
     """Judge the texts of a guide; their likelihoods and divergences are those that decoding has noted."""
-    samples = len(drawn) // len(prompts)
-    rows = [drawn[first : first + samples] for first in range(0, len(drawn), samples)]
+    each = len(drawn) // len(prompts)
+    rows = [drawn[first : first + each] for first in range(0, len(drawn), each)]
     texts = [[one.text for one in row] for row in rows]
     blank = np.array([[not text.strip() for text in row] for row in texts])
     arrays = instruments.measure(prompts, texts, progress)

@@ -54,7 +54,7 @@ class Engine(ABC):
             "top_p": cell.top_p,
             "temperature": self.sweep.temperature,
             "max_new_tokens": self.sweep.max_new_tokens,
-            "num_samples": self.sweep.samples,
+            "samples": self.sweep.samples,
             "seed": cell.seed,
         }
 
