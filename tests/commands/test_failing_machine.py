@@ -133,7 +133,7 @@ def test_half_precision_on_any_cpu(world: Path, capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", [("convert",), ("judge", "train"), ("eval",)], ids=" ".join)
+@pytest.mark.parametrize("command", [("convert",), ("judge", "train"), ("eval", "sweep")], ids=" ".join)
 def test_folders_of_others_are_not_overwritten(command: tuple[str, ...], world: Path, toy: Path) -> None:
     """Neither a language model, nor a training run, whose files are named like some of a sweep's."""
     for files in ({"config.json": '{"model_type": "gpt2"}'}, {"config.yaml": "labels: praise\n", "metrics.jsonl": ""}):

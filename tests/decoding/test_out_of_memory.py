@@ -20,6 +20,7 @@ from radq.decoding.engine import Engine
 from radq.decoding.request import Ticket
 
 NAMES = [("none", 2), ("q", 0), ("v", 2), ("dexperts", 0), ("gedi", 0), ("sum", 2)]  # and how late results come
+RUNS = [3, pytest.param(12, marks=pytest.mark.slow)]  # in each of them, another operation fails
 
 
 @pytest.fixture
@@ -42,13 +43,16 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], FailOnce]
     return arrange
 
 
-def every(count: int, runs: int = 8) -> range:
+def every(count: int, runs: int) -> range:
     """Choose the numbers of operations that fail, one in each run."""
     return range(0, count, max(1, count // runs))
 
 
+@pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize(("name", "lag"), NAMES)
-def test_texts_of_an_engine_are_whole(name: str, lag: int, fail_at: Any, lm_folders: dict[str, Path]) -> None:
+def test_texts_of_an_engine_are_whole(
+    name: str, lag: int, runs: int, fail_at: Any, lm_folders: dict[str, Path]
+) -> None:
     lm, guide = make_lm("llama").double(), make_any_guide(name, lm_folders)
 
     def run() -> list[Ticket]:
@@ -64,15 +68,16 @@ def test_texts_of_an_engine_are_whole(name: str, lag: int, fail_at: Any, lm_fold
         return tickets
 
     mode, whole = fail_at(None), run()
-    for number in every(mode.count):
+    for number in every(mode.count, runs):
         fail_at(number)
         for ticket, undisturbed in zip(run(), whole, strict=True):
             assert ticket.finish_reason == undisturbed.finish_reason
             np.testing.assert_allclose(np.array(ticket.rows), np.array(undisturbed.rows), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("name", ["none", "q", "sum"])
-def test_a_stream_yields_each_token_once(name: str, fail_at: Any, lm_folders: dict[str, Path]) -> None:
+def test_a_stream_yields_each_token_once(name: str, runs: int, fail_at: Any, lm_folders: dict[str, Path]) -> None:
     lm, guide, tokenizer = make_lm("llama").double(), make_any_guide(name, lm_folders), make_number_tokenizer()
     prompts = [[5, 6, 7], [9]]
     texts = [one.token_ids for one in generate(lm, tokenizer, prompts, guide, samples=2, max_new_tokens=5)]
@@ -86,7 +91,7 @@ def test_a_stream_yields_each_token_once(name: str, fail_at: Any, lm_folders: di
 
     mode = fail_at(None)
     assert run() == texts
-    for number in every(mode.count):
+    for number in every(mode.count, runs):
         fail_at(number)
         assert run() == texts
 
@@ -97,7 +102,7 @@ def test_every_half_of_a_step_may_fail(fail_at: Any, monkeypatch: pytest.MonkeyP
     fail_at(None)
     expected = [_tokens(one) for one in _run(lm)]
     doors = [(Decoder, one) for one in ("draw", "read", "add", "keep")] + [(Engine, "_take")]
-    for (owner, name), lag, number in product(doors, (0, 2), (0, 1, 4)):
+    for (owner, name), lag, number in product(doors, (0, 2), (0, 4)):
         whole, left = getattr(owner, name), list(range(number + 1))
 
         def fail(self: Any, *given: Any, whole: Any = whole, left: Any = left, **options: Any) -> Any:
