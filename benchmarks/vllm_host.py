@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from radq.decoding.config import Steering
-from radq.hosts.batching import Request, Steerer
+from radq.hosts.batching import Steerer
+from radq.hosts.follower import HostRequest
 from radq.hosts.vllm import VllmEngine
 from radq.registry.config import ServeConfig
 from radq.registry.loaded_guides import LoadedGuides
@@ -114,7 +115,7 @@ def make_steerer(options: argparse.Namespace) -> Steerer:
     if reads_base(steerer):
         return steerer
     guidance = Guidance({"guide": 20.0}, Steering())
-    requests = {row: Request(guidance, [5, 6, 7], []) for row in range(options.rows)}
+    requests = {row: HostRequest(guidance, [5, 6, 7], []) for row in range(options.rows)}
     steerer.steer(torch.randn(options.rows, loaded.guides[0].vocab_size), requests)
     return steerer
 

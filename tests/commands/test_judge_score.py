@@ -19,7 +19,7 @@ from radq.cli import main
 from radq.data.tables import read_table
 from radq.judges import chat
 from radq.judges.models import load_judge
-from radq.registry.config import Limits
+from radq.registry.config import RequestLimits
 
 RUBRIC = "How long is the text?\n\nScale: 1 (short) to 5 (long)\n"
 TEXTS = [f"{'very ' * (n % 13)}good film {n}" for n in range(60)]
@@ -191,7 +191,7 @@ def test_every_other_judge_writes_labels_too(capsys: pytest.CaptureFixture[str])
 def server(toy: Path, tmp_path: Path) -> Callable[..., Any]:
     def start(base: Path, **limits: int) -> Any:
         return serving(
-            make_config(tmp_path, base=str(base), guides={}, models={}, limits=Limits(**limits)), "hush-hush"
+            make_config(tmp_path, base=str(base), guides={}, models={}, limits=RequestLimits(**limits)), "hush-hush"
         )
 
     return start

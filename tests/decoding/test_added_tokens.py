@@ -15,7 +15,8 @@ from radq.decoding.best_of_n import best_of_n, score_texts
 from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
-from radq.hosts.batching import Request, Steerer
+from radq.hosts.batching import Steerer
+from radq.hosts.follower import HostRequest
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.reward import RewardModel
 from radq.registry.loaded_guides import LoadedGuides
@@ -177,7 +178,7 @@ def test_hosts_follow_unknown_tokens_and_rollbacks_over_them(
     calls = [[5, 9], [5, 9, START], [5, 9, START, 7], [5, 9, START, 7, END], [5, 9, START, 8], [5, 9, 4], [5, 9, 4, 4]]
     places = {str(place): (0, place) for place in range(len(guide.beta))}
     strengths = {str(place): beta for place, beta in enumerate(guide.beta)}
-    request = Request(Guidance(strengths, Steering(None)), [5, 9], [], stops=(tokenizer.eos_token_id,))
+    request = HostRequest(Guidance(strengths, Steering(None)), [5, 9], [], stops=(tokenizer.eos_token_id,))
     steerer = Steerer(LoadedGuides([guide], places), 1, 30)
     for text in calls:
         scores = oracle.base_logits(base, text)[None]

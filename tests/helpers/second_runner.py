@@ -80,7 +80,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "preempted": metrics.get("vllm:num_preemptions", 0),
-        "failed": processor.figures.totals["failed"],
+        "failed": processor.steerer.figures.totals["failed"],
     }
 
 

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
-from radq.registry.config import Limits, ServeConfig
+from radq.registry.config import RequestLimits, ServeConfig
+from radq.registry.loaded_guides import Served
 from radq.serving.app import Server, make_app
 from radq.serving.listener import Listener
-from radq.serving.served import Served
 from radq.sources.hub import quiet
 
 CHAT = "{% for message in messages %}the {{ message['content'] }} {% endfor %}"
@@ -63,7 +63,7 @@ def make_config(folder: Path, **changes: Any) -> ServeConfig:
             "length": f"{folder / 'v'}:length=3",
         },
         "models": {"kind": {"praise": 10}, "mixed": "calm=-5,length=2,kl_budget=0.3"},
-        "limits": Limits(prompt_tokens=40, max_tokens=48),
+        "limits": RequestLimits(prompt_tokens=40, max_tokens=48),
         "device": "cpu",
     }
     return ServeConfig(**settings | changes)

@@ -15,7 +15,7 @@ from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts import base_states
 from radq.hosts.base_states import WANTED, ShownFollower, reads_shown, show_layers, take_states
-from radq.hosts.batching import Request
+from radq.hosts.follower import HostRequest
 from radq.numerics import pad_left
 from radq.registry.strengths import Guidance
 
@@ -93,7 +93,8 @@ def test_rewards_are_those_of_readouts_that_read_the_texts_themselves(
     wide = vllm_model(config.model_config.hf_config)(states)
     weight = world.lm.lm_head.weight.T
     layer = base_states.require_package("vllm.model_executor.layers.logits_processor", "vllm").LogitsProcessor()
-    logits = layer.forward(SimpleNamespace(weight=weight, embedding_dim=len(weight)), wide)
+    head = SimpleNamespace(weight=weight, embedding_dim=len(weight))
+    logits = layer.forward(head, wide)
     torch.testing.assert_close(logits, torch.cat([one.logits[:, -1] for one in outputs]))
     candidates = torch.randint(3, 30, (3, 6), generator=torch.Generator().manual_seed(0))
     beta, rows = torch.tensor([[2.0, -1.0], [0.0, 3.0], [-4.0, 0.5]]), torch.tensor([3, 0, 2])
@@ -104,8 +105,10 @@ def test_rewards_are_those_of_readouts_that_read_the_texts_themselves(
         torch.testing.assert_close(found.shift, expected.shift)
         assert found.shift.abs().max() > 0.1
         assert follower.plan_bytes() == follower.nbytes == 0
+    layer.forward(head, states[2])
+    for guide in guides[1:]:
         with pytest.raises(DataError, match="shown 1 layers, not 2"):
-            follower.advise_beside(states[2][rows], candidates, beta)
+            ShownFollower(guide, 8, 64, torch.device("cpu"), shown).advise(rows, candidates, beta)
     other = vllm_model(SimpleNamespace())  # of another engine in this process
     assert other(states) is states[2]
 
@@ -123,7 +126,7 @@ def test_readouts_of_more_layers_read_themselves_where_states_are_not_theirs(
 
 def test_rows_are_those_of_the_latest_step(world: World) -> None:
     follower = ShownFollower(load_guide(world.guides["last"]), 8, 64, torch.device("cpu"), (2,))
-    one, two = (Request(Guidance({"last.0": 1.0}, Steering(5)), [5], []) for _ in range(2))
+    one, two = (HostRequest(Guidance({"last.0": 1.0}, Steering(5)), [5], []) for _ in range(2))
     follower.follow({one: 0, two: 3}, None, 1)
     layout = follower.layout
     follower.follow({one: 0, two: 3}, None, 1)

@@ -22,9 +22,10 @@ from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
 from radq.guides.meter import Meter
-from radq.hosts.batching import DeviceRequest, Request, Slots, Steerer
+from radq.hosts.batching import Steerer, update_slots
+from radq.hosts.details import RecordedRow
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
-from radq.hosts.records import RecordedRow
+from radq.hosts.follower import DeviceRequest, HostRequest
 from radq.models.cuda_graph import StepGraphs
 from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
@@ -111,14 +112,16 @@ def check_record(steerer: Steerer, guides: dict[str, Guide], text: list[int], re
         )
 
 
-def check(steerer: Steerer, slots: Slots, texts: dict[int, list[int]], guides: dict[str, Guide]) -> None:
+def check(
+    steerer: Steerer, requests: dict[int, HostRequest], texts: dict[int, list[int]], guides: dict[str, Guide]
+) -> None:
     """One step: every row of the engine's batch, guided or not."""
     size = max(texts, default=-1) + 1
     base = torch.stack([base_logits(texts.get(row, [])) for row in range(size)]) if size else torch.zeros(0, VOCAB)
     logits = base.clone()
-    steerer.steer(logits, slots.requests)
+    steerer.steer(logits, requests)
     for row in range(size):
-        request = slots.requests.get(row)
+        request = requests.get(row)
         if request is None:
             assert torch.equal(logits[row], base[row])
         else:
@@ -136,7 +139,8 @@ class Engine:
     """A host that shuffles its rows as vLLM does, at random."""
 
     def __init__(self, seed: int, kinds: list[str], guides: dict[str, Guide]):
-        self.rng, self.kinds, self.guides, self.slots = random.Random(seed), kinds, guides, Slots()
+        self.rng, self.kinds, self.guides = random.Random(seed), kinds, guides
+        self.requests: dict[int, HostRequest] = {}
         self.lists: dict[int, tuple[list[int], list[int]]] = {}  # prompt and output of each row
         self.params: dict[int, Guidance | None] = {}
 
@@ -155,13 +159,13 @@ class Engine:
             self.params[row] = self._guidance() if self.rng.random() < 0.8 else None
             self.lists[row] = (prompt, [])
             added.append((row, self._request(row)))
-        self.slots.update(NOTHING, added, NOTHING)
+        update_slots(self.requests, NOTHING, added, NOTHING)
 
     def start_over(self, row: int) -> None:
         """Preempted, and back with a list of its own that holds the same tokens."""
         prompt, output = self.lists[row]
         self.lists[row] = (prompt, list(output))
-        self.slots.update([row], [(row, self._request(row))], NOTHING)
+        update_slots(self.requests, [row], [(row, self._request(row))], NOTHING)
 
     def rewrite(self, row: int) -> None:
         """Other tokens in the same list: a placeholder filled in late, a rollback."""
@@ -171,13 +175,13 @@ class Engine:
     def leave(self, row: int) -> None:
         """The last row takes the empty place."""
         last = max(self.lists)
-        self.slots.update([row], NOTHING, [(last, row, False)] if last != row else NOTHING)
+        update_slots(self.requests, [row], NOTHING, [(last, row, False)] if last != row else NOTHING)
         for table in (self.lists, self.params):
             table[row] = table[last]  # pyright: ignore
             del table[last]
 
     def swap(self, a: int, b: int) -> None:
-        self.slots.update(NOTHING, NOTHING, [(a, b, True)])
+        update_slots(self.requests, NOTHING, NOTHING, [(a, b, True)])
         for table in (self.lists, self.params):
             table[a], table[b] = table[b], table[a]  # pyright: ignore
 
@@ -190,12 +194,12 @@ class Engine:
         strengths = {name: number for name, number in numbers.items() if number or details}
         return Guidance(strengths, self.rng.choice(STEERINGS), details)
 
-    def _request(self, row: int) -> Request | None:
+    def _request(self, row: int) -> HostRequest | None:
         guidance = self.params[row]
         if guidance is None:
             return None
         known = {"ticket": str(self.rng.random()), "choice": self.rng.randrange(3), "stops": find_stops(guidance)}
-        return Request(guidance, *self.lists[row], **known)
+        return HostRequest(guidance, *self.lists[row], **known)
 
 
 class Unrecorded(StepGraphs):
@@ -239,7 +243,7 @@ def test_every_row_is_steered_by_its_own_text(
             engine.start_over(rng.randrange(size))
         elif change == "rewrite" and size:
             engine.rewrite(rng.randrange(size))
-        check(steerer, engine.slots, engine.texts(), guides)
+        check(steerer, engine.requests, engine.texts(), guides)
         engine.extend()
 
 
@@ -248,7 +252,7 @@ def test_a_batch_is_one_forward_and_equal_prompts_are_read_once(kind: str, guide
     """Whatever their strengths, temperatures, budgets and numbers of candidates are."""
     steerings = [Steering(5), Steering(9, temperature=0.5), Steering(3, 0.9, 0), Steering(7, kl_budget=0.1)]
     guidances = [Guidance({f"{kind}.0": row + 1.0}, steering) for row, steering in enumerate(steerings)]
-    requests = {row: Request(guidances[row], [5, 9, 3] if row < 3 else [7, 8, 6], []) for row in range(4)}
+    requests = {row: HostRequest(guidances[row], [5, 9, 3] if row < 3 else [7, 8, 6], []) for row in range(4)}
     with Meter(guides[kind]) as meter:
         steerer = make_steerer({kind: meter})
         steerer.steer(torch.randn(4, VOCAB), requests)
@@ -268,7 +272,7 @@ def test_a_batch_is_one_forward_and_equal_prompts_are_read_once(kind: str, guide
 
 def test_a_text_that_left_makes_room(lm_folders: dict[str, Path]) -> None:
     """The positions of a long text that has gone do not count against those that stay."""
-    long, short = (Request(Guidance({"q.0": 1.0}, Steering(5)), [5] * n, []) for n in (LENGTH, 2))
+    long, short = (HostRequest(Guidance({"q.0": 1.0}, Steering(5)), [5] * n, []) for n in (LENGTH, 2))
     steerer = make_steerer({"q": make_guide("q", lm_folders["gpt2"])})
     steerer.steer(torch.randn(2, VOCAB), {0: long, 1: short})
     for _ in range(10):
@@ -279,13 +283,13 @@ def test_a_text_that_left_makes_room(lm_folders: dict[str, Path]) -> None:
 
 def test_more_candidates_than_tokens_are_all_of_them(guides: dict[str, Guide]) -> None:
     logits = torch.randn(1, VOCAB)
-    make_steerer(guides).steer(logits, {0: Request(Guidance({"q.0": 1.0}, Steering(1000)), [5], [])})
+    make_steerer(guides).steer(logits, {0: HostRequest(Guidance({"q.0": 1.0}, Steering(1000)), [5], [])})
     assert logits.isfinite().all()
 
 
 def test_the_last_request_gives_the_memory_back(guides: dict[str, Guide]) -> None:
     steerer = make_steerer(guides)
-    requests = [Request(Guidance({f"{kind}.0": 1.0}, Steering(5)), [5, 6], []) for kind in KINDS]
+    requests = [HostRequest(Guidance({f"{kind}.0": 1.0}, Steering(5)), [5, 6], []) for kind in KINDS]
     steerer.steer(torch.randn(4, VOCAB), dict(enumerate(requests)))
     assert steerer.nbytes == steerer.plan_bytes()  # all of it, of which pages are taken when they are written
     steerer.retain(requests[:1])
@@ -299,7 +303,7 @@ def test_memory_that_captured_steps_use_stays_for_others(guides: dict[str, Guide
     prepare_steps(steerer)
     for text in ([5, 6], [7], [8, 9, 10]):
         guidance = Guidance({"q.0": 1.0}, Steering(5))
-        request = Request(guidance, text, [], stops=find_stops(guidance))
+        request = HostRequest(guidance, text, [], stops=find_stops(guidance))
         logits = base_logits(text)[None].clone()
         steerer.steer(logits, {0: request})
         torch.testing.assert_close(logits[0], alone({"q": guides["q"]}, text, request.guidance), atol=1e-4, rtol=1e-4)
@@ -325,7 +329,7 @@ def test_captured_steps_give_the_logits_of_others(kind: str, lm_folders: dict[st
         steps: list[Tensor] = []
         for count in (1, 3, 5, 2, 5):
             guidance = Guidance({f"{kind}.0": 2.0}, Steering(5))
-            requests = {row: Request(guidance, [5 + row] * (row + 1), []) for row in range(count)}
+            requests = {row: HostRequest(guidance, [5 + row] * (row + 1), []) for row in range(count)}
             for _ in range(6):
                 logits = torch.randn(count, VOCAB).cuda()
                 steerer.steer(logits, requests)
@@ -369,15 +373,15 @@ class BrokenGuide(Guide):
         return self.guide.advance(state, tokens)
 
 
-def steer_alone(guides: dict[str, Guide], request: Request, logits: Tensor) -> Tensor:
+def steer_alone(guides: dict[str, Guide], request: HostRequest, logits: Tensor) -> Tensor:
     expected = logits.clone()[None]
-    make_steerer(guides).steer(expected, {0: Request(request.guidance, request.prompt, list(request.output))})
+    make_steerer(guides).steer(expected, {0: HostRequest(request.guidance, request.prompt, list(request.output))})
     return expected[0]
 
 
 def test_a_text_that_cannot_be_read_ends_alone(guides: dict[str, Guide], caplog: pytest.LogCaptureFixture) -> None:
     broken: dict[str, Guide] = {"q": BrokenGuide(guides["q"], raises=True)}
-    requests = {row: Request(FINE, prompt, [], end=7) for row, prompt in enumerate([[5, 6], [5, 13], [8, 9]])}
+    requests = {row: HostRequest(FINE, prompt, [], end=7) for row, prompt in enumerate([[5, 6], [5, 13], [8, 9]])}
     steerer = make_steerer(broken)
     for step in range(3):
         logits = torch.randn(3, VOCAB)
@@ -401,7 +405,7 @@ def test_a_text_that_cannot_be_read_ends_alone(guides: dict[str, Guide], caplog:
 def test_a_row_without_numbers_ends_alone(guides: dict[str, Guide]) -> None:
     broken: dict[str, Guide] = {"q": BrokenGuide(guides["q"], raises=False)}
     numbers = [Guidance({"q.0": beta}, Steering(5)) for beta in (1.0, 13.0)]
-    requests = {row: Request(guidance, [5, 6], [], end=7) for row, guidance in enumerate(numbers)}
+    requests = {row: HostRequest(guidance, [5, 6], [], end=7) for row, guidance in enumerate(numbers)}
     logits = torch.randn(2, VOCAB)
     expected = steer_alone(guides, requests[0], logits[0])
     steerer = make_steerer(broken)
@@ -415,7 +419,7 @@ def test_nothing_is_raised_whatever_fails(guides: dict[str, Guide], monkeypatch:
     steerer = make_steerer(guides)
     monkeypatch.setattr(steerer, "_make_groups", lambda *_: 1 / 0)
     logits = base = torch.randn(2, VOCAB)
-    steerer.steer(logits, {0: Request(FINE, [5], [], end=3)})
+    steerer.steer(logits, {0: HostRequest(FINE, [5], [], end=3)})
     assert logits[0].isfinite().nonzero().tolist() == [[3]]
     assert torch.equal(logits[1], base[1])
 
@@ -520,20 +524,20 @@ def test_guides_that_cannot_follow_drafts_are_refused(kind: str, guides: dict[st
 # --- places ---
 
 
-def make_requests(count: int) -> list[Request]:
-    return [Request(FINE, [row], []) for row in range(count)]
+def make_requests(count: int) -> list[HostRequest]:
+    return [HostRequest(FINE, [row], []) for row in range(count)]
 
 
 def test_slots_follow_the_order_of_changes() -> None:
     a, b, c, d = make_requests(4)
-    slots = Slots()
-    slots.update(NOTHING, [(0, a), (1, None), (2, b)], NOTHING)
-    assert slots.requests == {0: a, 2: b}
-    slots.update([0], [(0, c), (3, d)], [(3, 1, False), (0, 2, True)])  # freed, taken, moved, swapped
-    assert slots.requests == {0: b, 1: d, 2: c}
-    slots.update(NOTHING, [(2, None)], [(1, 0, False)])  # both replaced: by an unguided one, and by a move
-    assert slots.requests == {0: d}
-    slots.update(NOTHING, NOTHING, [(5, 0, True)])  # swapped with an unguided one
-    assert slots.requests == {5: d}
-    slots.update(NOTHING, NOTHING, [(4, 5, False)])  # an unguided one takes the place
-    assert slots.requests == {}
+    requests: dict[int, HostRequest] = {}
+    update_slots(requests, NOTHING, [(0, a), (1, None), (2, b)], NOTHING)
+    assert requests == {0: a, 2: b}
+    update_slots(requests, [0], [(0, c), (3, d)], [(3, 1, False), (0, 2, True)])  # freed, taken, moved, swapped
+    assert requests == {0: b, 1: d, 2: c}
+    update_slots(requests, NOTHING, [(2, None)], [(1, 0, False)])  # both replaced: by an unguided one, and by a move
+    assert requests == {0: d}
+    update_slots(requests, NOTHING, NOTHING, [(5, 0, True)])  # swapped with an unguided one
+    assert requests == {5: d}
+    update_slots(requests, NOTHING, NOTHING, [(4, 5, False)])  # an unguided one takes the place
+    assert requests == {}

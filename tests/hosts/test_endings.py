@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from radq.hosts import asgi
-from radq.hosts.asgi import Send, answer_while_running
+pytest.importorskip("fastapi", reason="the server needs radq[serve]")
+
+from starlette.types import Send
+
+from radq.hosts import vllm_http
+from radq.hosts.vllm_http import answer_while_running
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"Content-Type", b"application/json")]
@@ -44,8 +48,8 @@ class Application:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(asgi, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_http, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(vllm_http, "PATIENCE_SECONDS", 0.1)
 
 
 def begin(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:

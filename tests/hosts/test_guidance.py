@@ -13,32 +13,30 @@ from hypothesis import strategies as st
 from radq.decoding.config import Steering
 from radq.errors import OptionError, UnknownAttributeError
 from radq.guides import RewardGuide
-from radq.hosts.guidance import Registry
+from radq.hosts.guidance import read_guidance
 from radq.registry.config import ServeConfig
 from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 
-REGISTRY = Registry(
-    ServeConfig(
-        guides={
-            "toxicity": "models/tox:toxicity=-50",
-            "praise": {"guide": "models/praise:praise", "range": [0, 10]},
-            "gedi": "models/gedi:omega=30,filter_p=0.8",
-        }
-    )
+CONFIG = ServeConfig(
+    guides={
+        "toxicity": "models/tox:toxicity=-50",
+        "praise": {"guide": "models/praise:praise", "range": [0, 10]},
+        "gedi": "models/gedi:omega=30,filter_p=0.8",
+    }
 )
 
 
 def test_arguments_become_a_guidance() -> None:
-    assert REGISTRY.guidance(None, 1.0) is None
-    assert REGISTRY.guidance({"other_plugin": {}}, 1.0) is None
-    default = REGISTRY.guidance({"radq_guide": "toxicity"}, 0.7)
+    assert read_guidance(CONFIG, None, 1.0) is None
+    assert read_guidance(CONFIG, {"other_plugin": {}}, 1.0) is None
+    default = read_guidance(CONFIG, {"radq_guide": "toxicity"}, 0.7)
     assert default == Guidance({"toxicity": -50.0}, Steering(temperature=0.7))
     full = {"radq_guide": "toxicity", "radq_beta": 3, "radq_top_k": 7, "radq_top_p": 0.9, "radq_kl_budget": 1}
-    assert REGISTRY.guidance(full, 0.0) == Guidance({"toxicity": 3.0}, Steering(7, 0.9, 0.0, 1.0))
+    assert read_guidance(CONFIG, full, 0.0) == Guidance({"toxicity": 3.0}, Steering(7, 0.9, 0.0, 1.0))
     texts = {name: str(value) for name, value in full.items()}  # some clients can send nothing else
-    assert REGISTRY.guidance(texts, 1e-6) == REGISTRY.guidance(full, 0.0)
-    assert REGISTRY.guidance({"radq_guide": "toxicity", "radq_beta": [3]}, 1.0) == Guidance(
+    assert read_guidance(CONFIG, texts, 1e-6) == read_guidance(CONFIG, full, 0.0)
+    assert read_guidance(CONFIG, {"radq_guide": "toxicity", "radq_beta": [3]}, 1.0) == Guidance(
         {"toxicity": 3.0}, Steering()
     )
 
@@ -46,27 +44,29 @@ def test_arguments_become_a_guidance() -> None:
 def test_several_guides_add_up_in_one_text() -> None:
     text = "toxicity=-20, praise=5,kl_budget=0.25,top_k=9"
     expected = Guidance({"toxicity": -20.0, "praise": 5.0}, Steering(9, kl_budget=0.25))
-    assert REGISTRY.guidance({"radq": text}, 1.0) == expected
-    assert REGISTRY.guidance({"radq": {"toxicity": -20, "praise": 5, "kl_budget": 0.25, "top_k": 9}}, 1.0) == expected
-    suggested = REGISTRY.guidance({"radq": "toxicity,gedi", "radq_top_p": 0.5}, 1.0)
+    assert read_guidance(CONFIG, {"radq": text}, 1.0) == expected
+    assert (
+        read_guidance(CONFIG, {"radq": {"toxicity": -20, "praise": 5, "kl_budget": 0.25, "top_k": 9}}, 1.0) == expected
+    )
+    suggested = read_guidance(CONFIG, {"radq": "toxicity,gedi", "radq_top_p": 0.5}, 1.0)
     assert suggested == Guidance({"toxicity": -50.0, "gedi": 30.0}, Steering(top_p=0.5))
     off: list[dict[str, Any]] = [{"radq": "toxicity,kl_budget=none"}]
     off += [{"radq_guide": "toxicity", "radq_kl_budget": none} for none in ("none", None)]
     for arguments in off:
-        free = REGISTRY.guidance(arguments, 1.0)
+        free = read_guidance(CONFIG, arguments, 1.0)
         assert free is not None
         assert free.steering.kl_budget is None
 
 
 def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
     guides = {"toxicity": {"guide": "models/tox:toxicity", "default": -30}, "praise": "models/praise:praise=4"}
-    registry = Registry(ServeConfig(guides=guides))
-    unnamed = registry.guidance(None, 1.0)
+    config = ServeConfig(guides=guides)
+    unnamed = read_guidance(config, None, 1.0)
     assert unnamed == Guidance({"toxicity": -30.0}, Steering())
-    both = registry.guidance({"radq_guide": "praise"}, 1.0)
+    both = read_guidance(config, {"radq_guide": "praise"}, 1.0)
     assert both is not None
     assert both.strengths == {"toxicity": -30.0, "praise": 4.0}
-    off = registry.guidance({"radq": "toxicity=0"}, 1.0)
+    off = read_guidance(config, {"radq": "toxicity=0"}, 1.0)
     assert off is not None
     assert off.strengths == {}
 
@@ -74,9 +74,9 @@ def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
 def test_details_read_guides_that_do_not_steer() -> None:
     """The server's middleware gives requests a ticket, under which it asks for their details."""
     text = {"radq": "toxicity=0,praise=3,details=1,kl_budget=none", "radq_ticket": "1", "radq_seed": 5}
-    found = REGISTRY.guidance(text, 1.0)
+    found = read_guidance(CONFIG, text, 1.0)
     assert found == Guidance({"toxicity": 0.0, "praise": 3.0}, Steering(kl_budget=None), details=True)
-    plain = REGISTRY.guidance(text | {"radq": "toxicity=0,praise=3,details=0,kl_budget=none"}, 1.0)
+    plain = read_guidance(CONFIG, text | {"radq": "toxicity=0,praise=3,details=0,kl_budget=none"}, 1.0)
     assert plain == Guidance({"praise": 3.0}, Steering(kl_budget=None))
 
 
@@ -117,7 +117,7 @@ def test_details_read_guides_that_do_not_steer() -> None:
 )
 def test_what_a_client_gets_wrong_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as error:
-        REGISTRY.guidance(arguments, 1.0)
+        read_guidance(CONFIG, arguments, 1.0)
     assert message in str(error.value)
 
 
@@ -130,7 +130,7 @@ _NAMES = st.sampled_from(["radq", "radq_guide", "radq_beta", "radq_top_k", "radq
 def test_any_arguments_are_read_or_refused_with_a_reason(arguments: dict[str, Any]) -> None:
     found: Guidance | OptionError | None
     try:
-        found = REGISTRY.guidance(arguments, 1.0)
+        found = read_guidance(CONFIG, arguments, 1.0)
     except OptionError as error:
         found = error
     if isinstance(found, OptionError):

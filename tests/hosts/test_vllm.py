@@ -110,13 +110,13 @@ def test_readouts_read_nothing_themselves(world: World, engine: Any, monkeypatch
         raise AssertionError("the base model was read a second time")
 
     for processor in PROCESSORS:
-        for guide in processor.loaded.guides:
+        for guide in processor.steerer.loaded.guides:
             if guide.model.readout is not None:
                 monkeypatch.setattr(guide.model.backbone, "forward", refuse)
-    before = sum(processor.figures.totals["failed"] for processor in PROCESSORS)
+    before = sum(processor.steerer.figures.totals["failed"] for processor in PROCESSORS)
     for kind in ("last",) if world.base.name == "gpt2" else ("last", "layers"):
         assert greedy(engine, kind) == world.own(world.guides[kind])
-    assert sum(processor.figures.totals["failed"] for processor in PROCESSORS) == before
+    assert sum(processor.steerer.figures.totals["failed"] for processor in PROCESSORS) == before
 
 
 def test_texts_end_at_stop_tokens(world: World, engine: Any) -> None:
@@ -245,9 +245,9 @@ def test_a_token_that_all_ranks_draw_is_counted_once(registry: World, monkeypatc
         monkeypatch.setattr(radq.hosts.vllm.parallel_state, "get_tensor_model_parallel_rank", lambda: rank)
         processor = radq.hosts.vllm.GuidedProcessor(config, torch.device("cpu"), False)
         monkeypatch.setattr(radq.hosts.vllm_worker, "PROCESSORS", [processor])
-        processor.figures.count(["ticket"], torch.tensor([[3.0, 0.5, 0.0, 0.0]]))
+        processor.steerer.figures.count(["ticket"], torch.tensor([[3.0, 0.5, 0.0, 0.0]]))
         worker = GuideWorker()
-        return [worker.radq_totals()["tokens"], worker.radq_take("ticket"), processor.figures.take("ticket")]
+        return [worker.radq_totals()["tokens"], worker.radq_take("ticket"), processor.steerer.figures.take("ticket")]
 
     sums = {"tokens": 3.0, "kl": 0.5, "clipped": 0.0, "failed": 0.0}
     assert count(0, shared_out=False) == [3.0, sums, None]

@@ -17,12 +17,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PretrainedConfig
 
 from radq.decoding.config import Steering
 from radq.errors import OptionError
-from radq.hosts import asgi
+from radq.hosts import vllm_http
+from radq.hosts.details import LOST, AnswerDetails, prepare_details
 from radq.hosts.guidance import GUIDES
-from radq.hosts.vllm_details import LOST, AnswerDetails, prepare_details
 from radq.hosts.vllm_http import GuideMiddleware
 from radq.hosts.vllm_server import VllmServer
 from radq.registry.details import TokenTexts
@@ -52,7 +53,7 @@ class Engine:
     """The client of vLLM's engine, with workers that have recorded some rows."""
 
     def __init__(self, folder: Path, has_workers: bool = True):
-        self.model_config = SimpleNamespace(max_model_len=20, tokenizer=str(folder), hf_config=None)
+        self.model_config = SimpleNamespace(max_model_len=20, tokenizer=str(folder), hf_config=PretrainedConfig())
         self.has_workers, self.calls, self.speculates, self.errored = has_workers, [], False, False
         self.rows: list[dict[str, Any]] = []
 
@@ -128,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_http, "PATIENCE_SECONDS", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -330,7 +331,7 @@ def test_the_page_is_served_with_what_it_needs(world: World, monkeypatch: pytest
         return [-1.0] * (len(token_ids) - 1)
 
     monkeypatch.setattr(VllmServer, "find_likelihoods", find_likelihoods)
-    monkeypatch.setattr("radq.hosts.vllm_server.find_bos", lambda config, tokenizer: 1)
+    monkeypatch.setattr("radq.registry.details.find_bos", lambda config, tokenizer: 1)
     scores = world.ask("POST", "/radq/score", json={"text": "5 9 3"}).json()
     assert [one["rewards"]["rude"] for one in scores["tokens"]] == [0.25] * 3
     assert [one["logprob"] for one in scores["tokens"]] == [None, -1.0, -1.0]

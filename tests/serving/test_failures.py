@@ -15,7 +15,7 @@ from serving import Running, make_config, serving
 
 from radq.decoding import engine as engine_module
 from radq.decoding.engine import Engine
-from radq.registry.config import Limits
+from radq.registry.config import RequestLimits
 from radq.serving import scheduler as scheduler_module
 
 PROMPT = "the film was"
@@ -112,7 +112,10 @@ def test_a_server_that_can_decode_nothing_any_more_ends_with_an_error(
 
 def test_many_samples_of_one_request_leave_room_for_others(models: Path) -> None:
     """Clients at one address without a key are one client, whose requests take turns, too."""
-    with serving(make_config(models, limits=Limits(rows=2, max_tokens=48))) as running, ThreadPoolExecutor(2) as pool:
+    with (
+        serving(make_config(models, limits=RequestLimits(rows=2, max_tokens=48))) as running,
+        ThreadPoolExecutor(2) as pool,
+    ):
         scheduler, begun, go = running.server.scheduler, threading.Event(), threading.Event()
         scheduler.call(lambda: (begun.set(), go.wait(30)))
         assert begun.wait(30)
@@ -135,7 +138,10 @@ def test_many_samples_of_one_request_leave_room_for_others(models: Path) -> None
 
 def test_long_texts_of_one_request_leave_a_row_for_others(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a request that takes all rows would hold up all others until one of its texts ends."""
-    with serving(make_config(models, limits=Limits(rows=2, max_tokens=48))) as running, ThreadPoolExecutor(2) as pool:
+    with (
+        serving(make_config(models, limits=RequestLimits(rows=2, max_tokens=48))) as running,
+        ThreadPoolExecutor(2) as pool,
+    ):
         scheduler, go = running.server.scheduler, threading.Event()
         step = scheduler._step
         monkeypatch.setattr(scheduler, "_step", lambda engine: (step(engine), go.wait(30)))

@@ -10,7 +10,7 @@ import pytest
 from fastapi import Request
 from serving import Running, make_config, serving
 
-from radq.registry.gate import has_key
+from radq.registry.web import has_key
 
 KEY = "clé-ключ"
 

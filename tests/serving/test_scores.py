@@ -15,8 +15,8 @@ from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reading import Reader
 from radq.numerics import log_probabilities
+from radq.registry.loaded_guides import Served
 from radq.serving import scheduler as scheduler_module
-from radq.serving.served import Served
 
 TEXT = "the plot was good and the film seemed dull but this music was lovely"
 
@@ -52,16 +52,16 @@ def scores_at_once(served: Served, ids: list[int]) -> tuple[list[float], dict[st
 @pytest.mark.parametrize("tokens", [1, 4, 5, 1000])
 def test_scores_in_parts_are_those_at_once(served: Served, tokens: int) -> None:
     ids = served.encode(TEXT)
-    prefill, turns = Prefill(lambda turn: served.loaded.score(served.lm, ids, turn)), 1
+    prefill, turns = Prefill(lambda turn: served.score(ids, turn)), 1
     while not prefill.read(tokens):
         turns += 1
     assert prefill.result is not None
-    likelihoods, rewards = prefill.result
+    scored = prefill.result["tokens"]
     expected, wanted = scores_at_once(served, ids)
-    assert likelihoods == pytest.approx(expected, abs=1e-5)
-    assert list(rewards) == ["bright", "dark", "value", "praise", "length"]
-    for name, values in rewards.items():
-        assert values == pytest.approx(wanted[name], abs=1e-5)
+    assert [token["logprob"] for token in scored[1:]] == pytest.approx(expected, abs=1e-5)
+    assert list(prefill.result["rewards"]) == ["bright", "dark", "value", "praise", "length"]
+    for name, values in wanted.items():
+        assert [token["rewards"][name] for token in scored] == pytest.approx(values, abs=1e-5)
     assert turns >= 3 * len(ids) // tokens  # the base model and two reward models of their own
 
 

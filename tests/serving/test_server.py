@@ -21,7 +21,7 @@ from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.engine import Engine
 from radq.errors import OptionError, RadqError
 from radq.models.reading import Reader
-from radq.registry.config import Limits
+from radq.registry.config import RequestLimits
 from radq.serving import app as app_module
 from radq.serving import scheduler as scheduler_module
 
@@ -437,7 +437,7 @@ def test_two_names_of_one_strength_add_up(models: Path) -> None:
 
 
 def test_cancelled_texts_do_not_fill_the_queue(models: Path) -> None:
-    with serving(make_config(models, limits=Limits(rows=1, queue=2, max_tokens=48))) as running:
+    with serving(make_config(models, limits=RequestLimits(rows=1, queue=2, max_tokens=48))) as running:
         scheduler = running.server.scheduler
         body = {"prompt": PROMPT, "max_tokens": 48, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{running.address}/v1/completions", json=body, timeout=60) as first:
@@ -608,7 +608,7 @@ def test_unknown_routes(running: Running) -> None:
 
 
 def test_a_full_queue_is_429(models: Path) -> None:
-    limits = Limits(prompt_tokens=40, max_tokens=48, rows=1, queue=2)
+    limits = RequestLimits(prompt_tokens=40, max_tokens=48, rows=1, queue=2)
     with serving(make_config(models, limits=limits)) as running:
         answer = post(running, prompt=PROMPT, n=4)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
@@ -634,7 +634,7 @@ def test_a_server_that_is_about_to_end(models: Path) -> None:
 
 
 def test_guides_of_another_vocabulary_are_refused(models: Path, lm_folders: dict[str, Path]) -> None:
-    from radq.serving.served import Served
+    from radq.registry.loaded_guides import Served
 
     with pytest.raises(RadqError):
         Served(make_config(models, base=str(lm_folders["gpt2"])))

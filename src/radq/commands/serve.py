@@ -44,15 +44,15 @@ def run(arguments: Arguments) -> None:
     from radq.commands.console import announce
 
     config = _read(arguments)
+    config.check()
     if arguments.check:
         _print_check(config, arguments)
         return
-    config.check()
     _check_port(arguments)
     announce(f"loading {' and '.join([config.base, *config.guides])}", arguments.json)
+    from radq.registry.loaded_guides import Served
     from radq.serving.app import make_app
     from radq.serving.listener import Listener
-    from radq.serving.served import Served
 
     app = make_app(Served(config), os.environ.get(API_KEY) or None, arguments.host)
     Listener(app, arguments.host, arguments.port, lambda address: _print_address(address, arguments)).run()
@@ -94,7 +94,7 @@ def _check_port(arguments: Arguments) -> None:
 def _print_check(config: "ServeConfig", arguments: Arguments) -> None:
     """Compare the guides with the base model by their files alone, and print what was found."""
     from radq.commands.console import print_json
-    from radq.hosts.check import check_guides
+    from radq.registry.loaded_guides import check_guides
 
     lines = check_guides(config, arguments.max_model_len)
     if arguments.json:

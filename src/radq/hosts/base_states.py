@@ -7,7 +7,7 @@ take the same way, and a readout takes what it reads from there, row by row.
 Axes: r rows of logits, k candidates, s strengths, d hidden size of the base model, w width of all states of a row.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from radq.errors import DataError, ModelError, OptionError, require_package
 from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
-from radq.hosts.follower import Follower, Text
+from radq.hosts.follower import Follower, GuidedRequest
 from radq.models.loading import hidden_size, load_causal_lm
 from radq.models.reading import OutputReading
 from radq.models.readout import join_layers
@@ -38,10 +38,6 @@ def _find_layers(guide: Guide) -> tuple[int, ...]:
     return guide.model.reader.base_layers if isinstance(guide, RewardGuide) else ()
 
 
-def _reads_last_alone(guide: Guide) -> bool:
-    return isinstance(guide, RewardGuide) and _find_layers(guide) == (guide.model.backbone.config.num_hidden_layers,)
-
-
 # --- vLLM's side ---
 
 
@@ -56,8 +52,8 @@ def show_layers(guides: Iterable[Guide], vllm_config: Any) -> tuple[int, ...]:
     readouts = [guide for guide in guides if isinstance(guide, RewardGuide) and _find_layers(guide)]
     if not readouts:
         return ()
+    alone = [guide for guide in readouts if _find_layers(guide) == (guide.model.backbone.config.num_hidden_layers,)]
     hindrance = _find_hindrance(vllm_config)
-    alone = [guide for guide in readouts if _reads_last_alone(guide)]
     if alone and hindrance:
         raise OptionError(f"a readout of the last layer cannot be used with {hindrance}.", "turn that off in vLLM.")
     for guide in alone:
@@ -123,12 +119,8 @@ def _show_earlier(vllm_config: Any, layers: tuple[int, ...]) -> None:
     """
     setattr(vllm_config.model_config.hf_config, WANTED, layers)
     vllm_config.additional_config[WANTED] = list(layers)
-    kind = _find_class(vllm_config)
-    original = kind.forward
-    if hasattr(original, "shows_layers"):
-        return
 
-    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+    def forward(original: Any, self: Any, *arguments: Any, **options: Any) -> Any:
         wanted = getattr(getattr(self, "config", None), WANTED, ())
         if not wanted:
             return original(self, *arguments, **options)
@@ -138,25 +130,27 @@ def _show_earlier(vllm_config: Any, layers: tuple[int, ...]) -> None:
         last, earlier = original(self, *arguments, **options)
         return torch.cat([last, *earlier], dim=-1)
 
-    forward.shows_layers = True  # pyright: ignore[reportFunctionMemberAccess]
-    kind.forward = forward
+    _replace_forward(_find_class(vllm_config), forward)
 
 
 def keep_states() -> None:
     """Let vLLM's layer that computes logits keep the states that it is given, and compute logits from the last ones."""
-    layer: Any = require_package("vllm.model_executor.layers.logits_processor", "vllm").LogitsProcessor
-    original = layer.forward
-    if hasattr(original, "keeps_states"):
-        return
 
-    def forward(self: Any, lm_head: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
+    def forward(original: Any, self: Any, lm_head: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
         _KEPT["states"] = hidden_states
         width = getattr(lm_head, "embedding_dim", hidden_states.shape[-1])
         last = hidden_states if hidden_states.shape[-1] <= width else hidden_states[..., :width].contiguous()
         return original(self, lm_head, last, *arguments, **options)
 
-    forward.keeps_states = True  # pyright: ignore[reportFunctionMemberAccess]
-    layer.forward = forward
+    _replace_forward(require_package("vllm.model_executor.layers.logits_processor", "vllm").LogitsProcessor, forward)
+
+
+def _replace_forward(kind: Any, forward: Callable[..., Any]) -> None:
+    """Replace the method of a class, once, by a function that is given the original one."""
+    original = kind.forward
+    if not hasattr(original, "replaces"):
+        kind.forward = lambda *arguments, **options: forward(original, *arguments, **options)
+        kind.forward.replaces = original  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def take_states() -> Float[Tensor, "r w"]:
@@ -169,40 +163,39 @@ def take_states() -> Float[Tensor, "r w"]:
 # --- guides ---
 
 
-class ShownRows(Follower):
-    """A guide whose rows are those of the logits. It follows no text, so that it takes no memory."""
+class ShownFollower(Follower):
+    """A guide that advises on rows of logits by the states that belong to them, those of drafts too.
 
-    shown: tuple[int, ...]  # the layers whose states stand side by side
+    It follows no text, so that it takes no memory.
+    """
+
+    def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device, shown: tuple[int, ...]):
+        """`shown` are the layers whose states stand side by side."""
+        super().__init__(guide, capacity, length, device)
+        self.shown = shown
 
     def plan_bytes(self) -> int:
         return 0
 
-    def follow(self, present: Mapping[Text, int], last: Tensor | None, widest: int) -> dict[Text, Exception]:
+    def follow(
+        self, present: Mapping[GuidedRequest, int], last: Tensor | None, widest: int
+    ) -> dict[GuidedRequest, Exception]:
         if present != self.rows:
-            self.rows, self.texts = dict(present), list(present)
+            self.rows = dict(present)
             self.layout += 1
         return {}
 
-    def retain(self, texts: Iterable[Text]) -> None:
+    def retain(self, texts: Iterable[GuidedRequest]) -> None:
         staying = set(texts)
         self.follow({text: row for text, row in self.rows.items() if text in staying}, None, 1)
 
-    def advise_beside(
-        self, states: Float[Tensor, "b w"], candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]
+    def advise(
+        self, rows: Int[Tensor, " b"] | None, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]
     ) -> Advice:
+        """Give an opinion on candidates in some rows of the latest logits, or in all of them."""
+        states = take_states() if rows is None else take_states()[rows]
         parts = states.split(hidden_size(self.guide.readers[0].model.config), dim=-1)
         if len(parts) != len(self.shown):
             raise DataError(f"vLLM has shown {len(parts)} layers, not {len(self.shown)}.", "use --readout-layers 1.")
         own = torch.cat([parts[self.shown.index(layer)] for layer in _find_layers(self.guide)], dim=-1)
         return self.guide.advise(OutputReading(self.guide.readers[0], lambda: own), candidates, beta)
-
-
-class ShownFollower(ShownRows):
-    """A guide that advises on one row of logits for each text."""
-
-    def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device, shown: tuple[int, ...]):
-        super().__init__(guide, capacity, length, device)
-        self.shown = shown
-
-    def advise(self, rows: Int[Tensor, " b"], candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]) -> Advice:
-        return self.advise_beside(take_states()[rows], candidates, beta)

@@ -1,51 +1,41 @@
 """Guidance for serving engines, whose running batch holds requests with different guides and settings.
 
-Requests may join, leave, change places and start over at any step. The `Slots` know which request stands where, a
-`Follower` for each guide keeps its state of their texts, and a `Steerer` turns base logits into guided ones. If a
-request cannot be guided, the others go on, and it ends: the only token that it may still draw is one that ends it.
+Requests may join, leave, change places and start over at any step. A `Follower` for each guide keeps its state of their
+texts, and a `Steerer` turns base logits into guided ones. If a request cannot be guided, the others go on, and it ends:
+the only token that it may still draw is one that ends it.
 Axes: b requests, k candidates, v vocabulary, s strengths.
 """
 
 import logging
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from radq.decoding.config import Steering
 from radq.decoding.steering import Proposal, RowSettings, propose
+from radq.guides import Guide
 from radq.guides.base import Advice
 from radq.hosts.base_states import ShownFollower, reads_shown
-from radq.hosts.follower import Follower, Text
-from radq.hosts.records import RecordedRow, Records
+from radq.hosts.details import RecordedRow, Records
+from radq.hosts.follower import Follower, GuidedRequest
 from radq.registry.details import StepNumbers
-from radq.registry.loaded_guides import LoadedGuides
-from radq.registry.strengths import Guidance
+from radq.registry.loaded_guides import LoadedGuides, Selection
 
 LOGGER = logging.getLogger(__name__)
 NARROW = 64  # candidates; rows with more are scored apart, so that others do not wait for them
 WIDE = 1024
-
-
 FIGURE_STEPS = 32  # between two readings of the sums on the device
-
-
 MOST_TICKETS = 4096  # requests whose figures are kept until somebody asks for them
-
-
 FIGURE_NAMES = {
     "tokens": "tokens that were drawn under guidance",
     "kl": "sum over these tokens of KL(guided, unguided), in nats",
     "clipped": "sum over these tokens of the share of candidates with a clamped reward",
     "failed": "steps of requests that could not be guided and end",
 }
-
-
 Sums = dict[str, float]
 
 
@@ -59,129 +49,54 @@ class Figures:
     def count(self, tickets: Sequence[str | None], sums: Float[Tensor, "b n"]) -> None:
         """Add the sums of some requests, in the order of `FIGURE_NAMES`. This waits for the device."""
         for ticket, row in zip(tickets, sums.tolist(), strict=True):
-            self._add(self.totals, row)
-            if ticket is not None:
-                self._add(self._tickets.setdefault(ticket, dict.fromkeys(FIGURE_NAMES, 0.0)), row)
+            own = self._tickets.setdefault(ticket, dict.fromkeys(FIGURE_NAMES, 0.0)) if ticket is not None else {}
+            for name, number in zip(FIGURE_NAMES, row, strict=True):
+                self.totals[name] += number
+                own[name] = own.get(name, 0.0) + number
         while len(self._tickets) > MOST_TICKETS:
             self._tickets.popitem(last=False)
-
-    def _add(self, sums: Sums, row: Sequence[float]) -> None:
-        for name, number in zip(FIGURE_NAMES, row, strict=True):
-            sums[name] += number
 
     def take(self, ticket: str) -> Sums | None:
         """The sums of a request, which are then forgotten."""
         return self._tickets.pop(ticket, None)
 
 
-@dataclass(eq=False)  # requests with equal contents are still different requests
-class Request(Text):
-    """A guided request, of whose text the host knows all tokens. The engine extends `output` in place."""
+def update_slots(
+    requests: dict[int, Any],
+    removed: Iterable[int],
+    added: Iterable[tuple[int, Any]],
+    moved: Iterable[tuple[int, int, bool]],
+) -> None:
+    """Remove, add and move the requests in the slots of an engine's batch, in this order, as vLLM prescribes.
 
-    guidance: Guidance
-    prompt: Sequence[int]
-    output: list[int]
-    end: int = 0  # the token that a request draws which cannot be guided
-    stops: tuple[int, ...] = ()  # the tokens that end the text
-    ticket: str | None = None  # under which the server asks for figures about it
-    choice: int = 0  # its number among the texts with this ticket
-    ended: bool = field(default=False, init=False)  # whether it ends, since it cannot be guided
-    betas: dict[int, list[float]] | None = field(default=None, init=False)  # of each loaded guide
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def last(self) -> int:
-        return self.output[-1] if self.output else self.prompt[-1]
-
-    def tokens(self) -> Int[Tensor, " t"]:
-        return torch.tensor([*self.prompt, *self.output], dtype=torch.long)
-
-    def mark(self) -> list[int]:
-        return list(self.output)
-
-    def growth(self, mark: list[int]) -> int | None:
-        grown = len(self.output) - len(mark)
-        return grown if self.output[: len(mark)] == mark else None
-
-
-@dataclass(eq=False)
-class DeviceRequest(Text):
-    """A guided request whose tokens only the device knows. The host knows how many there are."""
-
-    guidance: Guidance
-    source: Any  # the engine's tokens: `source.gpu` has a row for each slot
-    slot: int
-    end: int = 0
-    stops: tuple[int, ...] = ()
-    ticket: str | None = None
-    choice: int = 0
-    size: int = 0  # the number of tokens
-    ended: bool = field(default=False, init=False)
-    betas: dict[int, list[float]] | None = field(default=None, init=False)
-
-    @property
-    def length(self) -> int:
-        return self.size
-
-    @property
-    def last(self) -> int:
-        return int(self.source.gpu[self.slot, self.size - 1])
-
-    def tokens(self) -> Int[Tensor, " t"]:
-        return self.source.gpu[self.slot, : self.size].long()
-
-    def mark(self) -> int:
-        return self.size
-
-    def growth(self, mark: int) -> int | None:
-        return self.size - mark
-
-
-class Slots:
-    """The guided requests by their slots in the engine's batch."""
-
-    def __init__(self) -> None:
-        self.requests: dict[int, Any] = {}
-
-    def update(
-        self,
-        removed: Iterable[int],
-        added: Iterable[tuple[int, Any]],
-        moved: Iterable[tuple[int, int, bool]],
-    ) -> None:
-        """Remove, add and move requests, in this order, as vLLM prescribes.
-
-        An added request is None if it is not guided. A move has a source, a target, and whether it swaps the two.
-        """
-        for slot in removed:
-            self.requests.pop(slot, None)
-        for slot, request in added:
-            self.requests.pop(slot, None)
-            if request is not None:
-                self.requests[slot] = request
-        for source, target, swaps in moved:
-            moving, replaced = self.requests.pop(source, None), self.requests.pop(target, None)
-            if moving is not None:
-                self.requests[target] = moving
-            if swaps and replaced is not None:
-                self.requests[source] = replaced
+    An added request is None if it is not guided. A move has a source, a target, and whether it swaps the two.
+    """
+    for slot in removed:
+        requests.pop(slot, None)
+    for slot, request in added:
+        requests.pop(slot, None)
+        if request is not None:
+            requests[slot] = request
+    for source, target, swaps in moved:
+        moving, replaced = requests.pop(source, None), requests.pop(target, None)
+        if moving is not None:
+            requests[target] = moving
+        if swaps and replaced is not None:
+            requests[source] = replaced
 
 
 @dataclass(frozen=True)
 class _Group:
     """Requests whose candidates are chosen and scored together."""
 
-    requests: list[Any]
+    requests: list[GuidedRequest]
     places: Int[Tensor, " b"]  # their rows of the logits
-    strengths: RowSettings
+    settings: RowSettings
     temperature: Float[Tensor, "b 1"]  # 1 where the best token is taken
     ends: Int[Tensor, "b 1"]
     members: "list[_Member]"
     sums: Float[Tensor, "b n"]  # figures of the steps that were not counted yet
-    told: dict[int, dict[str, int]]  # rows with details: the places of their guides among the strengths
+    told: dict[int, Mapping[str, int]]  # rows with details: the places of their guides among the strengths
 
     def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
         """Add up the shifts of all guides, each of which advises on its own rows alone."""
@@ -217,7 +132,7 @@ class _Member:
     follower: Follower
     rows: Int[Tensor, " r"]  # of the group
     texts: Int[Tensor, " r"]  # their rows in the follower
-    columns: slice  # of the group's strengths
+    columns: slice  # of all strengths
 
 
 class Steerer:
@@ -232,16 +147,21 @@ class Steerer:
         shown: tuple[int, ...] = (),
     ):
         """The engine runs at most `capacity` requests of `length` tokens at once, and shows some layers' states."""
-        self.loaded, self.device = loaded, torch.device(device)
+        self.loaded, self.device, self.capacity = loaded, torch.device(device), capacity
         self.followers = [
             ShownFollower(guide, capacity, length, self.device, shown)
             if reads_shown(guide, shown)
-            else Follower(guide, capacity, length, self.device)
+            else self._make_follower(guide, length)
             for guide in loaded.guides
         ]
+        sizes = [len(guide.beta) for guide in loaded.guides]
+        self.columns = [slice(sum(sizes[:number]), sum(sizes[: number + 1])) for number in range(len(sizes))]
         self._figures, self.records = Figures(), Records()
         self._plan: tuple[Any, list[_Group]] = (None, [])
         self._steps = 0  # since the figures were counted
+
+    def _make_follower(self, guide: Guide, length: int) -> Follower:
+        return Follower(guide, self.capacity, length, self.device)
 
     @property
     def nbytes(self) -> int:
@@ -262,7 +182,7 @@ class Steerer:
         return self._figures
 
     @torch.inference_mode()
-    def retain(self, requests: Iterable[Any]) -> None:
+    def retain(self, requests: Iterable[GuidedRequest]) -> None:
         """Forget all requests but these."""
         staying = set(requests)
         for follower in self.followers:
@@ -277,7 +197,7 @@ class Steerer:
 
     @torch.inference_mode()
     def steer(
-        self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Int[Tensor, " b"] | None = None
+        self, logits: Float[Tensor, "b v"], requests: Mapping[int, GuidedRequest], last: Int[Tensor, " b"] | None = None
     ) -> None:
         """Overwrite the rows of these requests with guided logits; other rows stay as they are.
 
@@ -299,7 +219,7 @@ class Steerer:
                 logits[row] = -torch.inf
                 logits[row, request.end] = 0.0
 
-    def _steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, Any], last: Tensor | None) -> None:
+    def _steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, GuidedRequest], last: Tensor | None) -> None:
         self._follow({request: row for row, request in requests.items() if not request.ended}, last)
         running = {row: request for row, request in requests.items() if not request.ended}
         groups = self._make_groups(running, logits.shape[1])
@@ -312,100 +232,97 @@ class Steerer:
             except Exception as error:
                 self._end(dict.fromkeys(group.requests, error))
 
-    def _end(self, failures: Mapping[Any, Exception]) -> None:
+    def _end(self, failures: Mapping[GuidedRequest, Exception]) -> None:
         for request, error in failures.items():
             if not request.ended:
                 request.ended = True
                 self._figures.count([request.ticket], torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
                 LOGGER.error("radq ends a request that it cannot guide: %r", error, exc_info=error)
 
-    def _follow(self, requests: Mapping[Any, int], last: Int[Tensor, " b"] | None) -> None:
+    def _follow(self, requests: Mapping[GuidedRequest, int], last: Int[Tensor, " b"] | None) -> None:
         """Bring all guides up to date. A guide that fails reads all its texts again, once."""
         for number, follower in enumerate(self.followers):
-            own = {request: row for request, row in requests.items() if number in self._betas(request)}
-            widest = max(map(_width, own), default=1)
+            own = {request: row for request, row in requests.items() if number in self._select(request).guides}
+            widest = max((request.width for request in own), default=1)
             try:
                 failures = follower.follow(own, last, widest)
             except Exception as error:
                 LOGGER.warning("radq reads %d texts again after an error: %r", len(own), error, exc_info=error)
-                failures = self._follow_again(follower, own, widest)
+                follower.clear()
+                try:
+                    failures = follower.follow(own, None, widest)
+                except Exception as again:
+                    follower.clear()
+                    failures = dict.fromkeys(own, again)
             self._end(failures)
 
-    def _follow_again(self, follower: Follower, requests: Mapping[Any, int], widest: int) -> dict[Any, Exception]:
-        follower.clear()
-        try:
-            return follower.follow(requests, None, widest)
-        except Exception as error:
-            follower.clear()
-            return dict.fromkeys(requests, error)
-
-    def _betas(self, request: Any) -> dict[int, list[float]]:
-        """Find the strengths of each guide that a request uses."""
-        if request.betas is None:
-            request.betas = self.loaded.strengths(request.guidance.strengths)
-        return request.betas
+    def _select(self, request: GuidedRequest) -> Selection:
+        """Find the guides that a request uses, and its strengths among those of all guides."""
+        if request.selection is None:
+            request.selection = self.loaded.select(request.guidance.strengths)
+        return request.selection
 
     # --- groups ---
 
-    def _make_groups(self, requests: Mapping[int, Any], vocab_size: int) -> list[_Group]:
+    def _make_groups(self, requests: Mapping[int, GuidedRequest], vocab_size: int) -> list[_Group]:
         """Make the groups of a step, or return those of the last step if nothing has changed since then."""
-        layouts = tuple(follower.layout for follower in self.followers)
-        key = (tuple(requests), tuple(requests.values()), layouts)  # requests are equal only to themselves
+        key = (tuple(requests.items()), tuple(follower.layout for follower in self.followers))
         if self._plan[0] != key:
             self._forget_plan()
-            kinds: dict[int, dict[int, Any]] = {}
+            kinds: dict[int, dict[int, GuidedRequest]] = {}
             for row, request in requests.items():
                 kinds.setdefault(self._kind(request), {})[row] = request
             self._plan = (key, [self._make_group(rows, vocab_size) for rows in kinds.values()])
         return self._plan[1]
 
-    def _kind(self, request: Any) -> int:
+    def _kind(self, request: GuidedRequest) -> int:
         """Number the kind of a request; requests of one kind are one group.
 
         A guide that reads candidates reads those of all its texts at once, so these texts are of one kind.
         """
-        if any(self.followers[number].reads_candidates for number in self._betas(request)):
+        if any(self.followers[number].reads_candidates for number in self._select(request).guides):
             return -1
-        return sum(_width(request) > limit for limit in (NARROW, WIDE))
+        return sum(request.width > limit for limit in (NARROW, WIDE))
 
-    def _make_group(self, rows: Mapping[int, Any], vocab_size: int) -> _Group:
+    def _make_group(self, rows: Mapping[int, GuidedRequest], vocab_size: int) -> _Group:
         requests = list(rows.values())
-        betas = [self._betas(request) for request in requests]
-        used = [number for number in range(len(self.followers)) if any(number in own for own in betas)]
-        sizes = {number: len(self.followers[number].guide.beta) for number in used}
-        numbers = [[beta for n in used for beta in own.get(n, [0.0] * sizes[n])] for own in betas]
-        steerings = [limit_width(request.guidance.steering, vocab_size) for request in requests]
-        stops = [request.stops for request in requests]
-        strengths = RowSettings.stack(steerings, numbers, vocab_size, self.device, stops=stops)
-        temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
-        members, first = [], 0
-        columns: dict[int, slice] = {}
-        for number in used:
-            own = [row for row, beta in enumerate(betas) if number in beta]
-            texts = [self.followers[number].rows[requests[row]] for row in own]
-            columns[number] = slice(first, first := first + sizes[number])
-            members.append(_Member(self.followers[number], self._index(own), self._index(texts), columns[number]))
+        selections = [self._select(request) for request in requests]
+        settings = self._stack(requests, vocab_size)
+        temperature = torch.where(settings.temperature == 0, 1.0, settings.temperature)[:, None].float()
+        members: list[_Member] = []
+        for number, follower in enumerate(self.followers):
+            own = [row for row, selection in enumerate(selections) if number in selection.guides]
+            if own:
+                texts = [follower.rows[requests[row]] for row in own]
+                members.append(_Member(follower, self._index(own), self._index(texts), self.columns[number]))
         ends = self._index([request.end for request in requests])[:, None]
         sums = torch.zeros(len(requests), len(FIGURE_NAMES), dtype=torch.float64, device=self.device)
         told = {
-            row: {name: columns[number].start + place for name, (number, place) in self._places(request).items()}
-            for row, request in enumerate(requests)
+            row: selection.places
+            for row, (request, selection) in enumerate(zip(requests, selections, strict=True))
             if request.guidance.details and request.ticket is not None
         }
-        return _Group(requests, self._index(list(rows)), strengths, temperature, ends, members, sums, told)
+        return _Group(requests, self._index(list(rows)), settings, temperature, ends, members, sums, told)
 
-    def _places(self, request: Any) -> dict[str, tuple[int, int]]:
-        """Find the guide of each name that a request uses, and the place of its strength there."""
-        return {name: self.loaded.places[name] for name in request.guidance.strengths}
+    def _stack(self, requests: Iterable[GuidedRequest], vocab_size: int) -> RowSettings:
+        """Make the settings of requests, with their strengths of all guides."""
+        steerings, betas, stops = [], [], []
+        for request in requests:
+            steering = request.guidance.steering
+            steerings.append(replace(steering, top_k=min(request.width, vocab_size)) if steering.top_k else steering)
+            betas.append(self._select(request).strengths)
+            stops.append(request.stops)
+        return RowSettings.stack(steerings, betas, vocab_size, self.device, stops=stops)
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " r"]:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)
 
     def _steer_group(self, logits: Float[Tensor, "b v"], group: _Group) -> None:
         base = logits[group.places]
-        proposal = propose(base.float(), group, None, group.strengths)
+        proposal = propose(base.float(), group, None, group.settings)
         logits[group.places] = self._write(base, proposal, group.temperature, group.ends)
-        self._sum_up(group, proposal)
+        fine = proposal.finite.double()
+        group.sums.add_(torch.stack([fine, proposal.kl * fine, proposal.clipped * fine, 1 - fine], dim=1))
         if group.told:
             self._record(group, base, proposal)
 
@@ -425,10 +342,6 @@ class Steerer:
         guided = torch.full_like(base, -torch.inf).scatter_(1, proposal.candidates, scaled.to(base.dtype))
         return guided.scatter_(1, ends, torch.where(fine, guided.gather(1, ends), 0.0))
 
-    def _sum_up(self, group: _Group, proposal: Proposal) -> None:
-        fine = proposal.finite.double()
-        group.sums.add_(torch.stack([fine, proposal.kl * fine, proposal.clipped * fine, 1 - fine], dim=1))
-
     def _record(self, group: _Group, base: Float[Tensor, "b v"], proposal: Proposal) -> None:
         """Record the candidates of requests with details. This waits for the device."""
         rows = self._index(list(group.told))
@@ -438,14 +351,4 @@ class Steerer:
             request = group.requests[row]
             if bool(told.finite[place]):
                 found = RecordedRow(numbers.row(place, names), likelihoods[place].cpu().numpy(), float(told.kl[place]))
-                self.records.add(request.ticket, request.choice, request.length, found, request.last)
-
-
-def _width(request: Any) -> int:
-    """Return the number of candidates that a request asks for."""
-    return request.guidance.steering.top_k or sys.maxsize
-
-
-def limit_width(steering: Steering, vocab_size: int) -> Steering:
-    """Lower top_k to the size of the vocabulary where it is larger."""
-    return steering if steering.top_k is None else replace(steering, top_k=min(steering.top_k, vocab_size))
+                self.records.add(request.ticket or "", request.choice, request.length, found, request.last)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,9 +17,9 @@ from radq.decoding.steering import RowSettings, propose
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.guides.base import Advice, list_readings
-from radq.hosts.base_states import ShownRows, reads_shown, take_states
-from radq.hosts.batching import DeviceRequest, Steerer, limit_width
-from radq.hosts.follower import Follower, Text
+from radq.hosts.base_states import ShownFollower
+from radq.hosts.batching import Steerer
+from radq.hosts.follower import DeviceRequest, Follower, GuidedRequest
 from radq.models.reading import OutputReading
 from radq.models.slots import SlotReading, takes_slots
 from radq.registry.loaded_guides import LoadedGuides
@@ -76,33 +75,31 @@ class DraftFollower(Follower):
         self._starts = torch.zeros(capacity + 1, dtype=torch.long, device=device)
         self._sizes: tuple[int, Any] = (-1, None)  # the lengths of the texts when they were read, for one layout
 
-    def follow(self, present: Mapping[Text, int], last: Tensor | None, widest: int) -> dict[Text, Exception]:
+    def follow(
+        self, present: Mapping[GuidedRequest, int], last: Tensor | None, widest: int
+    ) -> dict[GuidedRequest, Exception]:
         for text in present:
             if text not in self.rows and isinstance(text, DraftRequest):
                 text.measure()
         return super().follow(present, last, widest)
 
-    def _reserve(self, widest: int) -> None:
-        """Make room for the drafts of every text, and behind them for those that belong to no text."""
-        for slots in self._slots():
-            slots.resize(len(self.texts))
-            bounds = [max(text.length, getattr(text, "bound", 0)) for text in self.texts]
-            slots.bounds[: slots.count] = np.array(bounds) + slots.reader.overhead + self.most
-            slots.reserve()
+    def _bounds(self) -> list[int]:
+        """Also of drafts, behind which there is room for those that belong to no text."""
+        return [max(text.length, getattr(text, "bound", 0)) + self.most for text in self.rows]
 
     def advise_drafts(
         self, texts: Int[Tensor, " r"], drafts: Drafts, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"]
     ) -> Advice:
         """The guide's opinion on candidates after each row. `texts` are its rows of the texts, or −1."""
         if self._sizes[0] != self.layout:
-            self._sizes = (self.layout, torch.tensor(self._lengths, device=self.device))
+            self._sizes = (self.layout, torch.tensor([one.length for one in self._followed], device=self.device))
         shown = self._state.map_readings(lambda slots: self._read_over(slots, texts, drafts))
         return self.guide.advise(shown, candidates, beta)
 
     def _read_over(self, slots: SlotReading, texts: Int[Tensor, " r"], drafts: Drafts) -> OutputReading:
         """Let a model read the drafts of all texts; return its output at each row of logits."""
         places, followed = drafts.places.long(), texts >= 0
-        before = slots.lengths[: len(self.texts)] - self._sizes[1]  # a BOS may stand before a text
+        before = slots.lengths[: len(self.rows)] - self._sizes[1]  # a BOS may stand before a text
         columns = drafts.positions.long() + before[texts.clamp(min=0)]
         self._tokens.zero_()
         self._tokens[torch.where(followed, texts, self.capacity), places] = drafts.tokens.long()
@@ -117,21 +114,6 @@ class DraftFollower(Follower):
         return OutputReading(slots.reader, lambda: chosen)
 
 
-class ShownDraftFollower(ShownRows, DraftFollower):
-    """A guide that reads the states of every draft, which vLLM has computed."""
-
-    def __init__(
-        self, guide: Guide, capacity: int, length: int, device: torch.device, most: int, shown: tuple[int, ...]
-    ):
-        super().__init__(guide, capacity, length, device, most)
-        self.shown = shown
-
-    def advise_drafts(
-        self, texts: Int[Tensor, " r"], drafts: Drafts, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"]
-    ) -> Advice:
-        return self.advise_beside(take_states(), candidates, beta)
-
-
 class DraftSteerer(Steerer):
     """Steers all rows of logits of guided requests."""
 
@@ -144,15 +126,12 @@ class DraftSteerer(Steerer):
         most: int,
         shown: tuple[int, ...] = (),
     ):
+        self.most = most
         super().__init__(loaded, capacity, length, device, shown)
-        self.capacity = capacity
-        self.followers = [
-            ShownDraftFollower(guide, capacity, length, self.device, most, shown)
-            if reads_shown(guide, shown)
-            else DraftFollower(guide, capacity, length, self.device, most)
-            for guide in loaded.guides
-        ]
         self._table: tuple[Any, Any] = (None, None)
+
+    def _make_follower(self, guide: Guide, length: int) -> DraftFollower:
+        return DraftFollower(guide, self.capacity, length, self.device, self.most)
 
     @torch.inference_mode()
     def steer_drafts(self, logits: Float[Tensor, "r v"], requests: Mapping[int, DraftRequest], drafts: Drafts) -> None:
@@ -180,21 +159,14 @@ class DraftSteerer(Steerer):
 
     def _make_table(self, requests: Mapping[int, DraftRequest], vocab_size: int) -> "_Table":
         listed = list(requests.values())
-        numbers = [
-            [beta for n, one in enumerate(self.followers) for beta in own.get(n, [0.0] * len(one.guide.beta))]
-            for own in map(self._betas, listed)
-        ]
-        steerings = [limit_width(request.guidance.steering, vocab_size) for request in listed]
-        followers = [one for one in self.followers if isinstance(one, DraftFollower) and one.texts]
-        return _Table(
-            self._by_slot({slot: place for place, slot in enumerate(requests)}),
-            RowSettings.stack(steerings, numbers, vocab_size, self.device, stops=[one.stops for one in listed]),
-            self._index([request.end for request in listed]),
-            {
-                one: self._by_slot({text.slot: one.rows[text] for text in listed if text in one.rows})
-                for one in followers
-            },
-        )
+        texts = {
+            number: self._by_slot({one.slot: follower.rows[one] for one in listed if one in follower.rows})
+            for number, follower in enumerate(self.followers)
+            if follower.rows
+        }
+        places = self._by_slot({slot: place for place, slot in enumerate(requests)})
+        ends = self._index([request.end for request in listed])
+        return _Table(places, self._stack(listed, vocab_size), ends, texts)
 
     def _by_slot(self, numbers: Mapping[int, int]) -> Int[Tensor, " slots"]:
         return self._index([numbers.get(slot, -1) for slot in range(self.capacity)])
@@ -205,8 +177,8 @@ class DraftSteerer(Steerer):
         which = table.places[slots]
         rows = which.clamp(min=0)
         strengths = table.strengths.map(lambda values: values[rows])
-        members = {follower: texts[slots] for follower, texts in table.texts.items()}
-        proposal = propose(logits.float(), _Members(self.followers, members, drafts), None, strengths)
+        members = [(self.followers[n], texts[slots], self.columns[n]) for n, texts in table.texts.items()]
+        proposal = propose(logits.float(), _Members(members, drafts), None, strengths)
         temperature = torch.where(strengths.temperature == 0, 1.0, strengths.temperature)[:, None].float()
         guided = self._write(logits, proposal, temperature, table.ends[rows][:, None])
         logits.copy_(torch.where((which >= 0)[:, None], guided, logits))
@@ -219,24 +191,25 @@ class _Table:
     places: Int[Tensor, " slots"]  # of each slot's request among these, or −1
     strengths: RowSettings  # of these requests
     ends: Int[Tensor, " b"]  # the tokens that end texts which cannot be guided
-    texts: dict[DraftFollower, Int[Tensor, " slots"]]  # for each guide, its row of each slot's text, or −1
+    texts: dict[int, Int[Tensor, " slots"]]  # for each guide, its row of each slot's text, or −1
 
 
 @dataclass(frozen=True)
 class _Members:
     """The sum of guides, each of which advises on its own rows alone."""
 
-    followers: Sequence[Follower]
-    texts: Mapping[Any, Int[Tensor, " r"]]  # of those that follow some text: its row for each row of logits, or −1
+    # The guides that follow some text, with its row for each row of logits, or −1, and the columns of their strengths.
+    members: Sequence[tuple[Follower, Int[Tensor, " r"], slice]]
     drafts: Drafts
 
     def advise(self, state: Any, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"] | None = None) -> Advice:
         assert beta is not None
-        shift, first = torch.zeros(candidates.shape, device=candidates.device), 0
-        for follower in self.followers:
-            own = beta[:, first : (first := first + len(follower.guide.beta))]
-            if isinstance(follower, DraftFollower) and follower in self.texts:
-                texts = self.texts[follower]
-                advice = follower.advise_drafts(texts, self.drafts, candidates, own)
-                shift = shift + torch.where((texts >= 0)[:, None], advice.shift.to(shift), 0.0)
+        shift = torch.zeros(candidates.shape, device=candidates.device)
+        for follower, texts, columns in self.members:
+            if isinstance(follower, DraftFollower):
+                advice = follower.advise_drafts(texts, self.drafts, candidates, beta[:, columns])
+            else:
+                assert isinstance(follower, ShownFollower)
+                advice = follower.advise(None, candidates, beta[:, columns])
+            shift = shift + torch.where((texts >= 0)[:, None], advice.shift.to(shift), 0.0)
         return Advice(shift, None)

@@ -6,23 +6,29 @@ the server starts. On a GPU these forwards are captured as CUDA graphs, for few 
 Axes: b texts, k candidates, s strengths.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from radq.decoding.capture import find_hindrance
+from radq.decoding.guide_rows import fill_gaps
 from radq.errors import DataError
 from radq.guides import Guide
 from radq.guides.base import Advice, list_readings
 from radq.models.cuda_graph import StepGraphs
 from radq.models.rad_v import SIBLINGS_PER_FORWARD
-from radq.models.reading import Reader, Reading, ValueReading
+from radq.models.reading import Reader, ValueReading
 from radq.models.slots import SlotReading, plan_bytes, settle
+from radq.registry.loaded_guides import Selection
+from radq.registry.strengths import Guidance
 
 PATIENCE = 16  # steps that a text may miss before it leaves; if it comes back, it is read anew
 RESTING = 2**31 - 1  # no model knows this token, and rows whose token is unknown stay as they are
@@ -30,8 +36,23 @@ PROMPT_TOKENS = 4096  # of prompts that are read together, with their padding
 PADDING = 1.25  # at most so many tokens are read for each token of a prompt
 
 
-class Text(ABC):
-    """A text that an engine extends."""
+@dataclass(eq=False)  # requests with equal contents are still different requests
+class GuidedRequest(ABC):
+    """A guided request, whose text the engine extends."""
+
+    guidance: Guidance
+    _: KW_ONLY
+    end: int = 0  # the token that a request draws which cannot be guided
+    stops: tuple[int, ...] = ()  # the tokens that end the text
+    ticket: str | None = None  # under which the server asks for figures about it
+    choice: int = 0  # its number among the texts with this ticket
+    ended: bool = field(default=False, init=False)  # whether it ends, since it cannot be guided
+    selection: Selection | None = field(default=None, init=False)  # of the guides that it needs
+
+    @property
+    def width(self) -> int:
+        """The number of candidates that it asks for."""
+        return self.guidance.steering.top_k or sys.maxsize
 
     @property
     @abstractmethod
@@ -56,6 +77,67 @@ class Text(ABC):
         """Return the number of tokens by which the text has grown since it was marked; None if it is another text."""
 
 
+@dataclass(eq=False)
+class HostRequest(GuidedRequest):
+    """A request whose tokens the host knows. The engine extends `output` in place."""
+
+    prompt: Sequence[int]
+    output: list[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def last(self) -> int:
+        return self.output[-1] if self.output else self.prompt[-1]
+
+    def tokens(self) -> Int[Tensor, " t"]:
+        return torch.tensor([*self.prompt, *self.output], dtype=torch.long)
+
+    def mark(self) -> list[int]:
+        return list(self.output)
+
+    def growth(self, mark: list[int]) -> int | None:
+        return len(self.output) - len(mark) if self.output[: len(mark)] == mark else None
+
+
+@dataclass(eq=False)
+class DeviceRequest(GuidedRequest):
+    """A request whose tokens only the device knows. The host knows how many there are."""
+
+    source: Any  # the engine's tokens: `source.gpu` has a row for each slot
+    slot: int
+    size: int = 0  # the number of tokens
+
+    @property
+    def length(self) -> int:
+        return self.size
+
+    @property
+    def last(self) -> int:
+        return int(self.source.gpu[self.slot, self.size - 1])
+
+    def tokens(self) -> Int[Tensor, " t"]:
+        return self.source.gpu[self.slot, : self.size].long()
+
+    def mark(self) -> int:
+        return self.size
+
+    def growth(self, mark: int) -> int | None:
+        return self.size - mark
+
+
+@dataclass
+class _Followed:
+    """A text that a follower has read, and how far."""
+
+    text: GuidedRequest
+    mark: Any
+    length: int
+    missed: int = 0  # steps in a row
+
+
 class Follower:
     """One guide, and its state of the texts that it follows."""
 
@@ -64,17 +146,14 @@ class Follower:
         self.guide, self.capacity, self.length, self.device = guide, capacity, length, device
         self.reads_candidates = any(reader.reads_candidates for reader in guide.readers)
         self.layout = 0  # changes whenever texts change their rows
-        self.texts: list[Text] = []  # in the order of the state's rows
-        self.rows: dict[Text, int] = {}
-        self._marks: list[Any] = []
-        self._lengths: list[int] = []
-        self._missed: list[int] = []
+        self.rows: dict[GuidedRequest, int] = {}  # of the state, in which texts stand in the same order
+        self._followed: list[_Followed] = []
         self._state: Any = None
         models = [reader.model for reader in guide.readers]
         captures = device.type == "cuda" and not self.reads_candidates and find_hindrance(models, guide) is None
         self.graphs = StepGraphs(captures)
         self._next = torch.full((capacity,), RESTING, device=device)  # the tokens that a captured step reads
-        self._moves: tuple[Any, ...] = (None, None)  # rows that grew, the places of their tokens, and both as tensors
+        self._moves: tuple[Any, ...] = (None, None)  # rows that grew, the rows of their tokens, and both as tensors
 
     # --- memory ---
 
@@ -94,110 +173,94 @@ class Follower:
         siblings = SIBLINGS_PER_FORWARD if reader.reads_candidates else 0
         return self.capacity, self.length + reader.overhead + 1, siblings
 
-    def _slots(self) -> list[SlotReading]:
+    def _slots(self, rows: int | None = None) -> list[SlotReading]:
+        """List the slots of all models, which then compute so many rows."""
         readings = [] if self._state is None else list_readings(self._state)
-        return [reading for reading in readings if isinstance(reading, SlotReading)]
+        slots = [reading for reading in readings if isinstance(reading, SlotReading)]
+        return slots if rows is None else [reading.resize(rows) for reading in slots]
 
     # --- texts ---
 
-    def retain(self, texts: Iterable[Text]) -> None:
+    def retain(self, texts: Iterable[GuidedRequest]) -> None:
         """Forget all other texts, and give the memory back if none are left."""
         staying = set(texts)
-        self._keep([row for row, text in enumerate(self.texts) if text in staying])
+        self._keep([row for text, row in self.rows.items() if text in staying])
 
     def clear(self) -> None:
         """Forget all texts and give their memory back."""
         self._state = None
         self.graphs.clear()
-        self._forget_texts()
+        self._place([])
 
-    def _forget_texts(self) -> None:
-        self.texts, self._marks, self._lengths, self._missed, self.rows = [], [], [], [], {}
+    def _place(self, followed: list[_Followed]) -> None:
+        """Note which texts stand in the rows of the state."""
+        self._followed, self.rows = followed, {one.text: row for row, one in enumerate(followed)}
         self.layout += 1
-
-    def _empty(self) -> None:
-        """Forget all texts. Their memory is given back, but not where captured steps use it."""
-        if not self.graphs.on:
-            self.clear()
-            return
-        for slots in self._slots():
-            slots.resize(len(self.texts)).select(torch.zeros(0, dtype=torch.long))
-        self._forget_texts()
 
     def _keep(self, rows: list[int]) -> None:
-        """Move the last rows into the places of those that leave, so that few are copied."""
-        if len(rows) == len(self.texts):
+        """Keep the texts in these rows. If there are none, their memory is given back, unless captured steps use it."""
+        if len(rows) == len(self.rows):
             return
-        if not rows:
-            self._empty()
+        if not rows and not self.graphs.on:
+            self.clear()
             return
-        staying = set(rows)
-        movers = [row for row in rows if row >= len(rows)]
-        order = [place if place in staying else movers.pop() for place in range(len(rows))]
-        for slots in self._slots():
-            slots.resize(len(self.texts))
-        self._state = self._state.select(torch.tensor(order))
-        for name in ("texts", "_marks", "_lengths", "_missed"):
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in order])
-        self._number_rows()
-
-    def _number_rows(self) -> None:
-        self.rows = {text: row for row, text in enumerate(self.texts)}
-        self.layout += 1
+        order = fill_gaps(rows)
+        self._slots(len(self.rows))
+        self._state = self._state.select(torch.tensor(order, dtype=torch.long))
+        self._place([self._followed[row] for row in order])
 
     @torch.no_grad()
-    def follow(self, present: Mapping[Text, int], last: Tensor | None, widest: int) -> dict[Text, Exception]:
+    def follow(
+        self, present: Mapping[GuidedRequest, int], last: Tensor | None, widest: int
+    ) -> dict[GuidedRequest, Exception]:
         """Bring the state up to date with these texts; return those that cannot be read, and why.
 
-        Args:
-            present: the texts, with the places of their last tokens in `last`.
-            last: the last tokens of texts, where only the device knows them.
-            widest: the most candidates that are asked for.
+        Where only the device knows their last tokens, these stand in `last`, at the rows that `present` gives.
         """
         grown = self._leave(present)
         if grown:
             self._advance(grown, self._find_tokens(grown, present, last))
-        new = [text for text in present if text not in self.rows]
-        failures: dict[Text, Exception] = {}
-        for group in _group(new):
+        failures: dict[GuidedRequest, Exception] = {}
+        for group in _group([text for text in present if text not in self.rows]):
             failures |= self._read(group)
         self._reserve(widest)
         return failures
 
-    def _leave(self, present: Mapping[Text, int]) -> list[int]:
+    def _leave(self, present: Mapping[GuidedRequest, int]) -> list[int]:
         """Let texts leave that are gone, or are others than they were; return the rows of those that have grown."""
-        patience = PATIENCE if len({*self.texts, *present}) <= self.capacity else 0
+        patience = PATIENCE if len({*self.rows, *present}) <= self.capacity else 0
         staying: list[int] = []
-        grown: set[Text] = set()
-        for row, text in enumerate(self.texts):
-            growth = text.growth(self._marks[row]) if text in present else 0
-            self._missed[row] = 0 if text in present else self._missed[row] + 1
-            if growth in (0, 1) and self._missed[row] <= patience:
+        grown: set[GuidedRequest] = set()
+        for row, followed in enumerate(self._followed):
+            is_present = followed.text in present
+            growth = followed.text.growth(followed.mark) if is_present else 0
+            followed.missed = 0 if is_present else followed.missed + 1
+            if growth in (0, 1) and followed.missed <= patience:
                 staying.append(row)
                 if growth:
-                    grown.add(text)
+                    grown.add(followed.text)
         self._keep(staying)
-        return [row for row, text in enumerate(self.texts) if text in grown]
+        return [row for text, row in self.rows.items() if text in grown]
 
-    def _find_tokens(self, rows: list[int], present: Mapping[Text, int], last: Tensor | None) -> Int[Tensor, " b"]:
+    def _find_tokens(
+        self, rows: list[int], present: Mapping[GuidedRequest, int], last: Tensor | None
+    ) -> Int[Tensor, " b"]:
         """The tokens to be read: the last one of the given rows, while all others rest."""
+        texts = list(self.rows)
         if last is None:
-            tokens = [RESTING] * len(self.texts)
+            tokens = [RESTING] * len(texts)
             for row in rows:
-                tokens[row] = self.texts[row].last
+                tokens[row] = texts[row].last
             if min(tokens) < 0:
                 raise DataError(
                     "the engine has not told the last token of a text.", "turn asynchronous scheduling off."
                 )
             return torch.tensor(tokens, device=self.device)
-        places = [present[self.texts[row]] for row in rows]
-        if self._moves[:2] != (rows, places):  # else the device knows them already
-            self._moves = (rows, places, *(torch.tensor(part, device=self.device) for part in (rows, places)))
-        targets, sources = self._moves[2:]
-        return last.new_full((len(self.texts),), RESTING, dtype=torch.long).index_copy_(
-            0, targets, last[sources].long()
-        )
+        sources = [present[texts[row]] for row in rows]
+        if self._moves[:2] != (rows, sources):  # else the device knows them already
+            self._moves = (rows, sources, *(torch.tensor(part, device=self.device) for part in (rows, sources)))
+        into, out_of = self._moves[2:]
+        return last.new_full((len(texts),), RESTING, dtype=torch.long).index_copy_(0, into, last[out_of].long())
 
     def _advance(self, rows: list[int], tokens: Int[Tensor, " b"]) -> None:
         """Read one token in these rows."""
@@ -205,8 +268,8 @@ class Follower:
         if self.reads_candidates and not self._are_candidates(tokens):
             state = state.map_readings(lambda reading: reading.drop_siblings())
         self._state = self._read_next(state, tokens) if self.graphs.on else self.guide.advance(state, tokens)
-        for row in rows:
-            self._marks[row], self._lengths[row] = self.texts[row].mark(), self._lengths[row] + 1
+        for followed in (self._followed[row] for row in rows):
+            followed.mark, followed.length = followed.text.mark(), followed.length + 1
 
     def _read_next(self, state: Any, tokens: Int[Tensor, " b"]) -> Any:
         """Read one token of each text by a captured step. Slots of no text are computed along, and rest."""
@@ -218,17 +281,18 @@ class Follower:
 
     def _widen(self) -> int:
         """Compute some free slots along, so that there are few different numbers of slots; return it."""
-        count = min(1 << (len(self.texts) - 1).bit_length(), self.capacity)
-        for slots in self._slots():
-            slots.resize(count)
+        count = min(1 << (len(self.rows) - 1).bit_length(), self.capacity)
+        self._slots(count)
         return count
 
     def _are_candidates(self, tokens: Int[Tensor, " b"]) -> bool:
         """Whether each token is among the candidates that were read; another processor may force one that is not."""
-        found = [reading.siblings for reading in list_readings(self._state)]
-        return all(one is not None and bool((one.match(tokens).any(1) | (tokens == RESTING)).all()) for one in found)
+        return all(
+            siblings is not None and bool((siblings.match(tokens).any(1) | (tokens == RESTING)).all())
+            for siblings in (reading.siblings for reading in list_readings(self._state))
+        )
 
-    def _read(self, group: Sequence[Text]) -> dict[Text, Exception]:
+    def _read(self, group: Sequence[GuidedRequest]) -> dict[GuidedRequest, Exception]:
         """Read texts from their beginnings, and let them join. If that fails, each is read alone."""
         try:
             state = self._start(group)
@@ -237,36 +301,33 @@ class Follower:
                 return {group[0]: error}
             return {text: error for one in group for text, error in self._read([one]).items()}
         if self._state is None:
-            self._state = state.map_readings(self._settle)
+            self._state = state.map_readings(lambda reading: settle(reading, *self._shape(reading.reader)))
         else:
-            for slots in self._slots():
-                slots.resize(len(self.texts))
+            self._slots(len(self.rows))
             self._state = self._state.join([self._state, state])
-        self.texts = [*self.texts, *group]
-        self._marks += [text.mark() for text in group]
-        self._lengths += [text.length for text in group]
-        self._missed += [0] * len(group)
-        self._number_rows()
+        self._place([*self._followed, *(_Followed(text, text.mark(), text.length) for text in group)])
         return {}
 
-    def _start(self, group: Sequence[Text]) -> Any:
+    def _start(self, group: Sequence[GuidedRequest]) -> Any:
         """Samples of a prompt have the same text at first, which is read once."""
         texts = [text.tokens() for text in group]
         unique: dict[Any, int] = {}
-        places = [unique.setdefault(_key(tokens), len(unique)) for tokens in texts]
-        distinct = [texts[places.index(place)] for place in range(len(unique))]
-        state = self.guide.start(*_pad_left(distinct))
-        return state if len(distinct) == len(texts) else state.select(torch.tensor(places))
+        rows = [unique.setdefault(_key(tokens), len(unique)) for tokens in texts]
+        distinct = [texts[rows.index(row)] for row in range(len(unique))]
+        input_ids = pad_sequence(distinct, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(text) for text in distinct], batch_first=True, padding_side="left")
+        state = self.guide.start(input_ids, mask)
+        return state if len(distinct) == len(texts) else state.select(torch.tensor(rows))
 
-    def _settle(self, reading: Reading) -> Reading:
-        return settle(reading, *self._shape(reading.reader))
+    def _bounds(self) -> list[int]:
+        """The most tokens that each text may have now."""
+        return [followed.length for followed in self._followed]
 
     def _reserve(self, widest: int) -> None:
         """Make room for the next token of every text, and for candidates that are read beside each other."""
-        for slots in self._slots():
-            slots.resize(len(self.texts))
-            lengths = np.array(self._lengths, dtype=np.int64) + slots.reader.overhead
-            slots.bounds[: slots.count] = np.repeat(lengths, slots.copies)
+        for slots in self._slots(len(self.rows)):
+            bounds = np.array(self._bounds(), dtype=np.int64) + slots.reader.overhead
+            slots.bounds[: slots.count] = np.repeat(bounds, slots.copies)
             slots.reserve(siblings=min(widest, SIBLINGS_PER_FORWARD) if slots.reader.reads_candidates else 0)
 
     # --- candidates ---
@@ -279,7 +340,7 @@ class Follower:
         if not self.reads_candidates:
             shown = self._state.map_readings(lambda reading: reading.show(rows))
             return self.guide.advise(shown, candidates, beta)
-        count = len(self.texts)
+        count = len(self.rows)
         everywhere = candidates.new_zeros(count, candidates.shape[1]).index_copy_(0, rows, candidates)
         strengths = beta.new_zeros(count, beta.shape[1]).index_copy_(0, rows, beta)
         advice = self.guide.advise(self._state, everywhere, strengths)
@@ -289,9 +350,9 @@ class Follower:
         return Advice(advice.shift[rows], None, clipped, rewards)
 
 
-def _group(texts: Sequence[Text]) -> list[list[Text]]:
+def _group(texts: Sequence[GuidedRequest]) -> list[list[GuidedRequest]]:
     """Group the texts that are read together: they have similar lengths, so that little padding is read with them."""
-    groups: list[list[Text]] = []
+    groups: list[list[GuidedRequest]] = []
     total = 0
     for text in sorted(texts, key=lambda text: text.length, reverse=True):
         padded = (len(groups[-1]) + 1) * groups[-1][0].length if groups else 0
@@ -306,13 +367,3 @@ def _group(texts: Sequence[Text]) -> list[list[Text]]:
 def _key(tokens: Int[Tensor, " t"]) -> Any:
     """Return a key that is equal for equal texts. Texts on a device are not compared, since that would wait for it."""
     return tuple(tokens.tolist()) if tokens.device.type == "cpu" else id(tokens)
-
-
-def _pad_left(texts: Sequence[Int[Tensor, " t"]]) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    longest = max(map(len, texts))
-    input_ids = texts[0].new_zeros(len(texts), longest, dtype=torch.long)
-    mask = torch.zeros_like(input_ids)
-    for row, tokens in enumerate(texts):
-        input_ids[row, longest - len(tokens) :] = tokens
-        mask[row, longest - len(tokens) :] = 1
-    return input_ids, mask

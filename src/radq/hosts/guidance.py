@@ -13,12 +13,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from radq.errors import OptionError, RadqError
 from radq.models.calibration import is_strength
-from radq.registry.config import GuideEntry, ServeConfig
+from radq.registry.config import ServeConfig
 from radq.registry.strengths import Guidance, shorten, to_number
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
@@ -30,116 +29,98 @@ OWN_ARGUMENTS = (TICKET, SEED)  # which the server's middleware adds
 GUIDES = "RADQ_GUIDES"  # an environment variable, since an engine's processes share nothing else before they start
 GREEDY_BELOW = 1e-5  # below this temperature, engines take the best token
 
-
-def describe_guidance(guidance: Guidance) -> dict[str, Any]:
-    """Describe the strengths and settings that are applied to a request, for its answer."""
-    steering = guidance.steering
-    settings: dict[str, Any] = {"top_k": steering.top_k, "top_p": steering.top_p, "kl_budget": steering.kl_budget}
-    settings["sampler"] = "vllm"  # a seed gives other texts than those of `radq.generate`
-    notes = {"notes": list(guidance.notes)} if guidance.notes else {}
-    return {"strengths": dict(guidance.strengths), **settings, **notes}
+_read_file = lru_cache(ServeConfig.read)
 
 
-class Registry:
-    """The guides that clients may name, and what they may ask for."""
-
-    def __init__(self, config: ServeConfig):
-        self.config = config
-
-    @classmethod
-    def read(cls, path: str | Path) -> "Registry":
-        """Read the operator's YAML file."""
-        return cls(ServeConfig.read(path))
-
-    @property
-    def entries(self) -> dict[str, GuideEntry]:
-        return self.config.guides
-
-    def guidance(self, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
-        """Read and check what a request's arguments ask for; None if it is not guided.
-
-        Guides with a strength of 0 are read only if the answer has details, which include their rewards.
-        """
-        arguments = arguments or {}
-        given = {name: value for name, value in arguments.items() if name.lower().startswith(PREFIX)}
-        given = {name: value for name, value in given.items() if name not in OWN_ARGUMENTS}
-        unknown = [name for name in given if name not in ARGUMENTS]
-        if unknown:
-            raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")
-        asked = self._read_asked(given)
-        if not given and not any(entry.default for entry in self.entries.values()):
-            return None
-        top_p = _read_number(given.get("radq_top_p"), "radq_top_p")
-        found = self.config.guidance(asked, 0.0 if temperature < GREEDY_BELOW else temperature, top_p)
-        if found.details and TICKET not in arguments:
-            raise OptionError(
-                "this server tells no details.",
-                "leave them out, or let its operator add --middleware radq.hosts.vllm_http.GuideMiddleware.",
-            )
-        return replace(
-            found, strengths={name: number for name, number in found.strengths.items() if number or found.details}
-        )
-
-    def _read_asked(self, given: Mapping[str, Any]) -> dict[str, float | None]:
-        """Read the strengths of the guides that are named, and top_k, kl_budget and details."""
-        single = "radq_guide" in given or "radq_beta" in given
-        if "radq" in given and single:
-            raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
-        found: dict[str, float | None] = {}
-        if single:
-            found = self._read_single(given.get("radq_guide"), given.get("radq_beta"))
-        elif "radq" in given:
-            found = self.config.read_strengths(given["radq"])
-        for name in ("top_k", "kl_budget"):
-            if f"radq_{name}" in given:
-                if name in found:
-                    raise OptionError(f"a request gives {name} twice.", f"leave radq_{name} out.")
-                value = given[f"radq_{name}"]
-                none = name == "kl_budget" and value == "none"
-                found[name] = None if none else _read_number(value, f"radq_{name}")
-        self.config.check_strengths(found)
-        return found
-
-    def _read_single(self, name: Any, beta: Any) -> dict[str, float | None]:
-        if not isinstance(name, str) or name not in self.entries:
-            raise OptionError(
-                f"there is no guide {shorten(name)}.",
-                f"the registered guides are {', '.join(self.entries) or 'none'}.",
-            )
-        one = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
-        return self.config.read_strengths({name: one}) if is_strength(one) else {name: _read_number(one, "radq_beta")}
-
-
-@lru_cache
-def _read_registry(path: str) -> Registry:
-    return Registry.read(path)
-
-
-def find_registry(path: str | None = None) -> Registry:
-    """Read the guides in a file, by default the one that the environment variable names."""
+def find_config(path: str | None = None) -> ServeConfig:
+    """Read the operator's file, by default the one that the environment variable names."""
     path = path or os.environ.get(GUIDES)
     if not path:
         raise OptionError(
             f"the environment variable {GUIDES} is not set.",
             "set it to a YAML file with lines name: DIR:attribute=beta.",
         )
-    return _read_registry(path)
+    return _read_file(path)
 
 
-def find_registry_for_client(path: str | None = None) -> Registry:
-    """Read the guides as `find_registry` does, with an error that names no file of the server."""
+def find_config_for_client(path: str | None = None) -> ServeConfig:
+    """Read the file as `find_config` does, with an error that names no file of the server."""
     try:
-        return find_registry(path)
+        return find_config(path)
     except RadqError as error:
         LOGGER.error("radq: %s", error)
         raise OptionError("the server cannot read its guides.", "tell its operator.") from None
+
+
+def read_guidance(config: ServeConfig, arguments: Mapping[str, Any] | None, temperature: float) -> Guidance | None:
+    """Read and check what a request's arguments ask for; None if it is not guided.
+
+    Guides with a strength of 0 are read only if the answer has details, which include their rewards.
+    """
+    arguments = arguments or {}
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if name.lower().startswith(PREFIX) and name not in OWN_ARGUMENTS
+    }
+    unknown = [name for name in given if name not in ARGUMENTS]
+    if unknown:
+        raise OptionError(f"there is no argument {unknown[0]!r}.", f"choose from {', '.join(ARGUMENTS)}.")
+    asked = _read_strengths(config, given)
+    if not given and not any(entry.default for entry in config.guides.values()):
+        return None
+    top_p = _read_number(given.get("radq_top_p"), "radq_top_p")
+    guidance = config.guidance(asked, 0.0 if temperature < GREEDY_BELOW else temperature, top_p)
+    if guidance.details and TICKET not in arguments:
+        raise OptionError(
+            "this server tells no details.",
+            "leave them out, or let its operator add --middleware radq.hosts.vllm_http.GuideMiddleware.",
+        )
+    strengths = {name: beta for name, beta in guidance.strengths.items() if beta or guidance.details}
+    return replace(guidance, strengths=strengths)
+
+
+def describe_guidance(guidance: Guidance) -> dict[str, Any]:
+    """Describe the strengths and settings that are applied to a request, for its answer."""
+    notes = {"notes": list(guidance.notes)} if guidance.notes else {}
+    return guidance.describe("vllm") | {"top_p": guidance.steering.top_p} | notes
+
+
+def _read_strengths(config: ServeConfig, given: Mapping[str, Any]) -> dict[str, float | None]:
+    """Read the strengths of the guides that are named, and top_k, kl_budget and details."""
+    single = "radq_guide" in given or "radq_beta" in given
+    if "radq" in given and single:
+        raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
+    asked: dict[str, float | None] = {}
+    if single:
+        asked = _read_single(config, given.get("radq_guide"), given.get("radq_beta"))
+    elif "radq" in given:
+        asked = config.read_strengths(given["radq"])
+    for name in ("top_k", "kl_budget"):
+        if f"radq_{name}" in given:
+            if name in asked:
+                raise OptionError(f"a request gives {name} twice.", f"leave radq_{name} out.")
+            value = given[f"radq_{name}"]
+            unlimited = name == "kl_budget" and value == "none"
+            asked[name] = None if unlimited else _read_number(value, f"radq_{name}")
+    config.check_strengths(asked)
+    return asked
+
+
+def _read_single(config: ServeConfig, name: Any, beta: Any) -> dict[str, float | None]:
+    if not isinstance(name, str) or name not in config.guides:
+        raise OptionError(
+            f"there is no guide {shorten(name)}.", f"the registered guides are {', '.join(config.guides) or 'none'}."
+        )
+    beta = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
+    return config.read_strengths({name: beta}) if is_strength(beta) else {name: _read_number(beta, "radq_beta")}
 
 
 def _read_number(value: Any, name: str) -> float | None:
     """Read a number, which some clients can only send as a text."""
     if value is None:
         return None
-    number = math.nan if isinstance(value, bool) else to_number(value)
+    number = to_number(value)
     if not math.isfinite(number):
         raise OptionError(f"{name} must be a number, got {shorten(value)}.", "leave it out for the default.")
     return number

@@ -119,16 +119,19 @@ class GuidedLogitsProcessor(LogitsProcessor):
             padding = (input_ids == pad_token).long().cumprod(1).bool()
         return input_ids.masked_fill(padding, PADDING)
 
-    def _knows_padding(self, texts: Int[Tensor, "b t"]) -> bool:
-        """Whether the attention mask belongs to these texts, or has shown which token pads them."""
-        if self.attention_mask is None or self._prompts is None:
-            return False
-        return not bool(self.attention_mask.all()) or torch.equal(texts[:, : self._prompts.shape[1]], self._prompts)
-
     def _refuse_padding(self, texts: Int[Tensor, "b t"]) -> None:
-        """Raise if texts seem to be padded: a special token begins some of them but not all, or one of them twice."""
-        known = set() if self.tokenizer is None else set(self.tokenizer.all_special_ids)
-        special = torch.tensor(sorted(known | self.guide.special_tokens), device=texts.device, dtype=torch.long)
+        """Raise if padding is not known, and texts seem to be padded.
+
+        That is so if a special token begins some of them but not all, or one of them twice. The attention mask belongs
+        to some texts, or has shown which token pads others.
+        """
+        mask, prompts = self.attention_mask, self._prompts
+        if mask is not None and not bool(mask.all()) and prompts is not None:
+            return
+        if prompts is not None and torch.equal(texts[:, : prompts.shape[1]], prompts):
+            return
+        own = set() if self.tokenizer is None else set(self.tokenizer.all_special_ids)
+        special = torch.tensor(sorted(own | self.guide.special_tokens), device=texts.device, dtype=torch.long)
         first = texts[:, :1]
         begins = torch.isin(first, special)
         twice = begins & (texts[:, 1:2] == first)
@@ -142,14 +145,11 @@ class GuidedLogitsProcessor(LogitsProcessor):
         """Bring the state up to date with these texts: update it if that is cheap, else read them anew."""
         update = None if self._texts is None else _plan_update(self._texts, texts, self.guide.vocab_size)
         if update is None:
-            if not self._knows_padding(texts):
-                self._refuse_padding(texts)
+            self._refuse_padding(texts)
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt are equal at first
-            watch = self._watch
-            states = None if watch is None else watch.states
+            states = None if self._watch is None else self._watch.states
             prompts = Prompts(unique.clamp(min=0), (unique != PADDING).long(), base=states)
-            state = finish(self.guide.start_in_turns(prompts))
-            self._state = state.select(rows)
+            self._state = finish(self.guide.start_in_turns(prompts)).select(rows)
         else:
             if update.rows is not None:
                 self._state = self._state.select(update.rows)
@@ -164,7 +164,6 @@ class _BaseWatch:
     """Hooks that keep the hidden states of the last forward of a base model, while the watch exists."""
 
     def __init__(self, lm: Wrappable, layers: tuple[int, ...]):
-        self.layers = layers
         self._num_tokens = num_logits(lm)
         self._tokens: Tensor | None = None  # (b, n): that the last forward has read
         self._states: dict[int, Tensor] = {}  # of each layer, (b, d), at the last of them
@@ -195,10 +194,7 @@ class _BaseWatch:
 
     @property
     def states(self) -> BaseStates:
-        return BaseStates(self._take, self._num_tokens)
-
-    def _take(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
-        return torch.cat([self._states[layer] for layer in layers], dim=1)
+        return BaseStates(lambda layers: torch.cat([self._states[one] for one in layers], dim=1), self._num_tokens)
 
 
 class _Update(NamedTuple):

@@ -7,7 +7,7 @@ The operator of the server writes guides.yaml, see `radq.registry.config`. A cli
 `SamplingParams.extra_args` or, over HTTP, in `vllm_xargs`; `radq.hosts.guidance` reads these arguments.
 """
 
-import logging
+import copy
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ from radq.decoding.prompts import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import OPTIONS, GuideSpec
 from radq.hosts.base_states import reads_shown, show_layers
-from radq.hosts.batching import DeviceRequest, Figures, Request, Slots, Steerer
+from radq.hosts.batching import Steerer, update_slots
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
-from radq.hosts.guidance import SEED, TICKET, Registry, find_registry, find_registry_for_client
-from radq.hosts.records import Records
+from radq.hosts.follower import DeviceRequest, HostRequest
+from radq.hosts.guidance import LOGGER, SEED, TICKET, find_config, find_config_for_client, read_guidance
 from radq.models.loading import load_config, max_positions
 from radq.numerics import available_memory
-from radq.registry.config import NAME
+from radq.registry.config import NAME, ServeConfig
 from radq.registry.loaded_guides import LoadedGuides
 from radq.registry.strengths import Guidance
 from radq.settings import renamed
@@ -44,7 +44,6 @@ vllm_errors: Any = require_package("vllm.exceptions", "vllm")
 platforms: Any = require_package("vllm.platforms", "vllm")
 parallel_state: Any = require_package("vllm.distributed.parallel_state", "vllm")
 
-LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 PROCESSOR = "GuidedProcessor"
 LONGEST = 2048  # default context length of the engine: a shorter context leaves memory for more texts
 HEADROOM = 8  # room for tokens that guides put before a text: a BOS, maybe a control code
@@ -66,20 +65,24 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
 
     def __init__(self, vllm_config: Any, place: Any, is_pin_memory: bool | None = None):
         """The first runner passes a device as `place`, the second one an object with the tokens of all requests."""
-        self._slots, self._states = Slots(), place
+        self._requests: dict[int, Any] = {}  # the guided ones by their slots in the batch
+        self._states = place
         device = torch.device(getattr(place, "device", place))
-        self._registry = find_registry(self.guides_file)
-        loaded = LoadedGuides.load(self._registry.entries, str(device))
+        loaded = LoadedGuides.load(find_config(self.guides_file).guides, str(device))
         model = vllm_config.model_config
         shown = show_layers(loaded.guides, vllm_config)
         self._end = _check_engine(vllm_config, loaded.guides, shown)
-        self.answers = _answers(vllm_config.parallel_config)  # whether figures of this process are those of the server
+        # Whether no other process draws the same tokens and tells about them. Under tensor parallelism all ranks draw
+        # the tokens of all requests, unless vLLM shares the requests out among them.
+        parallel = vllm_config.parallel_config
+        draws_own = parallel.tensor_parallel_size == 1 or parallel.enable_batch_sharded_sampling
+        self.answers = draws_own or parallel_state.get_tensor_model_parallel_rank() == 0
         size = (vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
         self._drafts = None
         if vllm_config.speculative_config is not None:
             self._drafts = DraftSteerer(loaded, *size, device, 1 + vllm_config.num_speculative_tokens, shown)
-        self._steerer = self._drafts or Steerer(loaded, *size, device, shown)
-        _check_memory(self._steerer, vllm_config)
+        self.steerer = self._drafts or Steerer(loaded, *size, device, shown)
+        _check_memory(self.steerer, vllm_config)
         if "raw" in str(model.logprobs_mode):
             LOGGER.info(
                 "radq: log-probabilities in responses are the base model's; "
@@ -88,37 +91,18 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         PROCESSORS.add(self)
 
     @property
-    def figures(self) -> Figures:
-        return self._steerer.figures
-
-    @property
-    def records(self) -> Records:
-        return self._steerer.records
-
-    @property
-    def loaded(self) -> LoadedGuides:
-        return self._steerer.loaded
-
-    @property
     def tells_details(self) -> bool:
         """Whether tokens are recorded for requests with details."""
         return self._drafts is None
 
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes that the guides' states may take up now."""
-        return self._steerer.nbytes
-
-    @classmethod
-    def read_guidance(cls, params: Any) -> Guidance | None:
+    def read_guidance(self, params: Any) -> Guidance | None:
         """Read the guidance that a request's SamplingParams ask for; None if it is not guided."""
-        return find_registry(cls.guides_file).guidance(params.extra_args, params.temperature)
+        return read_guidance(find_config(self.guides_file), params.extra_args, params.temperature)
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Refuse the mistakes of a client, in words that name no file of the server."""
-        find_registry_for_client(cls.guides_file)
-        cls.read_guidance(sampling_params)
+        read_guidance(find_config_for_client(cls.guides_file), sampling_params.extra_args, sampling_params.temperature)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -128,9 +112,9 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
             drafts = Drafts(ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.input_ids, ctx.pos)
             self._drafts.steer_drafts(logits, {one.slot: one for one in self._read_context(ctx).values()}, drafts)
             return logits
-        requests = self._slots.requests if ctx is None else self._read_context(ctx)
+        requests = self._requests if ctx is None else self._read_context(ctx)
         if requests:
-            self._steerer.steer(logits, requests, None if ctx is None else ctx.input_ids)
+            self.steerer.steer(logits, requests, None if ctx is None else ctx.input_ids)
         return logits
 
     # --- the first runner: requests stand at the rows of the batch, and move between them ---
@@ -138,19 +122,17 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
     def update_state(self, batch_update: Any) -> None:
         if batch_update is not None:
             swap = first_runner.MoveDirectionality.SWAP
-            self._slots.update(
+            update_slots(
+                self._requests,
                 batch_update.removed,
                 [(slot, self._make_request(*texts)) for slot, *texts in batch_update.added],
                 [(source, target, direction is swap) for source, target, direction in batch_update.moved],
             )
-            self._steerer.retain(self._slots.requests.values())
+            self.steerer.retain(self._requests.values())
 
-    def _make_request(self, params: Any, prompt: list[int] | None, output: list[int]) -> Request | None:
+    def _make_request(self, params: Any, prompt: list[int] | None, output: list[int]) -> HostRequest | None:
         guidance = self.read_guidance(params)  # it was checked when the request came
-        if guidance is None:
-            return None
-        text = (prompt or [], output)
-        return Request(guidance, *text, *self._find_stops(params), _find_ticket(params), _find_choice(params))
+        return None if guidance is None else HostRequest(guidance, prompt or [], output, **self._find_options(params))
 
     # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
@@ -159,17 +141,15 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         request = None
         if guidance is not None:
             make = partial(DraftRequest, lengths=self._states.total_len) if self._drafts else DeviceRequest
-            ends, ticket = self._find_stops(sampling_params), _find_ticket(sampling_params)
-            choice = _find_choice(sampling_params)
-            request = make(guidance, self._states.all_token_ids, req_idx, *ends, ticket, choice)
-        self._slots.update([], [(req_idx, request)], [])
+            request = make(guidance, self._states.all_token_ids, req_idx, **self._find_options(sampling_params))
+        update_slots(self._requests, [], [(req_idx, request)], [])
         return request is not None
 
     def _read_context(self, ctx: Any) -> dict[int, Any]:
         """Find the guided requests of this step by their rows. A prompt that is read in part draws no token yet."""
         rows: dict[int, Any] = {}
         for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
-            request = self._slots.requests.get(slot)
+            request = self._requests.get(slot)
             length = int(ctx.seq_lens_upper_bound_np[row])  # the exact length, if no tokens are speculated
             if request is not None and length >= self._states.prefill_len.np[slot]:
                 if isinstance(request, DraftRequest):
@@ -179,21 +159,19 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
                 rows[row] = request
         return rows
 
-    def _find_stops(self, params: Any) -> tuple[int, tuple[int, ...]]:
-        """Find a token that ends the text of a request, and all tokens that do, of which there may be none."""
+    def _find_options(self, params: Any) -> dict[str, Any]:
+        """Find what is known of a request beside its text: the tokens that end it, if there are any, and its ticket.
+
+        The number of a text among those of its ticket is known by its seed, since vLLM gives each of them its own.
+        """
         stops = tuple(token for token in (params.eos_token_id, *(params.stop_token_ids or ())) if token is not None)
-        return (stops or (self._end,))[0], stops
-
-
-def _find_ticket(params: Any) -> str | None:
-    ticket = (params.extra_args or {}).get(TICKET)
-    return None if ticket is None else str(ticket)
-
-
-def _find_choice(params: Any) -> int:
-    """Find the number of a text among those of its request: vLLM gives each of them a seed of its own."""
-    first = (params.extra_args or {}).get(SEED)
-    return params.seed - first if isinstance(first, int) and isinstance(params.seed, int) else 0
+        ticket, first = ((params.extra_args or {}).get(name) for name in (TICKET, SEED))
+        return {
+            "end": (stops or (self._end,))[0],
+            "stops": stops,
+            "ticket": None if ticket is None else str(ticket),
+            "choice": params.seed - first if isinstance(first, int) and isinstance(params.seed, int) else 0,
+        }
 
 
 def __getattr__(name: str) -> Any:
@@ -232,14 +210,6 @@ def _check_engine(vllm_config: Any, guides: Sequence[Any], shown: tuple[int, ...
             raise ContextLengthError(error.message, "give vLLM a smaller max_model_len.") from error
     end: Any = tokenizer.eos_token_id
     return end or 0
-
-
-def _answers(parallel: Any) -> bool:
-    """Whether no other process draws the same tokens and tells about them. Under tensor parallelism all ranks draw the
-    tokens of all requests, unless vLLM shares the requests out among them."""
-    if parallel.tensor_parallel_size == 1 or parallel.enable_batch_sharded_sampling:
-        return True
-    return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _check_memory(steerer: Steerer, vllm_config: Any) -> None:
@@ -301,18 +271,17 @@ class VllmEngine:
         self.max_model_len = max_model_len or min(LONGEST, positions - (HEADROOM if guides else 0))
         self.tokens_per_second = 0.0  # in the last call of `generate`
         self._folder = tempfile.TemporaryDirectory(prefix="radq-")
-        processors: dict[str, Any] = {}
         if guides:
             path = Path(self._folder.name) / "guides.yaml"
             entries = {name: entry for parts in self.guides.values() for name, entry in parts.items()}
             config = {"guides": entries, "limits": {"top_k": WIDEST}, "defaults": {"ends": ends}}
             path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-            self._registry = Registry.read(path)
-            processors = {"logits_processors": [f"radq.hosts.vllm:{processor_name(str(path))}"]}
+            self._guides_config = ServeConfig.read(path)
+            options = {"logits_processors": [f"radq.hosts.vllm:{processor_name(str(path))}"], **options}
         if platforms.current_platform.is_cpu():  # vLLM 0.32 fails there on a seeded request that is read in chunks
             options = {"enable_chunked_prefill": False, **options}
         self._vllm = require_package("vllm", "vllm")
-        self.llm: Any = self._vllm.LLM(source.place, max_model_len=self.max_model_len, **processors, **options)
+        self.llm: Any = self._vllm.LLM(source.place, max_model_len=self.max_model_len, **options)
 
     @renamed(num_samples="samples")
     def generate(
@@ -337,40 +306,32 @@ class VllmEngine:
         `guide` is one of the names in `guides`, and `beta` replaces its strengths, in the order of the specification.
         The random numbers of sample s of prompt p depend on (seed, p, s) alone. They differ from `radq.generate`'s.
         """
-        extra_args: dict[str, Any] = {}
-        own_candidates: dict[str, Any] = {}
+        if samples < 1:
+            raise OptionError(f"samples must be at least 1, got {samples}.", "give a larger number.")
+        options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_new_tokens, "detokenize": False}
+        if stop_token_ids is not None:
+            options |= {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}
         if guide is None:
-            own_candidates = {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
+            options |= {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
         else:
             width = self._config.get_text_config().vocab_size if top_k is None else top_k
-            extra_args = {"radq": {**self._strengths(guide, beta), "top_k": width, "kl_budget": kl_budget}}
-            if top_p is not None:
-                extra_args["radq_top_p"] = top_p
-            self._registry.guidance(extra_args, temperature)
-        stops = {} if stop_token_ids is None else {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}
+            asked = {"radq": {**self._strengths(guide, beta), "top_k": width, "kl_budget": kl_budget}}
+            options["extra_args"] = asked if top_p is None else {**asked, "radq_top_p": top_p}
+            read_guidance(self._guides_config, options["extra_args"], temperature)
 
-        def params(prompt: int, sample: int) -> Any:
+        def make_params(prompt: int, sample: int) -> Any:
+            own_seed = _derive_seed(seed, first_prompt + prompt, sample) if temperature else None
             try:
-                return self._vllm.SamplingParams(
-                    temperature=temperature,
-                    max_tokens=max_new_tokens,
-                    seed=_derive_seed(seed, first_prompt + prompt, sample) if temperature else None,
-                    detokenize=False,
-                    extra_args=dict(extra_args),
-                    **own_candidates,
-                    **stops,
-                )
+                return self._vllm.SamplingParams(seed=own_seed, **copy.deepcopy(options))
             except vllm_errors.VLLMValidationError as error:
                 raise OptionError(str(error), "vLLM refuses this value; choose another one.") from error
 
-        if samples < 1:
-            raise OptionError(f"samples must be at least 1, got {samples}.", "give a larger number.")
         encoded = encode_prompts(self._config, self.tokenizer, prompts, max_new_tokens, self.max_model_len)
         pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
         begin = time.perf_counter()
         outputs = self.llm.generate(
             [{"prompt_token_ids": encoded[prompt]} for prompt, _ in pairs],
-            [params(*pair) for pair in pairs],
+            [make_params(*pair) for pair in pairs],
             use_tqdm=progress,
         )
         seconds = time.perf_counter() - begin
@@ -412,21 +373,21 @@ class VllmEngine:
 
 def split_guides(guides: Mapping[str, str | GuideSpec | Sequence[str]]) -> dict[str, dict[str, Any]]:
     """Split each guide into entries of the operator's file, one for each of its strengths."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for number, (name, specifications) in enumerate(guides.items()):
         own: list[dict[str, Any]] = []
-        for one in [specifications] if isinstance(specifications, str | GuideSpec) else specifications:
-            guide = one if isinstance(one, GuideSpec) else GuideSpec.parse(one)
-            folder, numbers = guide.folder, guide.numbers
-            options = "".join(f",{key}={value!r}" for key, value in numbers.items() if key in OPTIONS)
+        for specification in [specifications] if isinstance(specifications, str | GuideSpec) else specifications:
+            guide = specification if isinstance(specification, GuideSpec) else GuideSpec.parse(specification)
+            options = "".join(f",{key}={value!r}" for key, value in guide.numbers.items() if key in OPTIONS)
             own += [
-                {"guide": f"{folder}:{key}{options}", "range": [-STRONGEST, STRONGEST], "suggested": value}
-                for key, value in numbers.items()
+                {"guide": f"{guide.folder}:{key}{options}", "range": [-STRONGEST, STRONGEST], "suggested": value}
+                for key, value in guide.numbers.items()
                 if key not in OPTIONS
             ]
         short = name if NAME.fullmatch(name) else f"guide{number}"
-        found[name] = {short: own[0]} if len(own) == 1 else {f"{short}.{place}": one for place, one in enumerate(own)}
-    return found
+        names = [short] if len(own) == 1 else [f"{short}.{place}" for place in range(len(own))]
+        entries[name] = dict(zip(names, own, strict=True))
+    return entries
 
 
 def _derive_seed(seed: int, prompt: int, sample: int) -> int:

@@ -4,7 +4,6 @@ The page is that of `radq serve`, with the routes that it needs beside OpenAI's.
 """
 
 import asyncio
-import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,20 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from radq.errors import require_package
-from radq.hosts.guidance import Registry, find_registry
-from radq.models.vocabulary import find_bos, tokenise
+from radq.hosts.guidance import LOGGER, find_config
 from radq.registry.config import ServeConfig
-from radq.registry.details import TokenTexts, check_scored, describe_scores
-from radq.registry.gate import Gate
-from radq.registry.problems import ServerError, add_handlers, check_unicode
-from radq.registry.web_page import VERSION, ScoreBody, add_page, describe_server
+from radq.registry.details import TokenTexts, describe_scores, encode_scored
+from radq.registry.problems import UnavailableError, add_handlers, check_unicode
+from radq.registry.web import VERSION, Gate, ScoreBody, add_page, describe_server
 from radq.sources.model_source import ModelSource
-
-LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
-
-
-class WorkerError(ServerError):
-    """An error for a request that vLLM's workers cannot answer, since they lack radq's extension."""
 
 
 class VllmServer:
@@ -41,12 +32,8 @@ class VllmServer:
     # --- the model and its clients ---
 
     @property
-    def registry(self) -> Registry:
-        return find_registry()
-
-    @property
     def config(self) -> ServeConfig:
-        return self.registry.config
+        return find_config()
 
     @property
     def base(self) -> str:
@@ -73,8 +60,10 @@ class VllmServer:
         return (getattr(self.state.args, "chat_template", None) or own) is not None
 
     def encode(self, text: str) -> list[int]:
-        tokenizer = self.texts.tokenizer
-        return tokenise(tokenizer, [text], find_bos(self.state.engine_client.model_config.hf_config, tokenizer))[0]
+        """Tokenise a text to be scored, unless it is too long."""
+        config = self.state.engine_client.model_config.hf_config
+        limit = min(self.config.limits.prompt_tokens, self.context - 1)
+        return encode_scored(self.texts.tokenizer, config, text, limit)
 
     async def find_likelihoods(self, token_ids: Sequence[int]) -> list[float]:
         """Find the log-probability of each token but the first under the base model."""
@@ -112,7 +101,7 @@ class VllmServer:
         if self._facts is None:
             self._facts = next((facts for facts in await self.call("radq_facts") if facts), None)
         if self._facts is None:
-            raise WorkerError(
+            raise UnavailableError(
                 "vLLM's workers tell nothing about tokens.",
                 "let the operator add --worker-extension-cls radq.hosts.vllm_worker.GuideWorker.",
             )
@@ -145,7 +134,6 @@ def make_page_app(server: VllmServer) -> FastAPI:
         check_unicode(body.text)
         await server.find_facts()  # which refuses if workers cannot score
         ids = await asyncio.to_thread(server.encode, body.text)
-        check_scored(body.text, ids, min(server.config.limits.prompt_tokens, server.context - 1))
         rewards, likelihoods = await asyncio.gather(server.find_rewards(ids), server.find_likelihoods(ids))
         return JSONResponse(describe_scores(ids, likelihoods, rewards, server.texts.show_each))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radq.hosts.batching import FIGURE_NAMES, Sums
-from radq.hosts.records import PackedRow
+from radq.hosts.details import PackedRow
 from radq.hosts.vllm import PROCESSORS
 
 
@@ -17,17 +17,17 @@ class GuideWorker:
 
     def radq_take(self, ticket: str) -> Sums | None:
         """Return the figures of one request, and forget them."""
-        found = [(processor.answers, processor.figures.take(ticket)) for processor in PROCESSORS]
+        found = [(processor.answers, processor.steerer.figures.take(ticket)) for processor in PROCESSORS]
         return next((sums for answers, sums in found if answers and sums is not None), None)
 
     def radq_totals(self) -> Sums:
         """Return the figures of all requests."""
-        every = [processor.figures.totals for processor in PROCESSORS if processor.answers]
+        every = [processor.steerer.figures.totals for processor in PROCESSORS if processor.answers]
         return {name: sum(totals[name] for totals in every) for name in FIGURE_NAMES}
 
     def radq_bytes(self) -> int:
         """Return the number of bytes that the guides' states may take up now."""
-        return sum(processor.nbytes for processor in PROCESSORS)
+        return sum(processor.steerer.nbytes for processor in PROCESSORS)
 
     def radq_facts(self) -> dict[str, Any] | None:
         """Return the ranges of the guides' rewards, and whether there are details of tokens.
@@ -35,14 +35,14 @@ class GuideWorker:
         The server describes itself with these facts. They are None if this worker has no guides.
         """
         for processor in PROCESSORS:
-            return {"ranges": processor.loaded.reward_ranges(), "details": processor.tells_details}
+            return {"ranges": processor.steerer.loaded.reward_ranges(), "details": processor.tells_details}
         return None
 
     def radq_details(self, ticket: str) -> list[PackedRow]:
         """Return the candidates of a request's tokens since the last call, and forget them."""
-        found = [(processor.answers, processor.records.take(ticket)) for processor in PROCESSORS]
+        found = [(processor.answers, processor.steerer.records.take(ticket)) for processor in PROCESSORS]
         return [row for answers, rows in found if answers for row in rows]
 
     def radq_score(self, token_ids: Sequence[int]) -> dict[str, list[float]] | None:
         """Return the reward of each token of a text, by the name of each guide; None if this worker has no guides."""
-        return next((processor.loaded.token_rewards(token_ids) for processor in PROCESSORS), None)
+        return next((processor.steerer.loaded.token_rewards(token_ids) for processor in PROCESSORS), None)

@@ -19,14 +19,15 @@ Importing this module imports no torch.
 import ipaddress
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
-from radq.errors import OptionError, UnknownAttributeError
+from radq.errors import OptionError, RadqError, UnknownAttributeError
 from radq.guides.spec import OPTIONS, GuideSpec
 from radq.models.calibration import (
     Calibration,
@@ -78,11 +79,7 @@ class GuideEntry:
 
     @classmethod
     def read(cls, value: Any, place: str, base: str | None = None) -> "GuideEntry":
-        """Make an entry from a text such as `DIR:attribute=beta`, or from names with values.
-
-        Args:
-            base: the base model, for which calibrated strengths hold.
-        """
+        """Make an entry from a text such as `DIR:attribute=beta`, or from names with values; `base` is steered."""
         given = {"guide": value} if isinstance(value, str) else value
         if isinstance(given, dict) and "guide" in given:
             guide = _read_guide(given["guide"], place, base)
@@ -90,20 +87,24 @@ class GuideEntry:
         entry = build(given, cls, place)
         if len(entry.options) + 1 < len(entry.guide.settings) or not OPTIONS.issuperset(entry.options):
             raise OptionError(f"{place} has more than one strength.", "give each attribute a name of its own.")
-        suggested = entry.guide.numbers.get(entry.strength) if entry.suggested is None else entry.suggested
         calibration = _find_calibration(entry.folder, entry.strength, base)
-        safe = entry.safe or (calibration.safe if calibration else None)
-        if suggested is None and calibration is not None:
-            suggested = calibration.named.get("strong")
-        if suggested is None and entry.folder == EMBEDDED:  # over another base model, for which nothing is measured
-            suggested = shipped_strengths().get(entry.strength)
+        suggestions = [entry.suggested, entry.guide.numbers.get(entry.strength)]
+        suggestions.append(calibration.named.get("strong") if calibration else None)
+        if entry.folder == EMBEDDED:  # also over another base model, for which nothing is measured
+            suggestions.append(shipped_strengths().get(entry.strength))
+        suggested = next((beta for beta in suggestions if beta is not None), None)
         reach = max(4 * abs(suggested or 0.0), LEAST_REACH)
         low, high = entry.range or (-reach, reach)
         for name, number in {"default": entry.default, "suggested": suggested}.items():
             if number is not None and not low <= number <= high:
                 raise OptionError(f"{place}: {name} must be from {low:g} to {high:g}, got {number:g}.", "change one.")
-        description = entry.description or MEANINGS.get(entry.strength, entry.strength)
-        return replace(entry, range=(low, high), suggested=suggested, safe=safe, description=description)
+        return replace(
+            entry,
+            range=(low, high),
+            suggested=suggested,
+            safe=entry.safe or (calibration.safe if calibration else None),
+            description=entry.description or MEANINGS.get(entry.strength, entry.strength),
+        )
 
     @property
     def folder(self) -> str:
@@ -147,20 +148,18 @@ def _find_calibration(folder: str, strength: str, base: str | None) -> Calibrati
 
 def _read_words(given: Mapping[str, Any], guide: GuideSpec, place: str, base: str | None) -> dict[str, float]:
     """Turn the calibrated strengths of an entry into β; tell of numbers that look like strengths."""
-    folder, strength = guide.folder, next(iter(guide.settings))
-    found: dict[str, float] = {}
-    for name, one in given.items():
-        if name not in ("default", "suggested"):
-            continue
-        if is_strength(one):
-            found[name] = find_strength(one, folder, strength, base, fetch=False).beta
-        elif note := note_number(name, one, folder, strength):
+    strength = next(iter(guide.settings))
+    betas: dict[str, float] = {}
+    for name in given.keys() & {"default", "suggested"}:
+        if is_strength(given[name]):
+            betas[name] = find_strength(given[name], guide.folder, strength, base, fetch=False).beta
+        elif note := note_number(name, given[name], guide.folder, strength):
             warnings.warn(f"{place}: {note}", stacklevel=2)
-    return found
+    return betas
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of one request, and of the work that the server does at once. A request beyond them gets an error."""
 
     body_bytes: Annotated[int, Range(1024)] = 2**20
@@ -228,7 +227,7 @@ class ServeConfig:
     """Virtual models: for each name the strengths of its requests."""
     device: str = "auto"
     dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     connections: Connections = Connections()
     defaults: Defaults = Defaults()
     control_tokens: bool = False
@@ -240,7 +239,7 @@ class ServeConfig:
     def read(cls, file: str | Path) -> "ServeConfig":
         """Read a YAML file. One with guides alone may leave out the line `guides:`."""
         stored = load_yaml(file)
-        if isinstance(stored, Mapping) and "guides" not in stored and _are_guides(stored):
+        if isinstance(stored, Mapping) and stored and not cls.__dataclass_fields__.keys() & stored.keys():
             stored = {"guides": dict(stored)}
         return build(stored, cls, repr(str(file)))
 
@@ -262,10 +261,9 @@ class ServeConfig:
                 )
         for host in self.hosts:
             check_host(host)
-        entries = {
-            name: GuideEntry.read(value, f"the guide {name!r}", self.base) for name, value in self.guides.items()
-        }
-        for name in entries:
+        entries: dict[str, GuideEntry] = {}
+        for name, value in self.guides.items():
+            entries[name] = GuideEntry.read(value, f"the guide {name!r}", self.base)
             if name in SETTINGS or not NAME.fullmatch(name):
                 raise OptionError(
                     f"a guide cannot be named {name!r}.", f"use letters, digits and _, and not {', '.join(SETTINGS)}."
@@ -289,7 +287,6 @@ class ServeConfig:
         """Read the strengths of a virtual model, and refuse unknown guides and strengths out of their ranges."""
         try:
             strengths = self.read_strengths(value)
-            self.check_strengths(strengths)
             for note in self.note_shares(value):
                 warnings.warn(f"the virtual model {model!r}: {note}", stacklevel=2)
         except OptionError as error:
@@ -306,14 +303,15 @@ class ServeConfig:
     @cached_property
     def calibrations(self) -> dict[str, Calibration]:
         """The calibrations of the guides that have one, by the names that clients use."""
-        found = {
-            name: _find_calibration(entry.folder, entry.strength, self.base) for name, entry in self.guides.items()
-        }
-        return {name: one for name, one in found.items() if one is not None}
+        entries = self.guides.items()
+        known = {name: _find_calibration(entry.folder, entry.strength, self.base) for name, entry in entries}
+        return {name: calibration for name, calibration in known.items() if calibration is not None}
 
     def read_strengths(self, value: Any) -> dict[str, float | None]:
-        """Read what a client asks for; strengths of calibrated guides become β."""
-        return read_strengths(value, self.calibrations, self.defaults.kl_budget)
+        """Read and check what a client asks for; strengths of calibrated guides become β."""
+        strengths = read_strengths(value, self.calibrations, self.defaults.kl_budget)
+        self.check_strengths(strengths)
+        return strengths
 
     def note_shares(self, value: Any) -> list[str]:
         """Write a line for each number of a client that is β, and looks like a strength."""
@@ -327,30 +325,29 @@ class ServeConfig:
         notes: Sequence[str] = (),
     ) -> Guidance:
         """Complete what a request asks for, after `check_strengths`, by the defaults."""
-        strengths: dict[str, float] = {}
-        for name, entry in self.guides.items():
-            if name in asked or entry.default:
-                number = asked.get(name, entry.default)
-                strengths[name] = entry.suggested if number is None else number
+        numbers = {name: asked.get(name, entry.default) for name, entry in self.guides.items()}
+        strengths: dict[str, float] = {
+            name: self.guides[name].suggested if number is None else number
+            for name, number in numbers.items()
+            if name in asked or number
+        }
         top_k, budget = asked.get("top_k") or self.defaults.top_k, asked.get("kl_budget", self.defaults.kl_budget)
         steering = Steering(int(top_k), top_p, temperature, budget, self.defaults.ends)
         return Guidance(strengths, steering, bool(asked.get("details")), tuple(notes))
 
     def check_strengths(self, strengths: Mapping[str, float | None]) -> None:
         """Refuse unknown guides, and strengths or settings out of their ranges."""
+        most = self.limits.top_k
         for name, number in strengths.items():
-            if name == "top_k":
-                if number is None or not 1 <= number <= self.limits.top_k or number != int(number):
-                    raise OptionError(
-                        f"top_k must be a whole number from 1 to {self.limits.top_k}, got {shorten(number)}.",
-                        "give such a number.",
-                    )
+            if name in self.guides:
+                self._check_strength(name, number)
+            elif name not in SETTINGS:
+                raise OptionError(f"there is no guide {name!r}.", f"there are {', '.join(self.guides) or 'none'}.")
             elif name == "kl_budget":
                 Steering(kl_budget=number)
-            elif name not in (*self.guides, *SETTINGS):
-                raise OptionError(f"there is no guide {name!r}.", f"there are {', '.join(self.guides) or 'none'}.")
-            elif name in self.guides:
-                self._check_strength(name, number)
+            elif name == "top_k" and (number is None or not 1 <= number <= most or number != int(number)):
+                reason = f"top_k must be a whole number from 1 to {most}, got {shorten(number)}."
+                raise OptionError(reason, "give such a number.")
 
     def _check_strength(self, name: str, number: float | None) -> None:
         entry: GuideEntry = self.guides[name]
@@ -363,14 +360,18 @@ class ServeConfig:
     def check(self) -> None:
         """Refuse models that cannot be loaded, by their config.json alone."""
         check_language_model(self.base)
-        for entry in self.guides.values():
-            entry.check()
+        for name, entry in self.guides.items():
+            with naming_guide(name):
+                entry.check()
 
 
-def _are_guides(stored: Mapping[Any, Any]) -> bool:
-    """Whether names with values are guides, as in `toxicity: models/toxicity:toxicity=-50`."""
-    known = ServeConfig.__dataclass_fields__
-    return bool(stored) and not any(name in known for name in stored)
+@contextmanager
+def naming_guide(name: str) -> Iterator[None]:
+    """Name the guide in the error of a check."""
+    try:
+        yield
+    except RadqError as error:
+        raise type(error)(f"the guide {name!r}: {error.message}", error.hint) from error
 
 
 ANY = "*"
@@ -380,7 +381,8 @@ HOST_NAME = re.compile(rf"(?:\*\.)?{LABEL}(?:\.{LABEL})*")
 
 def check_host(host: str) -> None:
     """Refuse a name that is no name of a computer, such as one with a port."""
-    if host != ANY and not HOST_NAME.fullmatch(_normalise(host)) and not _is_address(_normalise(host)):
+    name = _normalise(host)
+    if host != ANY and not HOST_NAME.fullmatch(name) and _find_address(name) is None:
         raise OptionError(
             f"hosts must be names such as radq.example.com or *.example.com, got {host!r}.",
             'leave scheme, port and path out, or write "*" to allow any name.',
@@ -391,37 +393,30 @@ class AllowedHosts:
     """The names of a server: localhost, the address that it listens at, and those that its operator lists.
 
     A server that listens at all addresses cannot know its names, so it allows any, unless its operator lists some.
+    (Starlette's TrustedHostMiddleware allows no addresses and says no reason.)
     """
 
     def __init__(self, address: str, listed: Collection[str] = ()):
         bound = _normalise(address)
         names = {"localhost", bound, *map(_normalise, listed)}
-        self._any = ANY in names or (not listed and _is_everywhere(bound))
+        everywhere = not bound or getattr(_find_address(bound), "is_unspecified", False)
+        self._any = ANY in names or (not listed and everywhere)
         self._names = {name for name in names if not name.startswith("*.")}
         self._endings = tuple(name[1:] for name in names if name.startswith("*."))
 
     def allow(self, header: str) -> bool:
         """Whether a request with this Host header is allowed."""
-        name = _normalise(_without_port(header))
-        return self._any or name in self._names or name.endswith(self._endings) or _is_address(name)
-
-
-def _without_port(header: str) -> str:
-    name, colon, port = header.strip().rpartition(":")
-    return name if colon and port.isdigit() else header.strip()
+        host, colon, port = header.strip().rpartition(":")
+        name = _normalise(host if colon and port.isdigit() else header)
+        return self._any or name in self._names or name.endswith(self._endings) or _find_address(name) is not None
 
 
 def _normalise(name: str) -> str:
     return name.strip().lower().removeprefix("[").removesuffix("]").removesuffix(".")
 
 
-def _is_address(name: str) -> bool:
+def _find_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-def _is_everywhere(address: str) -> bool:
-    return not address or (_is_address(address) and ipaddress.ip_address(address).is_unspecified)
+        return None

@@ -15,16 +15,11 @@ from radq.errors import ContextLengthError, OptionError, RadqError
 from radq.registry.config import UnknownModelError
 
 LOGGER = logging.getLogger(__name__)
-WORDS = {
-    "dict_type": "Input should be an object",
-    "model_type": "Input should be an object",
-    "model_attributes_type": "Input should be an object",
-    "int_parsing": "Input should be a whole number",
-    "int_from_float": "Input should be a whole number",
-    "int_type": "Input should be a whole number",
-    "float_parsing": "Input should be a number",
-    "float_type": "Input should be a number",
-}  # of errors whose own words speak of Python
+WORDS = {  # of errors whose own words speak of Python
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "Input should be an object"),
+    **dict.fromkeys(("int_parsing", "int_from_float", "int_type"), "Input should be a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "Input should be a number"),
+}
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -32,12 +27,15 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+HEADERS = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
 
 
-class ServerError(RadqError):
+class UnavailableError(RadqError):
     """An error that is not the client's, with the status of its answer."""
 
-    status = 503
+    def __init__(self, message: str, hint: str | None = None, status: int = 503):
+        super().__init__(message, hint)
+        self.status = status
 
 
 class FieldError(OptionError):
@@ -74,9 +72,8 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 413, 415, 429, 500, 503)
-}
+STATUSES = (400, 401, 403, 404, 405, 413, 415, 429, 500, 503)
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in STATUSES}
 
 
 def describe_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -88,58 +85,58 @@ def describe_problem(status: int, message: str, param: str | None = None, code: 
 
 def answer_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
     """Answer with an error."""
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status, {})
-    return JSONResponse(describe_problem(status, message, param, code), status, headers=headers)
+    return JSONResponse(describe_problem(status, message, param, code), status, headers=HEADERS.get(status))
 
 
 def check_unicode(value: Any) -> None:
     """Refuse texts with halves of characters, which cannot be written as UTF-8, however deeply they are nested."""
     left = [value]
     while left:
-        one = left.pop()
-        if isinstance(one, str):
+        part = left.pop()
+        if isinstance(part, str):
             try:
-                one.encode()
+                part.encode()
             except UnicodeEncodeError as error:
                 raise OptionError("a text in the request is not valid Unicode.", "send whole characters.") from error
-        elif isinstance(one, dict):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list):
-            left += [item for item in one if type(item) is not int]  # token ids may be very many
+        elif isinstance(part, dict):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, list):
+            left += [item for item in part if type(item) is not int]  # token ids may be very many
 
 
 async def _on_radq_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RadqError)
-    status = error.status if isinstance(error, ServerError) else 404 if isinstance(error, UnknownModelError) else 400
-    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    code = "model_not_found" if isinstance(error, UnknownModelError) else code
-    param = error.field if isinstance(error, FieldError) else "model" if isinstance(error, UnknownModelError) else None
-    return answer_problem(status, str(error), param, code)
+    if isinstance(error, UnknownModelError):
+        return answer_problem(404, str(error), "model", "model_not_found")
+    if isinstance(error, ContextLengthError):
+        return answer_problem(400, str(error), code="context_length_exceeded")
+    if isinstance(error, FieldError):
+        return answer_problem(400, str(error), error.field)
+    return answer_problem(error.status if isinstance(error, UnavailableError) else 400, str(error))
 
 
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    if found[0].get("type") == "json_invalid":
+    errors = error.errors()
+    if errors[0].get("type") == "json_invalid":
         return answer_problem(400, "the body is no JSON. hint: send an object of JSON.")
-    of_field = [one for one in found if one["loc"][:2] == found[0]["loc"][:2]]  # one for each type that it may have
-    places = [_find_place(one["loc"][1:], error.body, one["type"] == "missing") for one in of_field]
-    deepest = max(range(len(places)), key=lambda number: len(places[number]))
-    place, first = ".".join(places[deepest]), of_field[deepest]
-    message = WORDS.get(first["type"], str(first.get("msg", "the request is not valid")))
-    shown = f"{place or 'the body'}: {message}"[:500]
-    return answer_problem(400, f"{shown}. hint: /openapi.json tells what a field may be.", param=place[:100] or None)
+    of_field = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]  # one for each type that it may have
+    paths = [_find_path(one["loc"][1:], error.body, one["type"] == "missing") for one in of_field]
+    path, first = max(zip(paths, of_field, strict=True), key=lambda pair: len(pair[0]))
+    field, message = ".".join(path), WORDS.get(first["type"], str(first.get("msg", "the request is not valid")))
+    shown = f"{field or 'the body'}: {message}"[:500]
+    return answer_problem(400, f"{shown}. hint: /openapi.json tells what a field may be.", param=field[:100] or None)
 
 
-def _find_place(names: Sequence[str | int], body: Any, missing: bool) -> list[str]:
-    """Find the place of an error in the body. Its location also names types, which a client has not written."""
-    place: list[str] = []
+def _find_path(names: Sequence[str | int], body: Any, missing: bool) -> list[str]:
+    """Find where an error is in the body. Its location also names types, which a client has not written."""
+    path: list[str] = []
     for name in names:
         if isinstance(body, dict) and (name in body or missing):
-            place, body = [*place, str(name)], body.get(name)
+            path, body = [*path, str(name)], body.get(name)
         elif isinstance(body, list) and isinstance(name, int) and name < len(body):
-            place, body = [*place, str(name)], body[name]
-    return place
+            path, body = [*path, str(name)], body[name]
+    return path
 
 
 async def _on_http(_: Request, error: Exception) -> Response:

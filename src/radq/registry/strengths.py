@@ -34,6 +34,11 @@ class Guidance:
     details: bool = False  # whether the answer has the candidates and rewards of each token
     notes: tuple[str, ...] = ()  # about numbers that may have been meant otherwise
 
+    def describe(self, sampler: str) -> dict[str, Any]:
+        """Describe what is applied, for an answer. A seed gives the texts of `radq.generate` with the sampler radq."""
+        steering = {"kl_budget": self.steering.kl_budget, "top_k": self.steering.top_k}
+        return {"sampler": sampler, "strengths": dict(self.strengths), **steering}
+
 
 def read_strengths(
     value: Any,
@@ -46,13 +51,12 @@ def read_strengths(
     kl_budget it stands for no budget. Strengths become β, and bring the KL budget along under which they were
     calibrated if none is given; beside them, β counts with `budget`.
     """
-    pairs = _read_pairs(value)
-    read = {name: _read_setting(name, value, calibrations.get(name)) for name, value in pairs.items()}
-    found = {name: one.beta if isinstance(one, Setting) else one for name, one in read.items()}
+    read = {name: _read_setting(name, one, calibrations.get(name)) for name, one in _read_pairs(value).items()}
+    strengths = {name: one.beta if isinstance(one, Setting) else one for name, one in read.items()}
     if "kl_budget" not in read and any(isinstance(one, Setting) for one in read.values()):
         steering = [one for name, one in read.items() if name not in SETTINGS and one != 0]
-        found["kl_budget"] = join_budgets(steering, budget)
-    return found
+        strengths["kl_budget"] = join_budgets(steering, budget)
+    return strengths
 
 
 def note_shares(value: Any, calibrations: Mapping[str, Calibration]) -> list[str]:
@@ -65,7 +69,10 @@ def _read_pairs(value: Any) -> dict[str, Any]:
     pairs = _split(value) if isinstance(value, str) else value
     if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
         raise OptionError(f"radq must give names of guides their strengths, got {shorten(value)}.", HINT)
-    return {_name(name): one for name, one in pairs.items()}
+    for name in pairs:
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise OptionError(f"radq must name guides by texts, got {shorten(name)}.", HINT)
+    return dict(pairs)
 
 
 def write_strengths(strengths: Mapping[str, float | None]) -> str:
@@ -89,21 +96,15 @@ def _split(text: str) -> dict[str, Any]:
     return pairs
 
 
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not name.isprintable() or not name:
-        raise OptionError(f"radq must name guides by texts, got {shorten(name)}.", HINT)
-    return name
-
-
 def _read_setting(name: str, value: Any, calibration: Calibration | None) -> float | Setting | None:
-    if name not in SETTINGS and is_strength(value):
-        return find_setting(value, calibration, f"the guide {shorten(name)}")
     if name == "kl_budget" and value in (None, "none"):
-        return None
-    if value is True and name not in SETTINGS:
         return None
     if name == "details" and isinstance(value, bool):
         return float(value)
+    if name not in SETTINGS and value is True:
+        return None
+    if name not in SETTINGS and is_strength(value):
+        return find_setting(value, calibration, f"the guide {shorten(name)}")
     number = to_number(value)
     if not math.isfinite(number):
         raise OptionError(f"radq must give {shorten(name)} a finite number, got {shorten(value)}.", HINT)

@@ -8,20 +8,19 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import Request
 
 from radq.decoding.prompt_scores import PromptScores
 from radq.decoding.text import GrowingText
-from radq.registry.details import LEAST, Drawn, make_finite
+from radq.registry.details import LEAST, DrawnToken, make_finite
+from radq.registry.loaded_guides import Served
 from radq.registry.problems import describe_problem
-from radq.serving.bodies import Kind
-from radq.serving.parsed_request import ParsedRequest
+from radq.serving.bodies import ChatBody
+from radq.serving.parsed_request import ParsedRequest, ServedText, TextUpdate
 from radq.serving.scheduler import Scheduler
-from radq.serving.served import Served
-from radq.serving.texts import Text, TextUpdate
 
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "radq")  # of completions
-OBJECTS = {"completion": ("text_completion", "text_completion"), "chat": ("chat.completion", "chat.completion.chunk")}
 
 
 class Answer:
@@ -29,19 +28,16 @@ class Answer:
 
     def __init__(
         self,
-        kind: Kind,
         parsed: ParsedRequest,
         served: Served,
-        texts: Sequence[Text],
+        texts: Sequence[ServedText],
         scores: PromptScores | None = None,
     ):
-        """
-        Args:
-            scores: of the prompts, where the answer begins with them and tells log-probabilities.
-        """
-        self.kind, self.parsed, self.served, self.texts, self.scores = kind, parsed, served, texts, scores
+        """`scores` are those of the prompts, where the answer begins with them and tells log-probabilities."""
+        self.parsed, self.served, self.texts, self.scores = parsed, served, texts, scores
+        self.is_chat = isinstance(parsed.body, ChatBody)
         self.head = {
-            "id": f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": parsed.model,
         }
@@ -53,46 +49,51 @@ class Answer:
     def whole(self, ends: dict[int, TextUpdate]) -> dict[str, Any]:
         """Make the answer when all texts have ended; `ends` are their last updates."""
         choices = [self._choice(text, ends[text.index]) for text in self.texts]
-        return self._document(0, choices) | {"usage": self.usage(), "radq": self._confirmation()}
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._document(kind, choices), "usage": self.usage(), "radq": self._confirmation()}
 
-    def _choice(self, text: Text, end: TextUpdate) -> dict[str, Any]:
-        written = self._echo(text) + "".join(one.piece for one in text.drawn) + end.rest
-        content = {"text": written}
-        if self.kind == "chat":
-            content = {"message": {"role": "assistant", "content": written}}
-        return self._finish({"index": text.index, **content, **self._tokens(text, text.drawn, begin=True)}, text, end)
+    def _choice(self, text: ServedText, end: TextUpdate) -> dict[str, Any]:
+        written = self._echo(text) + "".join(token.piece for token in text.drawn) + end.rest
+        content = {"message": {"role": "assistant", "content": written}} if self.is_chat else {"text": written}
+        choice = {"index": text.index, **content, **self._tokens(text, text.drawn, begins=True)}
+        return choice | self._end(text, end)
 
-    def _finish(self, choice: dict[str, Any], text: Text, end: TextUpdate) -> dict[str, Any]:
+    def _end(self, text: ServedText, end: TextUpdate) -> dict[str, Any]:
+        """The reason why a text ended, and means over its tokens."""
         error = {} if end.error is None else {"error": end.error}
         cut = {"max_tokens": text.max_tokens} if self.parsed.cut else {}
-        guided = {} if self.scores is None or not self.scores.guided else {"prompt_logprobs": self._guided(text)}
-        summary = text.summary() | self._settings() | cut | guided | error
-        return choice | {"finish_reason": _finish_reason(end), "radq": summary}
+        guided: dict[str, Any] = {}
+        if self.scores is not None and self.scores.guided:  # as guides would have the tokens of the prompt drawn
+            numbers = self.scores.guided[text.index // self.parsed.n]
+            guided["prompt_logprobs"] = [None if one is None else make_finite(one) for one in numbers]
+        reason = "error" if end.error is not None else end.finish_reason or "stop"
+        return {"finish_reason": reason, "radq": text.summary() | self._settings() | cut | guided | error}
 
     # --- streams ---
 
     def chunk(self, update: TextUpdate) -> dict[str, Any]:
         """Make a chunk with the next piece of a text; the last chunk says why the text ends."""
         text = update.text
-        begin = text.index not in self._begun
+        begins = text.index not in self._begun
         self._begun.add(text.index)
-        piece = (self._echo(text) if begin else "") + "".join(one.piece for one in update.tokens) + update.rest
-        content: dict[str, Any] = {"text": piece}
-        if self.kind == "chat":
-            content = {"delta": ({"role": "assistant"} if begin else {}) | {"content": piece}}
-        choice = {"index": text.index, **content, "finish_reason": None}
-        choice |= self._tokens(text, update.tokens, begin)
+        piece = (self._echo(text) if begins else "") + "".join(token.piece for token in update.tokens) + update.rest
+        role = {"role": "assistant"} if begins else {}
+        content = {"delta": {**role, "content": piece}} if self.is_chat else {"text": piece}
+        choice = {"index": text.index, **content, "finish_reason": None, **self._tokens(text, update.tokens, begins)}
         if update.finish_reason is not None:
-            choice = self._finish(choice, text, update)
-        return self._document(1, [choice]) | ({"radq": self._confirmation()} if begin else {})
+            choice |= self._end(text, update)
+        return self._chunk([choice]) | ({"radq": self._confirmation()} if begins else {})
 
     def last_chunk(self) -> dict[str, Any]:
-        return self._document(1, []) | {"usage": self.usage()}
+        return self._chunk([]) | {"usage": self.usage()}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._document("chat.completion.chunk" if self.is_chat else "text_completion", choices)
 
     # --- parts ---
 
-    def _document(self, form: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.head, "object": OBJECTS[self.kind][form], "choices": choices}
+    def _document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.head, "object": kind, "choices": choices}
 
     def usage(self) -> dict[str, int]:
         read = sum(map(len, self.parsed.prompts))
@@ -100,14 +101,7 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def _settings(self) -> dict[str, Any]:
-        guidance = self.parsed.guidance
-        return {
-            "seed": self.parsed.seed,
-            "sampler": "radq",  # a seed gives the texts of `radq.generate`
-            "strengths": guidance.strengths,
-            "kl_budget": guidance.steering.kl_budget,
-            "top_k": guidance.steering.top_k,
-        }
+        return {"seed": self.parsed.seed, **self.parsed.guidance.describe("radq")}
 
     def _confirmation(self) -> dict[str, Any]:
         """Confirm the settings that were applied to the whole request, and name its fields that were not.
@@ -116,48 +110,39 @@ class Answer:
         """
         cut = {"max_tokens": min(self.parsed.max_tokens)} if self.parsed.cut else {}
         lists = {"ignored": self.parsed.ignored, "notes": list(self.parsed.guidance.notes)}
-        return self._settings() | cut | {name: found for name, found in lists.items() if found}
+        return self._settings() | cut | {name: lines for name, lines in lists.items() if lines}
 
-    def _tokens(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
+    def _tokens(self, text: ServedText, tokens: Sequence[DrawnToken], begins: bool) -> dict[str, Any]:
         """The ids and log-probabilities of tokens, where the request asks for them."""
-        found: dict[str, Any] = {"logprobs": None}
+        told: dict[str, Any] = {"logprobs": None}
         if self.parsed.logprobs is not None:
-            found["logprobs"] = (
-                self._columns(text, tokens, begin) if self.kind == "completion" else self._entries(tokens)
-            )
-        if self.parsed.token_ids:
-            found |= {"token_ids": [one.id for one in tokens]} | ({"prompt_token_ids": text.prompt} if begin else {})
-        return found
+            told["logprobs"] = self._entries(tokens) if self.is_chat else self._columns(text, tokens, begins)
+        if self.parsed.body.return_token_ids:
+            told["token_ids"] = [token.id for token in tokens]
+            told |= {"prompt_token_ids": text.prompt} if begins else {}
+        return told
 
-    def _columns(self, text: Text, tokens: Sequence[Drawn], begin: bool) -> dict[str, Any]:
+    def _columns(self, text: ServedText, tokens: Sequence[DrawnToken], begins: bool) -> dict[str, Any]:
         """Log-probabilities in the form of completions: a list for each kind of number."""
-        before = self._prompt_columns(text) if begin and self.scores is not None else {}
+        before = self._prompt_columns(text) if begins and self.scores is not None else {}
         offsets: list[int] = []
-        for one in tokens:
+        for token in tokens:
             offsets.append(self._offsets[text.index])
-            self._offsets[text.index] += len(one.piece)
+            self._offsets[text.index] += len(token.piece)
         columns: dict[str, Any] = {
-            "tokens": [self.served.show_token(one.id) for one in tokens],
-            "token_logprobs": [make_finite(one.logprob) for one in tokens],
-            "top_logprobs": [_by_name(self._top(one)) for one in tokens] if self.parsed.logprobs else None,
+            "tokens": [self.served.show_token(token.id) for token in tokens],
+            "token_logprobs": [make_finite(token.logprob) for token in tokens],
+            "top_logprobs": [_by_name(self._top(token)) for token in tokens] if self.parsed.logprobs else None,
             "text_offset": offsets,
         }
         if self.parsed.guidance.details:
-            columns["radq"] = [one.describe(self.served.show_token) for one in tokens]
+            columns["radq"] = [token.describe(self.served.show_token) for token in tokens]
         return {name: None if values is None else [*before.get(name, []), *values] for name, values in columns.items()}
 
-    # --- prompts ---
-
-    def _echo(self, text: Text) -> str:
+    def _echo(self, text: ServedText) -> str:
         return "" if self.parsed.echo is None else self.parsed.echo[text.index // self.parsed.n]
 
-    def _guided(self, text: Text) -> list[float | None]:
-        """The log-probabilities of the tokens of a prompt as guides would have them drawn."""
-        assert self.scores is not None
-        guided = self.scores.guided[text.index // self.parsed.n]
-        return [None if one is None else make_finite(one) for one in guided]
-
-    def _prompt_columns(self, text: Text) -> dict[str, list[Any]]:
+    def _prompt_columns(self, text: ServedText) -> dict[str, list[Any]]:
         """The columns of the tokens of a prompt under the base model, whose first token has no numbers."""
         assert self.scores is not None
         show, growing = self.served.show_token, GrowingText(self.served.tokenizer, [])
@@ -174,38 +159,38 @@ class Answer:
         self._offsets[text.index] = len(self._echo(text))
         return columns
 
-    def _entries(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
+    def _entries(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
         """Log-probabilities in the form of chats: an entry for each token."""
+        show, details = self.served.show_token, self.parsed.guidance.details
         return {
             "content": [
-                _entry(self.served.show_token(one.id), one.logprob)
-                | {"top_logprobs": [_entry(*pair) for pair in self._top(one)]}
-                | ({"radq": one.describe(self.served.show_token)} if self.parsed.guidance.details else {})
-                for one in tokens
+                _entry(show(token.id), make_finite(token.logprob))
+                | {"top_logprobs": [_entry(*pair) for pair in self._top(token)]}
+                | ({"radq": token.describe(show)} if details else {})
+                for token in tokens
             ]
         }
 
-    def _top(self, one: Drawn) -> list[tuple[str, float]]:
+    def _top(self, token: DrawnToken) -> list[tuple[str, float]]:
         """The most likely candidates, with the logarithms of their probabilities."""
-        ranked = sorted(one.candidates or [], key=lambda candidate: -candidate.probability)[: self.parsed.logprobs]
-        return [(self.served.show_token(candidate.id), _log(candidate.probability)) for candidate in ranked]
-
-
-def _finish_reason(end: TextUpdate) -> str:
-    return "error" if end.error is not None else end.finish_reason or "stop"
+        if token.candidates is None:
+            return []
+        ids, guided = token.candidates.ids, token.candidates.guided
+        ranked = np.argsort(-guided, kind="stable")[: self.parsed.logprobs].tolist()
+        logprobs = [math.log(guided[index]) if guided[index] > 0 else LEAST for index in ranked]
+        return [(self.served.show_token(int(ids[index])), one) for index, one in zip(ranked, logprobs, strict=True)]
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": make_finite(logprob), "bytes": list(token.encode("utf-8", "replace"))}
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
 
 
 def _by_name(ranked: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Name numbers by the texts of tokens; of tokens with one text, such as halves of characters, the first counts."""
-    return {name: next(number for other, number in ranked if other == name) for name, _ in ranked}
-
-
-def _log(probability: float) -> float:
-    return math.log(probability) if probability > 0 else LEAST
+    named: dict[str, float] = {}
+    for name, number in ranked:
+        named.setdefault(name, number)
+    return named
 
 
 class TextStream:
@@ -215,7 +200,7 @@ class TextStream:
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[TextUpdate] = asyncio.Queue()
         self._scheduler = scheduler
-        self.texts: list[Text] = parsed.texts(served, self._deliver, client)
+        self.texts: list[ServedText] = parsed.texts(served, self._deliver, client)
         self._left = len(self.texts)
 
     def start(self) -> None:
@@ -241,7 +226,7 @@ class TextStream:
 
     async def collect(self) -> dict[int, TextUpdate]:
         """Wait for all texts; return their last updates by their numbers."""
-        return {one.text.index: one async for one in self if one.finish_reason is not None}
+        return {update.text.index: update async for update in self if update.finish_reason is not None}
 
     def cancel(self) -> None:
         if self._left:
@@ -256,7 +241,8 @@ async def write_events(stream: TextStream, answer: Answer) -> AsyncIterator[byte
             yield _event(answer.chunk(update))
             if update.error is not None:
                 yield _event(describe_problem(503, update.error))
-        if answer.parsed.usage:
+        options = answer.parsed.body.stream_options
+        if options is not None and options.include_usage:
             yield _event(answer.last_chunk())
         yield b"data: [DONE]\n\n"
     finally:
@@ -264,9 +250,8 @@ async def write_events(stream: TextStream, answer: Answer) -> AsyncIterator[byte
 
 
 def _event(document: dict[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
-    )
+    content = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + content.encode("utf-8", "replace") + b"\n\n"
 
 
 async def unless_gone(request: Request, work: Any) -> Any:

@@ -17,22 +17,21 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 
 from radq.decoding.prompt_scores import PromptScores
 from radq.registry.config import AllowedHosts
-from radq.registry.gate import Gate, name_client
+from radq.registry.loaded_guides import Served
 from radq.registry.problems import ERRORS, add_handlers, answer_problem, check_unicode, reading
-from radq.registry.web_page import VERSION, ScoreBody, add_page, check_content_type, describe_server
+from radq.registry.web import VERSION, Gate, ScoreBody, add_page, check_content_type, describe_server, name_client
 from radq.serving.answers import Answer, TextStream, unless_gone, write_events
-from radq.serving.bodies import ChatBody, CompletionBody, Kind
+from radq.serving.bodies import ChatBody, CompletionBody
 from radq.serving.metrics import Metrics
 from radq.serving.parsed_request import parse_request
 from radq.serving.scheduler import Scheduler
-from radq.serving.served import Served
 
 SCORED_TOKENS = 128  # of prompts, between two steps of running texts
 LONG_BODY = 2**15  # bytes; larger bodies take a while to tokenise, and wait for each other
 
 
 class Server:
-    """The models and the scheduler behind the routes."""
+    """The models and the scheduler behind the routes, which are methods."""
 
     def __init__(self, served: Served, api_key: str | None = None):
         self.served, self.config, self.api_key = served, served.config, api_key
@@ -49,23 +48,23 @@ class Server:
 
     # --- texts ---
 
-    async def read(self, request: Request, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Tokenise and check a request in a thread. Long bodies have one of their own, so that no short one waits."""
-        pool = self._readers[len(await request.body()) > LONG_BODY]
-        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        return await self._complete(body, request)
 
-    async def complete(self, kind: Kind, body: CompletionBody | ChatBody, request: Request) -> Response:
-        parsed = await self.read(request, parse_request, body, self.served)
+    async def chat_completions(self, body: ChatBody, request: Request) -> Response:
+        return await self._complete(body, request)
+
+    async def _complete(self, body: CompletionBody | ChatBody, request: Request) -> Response:
+        parsed = await self._read(request, parse_request, body, self.served)
         scores = parsed.prompt_scores(self.served)
         if scores is not None and not await unless_gone(request, self._read_scores(scores)):
             return Response(status_code=499)  # nobody reads this
         stream = TextStream(parsed, self.served, self.scheduler, name_client(request))
-        answer = Answer(kind, parsed, self.served, stream.texts, scores)
+        answer = Answer(parsed, self.served, stream.texts, scores)
         stream.start()
-        if parsed.stream:
-            return StreamingResponse(
-                write_events(stream, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-            )
+        if body.stream:
+            headers = {"Cache-Control": "no-cache"}
+            return StreamingResponse(write_events(stream, answer), media_type="text/event-stream", headers=headers)
         ends = await unless_gone(request, stream.collect())
         if ends is None:
             stream.cancel()
@@ -74,6 +73,11 @@ class Server:
         if errors and self.scheduler.closing:
             return answer_problem(503, errors[0])
         return JSONResponse(answer.whole(ends))
+
+    async def _read(self, request: Request, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Tokenise and check a request in a thread. Long bodies have one of their own, so that no short one waits."""
+        pool = self._readers[len(await request.body()) > LONG_BODY]
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
 
     async def _read_scores(self, scores: PromptScores) -> bool:
         """Let prompts be scored in parts, between which texts go on."""
@@ -84,38 +88,40 @@ class Server:
     async def score(self, body: ScoreBody, request: Request) -> Response:
         with reading("text"):
             check_unicode(body.text)
-            ids = await self.read(request, self.served.encode, body.text)
+            ids = await self._read(request, self.served.encode, body.text)
         work = asyncio.wrap_future(self.scheduler.call_in_turns(lambda turn: self.served.score(ids, turn)))
         scores = await unless_gone(request, work)
         return Response(status_code=499) if scores is None else JSONResponse(scores)
 
     # --- descriptions ---
 
-    def models(self) -> dict[str, Any]:
+    async def models(self) -> dict[str, Any]:
         names = [self.config.base_id, *self.config.models]
-        return {"object": "list", "data": [self.model(name) for name in names]}
+        return {"object": "list", "data": [await self.model(name) for name in names]}
 
-    def model(self, name: str) -> dict[str, Any]:
+    async def model(self, name: str) -> dict[str, Any]:
         strengths = self.config.model_strengths(name)
         return {"id": name, "object": "model", "created": 0, "owned_by": "radq", "radq": strengths}
 
     async def info(self) -> dict[str, Any]:
         """Describe the server; the page is made from this description."""
-        served = self.served
         return describe_server(
             self.config,
             self.config.base_id,
-            served.loaded.reward_ranges(),
-            served.context,
-            chat=served.has_chat,
+            self.served.loaded.reward_ranges(),
+            self.served.context,
+            chat=self.served.has_chat,
             needs_key=self.api_key is not None,
         )
 
-    def count(self, route: str, status: int) -> None:
-        self.metrics.requests.labels(route, str(status)).inc()
+    async def health(self) -> Response:
+        if self.scheduler.closing or not self.scheduler.alive:
+            self.told_end = True
+            return answer_problem(503, "the server is about to end.")
+        return JSONResponse({"status": "ok"})
 
-
-# --- routes ---
+    async def figures(self) -> Response:
+        return PlainTextResponse(self.metrics.write(), media_type="text/plain; version=0.0.4")
 
 
 def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0.1") -> FastAPI:
@@ -126,6 +132,7 @@ def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0
         address: the address that the server listens at, one of the names by which clients may address it.
     """
     server = Server(served, api_key)
+    hosts, keys = AllowedHosts(address, server.config.hosts), [] if api_key is None else [api_key]
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -134,46 +141,15 @@ def make_app(served: Served, api_key: str | None = None, address: str = "127.0.0
 
     app = FastAPI(title="radq", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    hosts = AllowedHosts(address, server.config.hosts)
-    keys = [] if api_key is None else [api_key]
-    app.add_middleware(Gate, limit=server.config.limits.body_bytes, count=server.count, hosts=hosts, keys=keys)
+    limit, count = server.config.limits.body_bytes, server.metrics.count_request
+    app.add_middleware(Gate, limit=limit, count=count, hosts=hosts, keys=keys)
     add_handlers(app)
-    _add_texts(app, server)
-    _add_descriptions(app, server)
+    takes_json: dict[str, Any] = {"methods": ["POST"], "dependencies": [Depends(check_content_type)]}
+    app.add_api_route("/v1/completions", server.completions, **takes_json, responses=ERRORS)
+    app.add_api_route("/v1/chat/completions", server.chat_completions, **takes_json, responses=ERRORS)
+    app.add_api_route("/v1/models", server.models, responses=ERRORS)
+    app.add_api_route("/v1/models/{name:path}", server.model, responses=ERRORS)
+    app.add_api_route("/health", server.health, responses=ERRORS)
+    app.add_api_route("/metrics", server.figures)
     add_page(app, server.info, server.score)
     return app
-
-
-def _add_texts(app: FastAPI, server: Server) -> None:
-    guarded: dict[str, Any] = {"dependencies": [Depends(check_content_type)], "responses": ERRORS}
-
-    @app.post("/v1/completions", **guarded)
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        return await server.complete("completion", body, request)
-
-    @app.post("/v1/chat/completions", **guarded)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await server.complete("chat", body, request)
-
-
-def _add_descriptions(app: FastAPI, server: Server) -> None:
-    guarded: dict[str, Any] = {"responses": ERRORS}
-
-    @app.get("/v1/models", **guarded)
-    async def models() -> dict[str, Any]:
-        return server.models()
-
-    @app.get("/v1/models/{name:path}", **guarded)
-    async def model(name: str) -> dict[str, Any]:
-        return server.model(name)
-
-    @app.get("/health", responses=ERRORS)
-    async def health() -> Response:
-        if server.scheduler.closing or not server.scheduler.alive:
-            server.told_end = True
-            return answer_problem(503, "the server is about to end.")
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(server.metrics.write(), media_type="text/plain; version=0.0.4")

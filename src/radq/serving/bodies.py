@@ -7,11 +7,12 @@ made from this table.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from radq.errors import OptionError
 from radq.registry.problems import FieldError
 
 
@@ -32,33 +33,33 @@ Tokens = Annotated[
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
-class StreamOptions(BaseModel):
+class ClosedModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+
+class OpenModel(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class StreamOptions(ClosedModel):
     include_usage: bool = False
     include_obfuscation: bool = Field(False, description="Changes nothing here.")
 
 
-class Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Schema(ClosedModel):
     schema_: dict[str, Any] = Field(alias="schema")
     name: str | None = Field(None, description="Changes nothing here, as do the next two.")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ResponseFormat(ClosedModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
 
 
-class TextBody(BaseModel):
+class TextBody(OpenModel):
     """The fields that completions and chat completions have in common; see `radq.serving.bodies` for all others."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = Field(None, description="A model of /v1/models; by default the base model.")
     max_tokens: Count | None = None
@@ -97,43 +98,78 @@ class TextBody(BaseModel):
         dict[str, Any] | None, Field(description="An object with the field radq, where requests to vLLM have it.")
     ] = None
 
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
 
 class CompletionBody(TextBody):
+    prompt_field: ClassVar[str] = "prompt"
+
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = Field(
         description="One or more texts, or lists of token ids."
     )
     logprobs: Annotated[Count, Field(le=20)] | None = None
     echo: bool | None = Field(None, description="Whether the answer begins with the prompt.")
 
+    def prompts(self) -> list[Any]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise OptionError("there is no prompt.", "give a text, or a list of texts.")
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
-class Part(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    def count_logprobs(self) -> int | None:
+        """Return how many alternatives are told about each token; None if nothing is told."""
+        return self.logprobs if self.top_logprobs is None else max(self.top_logprobs, self.logprobs or 0)
 
+
+class Part(OpenModel):
     type: str
     text: str | None = None
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class Message(OpenModel):
     role: str
     content: str | list[Part] | None = None
 
+    def text(self) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        if any(part.type != "text" or part.text is None for part in self.content):
+            raise OptionError("messages can hold texts alone.", "leave images and sounds out.")
+        return "".join(part.text or "" for part in self.content)
+
 
 class ChatBody(TextBody):
+    prompt_field: ClassVar[str] = "messages"
+
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
 
+    def prompts(self) -> list[Any]:
+        return [[{"role": message.role, "content": message.text()} for message in self.messages]]
+
+    def count_logprobs(self) -> int | None:
+        """Return how many alternatives are told about each token; None if nothing is told."""
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs.", 'add "logprobs": true.')
+        return self.top_logprobs or 0 if self.logprobs else None
+
 
 Kind = Literal["completion", "chat"]
-
-
 BODIES: dict[Kind, type[CompletionBody | ChatBody]] = {"completion": CompletionBody, "chat": ChatBody}
 
+REFUSED_ALWAYS = (  # with any value but null
+    "audio web_search_options allowed_token_ids chat_template guided_choice guided_decoding_backend guided_grammar "
+    "guided_json guided_regex guided_whitespace_pattern prompt_embeds prompt_logprobs structural_tag "
+    "structured_outputs thinking_token_budget truncate_prompt_tokens ebnf json_schema max_new_tokens n_predict "
+    "num_predict regex"
+).split()
+
 # Refused fields and the values that, beside null, change nothing. Fields of the other route are refused, too.
-REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED_ALWAYS, ()) | {
     # OpenAI's
-    "audio": (),
     "best_of": (1,),  # and any number that equals n
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -143,60 +179,39 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
-    "web_search_options": (),
     # vLLM's
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
-    "allowed_token_ids": (),
     "bad_words": ([],),
-    "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (0, 1),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     # of other servers: llama.cpp, TGI, SGLang, Ollama, text-generation-webui
     "cfg_scale": (1,),
     "do_sample": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "ebnf": (),
     "encoder_repetition_penalty": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "format": ("",),
     "grammar": ("",),
     "guidance_scale": (1,),
-    "json_schema": (),
-    "max_new_tokens": (),
     "min_new_tokens": (0,),
     "mirostat": (0,),
-    "n_predict": (),
     "negative_prompt": ("",),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
-    "num_predict": (),
     "penalty_alpha": (0,),
-    "regex": (),
     "repeat_penalty": (1,),
     "tfs_z": (1,),
     "top_a": (0,),
@@ -215,24 +230,10 @@ HINTS = dict.fromkeys(("format", "guided_json", "json_schema", "structured_outpu
     "prompt": "send it to /v1/completions.",
 }
 
-# Fields that change no text, with any value.
-HARMLESS = {
-    "cache_prompt",
-    "cache_salt",
-    "include_reasoning",
-    "keep_alive",
-    "metadata",
-    "parallel_tool_calls",
-    "prediction",
-    "priority",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
+HARMLESS = (  # fields that change no text, with any value
+    "cache_prompt cache_salt include_reasoning keep_alive metadata parallel_tool_calls prediction priority "
+    "prompt_cache_key prompt_cache_retention request_id safety_identifier service_tier store user"
+).split()
 
 
 def honoured(kind: Kind) -> list[str]:
@@ -242,9 +243,8 @@ def honoured(kind: Kind) -> list[str]:
 def refused(kind: Kind) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a route refuses, with the values that change nothing."""
     own = BODIES[kind].model_fields
-    others = {name for other in get_args(Kind) for name in BODIES[other].model_fields}
-    names = dict.fromkeys(sorted(others), ()) | REFUSED
-    return {name: values for name, values in names.items() if name not in own}
+    every = sorted({name for body in BODIES.values() for name in body.model_fields})
+    return {name: values for name, values in (dict.fromkeys(every, ()) | REFUSED).items() if name not in own}
 
 
 def find_ignored(body: CompletionBody | ChatBody) -> list[str]:
@@ -252,27 +252,23 @@ def find_ignored(body: CompletionBody | ChatBody) -> list[str]:
     unknown = body.model_extra or {}
     table = refused("completion" if isinstance(body, CompletionBody) else "chat")
     for name, value in unknown.items():
-        nothing = table.get(name)
-        if nothing is None or value is None:
-            continue
-        if name == "best_of":
-            nothing = (body.n or 1,)
-        if not any(same(value, one) for one in nothing):
+        nothing = (body.n or 1,) if name == "best_of" else table.get(name, (value,))
+        if value is not None and not any(same(value, one) for one in nothing):
             raise FieldError(name, f"this server does not support {name}.", HINTS.get(name, f"leave {name} out."))
     of_messages = _find_ignored_of_messages(body.messages) if isinstance(body, ChatBody) else set()
-    return sorted(set(unknown) - HARMLESS - set(table) | of_messages)
+    return sorted(set(unknown) - {*HARMLESS, *table} | of_messages)
 
 
 def _find_ignored_of_messages(messages: Sequence[Message]) -> set[str]:
-    found: set[str] = set()
+    ignored: set[str] = set()
     for number, message in enumerate(messages):
         for name, value in (message.model_extra or {}).items():
             if name in REFUSED_OF_MESSAGES and value not in (None, []):
-                place = f"messages.{number}.{name}"
-                raise FieldError(place, f"this server does not support {place}.", f"leave {name} out.")
+                field = f"messages.{number}.{name}"
+                raise FieldError(field, f"this server does not support {field}.", f"leave {name} out.")
             if value is not None:
-                found.add(f"messages.{name}")
-    return found
+                ignored.add(f"messages.{name}")
+    return ignored
 
 
 def same(value: Any, other: Any) -> bool:

@@ -28,7 +28,7 @@ REFUSAL = (
 Phase = Literal["head", "body", "answer", "idle"]
 
 
-class Room:
+class OpenConnections:
     """The open connections of a server; those in `unfinished` have not sent a whole request, the oldest one first."""
 
     def __init__(self, limits: Connections):
@@ -45,24 +45,20 @@ class Room:
         self.open.add(connection)
         return True
 
-    def leave(self, connection: "Connection") -> None:
-        self.open.discard(connection)
-        self.unfinished.pop(connection, None)
-
 
 class Connection(H11Protocol):
     """A connection, which knows how much of a request has come and how long the rest may take."""
 
-    def __init__(self, room: Room, **options: Any):
+    def __init__(self, others: OpenConnections, **options: Any):
         super().__init__(**options)
-        self.room, self.phase = room, None
-        self._seconds = {"head": room.limits.header_seconds, "body": room.limits.body_seconds}
+        self.others, self.limits, self.phase = others, others.limits, None
+        self._seconds = {"head": self.limits.header_seconds, "body": self.limits.body_seconds}
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        if self.room.enter(self):
+        if self.others.enter(self):
             self._begin("head")
         else:
             transport.write(REFUSAL)
@@ -82,7 +78,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._send_timer = self.loop.call_later(self.room.limits.send_seconds, self.cut_off)
+        self._send_timer = self.loop.call_later(self.limits.send_seconds, self.cut_off)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -101,17 +97,18 @@ class Connection(H11Protocol):
 
     def _begin(self, phase: Phase) -> None:
         """Begin to wait for a part of a request, or to answer it. Uvicorn itself ends connections that are idle."""
-        if phase == self.phase or self not in self.room.open:
+        if phase == self.phase or self not in self.others.open:
             return
         self.phase, self._timer = phase, _cancel(self._timer)
-        self.room.unfinished.pop(self, None)
+        self.others.unfinished.pop(self, None)
         if phase != "answer":
-            self.room.unfinished[self] = None
+            self.others.unfinished[self] = None
         if phase in self._seconds:
             self._timer = self.loop.call_later(self._seconds[phase], self.cut_off)
 
     def _leave(self) -> None:
-        self.room.leave(self)
+        self.others.open.discard(self)
+        self.others.unfinished.pop(self, None)
         self._timer, self._send_timer = _cancel(self._timer), _cancel(self._send_timer)
 
 
@@ -124,15 +121,11 @@ class Listener(uvicorn.Server):
     """Listens until a signal comes. Running texts then have some seconds to end."""
 
     def __init__(self, app: Any, host: str, port: int, announce: Callable[[str], None] = lambda address: None):
-        """
-        Args:
-            app: what `make_app` has made.
-            announce: is told the address when the server can be reached.
-        """
+        """`announce` is told the address when the server, which `make_app` has made, can be reached."""
         self.radq, self.announce, self._drains = app.state.server, announce, False
         limits: Connections = self.radq.config.connections
-        self.room = Room(limits)
-        options: dict[str, Any] = {"http": partial(Connection, self.room), "ws": "none", "backlog": BACKLOG}
+        self.connections = OpenConnections(limits)
+        options: dict[str, Any] = {"http": partial(Connection, self.connections), "ws": "none", "backlog": BACKLOG}
         options |= {"log_level": "warning", "server_header": False, "timeout_keep_alive": limits.idle_seconds}
         self.radq.scheduler.when_broken = self._give_up
         super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=int(PATIENCE) + 2, **options))
@@ -159,7 +152,7 @@ class Listener(uvicorn.Server):
     async def main_loop(self) -> None:
         """Serve until a signal. After SIGTERM, go on until /health has said so, since balancers ask there."""
         await super().main_loop()
-        end = asyncio.get_running_loop().time() + self.room.limits.drain_seconds
+        end = asyncio.get_running_loop().time() + self.connections.limits.drain_seconds
         while self._drains and not self.radq.told_end and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.05)
 

@@ -1,12 +1,20 @@
 """The figures of a server, for Prometheus."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from radq.errors import require_package
-from radq.registry.details import Drawn
-from radq.serving.texts import Text
+from radq.guides.base import Advice, Guide, Prompts, State
+from radq.models.loading import Wrappable
+from radq.models.prefill import InTurns, surround
+from radq.models.reading import Reader
+from radq.registry.details import DrawnToken
+from radq.serving.parsed_request import ServedText
 
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 NATS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -20,35 +28,31 @@ class Metrics:
         self._prometheus = prometheus
         self.registry = prometheus.CollectorRegistry()
 
-        def make(kind: Any, name: str, text: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
-            return kind(name, text, labels, registry=self.registry, **options)
+        counter = partial(prometheus.Counter, registry=self.registry)
+        histogram = partial(prometheus.Histogram, registry=self.registry)
+        gauge = partial(prometheus.Gauge, registry=self.registry)
+        self.requests = counter("radq_requests", "requests that were answered", ("route", "status"))
+        self.prompt_tokens = counter("radq_prompt_tokens", "tokens of prompts that were read")
+        self.tokens = counter("radq_tokens", "tokens that were drawn", ("guided",))
+        self.first = histogram("radq_time_to_first_token_seconds", "from request to token", buckets=FAST)
+        self.step = histogram("radq_time_per_token_seconds", "seconds of a step", buckets=FAST)
+        self.kl = histogram("radq_kl_nats", "KL(guided, unguided) of guided tokens, in nats", buckets=NATS)
+        self.step_seconds = counter("radq_step_seconds", "seconds of all steps")
+        self.guide_seconds = counter("radq_guide_seconds", "seconds of them that guides took, on a CPU")
+        self.cancelled = counter("radq_cancelled_texts", "texts whose client went away")
+        self.waiting = gauge("radq_waiting_texts", "texts that wait for their turn")
+        self.running = gauge("radq_running_texts", "texts that are decoded now")
+        self.memory = gauge("radq_cache_bytes", "keys and values of the texts that are decoded now")
 
-        counter, histogram, gauge = prometheus.Counter, prometheus.Histogram, prometheus.Gauge
-        self.requests = make(counter, "radq_requests", "requests that were answered", ("route", "status"))
-        self.prompt_tokens = make(counter, "radq_prompt_tokens", "tokens of prompts that were read")
-        self.tokens = make(counter, "radq_tokens", "tokens that were drawn", ("guided",))
-        self.first = make(histogram, "radq_time_to_first_token_seconds", "from request to token", buckets=FAST)
-        self.step = make(histogram, "radq_time_per_token_seconds", "seconds of a step", buckets=FAST)
-        self.kl = make(histogram, "radq_kl_nats", "KL(guided, unguided) of guided tokens, in nats", buckets=NATS)
-        self.step_seconds = make(counter, "radq_step_seconds", "seconds of all steps")
-        self.guide_seconds = make(counter, "radq_guide_seconds", "seconds of them that guides took, on a CPU")
-        self.cancelled = make(counter, "radq_cancelled_texts", "texts whose client went away")
-        self._queue = make(gauge, "radq_waiting_texts", "texts that wait for their turn")
-        self._running = make(gauge, "radq_running_texts", "texts that are decoded now")
-        self._memory = make(gauge, "radq_cache_bytes", "keys and values of the texts that are decoded now")
-
-    def watch(self, waiting: Callable[[], int], running: Callable[[], int], nbytes: Callable[[], int]) -> None:
-        """Let the gauges show what these functions return when the figures are asked for."""
-        self._queue.set_function(waiting)
-        self._running.set_function(running)
-        self._memory.set_function(nbytes)
+    def count_request(self, route: str, status: int) -> None:
+        self.requests.labels(route, str(status)).inc()
 
     def count_step(self, seconds: float, of_guide: float) -> None:
         self.step.observe(seconds)
         self.step_seconds.inc(seconds)
         self.guide_seconds.inc(of_guide)
 
-    def count_tokens(self, text: Text, tokens: list[Drawn], first: bool) -> None:
+    def count_tokens(self, text: ServedText, tokens: list[DrawnToken], first: bool) -> None:
         self.tokens.labels("yes" if text.selection.guides else "no").inc(len(tokens))
         if first:
             self.first.observe(time.perf_counter() - text.arrived)
@@ -60,3 +64,41 @@ class Metrics:
     def write(self) -> bytes:
         """Write the figures in the text format of Prometheus."""
         return self._prometheus.generate_latest(self.registry)
+
+
+class ClockedGuide(Guide[State]):
+    """A guide that does what another does, and sums up the seconds. On a GPU, work that is under way is not counted."""
+
+    def __init__(self, guide: Guide):
+        self.guide, self.beta, self.capturable = guide, guide.beta, guide.capturable
+        self._spent = {"seconds": 0.0}  # not a number of this object: engines notice when a guide's numbers change
+
+    @property
+    def seconds(self) -> float:
+        return self._spent["seconds"]
+
+    @property
+    def readers(self) -> Sequence[Reader]:
+        return self.guide.readers
+
+    def check_base(self, lm: Wrappable) -> None:
+        self.guide.check_base(lm)
+
+    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
+        return surround(self.guide.start_in_turns(prompts), self._timed)
+
+    def advise(self, state: State, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+        with self._timed():
+            return self.guide.advise(state, candidates, beta)
+
+    def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
+        with self._timed():
+            return self.guide.advance(state, tokens)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent["seconds"] += time.perf_counter() - began

@@ -1,89 +1,175 @@
-"""Orders: requests after all checks, as texts with their prompts, strengths and settings."""
+"""Requests after all checks, with their prompts, strengths and settings, and the texts that they ask for."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from radq.decoding.config import LogitChanges
 from radq.decoding.generate import draw_uniforms
 from radq.decoding.processors import Grammar, make_processors
 from radq.decoding.prompt_scores import PromptScores
-from radq.decoding.prompts import Prompt, encode_prompts, find_stops
-from radq.decoding.request import Processor
+from radq.decoding.prompts import encode_prompts, find_stops
+from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.text import UNFINISHED, GrowingText
 from radq.errors import ModelError, OptionError
 from radq.models.loading import num_logits
 from radq.registry.config import ServeConfig
+from radq.registry.details import CandidateRow, DrawnToken, StepNumbers, summarise
+from radq.registry.loaded_guides import Selection, Served
 from radq.registry.problems import FieldError, check_unicode, reading
 from radq.registry.strengths import MISSPELLED, SETTINGS, Guidance
-from radq.serving.bodies import ChatBody, CompletionBody, Message, ResponseFormat, TextBody, find_ignored
-from radq.serving.served import Served
-from radq.serving.texts import Text, TextUpdate
+from radq.serving.bodies import ChatBody, CompletionBody, ResponseFormat, TextBody, find_ignored
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParsedRequest:
     """A request in radq's terms."""
 
+    body: CompletionBody | ChatBody
     model: str
     prompts: list[list[int]]
     echo: list[str] | None  # the texts of the prompts, where answers begin with them
     guidance: Guidance
     max_tokens: list[int]  # of a text of each prompt
-    cut: bool  # whether some prompt has room for fewer tokens than were asked for
-    n: int
     seed: int
     stop: tuple[str, ...]
     stop_tokens: frozenset[int]
     changes: LogitChanges
     grammar: Grammar | None
     logprobs: int | None  # the number of alternatives that are told about each token; None tells nothing
-    token_ids: bool
-    stream: bool
-    usage: bool
     ignored: list[str]
 
     @property
-    def num_texts(self) -> int:
-        return len(self.prompts) * self.n
+    def n(self) -> int:
+        return self.body.n or 1
 
-    def texts(self, served: Served, deliver: Callable[[TextUpdate], None], client: str = "") -> list[Text]:
+    @property
+    def cut(self) -> bool:
+        """Whether some prompt has room for fewer tokens than were asked for."""
+        return self.body.asked_tokens is not None and min(self.max_tokens) < self.body.asked_tokens
+
+    @property
+    def details(self) -> bool:
+        """Whether candidates of tokens are told."""
+        return self.guidance.details or bool(self.logprobs)
+
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether log-probabilities are told of the tokens of prompts, and of stop tokens, which have no text."""
+        return self.echo is not None and self.logprobs is not None
+
+    def texts(self, served: Served, deliver: "Callable[[TextUpdate], None]", client: str = "") -> "list[ServedText]":
         """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, max(self.max_tokens))
-        processors = [make_processors(self.changes, len(prompt), self.stop_tokens) for prompt in self.prompts]
         selection = served.loaded.select(self.guidance.strengths)
         return [
-            Text(
+            ServedText(
                 index=p * self.n + s,
-                prompt=prompt,
-                steering=self.guidance.steering,
-                selection=selection,
-                max_tokens=self.max_tokens[p],
-                uniforms=uniforms[p, s, : self.max_tokens[p]],
-                stops=self.stop_tokens,
-                growing=GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens),
-                deliver=deliver,
                 parsed=self,
                 client=client,
-                details=self.guidance.details or bool(self.logprobs),
-                tells_stop=self.echo is not None and self.logprobs is not None,
-                processors=(*self._masks(prompt), *processors[p]),
+                prompt=prompt,
+                max_tokens=self.max_tokens[p],
+                uniforms=uniforms[p, s, : self.max_tokens[p]],
+                selection=selection,
+                processors=self._processors(prompt),
+                growing=GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens),
+                deliver=deliver,
             )
             for p, prompt in enumerate(self.prompts)
             for s in range(self.n)
         ]
 
+    def _processors(self, prompt: list[int]) -> tuple[Processor, ...]:
+        mask = () if self.grammar is None else (self.grammar.mask(len(prompt), self.stop_tokens),)
+        return (*mask, *make_processors(self.changes, len(prompt), self.stop_tokens))
+
     def prompt_scores(self, served: Served) -> PromptScores | None:
         """Prepare the log-probabilities of the tokens of prompts, where the answer tells them."""
-        if self.echo is None or self.logprobs is None:
+        if not self.tells_prompts:
             return None
         guide, strengths = served.loaded.sum(self.guidance.strengths)
-        settings = self.guidance.steering, strengths, self.stop_tokens, self.logprobs
+        settings = self.guidance.steering, strengths, self.stop_tokens, self.logprobs or 0
         return PromptScores(served.lm, guide, self.prompts, *settings)
 
-    def _masks(self, prompt: list[int]) -> tuple[Processor, ...]:
-        return () if self.grammar is None else (self.grammar.mask(len(prompt), self.stop_tokens),)
+
+@dataclass(frozen=True)
+class TextUpdate:
+    """An update with new tokens of a text, or of its end."""
+
+    text: "ServedText"
+    tokens: list[DrawnToken]
+    rest: str = ""  # what becomes final at the end of the text
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class ServedText:
+    """A text that a request asks for, on its way through the engine."""
+
+    index: int  # among the texts of its request
+    parsed: ParsedRequest
+    client: str  # who sent the request: clients take turns
+    prompt: list[int]
+    max_tokens: int
+    uniforms: np.ndarray
+    selection: Selection
+    processors: tuple[Processor, ...]
+    growing: GrowingText
+    deliver: Callable[[TextUpdate], None]
+    arrived: float = field(default_factory=time.perf_counter)
+    cancelled: bool = False
+    drawn: list[DrawnToken] = field(default_factory=list)
+    count: int = 0  # tokens, with a stop token
+    _pieces: list[str] = field(default_factory=list)
+    _told: list[CandidateRow] = field(default_factory=list)  # of each token, where the request has details
+
+    def request(self) -> Request:
+        return Request(
+            self.prompt,
+            self.parsed.guidance.steering,
+            self.max_tokens,
+            self.uniforms,
+            self.selection.strengths,
+            self.parsed.stop_tokens,
+            self._watch,
+            self.processors,
+            self.selection.guides,
+            self.parsed.details,
+        )
+
+    def _watch(self, token: int) -> bool:
+        """Add a token to the text; return whether the text ends at a stop string."""
+        self._pieces.append(self.growing.add(token))
+        return self.growing.stopped
+
+    def take(self, ticket: Ticket) -> list[DrawnToken]:
+        """Take the tokens that have come since the last call; a stop token is not one of them, unless it is told."""
+        if self.parsed.tells_prompts and ticket.finish_reason == "stop" and len(self._pieces) < len(ticket.rows):
+            self._pieces.append("")
+        fresh = []
+        for position in range(len(self.drawn), len(self._pieces)):
+            token, shift, kl, _, base, guided, _, *told = ticket.rows[position].tolist()
+            rewards = {name: told[column] for name, column in self.selection.places.items()} if told else None
+            candidates = self._told[position] if position < len(self._told) else None
+            fresh.append(DrawnToken(int(token), self._pieces[position], shift, kl, base, guided, rewards, candidates))
+        self.drawn += fresh
+        self.count = max(self.count, len(ticket.rows))
+        return fresh
+
+    def tell(self, ticket: Ticket, row: int, chosen: int, numbers: StepNumbers) -> None:
+        """Note the candidates of a token, unless the text has ended before it."""
+        if len(self._told) < len(ticket.rows):
+            candidates = numbers.row(row, self.selection.places)
+            self._told.append(candidates.take(candidates.select(chosen)))
+
+    def summary(self) -> dict[str, Any]:
+        """Compute means over the tokens of the text."""
+        return summarise(self.drawn, list(self.selection.places))
 
 
 def parse_request(body: CompletionBody | ChatBody, served: Served) -> ParsedRequest:
@@ -93,45 +179,37 @@ def parse_request(body: CompletionBody | ChatBody, served: Served) -> ParsedRequ
     _refuse_misspelled(body, config)
     ignored = find_ignored(body)
     model, asked, notes = _read_steering(body, config)
-    with reading("prompt" if isinstance(body, CompletionBody) else "messages"):
+    with reading(body.prompt_field):
         prompts = _read_prompts(body, served)
     echo = _read_echo(body, prompts, served)
-    asked_tokens = _asked_tokens(body)
-    if asked_tokens == 0 and echo is None:
+    if body.asked_tokens == 0 and echo is None:
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise FieldError(name, f"{name} must be at least 1, got 0.", "0 is for echo, which tells prompts.")
-    max_tokens = _find_max_tokens(asked_tokens, prompts, served)
-    n = body.n or 1
-    if len(prompts) * n > config.limits.choices:
+    most, asked_texts = config.limits.choices, f"{len(prompts)} prompts times {body.n or 1}"
+    if len(prompts) * (body.n or 1) > most:
         raise FieldError(
-            "n",
-            f"a request may ask for at most {config.limits.choices} texts, got {len(prompts)} prompts times {n}.",
-            "send several requests.",
+            "n", f"a request may ask for at most {most} texts, got {asked_texts}.", "send several requests."
         )
     stop_tokens = _find_stop_tokens(body, served)
     changes = _read_changes(body, num_logits(served.lm))
     temperature = 1.0 if body.temperature is None else body.temperature
     guidance = config.guidance(asked, temperature, None if body.top_p == 1 else body.top_p, notes)
-    logprobs = _count_logprobs(body)
+    logprobs = body.count_logprobs()
     if guidance.details and logprobs is None:
         raise FieldError("radq", "radq tells details together with logprobs alone.", "ask for logprobs too.")
     return ParsedRequest(
+        body=body,
         model=model,
         prompts=prompts,
         echo=echo,
         guidance=guidance,
-        max_tokens=max_tokens,
-        cut=asked_tokens is not None and min(max_tokens) < asked_tokens,
-        n=n,
+        max_tokens=_find_max_tokens(body.asked_tokens, prompts, served),
         seed=secrets.randbits(32) if body.seed is None else body.seed,
         stop=_read_stops(body.stop, config.limits.stops),
         stop_tokens=stop_tokens,
         changes=changes,
         grammar=_read_grammar(changes, stop_tokens, served),
         logprobs=logprobs,
-        token_ids=bool(body.return_token_ids),
-        stream=bool(body.stream),
-        usage=body.stream_options is not None and body.stream_options.include_usage,
         ignored=ignored,
     )
 
@@ -140,11 +218,8 @@ def _refuse_misspelled(body: TextBody, config: ServeConfig) -> None:
     """Refuse unknown fields that look like steering."""
     for name in body.model_extra or {}:
         if "radq" in name.lower() or name in (*config.guides, *SETTINGS, *MISSPELLED):
-            raise FieldError(
-                name[:60],
-                f"{ascii(name)[:60]} is no field of a request.",
-                'write strengths as "radq": {"sentiment": 20}.',
-            )
+            reason = f"{ascii(name)[:60]} is no field of a request."
+            raise FieldError(name[:60], reason, 'write strengths as "radq": {"sentiment": 20}.')
 
 
 def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, float | None], list[str]]:
@@ -157,7 +232,6 @@ def _read_steering(body: TextBody, config: ServeConfig) -> tuple[str, dict[str, 
     with reading("radq" if body.radq is not None or body.vllm_xargs is None else "vllm_xargs"):
         given = _find_steering(body)
         asked = {} if given is None else config.read_strengths(given)
-        config.check_strengths(asked)
         notes = [] if given is None else config.note_shares(given)
     if body.top_k is not None:
         asked["top_k"] = float(body.top_k)
@@ -181,35 +255,20 @@ def _find_steering(body: TextBody) -> Any:
 
 def _read_prompts(body: CompletionBody | ChatBody, served: Served) -> list[list[int]]:
     """Read the tokens of the prompts, behind each of which there is room for a token, if one is asked for."""
-    room = 0 if _asked_tokens(body) == 0 else 1
-    limits = served.config.limits
-    given: Sequence[Prompt] = _prompts(body)
-    if len(given) > limits.choices:
+    room, limits, prompts = int(body.asked_tokens != 0), served.config.limits, body.prompts()
+    if len(prompts) > limits.choices:
         raise OptionError(f"a request may have at most {limits.choices} prompts.", "send several requests.")
-    return encode_prompts(
-        served.lm.config,
-        served.tokenizer,
-        given,
-        room,
-        served.context,
-        limits.prompt_tokens,
-        served.config.control_tokens,
-    )
-
-
-def _asked_tokens(body: TextBody) -> int | None:
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    lengths = room, served.context, limits.prompt_tokens
+    return encode_prompts(served.lm.config, served.tokenizer, prompts, *lengths, served.config.control_tokens)
 
 
 def _read_echo(body: CompletionBody | ChatBody, prompts: list[list[int]], served: Served) -> list[str] | None:
     if isinstance(body, ChatBody) or not body.echo:
         return None
-    pairs = zip(_prompts(body), prompts, strict=True)
+    decode = served.tokenizer.decode
     return [
-        prompt
-        if isinstance(prompt, str)
-        else str(served.tokenizer.decode(ids, skip_special_tokens=True)).rstrip(UNFINISHED)
-        for prompt, ids in pairs
+        prompt if isinstance(prompt, str) else str(decode(ids, skip_special_tokens=True)).rstrip(UNFINISHED)
+        for prompt, ids in zip(body.prompts(), prompts, strict=True)
     ]
 
 
@@ -220,35 +279,16 @@ def _find_max_tokens(asked: int | None, prompts: list[list[int]], served: Served
     return [min(limit if most is None else most, limit, served.context - len(prompt)) for prompt in prompts]
 
 
-def _prompts(body: CompletionBody | ChatBody) -> list[Any]:
-    if isinstance(body, ChatBody):
-        return [[{"role": message.role, "content": _content(message)} for message in body.messages]]
-    prompt: Any = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise OptionError("there is no prompt.", "give a text, or a list of texts.")
-    return [prompt] if isinstance(prompt[0], int) else list(prompt)
-
-
-def _content(message: Message) -> str:
-    if isinstance(message.content, list):
-        if any(part.type != "text" or part.text is None for part in message.content):
-            raise OptionError("messages can hold texts alone.", "leave images and sounds out.")
-        return "".join(part.text or "" for part in message.content)
-    return message.content or ""
-
-
 def _read_stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
     """Read stop texts; empty ones, which some clients send in place of none, stop nothing."""
-    stops = [one for one in ([stop] if isinstance(stop, str) else stop or []) if one]
-    if len(stops) > most or any(len(one) > 256 for one in stops):
+    stops = tuple(filter(None, [stop] if isinstance(stop, str) else stop or []))
+    if len(stops) > most or any(len(text) > 256 for text in stops):
         raise FieldError(
             "stop",
             f"stop must be at most {most} texts of up to 256 characters, got {len(stops)}.",
             "give fewer or shorter ones.",
         )
-    return tuple(stops)
+    return stops
 
 
 def _find_stop_tokens(body: TextBody, served: Served) -> frozenset[int]:
@@ -304,13 +344,3 @@ def _read_token(name: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) < 12):
         raise OptionError(f"logit_bias must name tokens by their numbers, got {ascii(name)[:60]}.", "give numbers.")
     return int(name)
-
-
-def _count_logprobs(body: CompletionBody | ChatBody) -> int | None:
-    """Read how many alternatives are told about each token; None if nothing is told."""
-    top = body.top_logprobs
-    if isinstance(body, CompletionBody):
-        return body.logprobs if top is None else max(top, body.logprobs or 0)
-    if top and not body.logprobs:
-        raise FieldError("top_logprobs", "top_logprobs needs logprobs.", 'add "logprobs": true.')
-    return top or 0 if body.logprobs else None

@@ -14,32 +14,27 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.engine import KEPT, Engine, StepResult
 from radq.decoding.engine_cache import keep_engine, take_engine
-from radq.decoding.request import Request, Ticket
+from radq.decoding.request import FinishReason, Request, Ticket
 from radq.errors import explain
-from radq.guides.base import Advice, Guide, Prompts, State
-from radq.models.loading import Wrappable
-from radq.models.prefill import InTurns, Prefill, Turn, surround
-from radq.models.reading import Reader
+from radq.guides import Guide
+from radq.models.prefill import InTurns, Prefill, Turn
 from radq.registry.details import StepNumbers
-from radq.registry.problems import ServerError
-from radq.serving.metrics import Metrics
-from radq.serving.served import Served
-from radq.serving.texts import Text, TextUpdate
+from radq.registry.loaded_guides import Served
+from radq.registry.problems import UnavailableError
+from radq.serving.metrics import ClockedGuide, Metrics
+from radq.serving.parsed_request import ServedText, TextUpdate
 
 LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,22 +44,9 @@ MOST_FAILURES = 3  # in a row, without a token between them, after which a new b
 PAUSE = 1.0  # seconds before a new beginning, times the failures in a row
 FAILED = "decoding failed; the server's log says why."
 ENDING = "the server is about to end."
+LATER = "try again later."
 ELSEWHERE = "send the request to another server, or later."
 PROMPT_BUDGET = {"cpu": 128, "cuda": 8192}  # tokens of prompts that all models read between two steps of running texts
-
-
-class BusyError(ServerError):
-    """An error for a request that comes while as many texts wait as the operator allows."""
-
-    status = 429
-
-
-class ClosingError(ServerError):
-    """An error for a request that comes while the server is about to end."""
-
-
-class FailedError(ServerError):
-    """An error for a request that could not be answered because of a failure of the server."""
 
 
 @dataclass(eq=False)
@@ -97,35 +79,37 @@ class Scheduler:
     def __init__(self, served: Served, metrics: Metrics):
         self.served, self.metrics, self.limits = served, metrics, served.config.limits
         self._change = threading.Condition()
-        self._waiting: deque[Text] = deque()
+        self._waiting: deque[ServedText] = deque()
         self._tasks: deque[_Task] = deque()
         self._spare = max(1, self.limits.rows // SPARE)
         self._clocks = [ClockedGuide(guide) for guide in served.loaded.guides]
         guides: list[Guide] = [*self._clocks]
         self._guide = reduce(add, guides) if guides else None
         self._engine: Engine | None = None  # while there are texts
-        self._texts: dict[Ticket, Text] = {}  # that it decodes
+        self._texts: dict[Ticket, ServedText] = {}  # that it decodes
         self._deadline = math.inf  # of texts that run while the server ends
         self._turn = False  # whether it is that of a task, not of prompts
         self._failures = 0  # in a row, without a token between them
         self.broken = False  # whether nothing can be decoded any more
         self.when_broken: Callable[[], None] = lambda: None  # called in the scheduler's thread
-        metrics.watch(lambda: self.waiting, lambda: self.running, lambda: self.nbytes)
+        metrics.waiting.set_function(lambda: self.waiting)
+        metrics.running.set_function(lambda: self.running)
+        metrics.memory.set_function(lambda: self.nbytes)
         self._thread = threading.Thread(target=self._run, name="radq-scheduler", daemon=True)
         self._thread.start()
 
     # --- from any thread ---
 
-    def submit(self, texts: Sequence[Text]) -> None:
+    def submit(self, texts: Sequence[ServedText]) -> None:
         """Let texts wait for their turn, all or none of them."""
         with self._change:
             self._check_open()
             if len(self._waiting) + len(texts) > self.limits.queue + max(0, self.limits.rows - self.running):
-                raise BusyError(f"{len(self._waiting)} texts are waiting already.", "try again later.")
+                raise UnavailableError(f"{len(self._waiting)} texts are waiting already.", LATER, status=429)
             self._waiting += texts
             self._change.notify()
 
-    def cancel(self, texts: Sequence[Text]) -> None:
+    def cancel(self, texts: Sequence[ServedText]) -> None:
         with self._change:
             for text in texts:
                 text.cancelled = True
@@ -146,7 +130,7 @@ class Scheduler:
         with self._change:
             self._check_open()
             if len(self._tasks) >= self.limits.queue:
-                raise BusyError(f"{len(self._tasks)} requests are waiting already.", "try again later.")
+                raise UnavailableError(f"{len(self._tasks)} requests are waiting already.", LATER, status=429)
             self._tasks.append(task)
             self._change.notify()
         return task.future
@@ -184,10 +168,8 @@ class Scheduler:
         return 0 if engine is None else engine.decoder.nbytes
 
     def _check_open(self) -> None:
-        if self.broken:
-            raise ClosingError(FAILED, ELSEWHERE)
-        if self.closing:
-            raise ClosingError(ENDING, ELSEWHERE)
+        if self.broken or self.closing:
+            raise UnavailableError(FAILED if self.broken else ENDING, ELSEWHERE)
 
     # --- in the scheduler's thread ---
 
@@ -220,25 +202,22 @@ class Scheduler:
         with self._change:
             waiting, self._waiting = self._waiting, deque()
             tasks, self._tasks = self._tasks, deque()
-        for text in waiting:
-            text.deliver(TextUpdate(text, [], finish_reason="error", error=reason))
+        _end_texts(waiting, "error", reason)
         for task in tasks:
-            task.fail(FailedError(reason))
+            task.fail(UnavailableError(reason))
 
     def _fail_running(self, reason: str) -> None:
         texts, self._texts, self._engine = self._texts, {}, None
-        for text in texts.values():
-            text.deliver(TextUpdate(text, [], finish_reason="error", error=reason))
+        _end_texts(texts.values(), "error", reason)
 
     def _work(self) -> None:
         while True:
             with self._change:
                 while not (self._waiting or self._tasks or self._texts or self.closing):
                     self._change.wait()
-                if self.closing and not self._texts and not self._tasks:
-                    self._refuse_waiting()
-                    return
             self._obey_deadline()
+            if self.closing and not (self._waiting or self._tasks or self._texts):
+                return
             self._admit()
             self._read_prompts_or_do_task()
             if self._engine is not None:
@@ -246,49 +225,43 @@ class Scheduler:
 
     def _obey_deadline(self) -> None:
         if self.closing:
-            self._refuse_waiting()
+            waiting, self._waiting = self._waiting, deque()
+            _end_texts(waiting, "cancelled", ENDING)
         if time.perf_counter() > self._deadline:
             for text in self._texts.values():
                 text.cancelled = True
             while self._tasks:
-                self._tasks.popleft().fail(ClosingError(ENDING, ELSEWHERE))
-
-    def _refuse_waiting(self) -> None:
-        while self._waiting:
-            text = self._waiting.popleft()
-            text.deliver(TextUpdate(text, [], finish_reason="cancelled", error=ENDING))
-
-    def _do_task(self, tokens: int) -> None:
-        """Do a part of a task. The first tasks take turns, so that a short one does not wait for a long one."""
-        ended = self._tasks[0].go_on(tokens)
-        task = self._tasks.popleft()
-        if not ended:
-            self._tasks.insert(TASKS_AT_ONCE - 1, task)
+                self._tasks.popleft().fail(UnavailableError(ENDING, ELSEWHERE))
 
     def _read_prompts_or_do_task(self) -> None:
-        """Let prompts and tasks take turns, so that running texts never wait for both."""
+        """Let prompts and tasks take turns, so that running texts never wait for both.
+
+        The first tasks take turns, too, so that a short one does not wait for a long one.
+        """
         engine, budget = self._engine, PROMPT_BUDGET["cpu" if self.served.lm.device.type == "cpu" else "cuda"]
         self._turn = not self._turn
         does_task = bool(self._tasks) and (self._turn or engine is None or not engine.has_prompts)
         if engine is not None:
             engine.prompt_budget = 0 if does_task else budget
         if does_task:
-            self._do_task(budget)
+            ended = self._tasks[0].go_on(budget)
+            task = self._tasks.popleft()
+            if not ended:
+                self._tasks.insert(TASKS_AT_ONCE - 1, task)
 
     def _admit(self) -> None:
         """Let waiting texts join the engine while there is room; those that were cancelled leave."""
         with self._change:
             cancelled = [text for text in self._waiting if text.cancelled]
             self._waiting = deque(text for text in self._waiting if not text.cancelled)
-        for text in cancelled:
-            text.deliver(TextUpdate(text, [], finish_reason="cancelled"))
+        _end_texts(cancelled, "cancelled")
         while (text := self._choose()) is not None:
             if self._engine is None:
                 self._engine = take_engine(self.served.lm, self._guide, self.limits.rows + self._spare)
             self._texts[self._engine.submit(text.request())] = text
             self._waiting.remove(text)  # not before: it must not be lost if something fails
 
-    def _choose(self) -> Text | None:
+    def _choose(self) -> ServedText | None:
         """Choose the next text: of the client, and then of the request, with the fewest running ones.
 
         When all rows are taken, it may have a spare one if nothing of its client or request runs beside several texts
@@ -298,9 +271,9 @@ class Scheduler:
         if not waiting or room <= -self._spare:
             return None
         running = self._texts.values()
-        clients, orders = Counter(text.client for text in running), Counter(id(text.parsed) for text in running)
-        text = min(waiting, key=lambda text: (clients[text.client], orders[id(text.parsed)]))
-        held_up = _is_held_up(text.client, clients) or _is_held_up(id(text.parsed), orders)
+        clients, requests = Counter(text.client for text in running), Counter(text.parsed for text in running)
+        text = min(waiting, key=lambda text: (clients[text.client], requests[text.parsed]))
+        held_up = _is_held_up(text.client, clients) or _is_held_up(text.parsed, requests)
         return text if room > 0 or held_up else None
 
     def _step(self, engine: Engine) -> None:
@@ -332,10 +305,10 @@ class Scheduler:
         numbers = StepNumbers(result.drawn.proposal)
         for row, (ticket, chosen) in enumerate(zip(result.tickets, result.drawn.choice.tolist(), strict=False)):
             text = self._texts.get(ticket)
-            if text is not None and text.details:
+            if text is not None and text.parsed.details:
                 text.tell(ticket, row, chosen, numbers)
 
-    def _deliver(self, ticket: Ticket, text: Text) -> None:
+    def _deliver(self, ticket: Ticket, text: ServedText) -> None:
         first = not text.drawn
         tokens = text.take(ticket)
         if tokens:
@@ -363,44 +336,11 @@ class Scheduler:
             keep_engine(engine)
 
 
+def _end_texts(texts: Iterable[ServedText], reason: FinishReason, error: str | None = None) -> None:
+    for text in texts:
+        text.deliver(TextUpdate(text, [], finish_reason=reason, error=error))
+
+
 def _is_held_up(one: Any, running: "Counter[Any]") -> bool:
     """Whether nothing of a client or request runs, and several texts of another do."""
     return not running[one] and max(running.values(), default=0) > 1
-
-
-class ClockedGuide(Guide[State]):
-    """A guide that does what another does, and sums up the seconds. On a GPU, work that is under way is not counted."""
-
-    def __init__(self, guide: Guide):
-        self.guide, self.beta, self.capturable = guide, guide.beta, guide.capturable
-        self._spent = {"seconds": 0.0}  # not a number of this object: engines notice when a guide's numbers change
-
-    @property
-    def seconds(self) -> float:
-        return self._spent["seconds"]
-
-    @property
-    def readers(self) -> Sequence[Reader]:
-        return self.guide.readers
-
-    def check_base(self, lm: Wrappable) -> None:
-        self.guide.check_base(lm)
-
-    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
-        return surround(self.guide.start_in_turns(prompts), self._timed)
-
-    def advise(self, state: State, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        with self._timed():
-            return self.guide.advise(state, candidates, beta)
-
-    def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
-        with self._timed():
-            return self.guide.advance(state, tokens)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spent["seconds"] += time.perf_counter() - began

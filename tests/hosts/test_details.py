@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radq.hosts.records import RecordedRow, Records
+from radq.hosts.details import RecordedRow, Records
 from radq.registry.details import MOST_CANDIDATES, CandidateRow
 
 
@@ -25,16 +25,19 @@ def test_a_settled_row_tells_the_same_as_the_whole_one(k: int, seed: int, data: 
     row = make_row(k, seed)
     token = int(row.candidates.ids[data.draw(st.integers(0, k - 1))])
     settled = row.settle(token)
-    told = settled.draw(token, "x")
-    assert told == row.draw(token, "x")
+    told, whole = settled.draw(token, "x"), row.draw(token, "x")
     assert told is not None
+    assert whole is not None
+    assert told.describe(str) == whole.describe(str)
     assert told.candidates is not None
-    assert len(settled.candidates.ids) == len(told.candidates) == min(k, MOST_CANDIDATES)
-    chosen = next(one for one in told.candidates if one.id == token)
-    assert (told.shift, told.rewards) == (chosen.shift, chosen.rewards)
-    assert told.logprob == pytest.approx(math.log(chosen.probability))
+    assert len(settled.candidates.ids) == len(told.candidates.ids) == min(k, MOST_CANDIDATES)
+    chosen = next(one for one in told.describe(str)["candidates"] if one["id"] == token)
+    assert (told.shift, told.rewards) == (chosen["shift"], chosen["rewards"])
+    assert told.logprob == pytest.approx(math.log(chosen["probability"]))
     packed = json.loads(json.dumps(settled.pack()))
-    assert RecordedRow.unpack(packed).draw(token, "x") == told
+    again = RecordedRow.unpack(packed).draw(token, "x")
+    assert again is not None
+    assert again.describe(str) == told.describe(str)
 
 
 def test_a_token_that_was_not_drawn_from_the_row_has_no_numbers() -> None:

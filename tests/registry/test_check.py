@@ -8,8 +8,8 @@ from families import make_reward
 from vllm_world import World
 
 from radq.errors import ContextLengthError, UnknownAttributeError, VocabularyError
-from radq.hosts.check import check_guides
 from radq.registry.config import ServeConfig
+from radq.registry.loaded_guides import check_guides
 
 
 @pytest.fixture(scope="module")
