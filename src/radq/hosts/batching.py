@@ -347,8 +347,8 @@ class Steerer:
         rows = self._index(list(group.told))
         told = proposal.select(rows)
         numbers, likelihoods = StepNumbers(told), base[rows].double().log_softmax(-1).gather(1, told.candidates)
-        for place, (row, names) in enumerate(group.told.items()):
-            request = group.requests[row]
-            if bool(told.finite[place]):
-                found = RecordedRow(numbers.row(place, names), likelihoods[place].cpu().numpy(), float(told.kl[place]))
-                self.records.add(request.ticket or "", request.choice, request.length, found, request.last)
+        for index, (row, columns) in enumerate(group.told.items()):
+            request, logprobs = group.requests[row], likelihoods[index].cpu().numpy()
+            if bool(told.finite[index]):
+                record = RecordedRow(numbers.row(index, columns), logprobs, float(told.kl[index]))
+                self.records.add(request.ticket or "", request.choice, request.length, record, request.last)

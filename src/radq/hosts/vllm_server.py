@@ -68,11 +68,11 @@ class VllmServer:
     async def find_likelihoods(self, token_ids: Sequence[int]) -> list[float]:
         """Find the log-probability of each token but the first under the base model."""
         params = require_package("vllm", "vllm").SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        found: Sequence[Any] = ()
+        scores: Sequence[Any] = ()
         prompt, name = {"prompt_token_ids": list(token_ids)}, f"radq-score-{uuid.uuid4().hex}"
         async for output in self.state.engine_client.generate(prompt, params, name):
-            found = output.prompt_logprobs or found
-        return [entry[token].logprob for entry, token in zip(found[1:], token_ids[1:], strict=True)]
+            scores = output.prompt_logprobs or scores
+        return [entry[token].logprob for entry, token in zip(scores[1:], token_ids[1:], strict=True)]
 
     # --- its workers ---
 

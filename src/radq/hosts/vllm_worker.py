@@ -17,8 +17,8 @@ class GuideWorker:
 
     def radq_take(self, ticket: str) -> Sums | None:
         """Return the figures of one request, and forget them."""
-        found = [(processor.answers, processor.steerer.figures.take(ticket)) for processor in PROCESSORS]
-        return next((sums for answers, sums in found if answers and sums is not None), None)
+        taken = [(processor.answers, processor.steerer.figures.take(ticket)) for processor in PROCESSORS]
+        return next((sums for answers, sums in taken if answers and sums is not None), None)
 
     def radq_totals(self) -> Sums:
         """Return the figures of all requests."""
@@ -40,8 +40,8 @@ class GuideWorker:
 
     def radq_details(self, ticket: str) -> list[PackedRow]:
         """Return the candidates of a request's tokens since the last call, and forget them."""
-        found = [(processor.answers, processor.steerer.records.take(ticket)) for processor in PROCESSORS]
-        return [row for answers, rows in found if answers for row in rows]
+        taken = [(processor.answers, processor.steerer.records.take(ticket)) for processor in PROCESSORS]
+        return [row for answers, rows in taken if answers for row in rows]
 
     def radq_score(self, token_ids: Sequence[int]) -> dict[str, list[float]] | None:
         """Return the reward of each token of a text, by the name of each guide; None if this worker has no guides."""
