@@ -189,7 +189,7 @@ def _measure(arguments: Measure) -> None:
         check_language_model(arguments.perplexity)
     announce("loading models", arguments.json)
     from radq.evaluation.sweep.measure import Instruments, MeasuredCell, encode_samples
-    from radq.judges.encoders import load_encoder
+    from radq.judges.readers import load_encoder
     from radq.models.loading import find_device
 
     device, progress = find_device(arguments.device), not arguments.json

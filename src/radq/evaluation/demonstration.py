@@ -21,8 +21,8 @@ from radq.decoding.generate import Generation, generate
 from radq.decoding.prompts import encode_prompts
 from radq.guides import RewardGuide
 from radq.judges.base import Judge
-from radq.judges.encoders import load_encoder
 from radq.judges.models import LinearJudge
+from radq.judges.readers import load_encoder
 from radq.models.calibration import shipped_calibrations
 from radq.models.loading import load
 from radq.models.reward import RewardModel

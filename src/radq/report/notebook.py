@@ -32,7 +32,7 @@ from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
 from radq.guides import Guide
 from radq.guides.spec import GuideSpec, find_base, find_budget
 from radq.judges.base import Judge
-from radq.judges.models import UnitJudge, load_judge
+from radq.judges.models import load_judge, to_unit
 from radq.models.loading import Wrappable
 from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, make_figure, plot_style, render
 from radq.settings import renamed
@@ -189,7 +189,7 @@ def evaluate(
     device = str(lm.device)
     instruments = Instruments(
         {
-            name: (UnitJudge(load_judge(one, device) if isinstance(one, str) else one), reads)
+            name: (to_unit(load_judge(one, device) if isinstance(one, str) else one), reads)
             for name, one in judges.items()
         }
     )

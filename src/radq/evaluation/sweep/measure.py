@@ -26,9 +26,9 @@ from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Swe
 from radq.evaluation.sweep.folder import array_file, read_arrays, write_arrays
 from radq.files import append_lines, atomic_file, read_lines
 from radq.judges.base import CachedJudge, Judge
-from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.llm import load_pair_judge, score_pairs
-from radq.judges.models import UnitJudge, load_judge
+from radq.judges.models import load_judge, to_unit
+from radq.judges.readers import Encoder, load_encoder
 from radq.models.loading import load, load_config
 from radq.sources.model_source import ModelSource
 
@@ -171,7 +171,7 @@ class Instruments:
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
         loaded: dict[str, tuple[Judge, Reads]] = {
-            name: (UnitJudge(CachedJudge(_load_judge(use, device), cache)), use.reads) for name, use in judges.items()
+            name: (to_unit(CachedJudge(_load_judge(use, device), cache)), use.reads) for name, use in judges.items()
         }
         if perplexity is None:
             return cls(loaded)
@@ -210,7 +210,7 @@ class Instruments:
 def _load_judge(use: JudgeUse, device: str) -> Judge:
     """Load the judge of texts, or of pairs; one without a lowest and highest score is refused."""
     judge = load_pair_judge(use.judge) if use.reads == "pair" else load_judge(use.judge, device)
-    UnitJudge(judge)
+    to_unit(judge)
     return judge
 
 
