@@ -346,6 +346,7 @@ def test_costs_are_the_papers(run: Path) -> None:
     assert costs["rad-q β=5 k=8 seed=0"]["expert_tokens_per_token"] == last_is_not_read
     assert costs["rad-v β=5 k=8 seed=0"]["expert_tokens_per_token"] == pytest.approx(8, abs=0.1)
     assert costs["rad-v β=5 k=8 seed=0"]["calls_per_token"] == pytest.approx(1, abs=0.1)
+    assert "expert_tokens_per_token" not in costs["best n=3 k=8 seed=0"]  # which is not known, rather than 0
     assert all(cost["tokens_per_second"] > 0 and cost["peak_memory"] > 0 for cost in costs.values())
 
 

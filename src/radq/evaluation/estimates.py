@@ -91,9 +91,18 @@ class Estimate:
     skipped: int = 0
     infinite: int = 0
 
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
+    def doubt(self, prompts: int | None) -> str:
+        """Say why this value, as a difference, decides nothing; empty if its interval excludes 0 and can be trusted."""
+        if np.isnan(self.low) and np.isnan(self.high):
+            return "there is no interval"
+        if not is_trusted(prompts):
+            return f"{prompts} prompts are too few to tell"
+        return "" if self.low > 0 or self.high < 0 else "the 95% interval includes 0"
+
+
+def is_trusted(prompts: int | None) -> bool:
+    """Tell whether so many prompts make an interval that can be trusted; an unknown number is not doubted."""
+    return prompts is None or prompts >= TRUSTED_PROMPTS
 
 
 def estimate(sums: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:

@@ -90,6 +90,12 @@ def measure(names: Sequence[str], texts: ScoredTexts, bootstrap: Bootstrap = DEF
     return {name: METRICS[name].estimate(texts, bootstrap) for name in names}
 
 
+def metric_and_judge(key: str) -> tuple[str, str]:
+    """Split avg_max[judge] into avg_max and the judge, which is empty where the key names none."""
+    metric, _, judge = key.partition("[")
+    return metric, judge.removesuffix("]")
+
+
 def check_metric(name: str) -> None:
     """Raise an error where no metric has this name."""
     if name not in METRICS:

@@ -26,8 +26,8 @@ from radq.decoding.generate import generate
 from radq.errors import OptionError, require_package
 from radq.evaluation.estimates import Bootstrap
 from radq.evaluation.metrics import METRICS, check_metric
-from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
-from radq.evaluation.sweep.engines import measure_ends
+from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell, list_judged
+from radq.evaluation.sweep.generate import measure_ends
 from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
 from radq.guides import Guide
 from radq.guides.spec import GuideSpec, find_base, find_budget
@@ -194,7 +194,7 @@ def evaluate(
         }
     )
     uses = {name: JudgeUse(name, list(judge_metrics), reads) for name in judges}
-    asked = (uses, PLAIN_METRICS, range(len(prompts)), Bootstrap(resamples))
+    asked = ([*list_judged(uses), *PLAIN_METRICS], range(len(prompts)), Bootstrap(resamples))
     options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     options |= {"samples": samples, "batch_size": batch_size, "progress": progress}
     found: list[EvaluatedGuide] = []

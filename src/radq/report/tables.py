@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import isinf, isnan
 
 from radq.evaluation.estimates import Estimate
-from radq.evaluation.metrics import METRICS
-from radq.report.results import Result, metric_and_judge, unique
+from radq.evaluation.metrics import METRICS, metric_and_judge
+from radq.report.results import Result, unique
 from radq.settings import exact
 
 SETTINGS = ("beta", "best_of", "ask", "top_k", "top_p", "kl_budget")
@@ -90,7 +90,7 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
     for result in results:
         numbers = [getattr(result, name) for name in settings]
         row = [Entry(result.guide), *(Entry("–" if number is None else exact(number)) for number in numbers)]
-        row += [Entry(str(result.seed)), *(_entry(result.metrics.get(key)) for key in keys)]
+        row += [Entry(str(result.seed)), *(write_estimate(result.metrics.get(key)) for key in keys)]
         rows.append([*row, *(_cost(name, result.cost.get(name)) for name in costs)])
     return Table(title, header, rows)
 
@@ -125,7 +125,8 @@ def interval(estimate: Estimate, sign: str = "") -> str:
     return f"[{number(estimate.low, sign)}, {number(estimate.high, sign)}]" if known else ""
 
 
-def _entry(estimate: Estimate | None, sign: str = "") -> Entry:
+def write_estimate(estimate: Estimate | None, sign: str = "") -> Entry:
+    """Write a value with its interval; an unknown one becomes a dash."""
     return Entry("–") if estimate is None else Entry(number(estimate.value, sign), interval(estimate, sign))
 
 

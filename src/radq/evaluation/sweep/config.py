@@ -18,7 +18,7 @@ The unguided base model is always part of a sweep, as the guide `none`.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -90,6 +90,11 @@ class JudgeUse:
     judge: str
     metrics: list[str]
     reads: Literal["continuation", "text", "pair"] = "continuation"
+
+
+def list_judged(judges: Mapping[str, JudgeUse]) -> list[str]:
+    """List the metrics of judges as metric[judge]."""
+    return [f"{metric}[{name}]" for name, use in judges.items() for metric in use.metrics]
 
 
 @dataclass(frozen=True)
