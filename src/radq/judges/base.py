@@ -11,9 +11,6 @@ count them.
 
 The caller chooses the text that a judge reads. The paper's toxicity judges read the continuation alone, its sentiment
 judge reads prompt and continuation.
-
-A model that reads many texts in one batch rounds differently in another batch: the last digits of a score depend on the
-texts beside it. `Judge.group_size` is then above 1, and `CachedJudge` keeps each score under its text and its group.
 """
 
 import hashlib
@@ -53,8 +50,8 @@ class Judge(ABC):
         attribute: a word for what is scored, such as "toxicity".
         limits: the lowest and the highest score.
         group_size: 1 where a score depends on its own text alone. Above 1, the last digits of a score may depend on all
-            texts of one call of `judge`; a caller that wants the same digits again passes the same texts in the same
-            order, this many at a time.
+            texts of one call of `judge`, since a model rounds differently in another batch; a caller that wants the
+            same digits again passes the same texts in the same order, this many at a time.
     """
 
     name: str
@@ -111,11 +108,10 @@ class Judge(ABC):
 class CachedJudge(Judge):
     """Keeps the scores of another judge on disk, and asks that judge only about texts whose scores are missing.
 
-    The result depends on the judge and the texts of the call alone, to the last bit, whatever the cache held before:
-    nothing, the scores of other texts, or some of these scores, from a run that was killed. Where the judge reads
-    several texts together (`group_size` above 1), the distinct texts of a call are cut into groups in their order. A
-    score is then kept under its text and the texts of its group, and a group with a missing score is judged again as a
-    whole. Scores of a judge that reads texts one by one are kept under the text alone.
+    The result depends on the judge and the texts of the call alone, to the last bit, whatever the cache held before.
+    Where the judge reads several texts together (`group_size` above 1), the distinct texts of a call are cut into
+    groups in their order. A score is then kept under its text and the texts of its group, and a group with a missing
+    score is judged again as a whole.
 
     Scores are written as they come, so that a kill loses one group at most. Several processes may share the file.
     Missing scores are not kept: the next call asks for them again. `kept` counts the scores that were found on disk.

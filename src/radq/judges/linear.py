@@ -128,10 +128,7 @@ def split_rows(labels: Float[np.ndarray, " n"], share: float = 0.1, seed: int = 
     for kind, of_kind in (("negative", labels <= 0.5), ("positive", labels > 0.5)):
         rows = rng.permutation(np.flatnonzero(of_kind))
         if len(rows) < 3:
-            raise DataError(
-                f"a judge needs at least 3 {kind} rows, got {len(rows)}.",
-                "add some to the data.",
-            )
+            raise DataError(f"a judge needs at least 3 {kind} rows, got {len(rows)}.", "add some to the data.")
         size = min(max(1, round(share * len(rows))), (len(rows) - 1) // 2)
         kinds.append((rows[2 * size :], rows[:size], rows[size : 2 * size]))
     return Split(*(np.sort(np.concatenate(part)) for part in zip(*kinds, strict=True)))

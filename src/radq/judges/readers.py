@@ -39,23 +39,13 @@ Read = tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]  # positions
 
 
 class TextReader(ABC):
-    """A model with its tokenizer.
+    """A model with its tokenizer."""
 
-    Attributes:
-        name: identifies the model by its content: another model has another name.
-        labels: the names that the folder gives to the outputs of a classifier.
-        problem_type: what the folder says about the outputs, in the words of transformers; None if it says nothing.
-        max_tokens: the longest text that the model reads.
-        counts: how many texts were cut so far.
-        group_size: 1 where the output for a text does not depend on the other texts of a call, to the last bit; else
-            the number of texts in one call.
-    """
-
-    name: str
-    labels: list[str]
-    problem_type: str | None
-    max_tokens: int
-    group_size: int = 1
+    name: str  # identifies the model by its content: another model has another name
+    labels: list[str]  # the names that the folder gives to the outputs of a classifier
+    problem_type: str | None  # what the folder says about the outputs, in the words of transformers
+    max_tokens: int  # the longest text that the model reads
+    group_size: int = 1  # texts in one call, if outputs depend on the others of a call in their last bits; else 1
 
     @cached_property
     def counts(self) -> Counts:
@@ -162,20 +152,20 @@ class RememberingReader(TextReader):
         self.inner, self.counts = reader, reader.counts
         self.name, self.labels, self.problem_type = reader.name, reader.labels, reader.problem_type
         self.max_tokens, self.group_size = reader.max_tokens, reader.group_size
-        self._known: dict[tuple[str, ...], list[tuple[list[int], Tensor, Tensor]]] = {}
+        self._known: dict[tuple[str, ...], list[Read]] = {}
 
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
         key = tuple(texts)
         if key in self._known:
             yield from self._known[key]
             return
-        found = []
+        parts = []
         for part in self.inner.read(texts):
-            found.append(part)
+            parts.append(part)
             yield part
         if len(self._known) == self.GROUPS:
             del self._known[next(iter(self._known))]
-        self._known[key] = found
+        self._known[key] = parts
 
 
 def find_onnx(folder: str | Path) -> Path | None:
@@ -197,9 +187,7 @@ def _open_session(folder: Path, device: str) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = 1  # several threads are slower for one text at a time
     options.log_severity_level = 3
-    wanted = (
-        ["CUDAExecutionProvider", "CPUExecutionProvider"] if device.startswith("cuda") else ["CPUExecutionProvider"]
-    )
+    wanted = [*(["CUDAExecutionProvider"] if device.startswith("cuda") else []), "CPUExecutionProvider"]
     providers = [name for name in wanted if name in runtime.get_available_providers()]
     try:
         return runtime.InferenceSession(str(file), options, providers=providers)

@@ -85,41 +85,40 @@ def _require_same_sweep(folder: Path, asked: dict[str, Any]) -> None:
 
 def require_same_writers(folder: Path, sweep: Sweep) -> None:
     """Refuse to go on with the texts of a folder if the base model or a guide has changed."""
-    found = {"the base model": ModelSource.find(sweep.base).fingerprint}
+    writers = {"the base model": ModelSource.find(sweep.base).fingerprint}
     for name, guide in sweep.guides.items():
         if guide.folder:
-            found[f"the guide {name!r}"] = guide.at(1.0).fingerprint
+            writers[f"the guide {name!r}"] = guide.at(1.0).fingerprint
     file = folder / "generations.jsonl"
-    _require_same(folder, found, begun=file.exists() and file.stat().st_size > 0)
+    _require_same_models(folder, writers, has_begun=file.exists() and file.stat().st_size > 0)
 
 
-def require_same_instruments(folder: Path, found: dict[str, str]) -> None:
-    """Refuse to go on with the measures of a folder if an instrument has changed; `found` are their fingerprints."""
-    _require_same(folder, found, begun=any((folder / "measures").glob("*.npz")))
+def require_same_instruments(folder: Path, instruments: dict[str, str]) -> None:
+    """Refuse to go on with the measures of a folder if the fingerprint of an instrument has changed."""
+    _require_same_models(folder, instruments, has_begun=any((folder / "measures").glob("*.npz")))
 
 
-def _require_same(folder: Path, found: dict[str, str], begun: bool) -> None:
-    """Compare fingerprints with those of the folder, which gets those that it does not hold.
+def _require_same_models(folder: Path, fingerprints: dict[str, str], has_begun: bool) -> None:
+    """Compare fingerprints of models with those of the folder, which gets those that it does not hold.
 
-    Args:
-        begun: whether the folder holds any work of these models.
+    `has_begun` says whether the folder holds any work of these models.
     """
     file = folder / FINGERPRINTS
     known: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if begun and not found.keys() <= known.keys():
+    if has_begun and not fingerprints.keys() <= known.keys():
         warnings.warn(
             f"{str(folder)!r} was begun by an older radq, which kept no fingerprints: whether its models have changed "
             "since is not known. hint: --overwrite begins anew.",
             stacklevel=2,
         )
-    changed = [name for name in found if begun and known.get(name, found[name]) != found[name]]
+    changed = [name for name, own in fingerprints.items() if has_begun and known.get(name, own) != own]
     if changed:
         raise OptionError(
             f"{str(folder)!r} holds work of other models; changed since: {', '.join(changed)}.",
             "use another --out, or begin anew with --overwrite.",
         )
     with atomic_file(file) as temporary:
-        temporary.write_text(json.dumps(known | found, indent=1, ensure_ascii=False), encoding="utf-8")
+        temporary.write_text(json.dumps(known | fingerprints, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def array_file(folder: Path, cell: str) -> Path:

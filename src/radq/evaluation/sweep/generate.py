@@ -127,10 +127,10 @@ class TransformersEngine(SweepEngine):
             return texts
         before = [prompt for prompt in prompts for _ in range(self.sweep.samples)]
         after = [generation.text for generation in texts]
-        found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.sweep.batch_size)
+        likelihoods = measure_likelihoods(self.lm, self.tokenizer, before, after, self.sweep.batch_size)
         return [
             replace(generation, nll=float(nll), num_text_tokens=int(tokens))
-            for generation, nll, tokens in zip(texts, found.nll, found.tokens, strict=True)
+            for generation, nll, tokens in zip(texts, likelihoods.nll, likelihoods.tokens, strict=True)
         ]
 
 
