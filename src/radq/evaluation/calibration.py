@@ -66,38 +66,24 @@ JUDGE_METRICS = tuple(name for name, metric in METRICS.items() if metric.needs_j
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """A plan says which attribute of a reward model is calibrated, on which prompts, and by which judge.
+    """A plan says which attribute of a reward model is calibrated, on which prompts, and by which judge."""
 
-    Args:
-        folder: the reward model, as `radq generate --guide` takes it.
-        attribute: the attribute to calibrate.
-        base: the language model that is steered.
-        prompts: a file of prompts.
-        judge: an independent judge of the attribute, as `radq judge score` takes it.
-        reduce: steer away from the attribute; the judge's metric is to fall.
-        by: strengths differ in β under one KL budget, or in the KL budget with one large β.
-        levels: the absolute values of β, or the KL budgets, that are tried; chosen from the model's rewards if empty.
-        limit: largest number of prompts.
-        kl_budget: the KL budget of each token where strengths differ in β; None for no budget.
-        ends: what decides when a guided text ends, see `radq.Steering`.
-    """
-
-    folder: str
+    folder: str  # the reward model, as `radq generate --guide` takes it
     attribute: str
     base: str
-    prompts: str
-    judge: str
-    reduce: bool = False
-    by: Literal["beta", "kl"] = "beta"
-    levels: list[Annotated[float, Range(0, without_low=True)]] = field(default_factory=list)
+    prompts: str  # a file
+    judge: str  # an independent judge of the attribute, as `radq judge score` takes it
+    reduce: bool = False  # steer away from the attribute; the judge's metric is to fall
+    by: Literal["beta", "kl"] = "beta"  # strengths differ in β under one KL budget, or in the budget with one large β
+    levels: list[Annotated[float, Range(0, without_low=True)]] = field(default_factory=list)  # of |β|, or KL budgets
     max_perplexity_ratio: Annotated[float, Range(1, without_low=True)] = 1.3
     metric: Literal["mean_score", "avg_max", "positive_rate", "toxic_rate"] = "mean_score"
     reads: Literal["continuation", "text"] = "continuation"
-    limit: Annotated[int, COUNT] | None = None
+    limit: Annotated[int, COUNT] | None = None  # largest number of prompts
     samples: Annotated[int, COUNT] = 5
     max_new_tokens: Annotated[int, COUNT] = 20
     top_k: Annotated[int, COUNT] = 20
-    kl_budget: Annotated[float, Range(0, without_low=True)] | None = DEFAULT_KL_BUDGET
+    kl_budget: Annotated[float, Range(0, without_low=True)] | None = DEFAULT_KL_BUDGET  # where strengths differ in β
     ends: Ends = "base"
     seed: Annotated[int, Range(0)] = 0
     batch_size: Annotated[int, COUNT] = 100
@@ -112,14 +98,18 @@ class CalibrationPlan:
             )
 
     def _usual_levels(self) -> list[float]:
+        """Levels from the range of the model's rewards, where none are given."""
         if self.by == "kl":
             return list(LEVELS["kl"])
         return [round(part * self._usual_beta(), 6) for part in LEVELS["beta"]]
 
     def _usual_beta(self) -> float:
-        """A usual β, by the width of the range of the model's rewards."""
+        """A usual β: config.json has one range of the rewards, or one for each attribute."""
         config = ModelSource.find(calibrated_folder(self.folder, self.attribute)).config
-        low, high = _find_range(config, self.attribute)
+        stored = config.get("response_range") or (0.0, 1.0)
+        if isinstance(stored[0], list):
+            stored = stored[config["attributes"].index(self.attribute)]
+        low, high = map(float, stored)
         return USUAL_SHIFT / (high - low) if high > low else USUAL_SHIFT
 
     @property
@@ -191,14 +181,6 @@ class FoundStrengths:
     ratios: Float[np.ndarray, " s"]
     measured: list[MeasuredLevel]
     limited_by: Limit
-
-
-def _find_range(config: dict[str, Any], attribute: str) -> tuple[float, float]:
-    """The range of an attribute's rewards: config.json has one pair of numbers, or one for each attribute."""
-    stored = config.get("response_range") or (0.0, 1.0)
-    if isinstance(stored[0], list):
-        stored = stored[config["attributes"].index(attribute)]
-    return float(stored[0]), float(stored[1])
 
 
 def calibrate(

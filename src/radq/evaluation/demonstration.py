@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +130,7 @@ def compare(
     guides = [None, *(RewardGuide(reward, {attribute.name: beta}) for beta in betas)]
 
     def draw(guide: RewardGuide | None, tokens: int = NUM_TOKENS) -> list[Generation]:
-        options = {"max_new_tokens": tokens, "samples": num_samples, "seed": seed}
+        options: dict[str, Any] = {"max_new_tokens": tokens, "samples": num_samples, "seed": seed}
         return generate(models.lm, models.tokenizer, prompts, guide, **options)
 
     for guide in (None, guides[-1]):  # the first calls are slow, so they are not timed

@@ -29,20 +29,8 @@ from radq.report.curves import Curve, find_curves, find_unguided, name_group
 from radq.report.results import NAN, Result, unique
 from radq.report.tables import metric_keys
 
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",  # up to here Okabe and Ito's palette for colour-blind readers
-    "#7a3fa0",
-    "#8a5a2b",
-    "#d4145a",
-    "#7a8b00",
-    "#a3c400",
-    "#8f8fd0",
-)
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # a palette for colour-blind readers
+COLOURS = (*OKABE_ITO, "#7a3fa0", "#8a5a2b", "#d4145a", "#7a8b00", "#a3c400", "#8f8fd0")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 12 colours, pairs repeat after 84 guides
 LINES: tuple[Any, ...] = ("-", ":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)))
 GREYS = ("#6e7781", "#8c959f", "#57606a")
@@ -73,12 +61,8 @@ WIDTH, PANEL_HEIGHT, LEGEND_ROW = 9.8, 3.4, 0.2  # inches
 LEGEND_CHARACTERS = 140  # the most characters in a row of a legend
 LINEAR_SPAN = 1.4  # a logarithmic axis of a smaller span would look linear, and have few ticks
 WIDE_TICKS, FINE_TICKS = (1, 2, 5), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of a logarithmic axis
-CORNERS = (
-    (4, 4, "left"),
-    (4, -10, "left"),
-    (-4, -10, "right"),
-    (-4, 4, "right"),
-)  # offsets of the β that is written beside a point
+# Offsets of the β that is written beside a point.
+CORNERS = ((4, 4, "left"), (4, -10, "left"), (-4, -10, "right"), (-4, 4, "right"))
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ def _rows(file: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dict[str, float]]) -> Result:
-    known = {"run": run, "cost": costs.get(_text(place, row, "cell"), {})}
+    known: dict[str, Any] = {"run": run, "cost": costs.get(_text(place, row, "cell"), {})}
     known |= {"unguided": _name(place, row, "guide") == UNGUIDED}
     known |= {name: _read_estimates(place, name, row.get(name, {})) for name in ("metrics", "changes")}
     return Result(**known, **_read_fields(place, row, Result, known))

@@ -47,6 +47,7 @@ from radq.report.curves import (
 from radq.report.plots import Plot, PublishedCurve, choose_colour, plot_comparisons, plot_tradeoff
 from radq.report.results import (
     NAN,
+    Comparison,
     PromptSamples,
     Result,
     Run,
@@ -107,38 +108,29 @@ def write_report(
     if published and not from_paper:
         notes.append("the paper has no numbers for the metrics and prompts of this report.")
     tables = {group: result_table(cells, name_group(group)) for group, cells in groups.items()}
-    sentences = describe_comparisons(comparisons)
     page = _render_page(
-        title=f"Report: {', '.join(run.name for run in runs)}",
-        runs=runs,
-        facts=[(run.name, describe_run(run)) for run in runs],
-        headlines=_first(sentences, "comparisons") + _first(describe_changes(changes), "guides"),
-        notes=notes,
-        published=published,
-        change_table=change_table(changes),
+        runs,
+        comparisons,
+        changes,
         tradeoffs=tradeoffs,
         comparison_plot=forest,
-        comparison_table=comparison_table(comparisons),
-        explanations=explain_better(comparisons),
-        other_pairs=sum(len(run.differences) for run in runs) - len(comparisons),
-        missing=[pair for run in runs for pair in find_missing(run)],
         tables=tables.items(),
-        left_out=left_out_table(results),
         texts=[(prompt, *_show_texts(prompt, results, guided)) for prompt in samples],
-        definitions=_define_metrics(results),
+        notes=notes,
+        published=published,
     )
     plots = [plot for _, plot in tradeoffs] + ([forest] if forest else [])
-    contents = {
-        "plots": {f"{plot.name}.{kind}": data for plot in plots for kind, data in _encode(plot).items()},
+    contents: dict[str, dict[str, str | bytes]] = {
+        "plots": {f"{plot.name}.{kind}": getattr(plot, kind) for plot in plots for kind in ("svg", "png")},
         "tables": {
-            "results.md": "\n".join(map(to_markdown, tables.values())).encode(),
-            "results.csv": to_csv(results).encode(),
-            "results.tex": "\n".join(map(to_latex, tables.values())).encode(),
+            "results.md": "\n".join(map(to_markdown, tables.values())),
+            "results.csv": to_csv(results),
+            "results.tex": "\n".join(map(to_latex, tables.values())),
         },
     }
     for name, content in contents.items():
         _write(target / name, content)
-    _write(target, {"report.html": page.encode()})  # last, so that all other files are there when the page is
+    _write(target, {"report.html": page})  # last, so that all other files are there when the page is
     return Report(
         target / "report.html",
         **{name: [target / name / file for file in content] for name, content in contents.items()},
@@ -146,19 +138,15 @@ def write_report(
         cells=len({(result.run, result.cell) for result in results}),
         runs={run.name: dict(describe_run(run)) for run in runs},
         changes=changes,
-        comparisons=sentences,
+        comparisons=describe_comparisons(comparisons),
         notes=notes,
     )
 
 
-def _encode(plot: Plot) -> dict[str, bytes]:
-    return {"svg": plot.svg.encode(), "png": plot.png}
-
-
-def _write(folder: Path, contents: dict[str, bytes]) -> None:
+def _write(folder: Path, contents: dict[str, str | bytes]) -> None:
     with atomic_folder(folder) as temporary:
         for name, data in contents.items():
-            (temporary / name).write_bytes(data)
+            (temporary / name).write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 # --- plots ---
@@ -213,17 +201,30 @@ class TextCard:
     samples: list[Sample]
 
 
-def _render_page(**content: Any) -> str:
-    """Render the page as html."""
+def _render_page(runs: list[Run], comparisons: list[Comparison], changes: list[Change], **content: Any) -> str:
+    """Render the page as html. `content` is shown as it is, by the names that the template knows."""
     jinja2 = require_package("jinja2", "report")
     folder = files("radq.report")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
+    results = [result for run in runs for result in run.results]
+    sentences = describe_comparisons(comparisons)
     return template.render(
         content,
         css=(folder / "page.css").read_text(encoding="utf-8"),
+        title=f"Report: {', '.join(run.name for run in runs)}",
+        runs=runs,
+        facts=[(run.name, describe_run(run)) for run in runs],
+        headlines=_first(sentences, "comparisons") + _first(describe_changes(changes), "guides"),
+        change_table=change_table(changes),
+        comparison_table=comparison_table(comparisons),
+        explanations=explain_better(comparisons),
+        other_pairs=sum(len(run.differences) for run in runs) - len(comparisons),
+        missing=[pair for run in runs for pair in find_missing(run)],
+        left_out=left_out_table(results),
+        definitions=_define_metrics(results),
         max_ratio=MAX_PERPLEXITY_RATIO,
         trusted_prompts=TRUSTED_PROMPTS,
         name_group=name_group,

@@ -104,7 +104,7 @@ class TransformersEngine(SweepEngine):
             self._loaded = (cell.guide, Meter(loaded))
 
     def produce(self, cell: SweepCell, prompts: Sequence[str], first: int) -> Produced:
-        options = self.options(cell, first) | {"batch_size": self.sweep.batch_size}
+        options: dict[str, Any] = self.options(cell, first) | {"batch_size": self.sweep.batch_size}
         if cell.guide == UNGUIDED:
             return generate(self.lm, self.tokenizer, prompts, **options), NO_EXPERT
         guide, loaded = self.sweep.guides[cell.guide], self._loaded[1]

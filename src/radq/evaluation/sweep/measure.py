@@ -69,8 +69,10 @@ class MeasuredCell:
         estimates = {}
         for key in keys:
             metric, judge = metric_and_judge(key)
-            texts = replace(self.scored_by(judge), features=features, reference=reference).take(chosen)
-            estimates[key] = measure([metric], texts, bootstrap)[metric]
+            texts = self.scored_by(judge)
+            if METRICS[metric].needs_encoder:
+                texts = replace(texts, features=features, reference=reference)
+            estimates[key] = measure([metric], texts.take(chosen), bootstrap)[metric]
         return _describe_estimates(estimates)
 
     def estimate_changes(
