@@ -35,7 +35,7 @@ Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions in the list 
 
 
 @dataclass
-class Counts:
+class JudgeCounts:
     """The numbers of texts so far that were cut since they were too long, and that could not be scored."""
 
     truncated: int = 0
@@ -67,9 +67,9 @@ class Judge(ABC):
         """
 
     @cached_property
-    def counts(self) -> Counts:
+    def counts(self) -> JudgeCounts:
         """The counts of this judge. A judge that asks another one, or a reader, has the counts of that one."""
-        return Counts()
+        return JudgeCounts()
 
     @property
     def truncated(self) -> int:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
-from radq.judges.base import Counts
+from radq.judges.base import JudgeCounts
 from radq.judges.classifiers import read_labels
 from radq.models.loading import load_config, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
@@ -48,8 +48,8 @@ class TextReader(ABC):
     group_size: int = 1  # texts in one call, if outputs depend on the others of a call in their last bits; else 1
 
     @cached_property
-    def counts(self) -> Counts:
-        return Counts()
+    def counts(self) -> JudgeCounts:
+        return JudgeCounts()
 
     @abstractmethod
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
