@@ -29,8 +29,8 @@ from radq.evaluation.perplexity import measure_likelihoods
 from radq.files import read_lines
 from radq.judges.agreement import measure_agreement
 from radq.judges.base import Judge
-from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.models import load_judge
+from radq.judges.readers import Encoder, load_encoder
 from radq.models.loading import find_device
 from radq.sources.embedded import reward_folder
 

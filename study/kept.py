@@ -31,11 +31,11 @@ from radq.errors import OptionError
 from radq.evaluation.comparison import AXES, compare_curves
 from radq.evaluation.comparison import Point as CurvePoint
 from radq.evaluation.estimates import Bootstrap, Estimate, Sums
-from radq.evaluation.metrics import METRICS, corpus_perplexity, positive_rate
-from radq.evaluation.sweep.config import Sweep, load_sweep
+from radq.evaluation.metrics import METRICS, corpus_perplexity, metric_and_judge, positive_rate
+from radq.evaluation.sweep.config import Sweep, list_judged, load_sweep
 from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
 from radq.files import atomic_file, read_lines
-from radq.report.results import NAN, metric_and_judge
+from radq.report.results import NAN
 
 SETTINGS = ("guide", "beta", "top_k", "top_p", "seed", "best_of", "ask")
 KEPT_TEXTS = 500  # of each class of prompts; the texts of others are blank
@@ -87,10 +87,11 @@ def keep_run(task: str, method: str) -> None:
 
 def summarise(sweep: Sweep, one: MeasuredCell, with_text: set[int]) -> KeptCell:
     """The settings of a cell, the sums of all its metrics, by metric or metric[judge], and its first samples."""
-    judged = [(f"{metric}[{judge}]", judge) for judge, use in sweep.judges.items() for metric in use.metrics]
-    keys = [*judged, *((metric, None) for metric in dict.fromkeys([*sweep.metrics, *one.known_ends]))]
-    metrics = {key: METRICS[metric_and_judge(key)[0]].sums for key, _ in keys}
-    sums = {key: found(one.scored_by(judge)) for key, judge in keys if (found := metrics[key]) is not None}
+    sums = {}
+    for key in [*list_judged(sweep.judges), *dict.fromkeys([*sweep.metrics, *one.known_ends])]:
+        metric, judge = metric_and_judge(key)
+        if (make_sums := METRICS[metric].sums) is not None:
+            sums[key] = make_sums(one.scored_by(judge))
     settings = {name: value for name, value in asdict(one.cell).items() if name in SETTINGS}
     texts = [samples[0] if row in with_text else "" for row, samples in enumerate(one.texts)]
     return KeptCell(one.cell.name, settings, sums, texts)

@@ -51,8 +51,8 @@ from radq.data.tables import read_table
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import ScoredTexts, measure
 from radq.files import read_lines
-from radq.judges.encoders import load_encoder
 from radq.judges.models import load_judge
+from radq.judges.readers import load_encoder
 from radq.models.loading import find_device
 from radq.sources.gguf import convert_gguf
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from radq.data.tables import read_table
-from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.linear import Card, LinearModel, Split
+from radq.judges.readers import Encoder, load_encoder
 
 REVIEWS = 12_000
 FEWEST_WORDS, MOST_WORDS = 12, 30  # of the end of a review: about as long as a generated text

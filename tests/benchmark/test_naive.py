@@ -5,8 +5,13 @@ import torch
 from tiny_shape import TINY
 from transformers import AutoConfig
 
-from radq.benchmark.guides import SeparateForwards, WholeVocabulary
-from radq.benchmark.models import BenchModels, make_number_tokenizer, make_random_lm
+from radq.benchmark.guides import (
+    BenchModels,
+    SeparateForwards,
+    WholeVocabulary,
+    make_number_tokenizer,
+    make_random_lm,
+)
 from radq.decoding.generate import Generation, generate
 from radq.guides import Guide, RewardGuide
 from radq.guides.meter import Meter

@@ -14,10 +14,9 @@ from transformers import AutoConfig
 
 from radq.benchmark import measure as measuring
 from radq.benchmark.config import GUIDE_NAMES, SHAPES, BenchConfig, Grid, Point
-from radq.benchmark.guides import GUIDES
-from radq.benchmark.models import make_random_lm
+from radq.benchmark.guides import GUIDES, make_random_lm
+from radq.benchmark.measure import BenchResult, Spread, Variant, summarise
 from radq.benchmark.plot import plot_bench
-from radq.benchmark.result import BenchResult, Spread, Variant, summarise
 from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.decoding.request import Request
@@ -82,7 +81,7 @@ def test_ratios_are_printed_before_milliseconds(
 
 def test_ratios_are_those_of_a_round_and_medians_those_of_all() -> None:
     point = Point(rows=1, top_k=None, prompt_tokens=3)
-    none, q = (Variant(guide, point, captured=False) for guide in ("none", "q"))
+    none, q = (Variant(**vars(point), guide=guide, captured=False) for guide in ("none", "q"))
     unguided, guided = summarise({none: [0.001, 0.004, 0.002], q: [0.002, 0.012, 0.003]})
     assert unguided.ratio == Spread(1.0, 1.0, 1.0)
     assert unguided.milliseconds == Spread(2.0, 1.5, 3.0)
@@ -111,7 +110,7 @@ def test_a_kl_budget_is_measured(toy: Path) -> None:
 
 def test_captured_steps_have_lines_of_their_own() -> None:
     every = product(GUIDES, (4, None), (False, True))
-    timings = summarise({Variant(guide, Point(2, k, 3), captured): [0.001] for guide, k, captured in every})
+    timings = summarise({Variant(2, k, 3, guide=guide, captured=captured): [0.001] for guide, k, captured in every})
     drawing = plot_bench(BenchResult("lm", None, "GPU", "cuda", "bfloat16", "2", 40, 2, 3, timings, [])).svg
     assert "RAD-Q, captured" in drawing
     assert "GeDi, captured" in drawing

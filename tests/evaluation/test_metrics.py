@@ -239,10 +239,10 @@ def test_a_change_is_surer_than_its_ends() -> None:
     unguided = np.repeat(rng.random((40, 1)), 3, axis=1)
     found = estimate_change(mean_score(unguided + 0.1), mean_score(unguided), QUICK)
     assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
-    assert found.excludes_zero
+    assert found.doubt(len(unguided)) == ""
     alone = estimate_change(mean_score(unguided[:1] + 0.1), mean_score(unguided[:1]), QUICK)
     assert math.isnan(alone.low)
-    assert not alone.excludes_zero
+    assert alone.doubt(1) == "there is no interval"
 
 
 def test_intervals_are_too_narrow_below_the_trusted_number_of_prompts() -> None:

@@ -16,7 +16,7 @@ from radq.cli import main
 from radq.errors import OptionError
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, load_sweep
-from radq.evaluation.sweep.engines import add_request
+from radq.evaluation.sweep.generate import add_request
 from radq.files import read_lines
 
 TEMPLATE = (

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radq.errors import DataError
-from radq.evaluation.calibration import STRENGTHS, Level, Strengths, find_strengths
+from radq.evaluation.calibration import STRENGTHS, FoundStrengths, Level, find_strengths
 from radq.evaluation.estimates import Bootstrap, Sums
 
 PROMPTS, TOKENS = 80, 20
@@ -29,7 +29,7 @@ def make_levels(places: list[float], scores: list[float], ratios: list[float], n
 
 def find(
     scores: list[float], ratios: list[float] | None = None, reduce: bool = False, max_ratio: float = 1.3
-) -> Strengths:
+) -> FoundStrengths:
     levels = make_levels([10.0 * n for n in range(len(scores))], scores, ratios or [1.0] * len(scores))
     return find_strengths(levels, max_ratio, reduce, BOOTSTRAP)
 

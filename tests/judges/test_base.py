@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from radq.errors import DataError, ModelError
 from radq.judges.base import CachedJudge, Judge, Scored
-from radq.judges.models import InvertedJudge
+from radq.judges.models import invert
 
 
 class Lengths(Judge):
@@ -35,8 +35,8 @@ class Lengths(Judge):
             yield positions, np.array([min(1.0, len(texts[n]) / 10) for n in positions])
 
 
-@pytest.mark.parametrize("wrap", [lambda judge: judge, InvertedJudge])
-def test_blank_texts_have_no_score(wrap: type[InvertedJudge], tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [lambda judge: judge, invert])
+def test_blank_texts_have_no_score(wrap: Callable[[Judge], Judge], tmp_path: Path) -> None:
     inner = Lengths()
     for judge in (wrap(inner), CachedJudge(wrap(inner), tmp_path)):
         scores = judge.score(["", "abc", " \n\t", "a"])

@@ -10,7 +10,7 @@ from classifiers import WORDS, make_classifier, make_onnx
 from transformers import AutoModel, AutoTokenizer
 
 from radq.errors import ModelError
-from radq.judges.encoders import PACKAGES, load_encoder
+from radq.judges.readers import PACKAGES, load_encoder
 
 TEXTS = ["a good film", "the plot was very very dull", "film", "bad " * 5, "fine"]
 

@@ -13,11 +13,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from radq.errors import ModelError, OptionError
 from radq.judges.base import CachedJudge, Judge, Scored
-from radq.judges.encoders import load_encoder
-from radq.judges.labels import choose_label, read_labels
+from radq.judges.classifiers import choose_label, read_labels
 from radq.judges.linear import Card, LinearModel, split_rows
-from radq.judges.models import JUDGES, InvertedJudge, RewardJudge, UnitJudge, load_judge
-from radq.judges.readers import TransformersReader
+from radq.judges.models import JUDGES, RewardJudge, invert, load_judge, to_unit
+from radq.judges.readers import TransformersReader, load_encoder
 from radq.models.rad_v import RadV
 from radq.sources.embedded import reward_folder
 from radq.sources.model_source import ModelSource
@@ -68,9 +67,9 @@ def test_a_regression_is_taken_as_it_is_but_not_by_metrics(tmp_path: Path) -> No
     wanted = [float(logits_by_hand(folder, text)[0]) for text in TEXTS]
     np.testing.assert_allclose(judge.score(TEXTS), wanted, atol=1e-5)
     assert max(map(abs, wanted)) > 1
-    for wrapper in (UnitJudge, InvertedJudge):
+    for change in (to_unit, invert):
         with pytest.raises(OptionError, match=r"is a regression.*`radq judge score`"):
-            wrapper(judge)
+            change(judge)
 
 
 class Stars(Judge):
@@ -83,8 +82,8 @@ class Stars(Judge):
 
 
 def test_metrics_see_any_scale_as_0_to_1() -> None:
-    np.testing.assert_array_equal(UnitJudge(Stars()).score(["1", "2", "", "5"]), [0, 0.25, np.nan, 1])
-    inverted = InvertedJudge(Stars())
+    np.testing.assert_array_equal(to_unit(Stars()).score(["1", "2", "", "5"]), [0, 0.25, np.nan, 1])
+    inverted = invert(Stars())
     np.testing.assert_array_equal(inverted.score(["1", "2", "5"]), [5, 4, 1])
     assert (inverted.limits, inverted.attribute) == ((1, 5), "not_stars")
     with pytest.raises(ModelError, match=r"gave 6\.0 for '6'; scores must be from 1 to 5"):

@@ -11,7 +11,6 @@ from sweep_folders import lines_of, make_result, make_run, svg_texts, write_line
 from radq.errors import DataError
 from radq.evaluation.estimates import TRUSTED_PROMPTS, Estimate
 from radq.report.comparisons import (
-    Comparison,
     compare_with_others,
     comparison_table,
     describe_comparisons,
@@ -20,7 +19,7 @@ from radq.report.comparisons import (
     find_missing,
 )
 from radq.report.plots import plot_comparisons
-from radq.report.results import NAN, GuideDifference, Result, Run, read_runs
+from radq.report.results import NAN, Comparison, Result, Run, read_runs
 
 ONE = Comparison("run", "rad-q", "gedi", "avg_max", "all", Estimate(0.02, 0.01, 0.03), (11.0, 20.0), 100, -1, "")
 
@@ -118,8 +117,8 @@ def test_the_interval_of_the_change_decides_where_there_is_one() -> None:
 
 
 def test_ours_is_the_first_guide_and_pairs_are_turned() -> None:
-    pair = GuideDifference("gedi", "rad-q", "avg_max", "all", 0.02, 0.01, 0.04, (11.0, 20.0), 100)
-    between = GuideDifference("gedi", "mlp", "avg_max", "all", 0.1, 0.09, 0.2, (11.0, 20.0), 100)
+    pair = replace(ONE, ours="gedi", other="rad-q", difference=Estimate(0.02, 0.01, 0.04), better_side=0)
+    between = replace(pair, other="mlp", difference=Estimate(0.1, 0.09, 0.2))
     cells = [UNGUIDED, make_cell(0.3), make_cell(0.35, guide="gedi"), make_cell(0.3, guide="mlp")]
     run = Run("run", Path("run"), None, cells, [pair, between])
     (one,) = compare_with_others(run)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sweep_folders import NAMES, Page, make_result, svg_texts
 
 from radq.evaluation.estimates import Estimate
-from radq.report.plots import COLOURS, INK, choose_colour, plot_by_candidates, plot_tradeoff
-from radq.report.results import NAN, PublishedCurve, Result
+from radq.report.plots import COLOURS, INK, PublishedCurve, choose_colour, plot_by_candidates, plot_tradeoff
+from radq.report.results import NAN, Result
 
 VALUES = st.floats(0.001, 0.999) | st.just(NAN)
 

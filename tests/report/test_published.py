@@ -2,7 +2,7 @@
 
 import pytest
 
-from radq.report.results import find_named, find_published, published_calls
+from radq.report.write import find_named, find_published, published_calls
 
 
 def test_published_numbers() -> None:

@@ -14,7 +14,7 @@ import radq
 from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import ModelError
-from radq.judges.classifiers import load_classifier
+from radq.judges.models import load_classifier
 from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.sources.hub import quiet

@@ -25,7 +25,7 @@ from radq.errors import OptionError
 from radq.evaluation.comparison import compare_at_equal, compare_curves
 from radq.evaluation.estimates import Bootstrap, Sums
 from radq.evaluation.perplexity import measure_likelihoods
-from radq.evaluation.sweep.config import Sweep, load_sweep
+from radq.evaluation.sweep.config import Sweep, list_judged, load_sweep
 from radq.evaluation.sweep.measure import read_measured_cells
 from radq.models.rad_q import RadQ
 from radq.settings import read_yaml
@@ -292,7 +292,7 @@ def check_prompts(modules: Modules, folder: Path, prompts: list[str]) -> None:
 
 def check_values(modules: Modules, sweep: Sweep, measured: list[Any], cells: list[Any]) -> None:
     for one, cell in zip(measured, cells, strict=True):
-        for metric, value in one.estimate(sweep.judges, sweep.metrics, range(6), QUICK).items():
+        for metric, value in one.estimate([*list_judged(sweep.judges), *sweep.metrics], range(6), QUICK).items():
             assert cell.sums[metric].value == pytest.approx(value["value"], rel=3e-5), metric
     assert modules["kept"].read_kept(Path("nowhere"), "toxicity", "rad-q") == []
 

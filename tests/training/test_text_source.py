@@ -30,8 +30,7 @@ from radq.data.dataset import load_data
 from radq.data.examples import DataColumns
 from radq.errors import OptionError
 from radq.judges.base import CachedJudge
-from radq.judges.classifiers import load_classifier
-from radq.judges.models import load_judge
+from radq.judges.models import load_classifier, load_judge
 from radq.judges.readers import TransformersReader
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel

@@ -6,15 +6,18 @@ torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
 from radq.errors import OptionError
+from radq.files import require_own_folder
 from radq.settings import COUNT, Range, names_in_table
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelSource, check_language_model, check_reward_model
 
 UNGUIDED = "none"
+DOCUMENT = "bench.json"
 GUIDE_NAMES = names_in_table("radq.benchmark.guides:GUIDES")
 RANGES = {
     "top_k": Range(0),
@@ -34,6 +37,14 @@ class Point:
     top_k: int | None  # None: the whole vocabulary
     prompt_tokens: int
     kl_budget: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant(Point):
+    """A guide at a point, with steps that run one operation after the other or as captured CUDA graphs."""
+
+    guide: str
+    captured: bool
 
 
 @dataclass(frozen=True)
@@ -56,19 +67,14 @@ class Grid:
         return [Point(rows, k or None, width, self.kl_budget) for rows, k, width in dict.fromkeys(lines)]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Measurements that would take too long are left out."""
-
-    siblings: int  # the most candidates, of all rows together, that RAD-V reads in a step
-    forwards: int  # the most candidates per row if each is a forward of its own
-
-
 DEFAULTS = {  # by the kind of device
     "cpu": Grid(top_k=(20, 5, 100, 0), rows=(1, 4), prompt_tokens=(32,), new_tokens=3),
     "gpu": Grid(top_k=(20, 5, 100, 1000, 0), rows=(25, 1, 100, 400), prompt_tokens=(32, 512), new_tokens=16),
 }
-LIMITS = {"cpu": Limits(siblings=2_000, forwards=20), "gpu": Limits(siblings=200_000, forwards=100)}
+# Measurements with more candidates would take too long: of all rows together where RAD-V reads siblings, and of a row
+# where each candidate is a forward of its own.
+MOST_SIBLINGS = {"cpu": 2_000, "gpu": 200_000}
+MOST_FORWARDS = {"cpu": 20, "gpu": 100}
 
 
 @dataclass
@@ -161,29 +167,28 @@ def check_candidates(top_k: list[int], vocab_size: int | None) -> None:
             )
 
 
-def why_left_out(guide: str, point: Point, vocab_size: int, device: str) -> str | None:
-    """The reason why a guide is not measured at a point; None if it is."""
-    limits, k = LIMITS[kind_of(device)], point.top_k or vocab_size
-    if guide == "naive-v" and k > limits.forwards:
-        return f"a step would take {k:,} forwards, and more than {limits.forwards:,} are not measured"
-    if guide == "v" and k * point.rows > limits.siblings:
-        return f"a step would read {k * point.rows:,} candidates, and more than {limits.siblings:,} are not measured"
+def why_left_out(variant: Variant, vocab_size: int, device: str) -> str | None:
+    """The reason why a variant is not measured; None if it is."""
+    forwards = variant.top_k or vocab_size
+    siblings, kind = forwards * variant.rows, kind_of(device)
+    if variant.guide == "naive-v" and forwards > MOST_FORWARDS[kind]:
+        return f"a step would take {forwards:,} forwards, and more than {MOST_FORWARDS[kind]:,} are not measured"
+    if variant.guide == "v" and siblings > MOST_SIBLINGS[kind]:
+        return f"a step would read {siblings:,} candidates, and more than {MOST_SIBLINGS[kind]:,} are not measured"
     return None
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse to write results into a file, or into a folder with other files."""
+    require_own_folder(folder, lambda folder: (folder / DOCUMENT).is_file(), "a folder of radq bench")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A language model and the reward model that steers it, as fields of their configurations.
+    """A language model and the reward model that steers it, as fields of their configurations."""
 
-    Args:
-        family: the name of the architecture in transformers.
-        shared: fields of both models.
-        lm: fields of the language model alone.
-        reward: fields of the reward model's backbone alone.
-    """
-
-    family: str
-    shared: Mapping[str, int | bool]
+    family: str  # the name of the architecture in transformers
+    shared: Mapping[str, int | bool]  # fields of both models
     lm: Mapping[str, int]
     reward: Mapping[str, int]
 
@@ -191,31 +196,6 @@ class Shape:
     def vocab_size(self) -> int:
         return self.shared["vocab_size"]
 
-
-_SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-_LLAMA_7B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 4096,
-}
-_TINY_LLAMA = {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
 
 SHAPES = {
     # GPT-2-Large, steered by a reward model over GPT-2-small
@@ -226,7 +206,37 @@ SHAPES = {
         {"n_embd": 768, "n_layer": 12, "n_head": 12},
     ),
     # SmolLM2-135M, steered by a reward model over its first 12 layers
-    "smollm2": Shape("llama", {"vocab_size": 49152, **_SMOLLM2}, {"num_hidden_layers": 30}, {"num_hidden_layers": 12}),
+    "smollm2": Shape(
+        "llama",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        {"num_hidden_layers": 30},
+        {"num_hidden_layers": 12},
+    ),
     # LLaMA-7B, steered by a reward model over TinyLlama
-    "llama-7b": Shape("llama", {"vocab_size": 32000, "tie_word_embeddings": False}, _LLAMA_7B, _TINY_LLAMA),
+    "llama-7b": Shape(
+        "llama",
+        {"vocab_size": 32000, "num_attention_heads": 32, "tie_word_embeddings": False},
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+        },
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+        },
+    ),
 }

@@ -8,31 +8,114 @@ read it, and brings the token to the host. Reading the prompts, the first token 
 counted.
 """
 
+import json
 import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from radq.benchmark.config import UNGUIDED, BenchConfig, Grid, Point, why_left_out
-from radq.benchmark.guides import GUIDES
-from radq.benchmark.models import BenchModels, load_models
-from radq.benchmark.result import BenchResult, LeftOut, Variant, summarise
+from radq.benchmark.config import DOCUMENT, UNGUIDED, BenchConfig, Grid, Point, Variant, why_left_out
+from radq.benchmark.guides import GUIDES, BenchModels, load_models
 from radq.decoding.config import Steering
 from radq.decoding.engine import Engine
 from radq.decoding.generate import check_guide
 from radq.decoding.prompts import encode_prompts
 from radq.decoding.request import Request
 from radq.errors import MemoryLimitError
+from radq.files import atomic_folder
 from radq.guides import Guide
 from radq.models.loading import num_logits
 from radq.numerics import empty_cache, require_memory_for_texts
+from radq.report.plots import Plot
 
 UNTIMED = 2  # tokens of a text beside those that are timed: the first one, and one that is never drawn
 MEMORY_HINT = "give smaller --rows or --prompt-tokens, or a smaller --dtype."
+
+
+# --- results ---
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some numbers, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Spread":
+        return cls(*np.quantile(numbers, [0.5, 0.25, 0.75]).tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing(Variant):
+    """The time per token of one variant: of one step, which draws a token for every row and reads it."""
+
+    ratio: Spread  # to the time without a guide, at the same point and in the same round
+    milliseconds: Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut(Variant):
+    """A variant that was not measured, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """All times of a benchmark."""
+
+    lm: str
+    reward: str | None  # None: random weights
+    machine: str
+    device: str
+    dtype: str
+    torch: str
+    vocab_size: int
+    new_tokens: int
+    rounds: int
+    timings: list[Timing]
+    left_out: list[LeftOut]
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save(self, folder: Path, plot: Plot) -> list[Path]:
+        """Write bench.json and the plot, all of them or none, and return their paths."""
+        files = {
+            DOCUMENT: json.dumps(self.document(), indent=2).encode(),
+            f"{plot.name}.svg": plot.themed.encode(),
+            f"{plot.name}.png": plot.png,
+        }
+        with atomic_folder(folder) as temporary:
+            for name, content in files.items():
+                (temporary / name).write_bytes(content)
+        return [folder / name for name in files]
+
+
+def summarise(seconds: Mapping[Variant, Sequence[float]]) -> list[Timing]:
+    """Turn the seconds per token of every round into medians. Ratios are taken within rounds, so that other work on
+    the machine, which disturbs a whole round alike, drops out.
+    """
+    timings = []
+    for variant, times in seconds.items():
+        unguided = seconds[replace(variant, guide=UNGUIDED)]
+        ratio = Spread.of([own / base for own, base in zip(times, unguided, strict=True)])
+        milliseconds = Spread.of([1000 * each for each in times])
+        timings.append(Timing(**vars(variant), ratio=ratio, milliseconds=milliseconds))
+    return timings
+
+
+# --- all measurements ---
 
 
 def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchResult:
@@ -41,7 +124,7 @@ def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchRe
     models = load_models(config, device)
     grid = config.choose_grid(device, num_logits(models.lm))
     guides = {name: GUIDES[name].make(models) for name in config.guide_names}
-    _check_room(models, guides.values(), grid)
+    _check_lengths(models, guides.values(), grid)
     variants, left_out = _choose_variants(models, list(guides), grid)
     seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}
     turns = [(number, variant) for number in range(config.rounds + 1) for variant in variants]
@@ -54,7 +137,7 @@ def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchRe
             taken = time_variant(models, guides[variant.guide], variant, steps)
             if taken is None:
                 del seconds[variant]
-                left_out.append(_leave_out(variant, "the memory is full"))
+                left_out.append(LeftOut(**vars(variant), reason="the memory is full"))
             elif number:
                 seconds[variant].append(taken)
     except KeyboardInterrupt:  # the rounds that are whole count
@@ -77,7 +160,7 @@ def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchRe
     )
 
 
-def _check_room(models: BenchModels, guides: Iterable[Guide | None], grid: Grid) -> None:
+def _check_lengths(models: BenchModels, guides: Iterable[Guide | None], grid: Grid) -> None:
     """Refuse texts that are too long for a model, and guides with another vocabulary."""
     tokens = grid.new_tokens + UNTIMED
     prompt = encode_prompts(models.lm.config, models.tokenizer, [_make_prompt(models, max(grid.prompt_tokens))], tokens)
@@ -90,18 +173,14 @@ def _choose_variants(models: BenchModels, guides: list[str], grid: Grid) -> tupl
     """Choose the variants to measure, and name those that would take too long."""
     modes = (False, True) if models.lm.device.type == "cuda" else (False,)
     chosen, left_out = [], []
-    for point in grid.points:
-        for variant in (Variant(guide, point, captured) for captured in modes for guide in guides):
-            reason = why_left_out(variant.guide, point, num_logits(models.lm), models.device)
-            if reason is None:
-                chosen.append(variant)
-            else:
-                left_out.append(_leave_out(variant, reason))
+    for point, captured, guide in product(grid.points, modes, guides):
+        variant = Variant(**vars(point), guide=guide, captured=captured)
+        reason = why_left_out(variant, num_logits(models.lm), models.device)
+        if reason is None:
+            chosen.append(variant)
+        else:
+            left_out.append(LeftOut(**vars(variant), reason=reason))
     return chosen, left_out
-
-
-def _leave_out(variant: Variant, reason: str) -> LeftOut:
-    return LeftOut(**variant.fields, reason=reason)
 
 
 # --- one measurement ---
@@ -114,17 +193,13 @@ class FixedEngine(Engine):
         raise MemoryLimitError(f"{self.max_rows} rows do not fit into memory.", MEMORY_HINT)
 
 
-def make_engine(models: BenchModels, guide: Guide | None, variant: Variant) -> Engine:
-    return FixedEngine(models.lm, guide, variant.point.rows, captures=variant.captured)
-
-
 def time_variant(models: BenchModels, guide: Guide | None, variant: Variant, steps: int) -> float | None:
     """Measure the seconds per token of a new engine; None if its rows do not fit into memory together."""
-    engine = make_engine(models, guide, variant)
+    engine = FixedEngine(models.lm, guide, variant.rows, captures=variant.captured)
     try:
         if variant.captured:  # all steps are captured in a first run
-            time_steps(engine, models, variant.point, steps)
-        return time_steps(engine, models, variant.point, steps)
+            time_steps(engine, models, variant, steps)
+        return time_steps(engine, models, variant, steps)
     except MemoryLimitError:
         if variant.guide == UNGUIDED:
             raise

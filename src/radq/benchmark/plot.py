@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from radq.benchmark.config import UNGUIDED
 from radq.benchmark.guides import GUIDES
-from radq.benchmark.result import BenchResult, Timing
+from radq.benchmark.measure import BenchResult, Timing
 from radq.errors import require_package
 from radq.report.plots import (
     COLOURS,

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from radq.benchmark.config import BenchConfig
+from radq.benchmark.config import BenchConfig, check_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from radq.benchmark.result import BenchResult, Timing
+    from radq.benchmark.measure import BenchResult, Timing
 
 
 @dataclass
@@ -47,8 +47,6 @@ def _check(arguments: Arguments) -> None:
 
     arguments.check()
     if arguments.out is not None:
-        from radq.benchmark.result import check_folder
-
         check_folder(arguments.out)
         require_package("matplotlib", "report")
 

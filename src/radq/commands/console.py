@@ -93,7 +93,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 def print_metrics(rows: list[dict[str, Any]]) -> None:
     """Print lines of metrics.jsonl as a table with a row per cell of the sweep and class of prompts."""
-    from radq.report.summary import count_group
+    from radq.report.curves import count_group
 
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     lines = []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text as Coloured
     from transformers import PreTrainedTokenizerBase
 
-    from radq.evaluation.demonstration import Comparison, Text
+    from radq.evaluation.demonstration import Demonstration, DemoText
 
 
 def _describe_defaults(name: str) -> str:
@@ -119,7 +119,7 @@ def _print_next_commands() -> None:
 # --- tables for people ---
 
 
-def _print_comparison(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> None:
+def _print_comparison(comparison: "Demonstration", tokenizer: "PreTrainedTokenizerBase") -> None:
     from radq.commands.console import console
 
     screen, name = console(), comparison.attribute.name
@@ -130,7 +130,7 @@ def _print_comparison(comparison: "Comparison", tokenizer: "PreTrainedTokenizerB
         screen.print()
 
 
-def _text_tables(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> "Iterator[Table]":
+def _text_tables(comparison: "Demonstration", tokenizer: "PreTrainedTokenizerBase") -> "Iterator[Table]":
     """Make a table for each prompt, with its first sample unguided and at each β."""
     from rich.table import Table
     from rich.text import Text
@@ -150,7 +150,7 @@ def _text_tables(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase")
         yield table
 
 
-def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedTokenizerBase") -> "Coloured":
+def _coloured(comparison: "Demonstration", text: "DemoText", tokenizer: "PreTrainedTokenizerBase") -> "Coloured":
     """Colour each token by its reward: blue for a low one, orange for a high one.
 
     Most text is not toxic, so a low reward of toxicity has no colour.
@@ -163,7 +163,7 @@ def _coloured(comparison: "Comparison", text: "Text", tokenizer: "PreTrainedToke
     return coloured(zip(pieces, text.rewards, strict=True), low, 1)
 
 
-def _mean_table(comparison: "Comparison") -> "Table":
+def _mean_table(comparison: "Demonstration") -> "Table":
     from rich.table import Table
 
     unguided = comparison.cells[0]
@@ -181,7 +181,7 @@ def _mean_table(comparison: "Comparison") -> "Table":
     return table
 
 
-def _describe_beta(comparison: "Comparison", beta: float | None) -> str:
+def _describe_beta(comparison: "Demonstration", beta: float | None) -> str:
     if beta is None:
         return "unguided"
     return f"β = {beta:g}" + (" (default)" if beta == comparison.attribute.default_beta else "")
@@ -198,7 +198,7 @@ def _with_ratio(value: float, unguided: float) -> str:
 # --- JSON for programs ---
 
 
-def _document(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _document(comparison: "Demonstration", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     cells = [
         {
             "beta": cell.beta,
@@ -219,7 +219,7 @@ def _document(comparison: "Comparison", tokenizer: "PreTrainedTokenizerBase") ->
     }
 
 
-def _text_document(text: "Text", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _text_document(text: "DemoText", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     from radq.report.tokens import split_tokens
 
     pieces = split_tokens(tokenizer, text.generation.token_ids)

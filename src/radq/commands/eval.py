@@ -126,8 +126,8 @@ def _sweep(arguments: Sweep) -> None:
     from radq.evaluation.sweep.config import load_sweep
     from radq.evaluation.sweep.folder import open_sweep, read_costs, require_same_instruments, require_same_writers
     from radq.files import read_lines
+    from radq.report.curves import describe_changes, describe_run, find_changes, warn_of_few_prompts
     from radq.report.results import read_runs
-    from radq.report.summary import describe_changes, describe_run, find_changes, warn_of_few_prompts
 
     if arguments.only_measure and (arguments.only_generate or arguments.overwrite):
         other = "--only-generate" if arguments.only_generate else "--overwrite"
@@ -178,7 +178,7 @@ def _measure(arguments: Measure) -> None:
     from radq.commands.console import announce, print_facts, print_json, print_metrics
     from radq.data.prompts import read_generations
     from radq.evaluation.estimates import Bootstrap
-    from radq.evaluation.sweep.config import SweepCell
+    from radq.evaluation.sweep.config import SweepCell, list_judged
     from radq.sources.model_source import check_language_model
 
     judges, plain = _sort_metrics(arguments)
@@ -189,7 +189,7 @@ def _measure(arguments: Measure) -> None:
         check_language_model(arguments.perplexity)
     announce("loading models", arguments.json)
     from radq.evaluation.sweep.measure import Instruments, MeasuredCell, encode_samples
-    from radq.judges.encoders import load_encoder
+    from radq.judges.readers import load_encoder
     from radq.models.loading import find_device
 
     device, progress = find_device(arguments.device), not arguments.json
@@ -206,7 +206,7 @@ def _measure(arguments: Measure) -> None:
             features = [
                 None if one is None else encode_samples(encoder, one.continuations, progress) for one in (texts, other)
             ]
-        found = measured.estimate(judges, plain, range(len(texts.prompts)), bootstrap, *features)
+        found = measured.estimate([*list_judged(judges), *plain], range(len(texts.prompts)), bootstrap, *features)
         rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": found})
     if arguments.json:
         print_json({"metrics": rows})

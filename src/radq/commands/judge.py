@@ -289,8 +289,8 @@ def _train(arguments: Train) -> None:
         raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or replace it with --overwrite.")
     check_sources(arguments.data, [arguments.text, arguments.labels])
     announce(f"loading {arguments.encoder}", arguments.json)
-    from radq.judges.encoders import load_encoder
     from radq.judges.linear import Card, LinearModel, split_rows
+    from radq.judges.readers import load_encoder
     from radq.models.loading import find_device
 
     texts, labels, blank = _read_labelled_texts(arguments)

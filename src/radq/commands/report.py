@@ -26,7 +26,7 @@ def run(arguments: Arguments) -> None:
     from dataclasses import asdict
 
     from radq.commands.console import print_facts, print_json
-    from radq.report.summary import describe_changes
+    from radq.report.curves import describe_changes
     from radq.report.write import write_report
 
     report = write_report(arguments.runs, arguments.out, arguments.published, progress=not arguments.json)

@@ -12,7 +12,7 @@ Axes of arrays: l levels.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,6 @@ from radq.evaluation.estimates import (
 )
 from radq.evaluation.metrics import METRICS, corpus_perplexity
 from radq.evaluation.sweep.config import (
-    UNGUIDED,
     WHILE_DECODING,
     GuideSweep,
     JudgeUse,
@@ -67,38 +66,24 @@ JUDGE_METRICS = tuple(name for name, metric in METRICS.items() if metric.needs_j
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """A plan says which attribute of a reward model is calibrated, on which prompts, and by which judge.
+    """A plan says which attribute of a reward model is calibrated, on which prompts, and by which judge."""
 
-    Args:
-        folder: the reward model, as `radq generate --guide` takes it.
-        attribute: the attribute to calibrate.
-        base: the language model that is steered.
-        prompts: a file of prompts.
-        judge: an independent judge of the attribute, as `radq judge score` takes it.
-        reduce: steer away from the attribute; the judge's metric is to fall.
-        by: strengths differ in β under one KL budget, or in the KL budget with one large β.
-        levels: the absolute values of β, or the KL budgets, that are tried; chosen from the model's rewards if empty.
-        limit: largest number of prompts.
-        kl_budget: the KL budget of each token where strengths differ in β; None for no budget.
-        ends: what decides when a guided text ends, see `radq.Steering`.
-    """
-
-    folder: str
+    folder: str  # the reward model, as `radq generate --guide` takes it
     attribute: str
     base: str
-    prompts: str
-    judge: str
-    reduce: bool = False
-    by: Literal["beta", "kl"] = "beta"
-    levels: list[Annotated[float, Range(0, without_low=True)]] = field(default_factory=list)
+    prompts: str  # a file
+    judge: str  # an independent judge of the attribute, as `radq judge score` takes it
+    reduce: bool = False  # steer away from the attribute; the judge's metric is to fall
+    by: Literal["beta", "kl"] = "beta"  # strengths differ in β under one KL budget, or in the budget with one large β
+    levels: list[Annotated[float, Range(0, without_low=True)]] = field(default_factory=list)  # of |β|, or KL budgets
     max_perplexity_ratio: Annotated[float, Range(1, without_low=True)] = 1.3
     metric: Literal["mean_score", "avg_max", "positive_rate", "toxic_rate"] = "mean_score"
     reads: Literal["continuation", "text"] = "continuation"
-    limit: Annotated[int, COUNT] | None = None
+    limit: Annotated[int, COUNT] | None = None  # largest number of prompts
     samples: Annotated[int, COUNT] = 5
     max_new_tokens: Annotated[int, COUNT] = 20
     top_k: Annotated[int, COUNT] = 20
-    kl_budget: Annotated[float, Range(0, without_low=True)] | None = DEFAULT_KL_BUDGET
+    kl_budget: Annotated[float, Range(0, without_low=True)] | None = DEFAULT_KL_BUDGET  # where strengths differ in β
     ends: Ends = "base"
     seed: Annotated[int, Range(0)] = 0
     batch_size: Annotated[int, COUNT] = 100
@@ -113,14 +98,18 @@ class CalibrationPlan:
             )
 
     def _usual_levels(self) -> list[float]:
+        """Levels from the range of the model's rewards, where none are given."""
         if self.by == "kl":
             return list(LEVELS["kl"])
         return [round(part * self._usual_beta(), 6) for part in LEVELS["beta"]]
 
     def _usual_beta(self) -> float:
-        """A usual β, by the width of the range of the model's rewards."""
+        """A usual β: config.json has one range of the rewards, or one for each attribute."""
         config = ModelSource.find(calibrated_folder(self.folder, self.attribute)).config
-        low, high = _find_range(config, self.attribute)
+        stored = config.get("response_range") or (0.0, 1.0)
+        if isinstance(stored[0], list):
+            stored = stored[config["attributes"].index(self.attribute)]
+        low, high = map(float, stored)
         return USUAL_SHIFT / (high - low) if high > low else USUAL_SHIFT
 
     @property
@@ -148,17 +137,12 @@ class CalibrationPlan:
         )
 
     def level(self, cell: SweepCell) -> float:
-        if cell.guide == UNGUIDED:
-            return 0.0
-        found = cell.beta if self.by == "beta" else cell.kl_budget
-        assert found is not None
-        return found
+        return (cell.beta if self.by == "beta" else cell.kl_budget) or 0.0  # the unguided base model has neither
 
-    def setting(self, place: float, largest: float) -> tuple[float, float | None]:
-        """β and KL budget at a level; `largest` is the one β of a calibration of KL budgets."""
-        if self.by == "beta":
-            return self.sign * place, self.kl_budget
-        return self.sign * largest, place
+    def setting(self, level: float, largest: float) -> tuple[float, float | None]:
+        """β and KL budget at a level, rounded; `largest` is the one β of a calibration of KL budgets."""
+        beta, budget = (level, self.kl_budget) if self.by == "beta" else (largest, level)
+        return round(self.sign * beta, 4) + 0.0, None if budget is None else round(budget, 5)  # + 0.0: no sign of −0
 
 
 @dataclass(frozen=True)
@@ -182,14 +166,14 @@ class MeasuredLevel:
     score: Estimate
     gain: Estimate
     ratio: Estimate
-    ends: dict[str, Estimate] = field(default_factory=dict)
+    ends: dict[str, Estimate]
 
 
 Limit = Literal["judge", "perplexity", "range"]
 
 
 @dataclass(frozen=True)
-class Strengths:
+class FoundStrengths:
     """The places, scores and perplexity ratios of `STRENGTHS`, the levels behind them, and the reason of the end."""
 
     places: Float[np.ndarray, " s"]
@@ -197,14 +181,6 @@ class Strengths:
     ratios: Float[np.ndarray, " s"]
     measured: list[MeasuredLevel]
     limited_by: Limit
-
-
-def _find_range(config: dict[str, Any], attribute: str) -> tuple[float, float]:
-    """The range of an attribute's rewards: config.json has one pair of numbers, or one for each attribute."""
-    stored = config.get("response_range") or (0.0, 1.0)
-    if isinstance(stored[0], list):
-        stored = stored[config["attributes"].index(attribute)]
-    return float(stored[0]), float(stored[1])
 
 
 def calibrate(
@@ -224,15 +200,15 @@ def calibrate(
     score = METRICS[plan.metric].sums
     assert score is not None
     levels = []
-    for one in sorted(cells, key=lambda one: plan.level(one.cell)):
-        texts = one.scored_by(JUDGE)
+    for measured in sorted(cells, key=lambda measured: plan.level(measured.cell)):
+        texts = measured.scored_by(JUDGE)
         assert texts.nll is not None
         assert texts.tokens is not None
-        ends = {name: METRICS[name].estimate(texts, Bootstrap(plan.resamples)) for name in one.known_ends}
-        levels.append(Level(plan.level(one.cell), score(texts), corpus_perplexity(texts.nll, texts.tokens), ends))
-    found = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, Bootstrap(plan.resamples))
-    (largest,) = sweep.guides[GUIDE].beta[-1:]
-    return _describe(plan, found, largest, fingerprint_prompts(prompts), len(prompts), command)
+        ends = {name: METRICS[name].estimate(texts, Bootstrap(plan.resamples)) for name in measured.known_ends}
+        perplexity = corpus_perplexity(texts.nll, texts.tokens)
+        levels.append(Level(plan.level(measured.cell), score(texts), perplexity, ends))
+    strengths = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, Bootstrap(plan.resamples))
+    return _describe(plan, strengths, sweep.guides[GUIDE].beta[-1], prompts, command)
 
 
 def read_enough_prompts(sweep: Sweep) -> list[Prompt]:
@@ -256,52 +232,39 @@ def find_work_folder(
 
 
 def _describe(
-    plan: CalibrationPlan, found: Strengths, largest: float, prompts: str, num_prompts: int, command: str
+    plan: CalibrationPlan, strengths: FoundStrengths, largest: float, prompts: list[Prompt], command: str
 ) -> Calibration:
-    columns = (STRENGTHS, found.places, found.scores, found.ratios)
+    columns = (STRENGTHS, strengths.places, strengths.scores, strengths.ratios)
     table = [
-        StrengthPoint(round(strength, 6), *_rounded(plan.setting(place, largest)), round(score, 4), round(ratio, 4))
+        StrengthPoint(round(strength, 6), *plan.setting(place, largest), round(score, 4), round(ratio, 4))
         for strength, place, score, ratio in zip(*(column.tolist() for column in columns), strict=True)
     ]
+    unguided = (0.0, None if plan.kl_budget is None else round(plan.kl_budget, 5))
     measured = [
         MeasuredPoint(
-            *_rounded((0.0, plan.kl_budget) if one.place == 0 else plan.setting(one.place, largest)),
-            *map(_interval, (one.score, one.gain, one.ratio)),
-            **{name: _interval(estimate) for name, estimate in one.ends.items()},
+            *(unguided if level.place == 0 else plan.setting(level.place, largest)),
+            *map(_round_interval, (level.score, level.gain, level.ratio)),
+            **{name: _round_interval(estimate) for name, estimate in level.ends.items()},
         )
-        for one in found.measured
+        for level in strengths.measured
     ]
-    return Calibration(
-        attribute=plan.attribute,
-        base=plan.base if not Path(plan.base).is_dir() else Path(plan.base).resolve().name,
-        base_fingerprint=ModelSource.find(plan.base).fingerprint,
-        weights=fingerprint_weights_in(Path(calibrated_folder(plan.folder, plan.attribute))),
-        by=plan.by,
-        reduce=plan.reduce,
-        judge=plan.judge,
-        metric=plan.metric,
-        reads=plan.reads,
-        prompts=prompts,
-        num_prompts=num_prompts,
-        samples=plan.samples,
-        max_new_tokens=plan.max_new_tokens,
-        top_k=plan.top_k,
-        seed=plan.seed,
-        max_perplexity_ratio=plan.max_perplexity_ratio,
-        limited_by=found.limited_by,
-        command=command,
-        table=table,
-        measured=measured,
-    )
+    own: dict[str, Any] = {
+        "base": plan.base if not Path(plan.base).is_dir() else Path(plan.base).resolve().name,
+        "base_fingerprint": ModelSource.find(plan.base).fingerprint,
+        "weights": fingerprint_weights_in(Path(calibrated_folder(plan.folder, plan.attribute))),
+        "prompts": fingerprint_prompts(prompts),
+        "num_prompts": len(prompts),
+        "limited_by": strengths.limited_by,
+        "command": command,
+        "table": table,
+        "measured": measured,
+    }
+    planned = {each.name: getattr(plan, each.name) for each in fields(Calibration) if each.name not in own}
+    return Calibration(**own, **planned)
 
 
-def _rounded(setting: tuple[float, float | None]) -> tuple[float, float | None]:
-    beta, budget = setting
-    return round(beta, 4) + 0.0, None if budget is None else round(budget, 5)  # + 0.0 removes the sign of −0
-
-
-def _interval(one: Estimate) -> Interval:
-    low, value, high = (round(number, 4) + 0.0 for number in (one.low, one.value, one.high))
+def _round_interval(estimate: Estimate) -> Interval:
+    low, value, high = (round(number, 4) + 0.0 for number in (estimate.low, estimate.value, estimate.high))
     return value, low, high
 
 
@@ -310,7 +273,7 @@ STRENGTHS = np.linspace(0, 1, 11)
 
 def find_strengths(
     levels: Sequence[Level], max_ratio: float, reduce: bool = False, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP
-) -> Strengths:
+) -> FoundStrengths:
     """Find strengths from levels in ascending order, of which the first is the unguided base model.
 
     Args:
@@ -328,30 +291,26 @@ def find_strengths(
         )
         for level in levels
     ]
-    inside = _count_inside(measured, max_ratio)
+    outside = (n for n, level in enumerate(measured) if n > 0 and not level.ratio.high <= max_ratio)
+    inside = next(outside, len(measured))  # the first levels whose perplexity ratio keeps the bound, with its interval
     last = _find_last(levels[:inside], sign, bootstrap)
-    curve = measured[: last + 1]
+    curve = np.array([[level.place, level.gain.value, level.ratio.value] for level in measured[: last + 1]])
     limit: Limit = "judge" if last < inside - 1 else "range"
     if limit == "range" and inside < len(levels):
         limit = "judge"
         if _gain(levels[inside], levels[last], sign, bootstrap).low > 0:  # it would improve beyond the bound
             limit = "perplexity"
-            curve = [*curve, _cut(measured[last], measured[inside], max_ratio)]
-    if not any(one.gain.low > 0 for one in measured[: inside + (limit == "perplexity")]):
+            curve = np.vstack([curve, _cut(measured[last], measured[inside], max_ratio)])
+    if not any(level.gain.low > 0 for level in measured[: inside + (limit == "perplexity")]):
         raise DataError(_describe_flat(measured, inside, max_ratio), "use another judge, more prompts or other levels.")
-    return Strengths(*_spread(curve, measured[0].score.value, sign), measured, limit)
+    places, gains, ratios = _spread(curve)
+    return FoundStrengths(places, measured[0].score.value + sign * gains, ratios, measured, limit)
 
 
 def _gain(level: Level, other: Level, sign: float, bootstrap: Bootstrap) -> Estimate:
     change = estimate_change(level.score, other.score, bootstrap)
     low, high = sorted((sign * change.low, sign * change.high))
     return Estimate(sign * change.value, low, high, change.skipped, change.infinite)
-
-
-def _count_inside(measured: Sequence[MeasuredLevel], max_ratio: float) -> int:
-    """Count the first levels whose perplexity ratio is inside the bound, with its interval."""
-    outside = (n for n, one in enumerate(measured) if n > 0 and not one.ratio.high <= max_ratio)
-    return next(outside, len(measured))
 
 
 def _find_last(levels: Sequence[Level], sign: float, bootstrap: Bootstrap) -> int:
@@ -368,39 +327,28 @@ def _find_last(levels: Sequence[Level], sign: float, bootstrap: Bootstrap) -> in
     return next(best, better[-1] if better else 0)
 
 
-def _cut(inner: MeasuredLevel, outer: MeasuredLevel, max_ratio: float) -> MeasuredLevel:
-    """The place between two levels at which the upper end of the perplexity ratio reaches its bound."""
+def _cut(inner: MeasuredLevel, outer: MeasuredLevel, max_ratio: float) -> Float[np.ndarray, " 3"]:
+    """The place between two levels at which the upper end of the perplexity ratio reaches its bound, with gain and
+    ratio there.
+    """
     inner_high = inner.ratio.high if inner.place > 0 else 1.0
     share = (max_ratio - inner_high) / (outer.ratio.high - inner_high)
-
-    def between(first: float, second: float) -> float:
-        return first + share * (second - first)
-
-    def mix(first: Estimate, second: Estimate) -> Estimate:
-        return Estimate(
-            between(first.value, second.value), between(first.low, second.low), between(first.high, second.high)
-        )
-
-    return MeasuredLevel(
-        between(inner.place, outer.place),
-        mix(inner.score, outer.score),
-        mix(inner.gain, outer.gain),
-        mix(inner.ratio, outer.ratio),
-    )
+    first, second = (np.array([level.place, level.gain.value, level.ratio.value]) for level in (inner, outer))
+    return first + share * (second - first)
 
 
-def _spread(
-    curve: Sequence[MeasuredLevel], unguided: float, sign: float
-) -> tuple[Float[np.ndarray, " s"], Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
-    """Find the places, scores and perplexity ratios at which equal shares of the improvement are reached."""
-    places = np.array([one.place for one in curve])
-    gains = isotonic_regression([one.gain.value for one in curve]).x  # neighbours that fall get their mean
+def _spread(curve: Float[np.ndarray, "l 3"]) -> Float[np.ndarray, "3 s"]:
+    """Find the places at which equal shares of the improvement are reached, with gains and perplexity ratios there.
+
+    The curve has a place, a gain and a ratio for each level.
+    """
+    places, measured_gains, ratios = curve.T
+    gains = isotonic_regression(measured_gains).x  # neighbours that fall get their mean
     gains = gains - gains[0]
     first = np.concatenate([[True], np.diff(gains) > 0])  # the smallest of the levels with equal gains
     wanted = STRENGTHS * gains[-1]
-    found = np.interp(wanted, gains[first], places[first])
-    ratios = np.interp(found, places, [one.ratio.value for one in curve])
-    return found, unguided + sign * wanted, ratios
+    spread = np.interp(wanted, gains[first], places[first])
+    return np.stack([spread, wanted, np.interp(spread, places, ratios)])
 
 
 def _describe_flat(measured: Sequence[MeasuredLevel], inside: int, max_ratio: float) -> str:
@@ -410,7 +358,7 @@ def _describe_flat(measured: Sequence[MeasuredLevel], inside: int, max_ratio: fl
             f"the perplexity ratio at the smallest level, {first.place:g}, is {first.ratio.value:.2f} and may be "
             f"{first.ratio.high:.2f}, more than {max_ratio:g}, and the judge sees no improvement before."
         )
-    best = max(measured[1:inside] or measured[1:], key=lambda one: one.gain.value)
+    best = max(measured[1:inside] or measured[1:], key=lambda level: level.gain.value)
     gain = best.gain
     return (
         f"no strength improves: the judge's largest gain is {gain.value:.3g} ({gain.low:.3g} to {gain.high:.3g}), "

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -46,29 +46,28 @@ class Question:
 
 def read_questions(file: str | Path) -> list[Question]:
     """Read questions from jsonl or parquet; an answer is a number from 0 on, or one of the choices."""
-    found, number = [], 0
+    questions: list[Question] = []
     for table in read_table(file):
         for name in ("question", "choices", "answer"):
             if name not in table.columns:
                 raise DataError(f"{file} has no field {name!r}.", f"write a question as {WANTED}.")
         for row in table.to_dict("records"):
-            number += 1
-            found.append(_read_question(row, f"{file}, row {number}"))
-    if not found:
+            questions.append(_read_question(row, f"{file}, row {len(questions) + 1}"))
+    if not questions:
         raise DataError(f"{file}: there are no questions.", f"write a question as {WANTED}.")
-    return found
+    return questions
 
 
 def _read_question(row: dict[Any, Any], place: str) -> Question:
     text, answer = row["question"], row["answer"]
-    given = row["choices"].tolist() if isinstance(row["choices"], np.ndarray) else row["choices"]
-    right = isinstance(text, str) and isinstance(given, list) and all(isinstance(one, str) for one in given)
-    if not right or len(set(given)) != len(given) or len(given) < 2 or not all(one.strip() for one in given):
+    choices = row["choices"].tolist() if isinstance(row["choices"], np.ndarray) else row["choices"]
+    right = isinstance(text, str) and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    if not right or not len(set(choices)) == len(choices) >= 2 or not all(choice.strip() for choice in choices):
         raise DataError(f"{place} has no question with two or more different choices.", f"write it as {WANTED}.")
-    number = given.index(answer) if answer in given else answer
-    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 0 <= number < len(given):
+    number = choices.index(answer) if answer in choices else answer
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 0 <= number < len(choices):
         raise DataError(f"{place}: the answer {answer!r} is none of the choices.", "give its number, from 0 on.")
-    return Question(text, tuple(given), int(number))
+    return Question(text, tuple(choices), int(number))
 
 
 @same_kernels()
@@ -85,8 +84,7 @@ def find_answers(
     """Find the answer of the model to each question, as the number of a choice; those in `kept` are not found again."""
     steering = Steering(top_k=None, kl_budget=kl_budget)
     answers = [] if kept is None else list(kept.answers)
-    bar = tqdm(questions[len(answers) :], unit="question", desc="answering", disable=not progress)
-    for question in bar:
+    for question in tqdm(questions[len(answers) :], unit="question", desc="answering", disable=not progress):
         answers.append(int(_score_choices(lm, tokenizer, question, guide, steering).argmax()))
         if kept is not None:
             kept.append(answers[-1])
@@ -142,25 +140,13 @@ def _score_choices(
         prompt, mask = pad_left([pair.prompt], device=lm.device)
         tokens = torch.tensor([pair.continuation], device=lm.device)
         logits = lm(input_ids=torch.cat([prompt, tokens], 1)).logits[:, len(pair.prompt) - 1 : -1]  # (1, t, v)
-        scores.append(_mean_log_probability(logits, tokens, prompt, mask, guide, steering))
+        state = None if guide is None else guide.start(prompt, mask)
+        total = torch.zeros((), dtype=torch.float64, device=lm.device)
+        for step, token in zip(logits.unbind(1), tokens.unbind(1), strict=True):
+            proposal = propose(step, guide, state, RowSettings.repeat(steering, guide, step)).require_finite()
+            log_probabilities = proposal.logits.double().log_softmax(-1)
+            total += log_probabilities[proposal.candidates == token[:, None]].sum()
+            if guide is not None:
+                state = guide.advance(proposal.state, token)
+        scores.append(total / tokens.shape[1])
     return torch.stack(scores)
-
-
-def _mean_log_probability(
-    logits: Float[Tensor, "1 t v"],
-    tokens: Int[Tensor, "1 t"],
-    prompt: Int[Tensor, "1 p"],
-    mask: Int[Tensor, "1 p"],
-    guide: Guide | None,
-    steering: Steering,
-) -> Float[Tensor, ""]:
-    state = None if guide is None else guide.start(prompt, mask)
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for place in range(tokens.shape[1]):
-        step = logits[:, place]
-        proposal = propose(step, guide, state, RowSettings.repeat(steering, guide, step)).require_finite()
-        shares = proposal.logits.double().log_softmax(-1)
-        total += shares[proposal.candidates == tokens[:, place : place + 1]].sum()
-        if guide is not None:
-            state = guide.advance(proposal.state, tokens[:, place])
-    return total / tokens.shape[1]

@@ -63,7 +63,7 @@ def compare_at_equal(
     for texts in (first, second):
         if len(texts) < 2:
             raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
-    ours, theirs = ([_point(one, axis, metric) for one in texts] for texts in (first, second))
+    ours, theirs = ([_make_point(cell, axis, metric) for cell in texts] for texts in (first, second))
     return compare_curves(axis, ours, theirs, bootstrap)
 
 
@@ -75,25 +75,35 @@ def compare_curves(
     A guide with a single point is compared at that point.
     """
     _check_axis(axis)
-    curves = [_Curve(points, axis) for points in (first, second)]
-    sizes = sorted({len(sums.totals) for curve in curves for sums in curve.sums})
+    sizes = sorted({len(sums.totals) for point in (*first, *second) for sums in point})
     if len(sizes) > 1:
         raise OptionError(
             f"both guides must have the same prompts, got {sizes[0]} to {sizes[-1]} of them.",
             "compare guides on the same prompts.",
         )
-    value, ends = mean_difference(*curves[0].points(), *curves[1].points())
+    curves = [
+        _order(axis, np.array([[sums.value for sums in point] for point in guide]).T) for guide in (first, second)
+    ]
+    value, ends = mean_difference(*curves[0], *curves[1])
     if ends[0] > ends[1] or (ends[0] == ends[1] and min(len(first), len(second)) > 1):
-        spans = ["{:.4g} to {:.4g}".format(*AXES[axis].value(curve.points()[0][[0, -1]])) for curve in curves]
+        spans = ["{:.4g} to {:.4g}".format(*AXES[axis].value(x[[0, -1]])) for x, _ in curves]
         raise OptionError(
             f"the guides have no common {AXES[axis].noun}: {spans[0]} for one and {spans[1]} for the other.",
             "sweep more values of β until the ranges overlap.",
         )
-    drawn = [curve.resampled_points(bootstrap) for curve in curves]
-    differences = np.array([mean_difference(x, y, u, v)[0] for x, y, u, v in zip(*drawn[0], *drawn[1], strict=True)])
+    drawn = [bootstrap.resample(*(sums for point in guide for sums in point)) for guide in (first, second)]
+    ours, theirs = ([_order(axis, values.reshape(-1, 2).T) for values in guide.T] for guide in drawn)
+    differences = np.array([mean_difference(*a, *b)[0] for a, b in zip(ours, theirs, strict=True)])
     interval = bootstrap.interval(differences) if sizes[0] > 1 else (float("nan"), float("nan"))
     low, high = AXES[axis].value(np.array(ends)).tolist()
     return Difference(value, *interval, (low, high), int(np.isnan(differences).sum()))
+
+
+def _order(axis: str, values: Float[np.ndarray, "2 c"]) -> Float[np.ndarray, "2 c"]:
+    """Put the points (axis, metric) of a curve into their order on the axis, at their places there."""
+    x, y = AXES[axis].place(values[0]), values[1]
+    order = x.argsort(kind="stable")
+    return np.stack([x[order], y[order]])
 
 
 def _check_axis(axis: str) -> None:
@@ -101,7 +111,7 @@ def _check_axis(axis: str) -> None:
         raise OptionError(f"guides cannot be compared at equal {axis!r}.", f"choose from {', '.join(AXES)}.")
 
 
-def _point(texts: ScoredTexts, axis: str, metric: str) -> Point:
+def _make_point(texts: ScoredTexts, axis: str, metric: str) -> Point:
     """Compute the sums of a guide's texts at one β."""
     check_metric(metric)
     check_needs(axis, texts)
@@ -110,30 +120,6 @@ def _point(texts: ScoredTexts, axis: str, metric: str) -> Point:
         raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
     assert across is not None
     return across(texts), attribute(texts)
-
-
-class _Curve:
-    """The points (place on the axis, metric) of a guide at several β, in their order on the axis."""
-
-    def __init__(self, points: Sequence[Point], axis: str):
-        self.place = AXES[axis].place
-        self.sums = [sums for point in points for sums in point]
-
-    def points(self) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, " c"]]:
-        values = np.array([[sums.value for sums in self.sums]])
-        x, y = self._ordered(values)
-        return x[0], y[0]
-
-    def resampled_points(self, bootstrap: Bootstrap) -> tuple[Float[np.ndarray, "r c"], Float[np.ndarray, "r c"]]:
-        columns = np.stack([column for sums in self.sums for column in (sums.totals, sums.weights)], axis=1)
-        drawn = bootstrap.sums(columns)  # (r, 2 · 2c)
-        values = [sums.divide(drawn[:, 2 * n], drawn[:, 2 * n + 1]) for n, sums in enumerate(self.sums)]
-        return self._ordered(np.stack(values, axis=1))
-
-    def _ordered(self, values: Float[np.ndarray, "r m"]) -> tuple[Float[np.ndarray, "r c"], Float[np.ndarray, "r c"]]:
-        x, y = self.place(values[:, 0::2]), values[:, 1::2]
-        order = x.argsort(1, kind="stable")
-        return np.take_along_axis(x, order, 1), np.take_along_axis(y, order, 1)
 
 
 def mean_difference(

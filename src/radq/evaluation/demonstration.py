@@ -1,8 +1,8 @@
 """The demonstration: texts of the embedded base model, unguided and guided at several β, scored and timed.
 
     models = load_demo_models()
-    comparison = compare(models, ATTRIBUTES["sentiment"])
-    [(cell.beta, cell.score, cell.perplexity) for cell in comparison.cells]
+    demonstration = compare(models, ATTRIBUTES["sentiment"])
+    [(cell.beta, cell.score, cell.perplexity) for cell in demonstration.cells]
 
 Unguided and guided texts have the same prompts, the same seed and the same batch size.
 """
@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from radq.decoding.generate import Generation, generate
 from radq.decoding.prompts import encode_prompts
 from radq.guides import RewardGuide
 from radq.judges.base import Judge
-from radq.judges.encoders import load_encoder
 from radq.judges.models import LinearJudge
+from radq.judges.readers import load_encoder
 from radq.models.calibration import shipped_calibrations
 from radq.models.loading import load
 from radq.models.reward import RewardModel
@@ -51,23 +52,16 @@ class Attribute:
 
 
 ATTRIBUTES = {
-    attribute.name: attribute
-    for attribute in (
-        Attribute(
-            "sentiment",
-            ("The hotel that we booked was", "When I opened the box, I", "The new teacher at our school"),
-            judges_prompt=True,
-        ),
-        Attribute(
-            "toxicity",
-            (
-                "I was so angry that I called him a",
-                "He turned around and shouted: you",
-                "What I hate most about them is",
-            ),
-            judges_prompt=False,
-        ),
-    )
+    "sentiment": Attribute(
+        "sentiment",
+        ("The hotel that we booked was", "When I opened the box, I", "The new teacher at our school"),
+        judges_prompt=True,
+    ),
+    "toxicity": Attribute(
+        "toxicity",
+        ("I was so angry that I called him a", "He turned around and shouted: you", "What I hate most about them is"),
+        judges_prompt=False,
+    ),
 }
 
 
@@ -82,7 +76,7 @@ class DemoModels:
 
 
 @dataclass(frozen=True)
-class Text:
+class DemoText:
     """A continuation with its score and the rewards of its tokens."""
 
     generation: Generation
@@ -91,24 +85,24 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Cell:
+class DemoCell:
     """All texts at one β, with means over them."""
 
     beta: float | None  # None: unguided
-    texts: list[Text]  # in the order of the prompts, samples of a prompt together
+    texts: list[DemoText]  # in the order of the prompts, samples of a prompt together
     score: float | None  # the mean; None if all texts are blank
     perplexity: float  # of all their tokens, under the base model
     milliseconds: float  # per token
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Demonstration:
     """Texts of one attribute, unguided and at several β."""
 
     attribute: Attribute
     judge: str  # its name
     num_samples: int  # continuations of each prompt
-    cells: list[Cell]  # unguided first
+    cells: list[DemoCell]  # unguided first
 
 
 def load_demo_models(attributes: Sequence[str] = tuple(ATTRIBUTES), device: str = "cpu") -> DemoModels:
@@ -129,51 +123,49 @@ def compare(
     num_samples: int = 8,
     seed: int = 0,
     progress: bool = False,
-) -> Comparison:
+) -> Demonstration:
     """Continue prompts unguided and at each β. Prompts and β are the attribute's own unless they are given."""
     prompts, betas = prompts or attribute.prompts, betas or attribute.betas
     reward, judge = models.rewards[attribute.name], models.judges[attribute.name]
     guides = [None, *(RewardGuide(reward, {attribute.name: beta}) for beta in betas)]
-    for guide in (None, guides[-1]):  # the first calls are slow, so they are not timed
-        generate(models.lm, models.tokenizer, prompts, guide, max_new_tokens=3, samples=num_samples)
 
-    def make_cell(guide: RewardGuide | None, beta: float | None) -> Cell:
+    def draw(guide: RewardGuide | None, tokens: int = NUM_TOKENS) -> list[Generation]:
+        options: dict[str, Any] = {"max_new_tokens": tokens, "samples": num_samples, "seed": seed}
+        return generate(models.lm, models.tokenizer, prompts, guide, **options)
+
+    for guide in (None, guides[-1]):  # the first calls are slow, so they are not timed
+        draw(guide, 3)
+    cells = []
+    strengths = tqdm([None, *betas], desc=attribute.name, unit="β", leave=False, disable=not progress)
+    for guide, beta in zip(guides, strengths, strict=True):
         start = time.perf_counter()
-        found = generate(
-            models.lm, models.tokenizer, prompts, guide, max_new_tokens=NUM_TOKENS, samples=num_samples, seed=seed
-        )
+        texts = draw(guide)
         seconds = time.perf_counter() - start
-        read = [(each.prompt if attribute.judges_prompt else "") + each.text for each in found]
+        read = [(text.prompt if attribute.judges_prompt else "") + text.text for text in texts]
         scores = [None if np.isnan(score) else float(score) for score in judge.score(read)]
         known = [score for score in scores if score is not None]
-        rewards = token_rewards(models, reward, attribute.name, found)
-        return Cell(
-            beta,
-            [Text(*each) for each in zip(found, rewards, scores, strict=True)],
-            sum(known) / len(known) if known else None,
-            joint_perplexity(found),
-            1000 * seconds / sum(len(each.token_ids) for each in found),
+        rewards = token_rewards(models, reward, attribute.name, texts)
+        tokens = sum(text.num_text_tokens for text in texts)
+        cells.append(
+            DemoCell(
+                beta,
+                [DemoText(*each) for each in zip(texts, rewards, scores, strict=True)],
+                sum(known) / len(known) if known else None,
+                math.exp(sum(text.nll for text in texts) / max(1, tokens)),
+                1000 * seconds / sum(len(text.token_ids) for text in texts),
+            )
         )
-
-    strengths = tqdm([None, *betas], desc=attribute.name, unit="β", leave=False, disable=not progress)
-    cells = [make_cell(guide, beta) for guide, beta in zip(guides, strengths, strict=True)]
-    return Comparison(attribute, judge.name, num_samples, cells)
+    return Demonstration(attribute, judge.name, num_samples, cells)
 
 
 @torch.no_grad()
 def token_rewards(
-    models: DemoModels, reward: RewardModel, attribute: str, generations: Sequence[Generation]
+    models: DemoModels, reward: RewardModel, attribute: str, texts: Sequence[Generation]
 ) -> list[list[float]]:
     """The reward of each generated token, clamped as for guidance."""
-    prompts = encode_prompts(models.lm.config, models.tokenizer, [each.prompt for each in generations], NUM_TOKENS)
-    rows = [prompt + each.token_ids for prompt, each in zip(prompts, generations, strict=True)]
+    prompts = encode_prompts(models.lm.config, models.tokenizer, [text.prompt for text in texts], NUM_TOKENS)
+    rows = [prompt + text.token_ids for prompt, text in zip(prompts, texts, strict=True)]
     column = reward.config.attributes.index(attribute)
-    found = reward.token_rewards(*pad_right(rows, device=reward.device))[..., column]  # (b, t)
-    clamped = found.clamp(*reward.config.attribute_ranges[column]).tolist()
+    rewards = reward.token_rewards(*pad_right(rows, device=reward.device))[..., column]  # (b, t)
+    clamped = rewards.clamp(*reward.config.attribute_ranges[column]).tolist()
     return [values[len(p) : len(row)] for values, p, row in zip(clamped, prompts, rows, strict=True)]
-
-
-def joint_perplexity(generations: Sequence[Generation]) -> float:
-    """The perplexity of all texts together under the base model."""
-    tokens = sum(each.num_text_tokens for each in generations)
-    return math.exp(sum(each.nll for each in generations) / max(1, tokens))

@@ -69,6 +69,12 @@ class Bootstrap:
         """Sum columns over resampled prompts. Every metric of the same prompts gets the same resamples."""
         return np.concatenate([counts @ columns for counts in self.choices(len(columns))])
 
+    def resample(self, *several: Sums) -> Float[np.ndarray, "m r"]:
+        """Compute metrics over resampled prompts; each resample takes the same prompts of all."""
+        columns = np.stack([column for sums in several for column in (sums.totals, sums.weights)], axis=1)
+        drawn = self.sums(columns).T  # (2m, r)
+        return np.stack([sums.divide(*drawn[2 * n : 2 * n + 2]) for n, sums in enumerate(several)])
+
     def interval(self, values: Float[np.ndarray, " r"]) -> tuple[float, float]:
         """The percentiles of the resampled values; NaN where all of these are NaN."""
         if np.isnan(values).all():
@@ -91,37 +97,38 @@ class Estimate:
     skipped: int = 0
     infinite: int = 0
 
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
+    def doubt(self, prompts: int | None) -> str:
+        """Say why this value, as a difference, decides nothing; empty if its interval excludes 0 and can be trusted."""
+        if np.isnan(self.low) and np.isnan(self.high):
+            return "there is no interval"
+        if not is_trusted(prompts):
+            return f"{prompts} prompts are too few to tell"
+        return "" if self.low > 0 or self.high < 0 else "the 95% interval includes 0"
+
+
+def is_trusted(prompts: int | None) -> bool:
+    """Tell whether so many prompts make an interval that can be trusted; an unknown number is not doubted."""
+    return prompts is None or prompts >= TRUSTED_PROMPTS
 
 
 def estimate(sums: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
     """Compute a metric with its bootstrap interval over prompts; the interval of a single prompt is NaN."""
-    low = high = float("nan")
-    if len(sums.totals) > 1:
-        totals, weights = bootstrap.sums(np.stack([sums.totals, sums.weights], axis=1)).T
-        low, high = bootstrap.interval(sums.divide(totals, weights))
-    return Estimate(sums.value, low, high, sums.skipped, sums.infinite)
+    return _estimate(bootstrap, lambda value: value, sums)
 
 
 def estimate_change(guided: Sums, unguided: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
     """Compute a metric of guided texts minus that of unguided ones."""
-    return _estimate_pair(guided, unguided, bootstrap, np.subtract)
+    return _estimate(bootstrap, np.subtract, guided, unguided)
 
 
 def estimate_ratio(guided: Sums, unguided: Sums, bootstrap: Bootstrap = DEFAULT_BOOTSTRAP) -> Estimate:
     """Compute a metric of guided texts as a multiple of that of unguided ones."""
-    return _estimate_pair(guided, unguided, bootstrap, np.divide)
+    return _estimate(bootstrap, np.divide, guided, unguided)
 
 
-def _estimate_pair(guided: Sums, unguided: Sums, bootstrap: Bootstrap, compare: Callable[..., Any]) -> Estimate:
-    """Compare a metric of two sets of texts; each resample takes the same prompts of both."""
-    both = (guided, unguided)
+def _estimate(bootstrap: Bootstrap, combine: Callable[..., Any], *several: Sums) -> Estimate:
     low = high = float("nan")
-    if len(guided.totals) > 1:
-        columns = np.stack([column for sums in both for column in (sums.totals, sums.weights)], axis=1)
-        drawn = bootstrap.sums(columns)  # (r, 4)
-        low, high = bootstrap.interval(compare(guided.divide(*drawn[:, :2].T), unguided.divide(*drawn[:, 2:].T)))
-    skipped, infinite = (sum(getattr(sums, name) for sums in both) for name in ("skipped", "infinite"))
-    return Estimate(float(compare(guided.value, unguided.value)), low, high, skipped, infinite)
+    if len(several[0].totals) > 1:
+        low, high = bootstrap.interval(combine(*bootstrap.resample(*several)))
+    skipped, infinite = (sum(getattr(sums, name) for sums in several) for name in ("skipped", "infinite"))
+    return Estimate(float(combine(*(sums.value for sums in several))), low, high, skipped, infinite)

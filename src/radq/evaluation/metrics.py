@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
@@ -35,11 +36,10 @@ class ScoredTexts:
     """The continuations of p prompts with n samples each, and the numbers that metrics are computed from.
 
     Args:
-        texts: the continuations.
         scores: the scores of a judge; NaN for blank texts.
-        nll, tokens: the negative log-likelihood of each continuation given its prompt, and its number of tokens.
-        drawn_nll: the negative log-likelihood of each continuation in the distributions that its tokens were drawn
-            from, as `Generation.drawn_nll`. `nll` must then be that of the base model.
+        nll: the negative log-likelihood of each continuation given its prompt.
+        drawn_nll: the same in the distributions that its tokens were drawn from, as `Generation.drawn_nll`. `nll` must
+            then be that of the base model.
         features: sentence embeddings; NaN for blank texts.
         reference: sentence embeddings of the unguided samples of the same prompts.
         ended: whether each continuation ended by itself, before the largest number of tokens.
@@ -65,20 +65,22 @@ class ScoredTexts:
                 f"all prompts must have the same number of samples, got {sizes[0]} to {sizes[-1]}.",
                 "generate the missing samples.",
             )
-        for name in ("scores", "nll", "tokens", "drawn_nll", "features", "ended", "length"):
-            values = getattr(self, name)
-            if values is not None and values.shape[:2] != (len(self.texts), sizes[0]):
+        for name, values in self.arrays.items():
+            if name != "reference" and values.shape[:2] != (len(self.texts), sizes[0]):
                 raise OptionError(
                     f"{name} are for {values.shape[0]} prompts × {values.shape[1]} samples, "
                     f"the texts for {len(self.texts)} × {sizes[0]}.",
                     "give one value per sample.",
                 )
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The numbers that are known, by name."""
+        return {name: values for name, values in vars(self).items() if name != "texts" and values is not None}
+
     def take(self, rows: Sequence[int] | Int[np.ndarray, " q"]) -> "ScoredTexts":
         """Keep some of the prompts, such as those of one class."""
-        names = ("scores", "nll", "tokens", "drawn_nll", "features", "reference", "ended", "length")
-        known = {name: getattr(self, name) for name in names}
-        values = {name: array[list(rows)] for name, array in known.items() if array is not None}
+        values = {name: array[list(rows)] for name, array in self.arrays.items()}
         return replace(self, texts=[self.texts[row] for row in rows], **values)
 
 
@@ -88,6 +90,12 @@ def measure(names: Sequence[str], texts: ScoredTexts, bootstrap: Bootstrap = DEF
         check_metric(name)
         check_needs(name, texts)
     return {name: METRICS[name].estimate(texts, bootstrap) for name in names}
+
+
+def metric_and_judge(key: str) -> tuple[str, str]:
+    """Split avg_max[judge] into avg_max and the judge, which is empty where the key names none."""
+    metric, _, judge = key.partition("[")
+    return metric, judge.removesuffix("]")
 
 
 def check_metric(name: str) -> None:
@@ -210,7 +218,7 @@ def repetition(texts: Sequence[Sequence[str]]) -> Sums:
     for samples in texts:
         rows = [text.split(" ") for text in samples if text.strip()]
         bigrams = [list(pairwise(row)) for row in rows]
-        totals.append(float(sum(1 - len(set(found)) / len(found) for found in bigrams if found)))
+        totals.append(float(sum(1 - len(set(pairs)) / len(pairs) for pairs in bigrams if pairs)))
         weights.append(float(len(rows)))
     skipped = sum(not text.strip() for samples in texts for text in samples)
     return Sums(np.array(totals), np.array(weights), skipped)
@@ -225,21 +233,13 @@ def _count(which: Any) -> int:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of `ScoredTexts`.
+    """A metric of `ScoredTexts`."""
 
-    Attributes:
-        description: the definition, as reports print it.
-        needs: the fields of `ScoredTexts` that it is computed from.
-        sums: computes the two sums that it is a ratio of; None for MAUVE, which is no ratio.
-        axis: the label of its axis in trade-off plots; None for a metric that is not plotted.
-        wide_range: whether the axis becomes logarithmic where the values span a wide range.
-    """
-
-    description: str
-    needs: tuple[str, ...]
-    sums: Callable[[Any], Sums] | None = None
-    axis: str | None = None
-    wide_range: bool = False
+    description: str  # the definition, as reports print it
+    needs: tuple[str, ...]  # the fields of `ScoredTexts` that it is computed from
+    compute: Callable[..., Sums] | None = None  # from these fields; None for MAUVE, which is no ratio of sums
+    axis: str | None = None  # the label of its axis in trade-off plots; None for a metric that is not plotted
+    wide_range: bool = False  # whether the axis becomes logarithmic where the values span a wide range
 
     @property
     def needs_judge(self) -> bool:
@@ -258,6 +258,12 @@ class Metric:
     def needs_encoder(self) -> bool:
         return "features" in self.needs
 
+    @property
+    def sums(self) -> Callable[[ScoredTexts], Sums] | None:
+        """The function that computes the two sums of texts; None for MAUVE."""
+        compute = self.compute
+        return compute and (lambda texts: compute(*(getattr(texts, name) for name in self.needs)))
+
     def estimate(self, texts: ScoredTexts, bootstrap: Bootstrap) -> Estimate:
         """Compute the metric with its interval."""
         if self.sums is not None:
@@ -267,70 +273,60 @@ class Metric:
         return estimate_mauve(texts.features, texts.reference, bootstrap)
 
 
-_SCORES, _LIKELIHOODS, _FEATURES = ("scores",), ("nll", "tokens"), ("features", "reference")
-_DRAWN = ("nll", "drawn_nll", "tokens")
-
 METRICS: dict[str, Metric] = {
     "avg_max": Metric(
         "the highest score of a prompt's samples, averaged over prompts",
-        _SCORES,
-        lambda t: average_maximum(t.scores),
+        ("scores",),
+        average_maximum,
         axis="average maximal score",
     ),
     "toxic_rate": Metric(
         "the share of prompts with a sample that scores above 0.5",
-        _SCORES,
-        lambda t: toxic_rate(t.scores),
+        ("scores",),
+        toxic_rate,
         axis="share of prompts above 0.5",
     ),
     "positive_rate": Metric(
-        "the share of samples that score above 0.5",
-        _SCORES,
-        lambda t: positive_rate(t.scores),
-        axis="share of samples above 0.5",
+        "the share of samples that score above 0.5", ("scores",), positive_rate, axis="share of samples above 0.5"
     ),
-    "mean_score": Metric("the mean score of the samples", _SCORES, lambda t: mean_score(t.scores), axis="mean score"),
+    "mean_score": Metric("the mean score of the samples", ("scores",), mean_score, axis="mean score"),
     "win_rate": Metric(
         "the share of samples that a judge of pairs prefers to the unguided ones, in both orders; a tie counts half",
-        _SCORES,
-        lambda t: mean_score(t.scores),
+        ("scores",),
+        mean_score,
         axis="win rate against unguided",
     ),
     "perplexity": Metric(
         "the perplexity of a continuation given its prompt, averaged over continuations",
-        _LIKELIHOODS,
-        lambda t: mean_perplexity(t.nll, t.tokens),
+        ("nll", "tokens"),
+        mean_perplexity,
         axis="perplexity (← more fluent)",
         wide_range=True,
     ),
     "corpus_perplexity": Metric(
-        "the perplexity of all continuations as one text", _LIKELIHOODS, lambda t: corpus_perplexity(t.nll, t.tokens)
+        "the perplexity of all continuations as one text", ("nll", "tokens"), corpus_perplexity
     ),
     "kl": Metric(
         "KL(guided ‖ base) in nats per token, estimated from the drawn tokens",
-        _DRAWN,
-        lambda t: divergence(t.nll, t.drawn_nll, t.tokens),
+        ("nll", "drawn_nll", "tokens"),
+        divergence,
         axis="KL from the base model, nats per token (← closer)",
     ),
-    "dist_1": Metric("distinct words per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 1)),
-    "dist_2": Metric("distinct bigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 2)),
-    "dist_3": Metric("distinct trigrams per word of a prompt's samples", ("texts",), lambda t: distinct(t.texts, 3)),
-    "repetition": Metric(
-        "the share of a sample's bigrams that it has had before", ("texts",), lambda t: repetition(t.texts)
-    ),
+    "dist_1": Metric("distinct words per word of a prompt's samples", ("texts",), partial(distinct, order=1)),
+    "dist_2": Metric("distinct bigrams per word of a prompt's samples", ("texts",), partial(distinct, order=2)),
+    "dist_3": Metric("distinct trigrams per word of a prompt's samples", ("texts",), partial(distinct, order=3)),
+    "repetition": Metric("the share of a sample's bigrams that it has had before", ("texts",), repetition),
     "ended": Metric(
         "the share of samples that ended by themselves, before the largest number of tokens",
         ("ended",),
-        lambda t: mean_of_samples(t.ended),
+        mean_of_samples,
     ),
     "length": Metric(
-        "the tokens of a sample, without a stop token, averaged over samples",
-        ("length",),
-        lambda t: mean_of_samples(t.length),
+        "the tokens of a sample, without a stop token, averaged over samples", ("length",), mean_of_samples
     ),
     "mauve": Metric(
         "how close samples are to the unguided ones, by their features",
-        _FEATURES,
+        ("features", "reference"),
         axis="MAUVE (→ closer to unguided)",
     ),
 }
@@ -399,11 +395,11 @@ def _without_blank(features: Float[np.ndarray, "p n d"]) -> tuple[Float[np.ndarr
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
     """Hide the warning that faiss prints from C about many clusters: MAUVE is defined with n/10 of them."""
-    kept = os.dup(2)
+    stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)

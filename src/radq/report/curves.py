@@ -1,7 +1,9 @@
-"""Curves of results over β, for each guide and choice of candidates (top-k, top-p) and KL budget.
+"""Curves of results over β or a KL budget, and what they say: how guided texts differ from unguided ones.
 
-    for curve in find_curves(run.results):  # of one class of prompts
+    for curve in find_curves(run.results):  # of one class of prompts, by guide, candidates (top-k, top-p) and KL budget
         [step.estimate("avg_max") for step in curve.steps]
+    describe_run(run)                       # [("base model", "gpt2-large"), ("judge", …), …]
+    describe_changes(find_changes(run))     # one sentence for each guide, at one β
 
 Cells that differ in their KL budget alone make one curve over the budget.
 """
@@ -10,16 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
+from typing import Any
 
-from radq.evaluation.estimates import Estimate
-from radq.report.results import NAN, Result
+from radq.evaluation.estimates import TRUSTED_PROMPTS, Estimate, is_trusted
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, metric_and_judge
+from radq.report.results import NAN, Result, Run, printable, unique
+from radq.report.tables import Entry, Table, interval, metric_order, number, write_estimate
 from radq.settings import exact
+from radq.sources.embedded import EMBEDDED, HUB_NAME
 
 BUDGET = "KL budget"  # the setting of a curve that runs over it
+MAX_PERPLEXITY_RATIO = 1.5  # guided to unguided: each guide is shown at its strongest β that stays below
+PERPLEXITY = "perplexity"
 
 
 @dataclass(frozen=True)
-class Step:
+class CurveStep:
     """One point of a curve: cells that differ in their seed alone."""
 
     label: str
@@ -57,7 +65,7 @@ class Curve:
     guide: str
     setting: str
     unguided: bool
-    steps: list[Step]
+    steps: list[CurveStep]
 
     @property
     def label(self) -> str:
@@ -66,41 +74,33 @@ class Curve:
 
 
 def find_curves(results: Sequence[Result]) -> list[Curve]:
-    """Group the results of one class of prompts into curves, in the order of the results."""
-    found: dict[tuple[str, str], list[Result]] = {}
-    over_budget = _find_over_budget(results)
+    """Group the results of one class of prompts into curves, in the order of the results.
+
+    Where all cells with a KL budget of a guide and its candidates have a single β, their curve runs over the budget.
+    """
+    betas: dict[tuple[Any, ...], set[float | None]] = {}
     for result in results:
-        setting = _curve_setting(result, _guide_and_candidates(result) in over_budget)
-        found.setdefault((result.guide, setting), []).append(result)
+        if result.kl_budget is not None:
+            betas.setdefault((result.guide, result.top_k, result.top_p), set()).add(result.beta)
+    curves: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        over_budget = len(betas.get((result.guide, result.top_k, result.top_p), ())) == 1
+        curves.setdefault((result.guide, _describe_setting(result, over_budget)), []).append(result)
     return [
-        Curve(guide, setting, cells[0].unguided, _steps(cells, setting.endswith(BUDGET)))
-        for (guide, setting), cells in found.items()
+        Curve(guide, setting, cells[0].unguided, _find_steps(cells, setting.endswith(BUDGET)))
+        for (guide, setting), cells in curves.items()
     ]
 
 
-def find_unguided(results: Sequence[Result], curve: Curve) -> Step | None:
+def find_unguided(results: Sequence[Result], curve: Curve) -> CurveStep | None:
     """Find the unguided cells with the run and the candidates of a curve."""
-    one = curve.steps[0].results[0]
-    wanted = (one.run, one.top_k, one.top_p)
-    found = [result for result in results if result.unguided and (result.run, result.top_k, result.top_p) == wanted]
-    return Step("", found) if found else None
+    first = curve.steps[0].results[0]
+    wanted = (first.run, first.top_k, first.top_p)
+    cells = [result for result in results if result.unguided and (result.run, result.top_k, result.top_p) == wanted]
+    return CurveStep("", cells) if cells else None
 
 
-def _guide_and_candidates(result: Result) -> tuple[str, int | None, float | None]:
-    """Return the guide and the candidates, which all cells of a curve over the KL budget share."""
-    return result.guide, result.top_k, result.top_p
-
-
-def _find_over_budget(results: Sequence[Result]) -> set[tuple[str, int | None, float | None]]:
-    """Find the guides and candidates whose cells with a KL budget have a single β: their curve runs over the budget."""
-    betas: dict[tuple[str, int | None, float | None], set[float | None]] = {}
-    for result in results:
-        if result.kl_budget is not None:
-            betas.setdefault(_guide_and_candidates(result), set()).add(result.beta)
-    return {shared for shared, found in betas.items() if len(found) == 1}
-
-
-def _curve_setting(result: Result, over_budget: bool) -> str:
+def _describe_setting(result: Result, over_budget: bool) -> str:
     parts = [
         None if result.top_k is None else f"k={result.top_k}",
         None if result.top_p is None else f"p={exact(result.top_p)}",
@@ -109,7 +109,7 @@ def _curve_setting(result: Result, over_budget: bool) -> str:
     return ", ".join(part for part in parts if part is not None)
 
 
-def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
+def _find_steps(results: Sequence[Result], over_budget: bool) -> list[CurveStep]:
     def position(result: Result) -> tuple[float, float]:
         number = (result.kl_budget if over_budget else result.beta or result.best_of or result.ask) or 0.0
         return abs(number), number
@@ -117,13 +117,177 @@ def _steps(results: Sequence[Result], over_budget: bool) -> list[Step]:
     def label(result: Result) -> str:
         if over_budget:
             return f"KL {exact(result.kl_budget or 0.0)}"
-        if result.best_of is not None:
-            return f"n={result.best_of}"
-        if result.ask is not None:
-            return f"ask={result.ask}"
-        return "" if result.beta is None else exact(result.beta)
+        for name, strength in (("n=", result.best_of), ("ask=", result.ask), ("", result.beta)):
+            if strength is not None:
+                return f"{name}{exact(strength)}"
+        return ""
 
-    found: dict[str, list[Result]] = {}
+    steps: dict[str, list[Result]] = {}
     for result in sorted(results, key=position):
-        found.setdefault(label(result), []).append(result)
-    return [Step(name, cells) for name, cells in found.items()]
+        steps.setdefault(label(result), []).append(result)
+    return [CurveStep(name, cells) for name, cells in steps.items()]
+
+
+# --- the models and prompts of a run ---
+
+
+def describe_run(run: Run) -> list[tuple[str, str]]:
+    """Name the base model, the judges, the prompts and the guides; what the run folder does not hold is left out."""
+    settings = run.settings
+    perplexity = settings.get("perplexity")
+    facts = {
+        "base model": _describe_model(settings.get("base")),
+        "judge": "; ".join(_describe_judges(settings.get("judges"))),
+        "perplexity under": "the base model" if perplexity == "base" else _describe_model(perplexity),
+        "prompts": _describe_prompts(run.results),
+        "guides": ", ".join(unique(result.guide for result in run.results)),
+    }
+    return [(name, printable(text)) for name, text in facts.items() if text]
+
+
+def name_group(group: str) -> str:
+    """Name a class of prompts: "neutral" becomes "neutral prompts", and "prompts" stays as it is."""
+    return group if "prompts" in group.lower() else f"{group} prompts"
+
+
+def count_group(group: str, prompts: int | None) -> str:
+    """Name a class of prompts with its size where it is known: "5 neutral prompts"."""
+    return name_group(group) if prompts is None else f"{prompts} {name_group(group)}"
+
+
+def order_groups(groups: Sequence[str]) -> list[str]:
+    """Put the class "all" first, then the other classes of prompts."""
+    return sorted(groups, key=lambda group: group != "all")
+
+
+def _describe_model(name: Any) -> str:
+    if name is None:
+        return ""
+    return f"{EMBEDDED} ({HUB_NAME.split('/')[-1]})" if name == EMBEDDED else str(name)
+
+
+def _describe_judges(judges: Any) -> list[str]:
+    """Describe the judges of a config.yaml, which may be damaged or come from another program."""
+    if not isinstance(judges, dict):
+        return []
+    reads = {"continuation": ", reads continuations alone", "text": ", reads prompts and continuations"}
+    return [
+        f"{name} = {use.get('judge')}{reads.get(str(use.get('reads')), '')}"
+        for name, use in judges.items()
+        if isinstance(use, dict)
+    ]
+
+
+def _describe_prompts(results: Sequence[Result]) -> str:
+    sizes = {result.group: result.prompts for result in results}
+    samples = {result.samples for result in results}
+    (count,) = samples if len(samples) == 1 else (None,)
+    groups = ", ".join(count_group(group, sizes[group]) for group in order_groups(list(sizes)))
+    return groups if count is None else f"{groups}, {count} sample{'' if count == 1 else 's'} of each"
+
+
+# --- guided against unguided ---
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric of a guide at one β, and of the unguided base model with the same prompts and candidates."""
+
+    guide: str
+    step: str  # such as "β = 20"
+    group: str
+    prompts: int | None
+    metric: str
+    unguided: float
+    guided: float
+    difference: Estimate
+
+
+def find_changes(run: Run) -> list[Change]:
+    """Compare each guide with the unguided base model, at the strongest β whose perplexity is not too high.
+
+    The metrics are those of judges, and the perplexity.
+    """
+    changes: list[Change] = []
+    for group in order_groups(unique(result.group for result in run.results)):
+        results = [result for result in run.results if result.group == group]
+        curves = [curve for curve in find_curves(results) if not curve.unguided]
+        settings = unique(curve.setting for curve in curves)
+        for curve in curves:
+            unguided = find_unguided(results, curve)
+            if unguided is not None:
+                name = curve.label if len(settings) > 1 else curve.guide
+                changes += _compare(name, choose_step(curve, unguided), unguided)
+    return changes
+
+
+def choose_step(curve: Curve, unguided: CurveStep) -> CurveStep:
+    """Choose the strongest step whose perplexity is low enough or unknown; the weakest step if there is none."""
+    limit = MAX_PERPLEXITY_RATIO * unguided.estimate(PERPLEXITY).value
+    affordable = [step for step in curve.steps if not step.estimate(PERPLEXITY).value > limit]
+    return affordable[-1] if affordable else curve.steps[0]
+
+
+def _compare(guide: str, step: CurveStep, unguided: CurveStep) -> list[Change]:
+    keys = [key for key in step.results[0].metrics if metric_and_judge(key)[0] in (*ATTRIBUTE_METRICS, PERPLEXITY)]
+    first = step.results[0]
+    changes = []
+    for key in sorted(keys, key=metric_order):
+        before, after = unguided.estimate(key).value, step.estimate(key).value
+        measured = step.change(key)
+        difference = measured if isfinite(measured.value) else Estimate(after - before, NAN, NAN)
+        if isfinite(difference.value):
+            changes.append(Change(guide, step.title, first.group, first.prompts, key, before, after, difference))
+    return changes
+
+
+# --- tables and words ---
+
+
+def change_table(changes: Sequence[Change]) -> Table:
+    """Make a table with a row per guide, class of prompts and metric."""
+    rows = []
+    for change in changes:
+        names = [change.guide, change.step, count_group(change.group, change.prompts), change.metric]
+        numbers = [Entry(number(change.unguided)), Entry(number(change.guided))]
+        rows.append([*map(Entry, names), *numbers, write_estimate(change.difference, "+")])
+    return Table("", ["guide", "at", "prompts", "metric", "unguided", "guided", "difference"], rows, words=4)
+
+
+def describe_changes(changes: Sequence[Change]) -> list[str]:
+    """Say in a sentence how each guide changes the first metric of a judge, and what that costs in perplexity."""
+    sentences: dict[tuple[str, str], str] = {}
+    perplexities = {(change.guide, change.group): change for change in changes if change.metric == PERPLEXITY}
+    for change in changes:
+        place = (change.guide, change.group)
+        if change.metric != PERPLEXITY and place not in sentences:
+            sentences[place] = _describe_change(change, perplexities.get(place))
+    return list(sentences.values())
+
+
+def _describe_change(change: Change, perplexity: Change | None) -> str:
+    guide = f"{change.guide} at {change.step}" if change.step else change.guide
+    numbers = f"from {number(change.unguided)} (unguided) to {number(change.guided)}"
+    where = f"on {count_group(change.group, change.prompts)}"
+    cost = ""
+    if perplexity is not None:
+        cost = f", at {perplexity.guided / perplexity.unguided:.2f} times the unguided perplexity"
+    doubt = change.difference.doubt(change.prompts)
+    difference = f"{number(change.difference.value, '+')} {interval(change.difference, '+')}".strip()
+    found = f"({difference}{f'; {doubt}' if doubt else ''})"
+    if interval(change.difference) and doubt:
+        return f"{guide} changes {change.metric} {numbers} {where}, but not clearly {found}{cost}."
+    verb = "raises" if change.difference.value > 0 else "lowers" if change.difference.value < 0 else "does not change"
+    return f"{guide} {verb} {change.metric} {numbers} {where} {found}{cost}."
+
+
+def warn_of_few_prompts(run: Run) -> list[str]:
+    """Say which classes of prompts are too small for their intervals."""
+    sizes = {result.group: result.prompts for result in run.results if not is_trusted(result.prompts)}
+    if not sizes:
+        return []
+    groups = ", ".join(count_group(group, size) for group, size in sizes.items())
+    return [
+        f"{groups}: intervals are percentiles over resampled prompts (the bootstrap), which are too narrow for so few. "
+        f"Rely on them from {TRUSTED_PROMPTS} prompts on."
+    ]

@@ -24,17 +24,18 @@ from transformers import PreTrainedTokenizerBase
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.decoding.generate import generate
 from radq.errors import OptionError, require_package
-from radq.evaluation.estimates import Bootstrap
-from radq.evaluation.metrics import METRICS, check_metric
-from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell
-from radq.evaluation.sweep.engines import measure_ends
+from radq.evaluation.estimates import Bootstrap, Estimate
+from radq.evaluation.metrics import METRICS, check_metric, metric_and_judge
+from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell, list_judged
+from radq.evaluation.sweep.generate import measure_ends
 from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
 from radq.guides import Guide
 from radq.guides.spec import GuideSpec, find_base, find_budget
 from radq.judges.base import Judge
-from radq.judges.models import UnitJudge, load_judge
+from radq.judges.models import load_judge, to_unit
 from radq.models.loading import Wrappable
-from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, make_figure, plot_style, render
+from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, error_bars, make_figure, plot_style, render
+from radq.report.results import NAN
 from radq.settings import renamed
 
 Estimates = dict[str, dict[str, float | None]]  # value, low and high of each metric
@@ -65,8 +66,8 @@ class Evaluation:
         return [
             {"guide": guide.name, "kl_budget": guide.kl_budget}
             | {
-                f"{name}{end}": one[key]
-                for name, one in guide.metrics.items()
+                f"{name}{end}": metric[key]
+                for name, metric in guide.metrics.items()
                 for key, end in (("value", ""), ("low", " low"), ("high", " high"))
             }
             for guide in self.guides
@@ -102,7 +103,7 @@ class Evaluation:
 
     def plot(self) -> Plot:
         """Plot each metric of a judge against perplexity, with intervals; a notebook shows the result."""
-        judged = [name for name in self.guides[0].metrics if METRICS[name.partition("[")[0]].needs_judge]
+        judged = [name for name in self.guides[0].metrics if METRICS[metric_and_judge(name)[0]].needs_judge]
         if not judged:
             raise OptionError("there is no judge whose scores could be plotted.", "give judges to evaluate.")
         with plot_style("evaluation"):
@@ -126,18 +127,17 @@ class Evaluation:
         axes.set_ylabel(name)
 
 
-def _show(one: Mapping[str, float | None]) -> str:
-    if one["value"] is None:
+def _show(metric: Mapping[str, float | None]) -> str:
+    value, low, high = metric["value"], metric["low"], metric["high"]
+    if value is None:
         return "–"
-    ends = "" if one["low"] is None or one["high"] is None else f" ({one['low']:.3g} to {one['high']:.3g})"
-    return f"{one['value']:.3g}{ends}"
+    return f"{value:.3g}" if low is None or high is None else f"{value:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _bars(one: Mapping[str, float | None]) -> list[list[float]] | None:
-    value, low, high = one["value"], one["low"], one["high"]
-    if value is None or low is None or high is None:
-        return None
-    return [[max(0.0, value - low)], [max(0.0, high - value)]]
+def _bars(metric: Mapping[str, float | None]) -> Any:
+    ends = [metric[name] for name in ("value", "low", "high")]
+    value, low, high = (NAN if end is None else end for end in ends)
+    return error_bars([Estimate(value, low, high)])
 
 
 @renamed(num_samples="samples")
@@ -189,12 +189,12 @@ def evaluate(
     device = str(lm.device)
     instruments = Instruments(
         {
-            name: (UnitJudge(load_judge(one, device) if isinstance(one, str) else one), reads)
+            name: (to_unit(load_judge(one, device) if isinstance(one, str) else one), reads)
             for name, one in judges.items()
         }
     )
     uses = {name: JudgeUse(name, list(judge_metrics), reads) for name in judges}
-    asked = (uses, PLAIN_METRICS, range(len(prompts)), Bootstrap(resamples))
+    asked = ([*list_judged(uses), *PLAIN_METRICS], range(len(prompts)), Bootstrap(resamples))
     options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     options |= {"samples": samples, "batch_size": batch_size, "progress": progress}
     found: list[EvaluatedGuide] = []

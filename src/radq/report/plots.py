@@ -22,28 +22,15 @@ from jaxtyping import Float
 
 from radq.errors import require_package
 from radq.evaluation.estimates import Estimate
-from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS
-from radq.models.calibration import NAMED, Calibration, Interval, MeasuredPoint
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, metric_and_judge
+from radq.models.calibration import NAMED, Calibration, Interval, MeasuredPoint, Setting
 from radq.report.comparisons import Comparison
-from radq.report.curves import Curve, find_curves, find_unguided
-from radq.report.results import NAN, PublishedCurve, Result, metric_and_judge, unique
-from radq.report.summary import name_group
+from radq.report.curves import Curve, find_curves, find_unguided, name_group
+from radq.report.results import NAN, Result, unique
 from radq.report.tables import metric_keys
 
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",  # up to here Okabe and Ito's palette for colour-blind readers
-    "#7a3fa0",
-    "#8a5a2b",
-    "#d4145a",
-    "#7a8b00",
-    "#a3c400",
-    "#8f8fd0",
-)
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # a palette for colour-blind readers
+COLOURS = (*OKABE_ITO, "#7a3fa0", "#8a5a2b", "#d4145a", "#7a8b00", "#a3c400", "#8f8fd0")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 12 colours, pairs repeat after 84 guides
 LINES: tuple[Any, ...] = ("-", ":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)))
 GREYS = ("#6e7781", "#8c959f", "#57606a")
@@ -74,12 +61,25 @@ WIDTH, PANEL_HEIGHT, LEGEND_ROW = 9.8, 3.4, 0.2  # inches
 LEGEND_CHARACTERS = 140  # the most characters in a row of a legend
 LINEAR_SPAN = 1.4  # a logarithmic axis of a smaller span would look linear, and have few ticks
 WIDE_TICKS, FINE_TICKS = (1, 2, 5), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of a logarithmic axis
-CORNERS = (
-    (4, 4, "left"),
-    (4, -10, "left"),
-    (-4, -10, "right"),
-    (-4, 4, "right"),
-)  # offsets of the β that is written beside a point
+# Offsets of the β that is written beside a point.
+CORNERS = ((4, 4, "left"), (4, -10, "left"), (-4, -10, "right"), (-4, 4, "right"))
+
+
+@dataclass(frozen=True)
+class PublishedCurve:
+    """The numbers of one method in the paper, by β."""
+
+    method: str
+    top_k: int | None  # None for LLaMA, where the paper does not name it
+    base: str
+    judge: str
+    points: tuple[tuple[float, float, float], ...]  # β, fluency, attribute
+
+    @property
+    def label(self) -> str:
+        setting = "" if self.top_k is None else f", k={self.top_k}"
+        return f"{self.method}{setting} (paper: {self.base}, {self.judge})"
+
 
 Published = Callable[[str, str], list[PublishedCurve]]  # finds the paper's curves of an attribute against a fluency
 
@@ -131,20 +131,19 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
     if not rows or not columns:
         return None
     curves = find_curves(results)
-    with plot_style(name):
-        figure = make_figure()
-        panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
-        drawn: dict[str, Any] = {}  # lines by label, for the legend
-        for row, attribute in enumerate(rows):
-            for column, fluency in enumerate(columns):
-                drawn |= _draw_panel(panels[row, column], curves, fluency, attribute, published(attribute, fluency))
-            metric, judge = metric_and_judge(attribute)
-            panels[row, 0].set_ylabel(f"{metric}: {METRICS[metric].axis}")
-            panels[row, 0].set_title(_middle_cut(attribute, 100) if judge else "", loc="left")
-        height = _add_legends(figure, curves, drawn)
-        figure.set_size_inches(WIDTH, PANEL_HEIGHT * len(rows) + height)
-        _hide_crowded(figure)
-        return render(figure, name, f"Trade-off of {', '.join(unique(c.guide for c in curves))} on {name_group(group)}")
+    grid, labels = [], []
+    for attribute in rows:
+        metric, judge = metric_and_judge(attribute)
+        headings = [_middle_cut(attribute, 100) if judge else "", *[""] * (len(columns) - 1)]
+        labels.append(f"{metric}: {METRICS[metric].axis}")
+        grid.append(
+            [
+                Panel(heading, curves, fluency, attribute, published(attribute, fluency))
+                for heading, fluency in zip(headings, columns, strict=True)
+            ]
+        )
+    title = f"Trade-off of {', '.join(unique(curve.guide for curve in curves))} on {name_group(group)}"
+    return _plot_grid(name, title, grid, labels, curves)
 
 
 def plot_by_candidates(name: str, title: str, results: Sequence[Result], attribute: str) -> Plot | None:
@@ -152,21 +151,38 @@ def plot_by_candidates(name: str, title: str, results: Sequence[Result], attribu
     if not (_is_measured(attribute, results) and _is_measured("perplexity", results)):
         return None
     curves = find_curves(results)
-    settings = unique(curve.setting for curve in curves)
+    panels = []
+    for setting in unique(curve.setting for curve in curves):
+        here = [replace(curve, setting="", steps=curve.steps if curve.setting == setting else []) for curve in curves]
+        panels.append(Panel(setting, here, "perplexity", attribute, []))
+    plain = [replace(curve, setting="") for curve in curves]
+    return _plot_grid(name, title, [panels], [_axis_label(*metric_and_judge(attribute))], plain)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """An attribute against fluency, with the curves of guides and of the paper."""
+
+    heading: str
+    curves: list[Curve]
+    fluency: str
+    attribute: str
+    published: list[PublishedCurve]
+
+
+def _plot_grid(name: str, title: str, grid: list[list[Panel]], labels: list[str], curves: list[Curve]) -> Plot:
+    """Plot rows of panels, each row with a label, under one legend of `curves`."""
     with plot_style(name):
         figure = make_figure()
-        panels = figure.subplots(1, len(settings), squeeze=False, sharey=True)[0]
-        drawn: dict[str, Any] = {}
-        for axes, setting in zip(panels, settings, strict=True):
-            here = [
-                replace(curve, setting="", steps=curve.steps if curve.setting == setting else []) for curve in curves
-            ]
-            drawn |= _draw_panel(axes, here, "perplexity", attribute, [])
-            axes.set_title(setting, loc="left")
-        metric, judge = metric_and_judge(attribute)
-        panels[0].set_ylabel(_axis_label(metric, judge))
-        height = _add_legends(figure, [replace(curve, setting="") for curve in curves], drawn)
-        figure.set_size_inches(WIDTH, PANEL_HEIGHT + height)
+        places = figure.subplots(len(grid), len(grid[0]), squeeze=False, sharey="row")
+        drawn: dict[str, Any] = {}  # lines by label, for the legend
+        for row, label, panels in zip(places, labels, grid, strict=True):
+            for axes, panel in zip(row, panels, strict=True):
+                drawn |= _draw_panel(axes, panel)
+                axes.set_title(panel.heading, loc="left")
+            row[0].set_ylabel(label)
+        height = _add_legends(figure, curves, drawn)
+        figure.set_size_inches(WIDTH, PANEL_HEIGHT * len(grid) + height)
         _hide_crowded(figure)
         return render(figure, name, title)
 
@@ -175,26 +191,27 @@ def _is_measured(key: str, results: Sequence[Result]) -> bool:
     return any(isfinite(result.metrics[key].value) for result in results if key in result.metrics)
 
 
-def _draw_panel(
-    axes: Any, curves: list[Curve], fluency: str, attribute: str, published: list[PublishedCurve]
-) -> dict[str, Any]:
+def _draw_panel(axes: Any, panel: Panel) -> dict[str, Any]:
     """Draw all curves that have points here; return their lines by label."""
     drawn: dict[str, Any] = {}
-    for number, curve in enumerate(published):
+    for number, curve in enumerate(panel.published):
         _, x, y = np.array(curve.points).T
         grey, marker = GREYS[number % len(GREYS)], MARKERS[number % len(MARKERS)]
         style = {"color": grey, "marker": marker, "ls": "--", "lw": 1, "ms": 4, "mfc": "none", "alpha": 0.9}
         (drawn[curve.label],) = axes.plot(x, y, **style, zorder=1)
         for end in (0, -1):
             _write_at(axes, f"{curve.points[end][0]:g}", x[end], y[end], grey, corner=1)
-    bases = {} if published else _find_bases(curves, fluency)
-    for curve in curves:
+    bases = {} if panel.published else _find_bases(panel.curves, panel.fluency)
+    for curve in panel.curves:
         base = bases.get(curve.label, 1.0)
-        points = [(step.label, _divide(step.estimate(fluency), base), step.estimate(attribute)) for step in curve.steps]
-        points = [point for point in points if isfinite(point[1].value) and isfinite(point[2].value)]
+        points = [
+            (step.label, _divide(step.estimate(panel.fluency), base), step.estimate(panel.attribute))
+            for step in curve.steps
+        ]
+        points = [(label, x, y) for label, x, y in points if isfinite(x.value) and isfinite(y.value)]
         if points:
-            drawn[curve.label] = _draw_curve(axes, curve, _look(curve, curves), points)
-    _label_axes(axes, fluency, relative=bool(bases))
+            drawn[curve.label] = _draw_curve(axes, curve, _look(curve, panel.curves), points)
+    _label_axes(axes, panel.fluency, relative=bool(bases))
     return drawn
 
 
@@ -322,17 +339,18 @@ def plot_comparisons(name: str, comparisons: Sequence[Comparison], guides: Seque
 
     Each metric has a panel for each of both.
     """
-    known = [one for one in comparisons if one.is_known]
-    keys = list(dict.fromkeys((one.metric, one.axis) for one in known))
-    if not keys:
+    known = [comparison for comparison in comparisons if comparison.is_known]
+    by_panel: dict[tuple[str, str], list[Comparison]] = {}
+    for comparison in known:
+        by_panel.setdefault((comparison.metric, comparison.axis), []).append(comparison)
+    if not known:
         return None
-    parts = [[one for one in known if (one.metric, one.axis) == key] for key in keys]
-    sizes = list(map(len, parts))
+    sizes = list(map(len, by_panel.values()))
     with plot_style(name):
         figure = make_figure()
-        figure.set_size_inches(WIDTH, 0.8 * len(keys) + 0.3 * sum(sizes))
-        panels = figure.subplots(len(keys), 1, squeeze=False, height_ratios=[2 + size for size in sizes])
-        for axes, part in zip(panels[:, 0], parts, strict=True):
+        figure.set_size_inches(WIDTH, 0.8 * len(sizes) + 0.3 * sum(sizes))
+        panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=[2 + size for size in sizes])
+        for axes, part in zip(panels[:, 0], by_panel.values(), strict=True):
             _draw_forest(axes, part, guides)
         ours = ", ".join(unique(one.ours for one in known))
         nouns = " and at equal ".join(unique(one.axis_noun for one in known))
@@ -383,49 +401,40 @@ def render(figure: Any, name: str, title: str) -> Plot:
     return Plot(name, title, svg.getvalue().decode(), png.getvalue())
 
 
-ZONE = {"color": COLOURS[2], "alpha": 0.15, "lw": 0}
-
-
-def plot_calibration(found: Calibration) -> Plot:
+def plot_calibration(calibration: Calibration) -> Plot:
     """Plot what was measured with intervals, the bound of the perplexity, and the strengths by name."""
     with plot_style("calibration"):
         figure = make_figure()
         above, below = figure.subplots(2, 1, sharex=True)
-        _draw(above, found, [one.score for one in found.measured], COLOURS[0], "o")
-        _draw(below, found, [one.perplexity_ratio for one in found.measured], COLOURS[1], "s")
-        below.axhline(found.max_perplexity_ratio, color=INK, lw=1, ls="--")
-        above.set_ylabel(found.metric)
+        measured = calibration.measured
+        _draw_levels(above, calibration, [point.score for point in measured], COLOURS[0], "o")
+        _draw_levels(below, calibration, [point.perplexity_ratio for point in measured], COLOURS[1], "s")
+        below.axhline(calibration.max_perplexity_ratio, color=INK, lw=1, ls="--")
+        above.set_ylabel(calibration.metric)
         below.set_ylabel("perplexity, × unguided")
-        below.set_xlabel("KL budget, nats per token" if found.by == "kl" else "β")
-        above.set_title(f"{found.attribute} over {found.base}, by {found.judge}", loc="left")
-        _name_strengths(above, found)
+        below.set_xlabel("KL budget, nats per token" if calibration.by == "kl" else "β")
+        above.set_title(f"{calibration.attribute} over {calibration.base}, by {calibration.judge}", loc="left")
+        transforms = require_package("matplotlib.transforms", "report")
+        blended = transforms.blended_transform_factory(above.transData, above.transAxes)
+        for name, strength in NAMED.items():
+            level = _find_level(calibration, calibration.at(strength))
+            above.axvline(level, color=COLOURS[2], lw=1, ls=":")
+            above.text(level, 0.03, f" {name}", transform=blended, rotation=90, va="bottom", ha="right", color=INK)
         figure.set_size_inches(6.4, 1.7 * PANEL_HEIGHT)
-        return render(figure, "calibration", f"Strengths of {found.attribute} over {found.base}")
+        return render(figure, "calibration", f"Strengths of {calibration.attribute} over {calibration.base}")
 
 
-def _place(found: Calibration, beta: float, budget: float | None) -> float:
-    if found.by == "beta":
-        return beta
-    return 0.0 if beta == 0 or budget is None else budget
+def _find_level(calibration: Calibration, setting: Setting | MeasuredPoint) -> float:
+    """The number in which strengths differ: β, or the KL budget, which is 0 for the unguided base model."""
+    if calibration.by == "beta":
+        return setting.beta
+    return 0.0 if setting.beta == 0 or setting.kl_budget is None else setting.kl_budget
 
 
-def _draw(axes: Any, found: Calibration, values: list[Interval], colour: str, marker: str) -> None:
-    """Draw values with their intervals over the safe zone."""
-    points: list[tuple[MeasuredPoint, Interval]] = list(zip(found.measured, values, strict=True))
-    places = [_place(found, one.beta, one.kl_budget) for one, _ in points]
-    middle, low, high = zip(*values, strict=True)
-    bars = [[m - a for m, a in zip(middle, low, strict=True)], [b - m for m, b in zip(middle, high, strict=True)]]
-    end = found.at(1.0)
-    axes.axvspan(0, _place(found, end.beta, end.kl_budget), **ZONE)
-    axes.errorbar(places, middle, yerr=bars, color=colour, marker=marker, ms=5, lw=1.5, capsize=3)
-
-
-def _name_strengths(axes: Any, found: Calibration) -> None:
-    """Write the named strengths above the plot, at their places."""
-    transforms = require_package("matplotlib.transforms", "report")
-    blended = transforms.blended_transform_factory(axes.transData, axes.transAxes)
-    for name, strength in NAMED.items():
-        setting = found.at(strength)
-        place = _place(found, setting.beta, setting.kl_budget)
-        axes.axvline(place, color=COLOURS[2], lw=1, ls=":")
-        axes.text(place, 0.03, f" {name}", transform=blended, rotation=90, va="bottom", ha="right", color=INK)
+def _draw_levels(axes: Any, calibration: Calibration, values: list[Interval], colour: str, marker: str) -> None:
+    """Draw values with their intervals over the range of the strengths."""
+    levels = [_find_level(calibration, point) for point in calibration.measured]
+    axes.axvspan(0, _find_level(calibration, calibration.at(1.0)), color=COLOURS[2], alpha=0.15, lw=0)
+    bars = error_bars([Estimate(*value) for value in values])
+    middles = [value for value, _, _ in values]
+    axes.errorbar(levels, middles, yerr=bars, color=colour, marker=marker, ms=5, lw=1.5, capsize=3)

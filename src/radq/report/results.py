@@ -6,17 +6,13 @@
 metrics.jsonl has a line per cell (a setting of the sweep) and class of prompts, costs.jsonl the cost of each cell,
 differences.jsonl a line per pair of guides, generations.jsonl a line per cell and prompt. A killed sweep may leave a
 last line without an end: it is left out, with a note. Names and texts come from models and strangers: characters that
-cannot be shown are replaced on reading. published.csv holds every number of the paper's
-tables, under radq's names of metrics, as curves to be drawn beside those of a run.
+cannot be shown are replaced on reading.
 """
 
-import csv
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.resources import files
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ import yaml
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES
 from radq.evaluation.estimates import Estimate
-from radq.evaluation.metrics import METRICS
+from radq.evaluation.metrics import METRICS, metric_and_judge
 from radq.evaluation.sweep.config import UNGUIDED
 from radq.evaluation.sweep.folder import read_arrays, read_costs
 from radq.files import read_numbered_lines
@@ -58,25 +54,70 @@ class Result:
     changes: dict[str, Estimate] = field(default_factory=dict)  # of the metrics, from the unguided base model
 
 
-@dataclass(frozen=True)
-class GuideDifference:
-    """The difference of a metric between two guides at equal perplexity or KL, first minus second.
+BETTER, WORSE, HIGHER, LOWER = "better than", "worse than", "higher than", "lower than"
+ALIKE, UNKNOWN = "not told apart from", "not compared with"
 
-    The value is NaN where the guides have no common range.
+
+@dataclass(frozen=True)
+class Comparison:
+    """A metric of one guide minus that of another one, at equal perplexity or at equal KL.
+
+    The difference is NaN where the guides have no common range.
     """
 
-    first: str
-    second: str
+    run: str
+    ours: str
+    other: str
     metric: str
     group: str
-    value: float
-    low: float
-    high: float
+    difference: Estimate
     range: tuple[float, float]  # of perplexity or KL, reached by both guides
     prompts: int | None = None
-    setting: str = ""  # candidates and seed, such as ", k=20, seed=0", where a run has several
-    reason: str = ""  # why the value is NaN, where the run tells
+    better_side: int = 0  # +1 where more of the metric is better, −1 where less is, 0 where that is not known
+    reason: str = ""  # why the guides cannot be compared, where the run tells
     axis: str = "perplexity"  # or "kl"
+    setting: str = ""  # candidates and seed, such as ", k=20, seed=0", where a run has several
+
+    @property
+    def place(self) -> str:
+        """The class of prompts, with candidates and seed where a run has several."""
+        return self.group + self.setting
+
+    @property
+    def axis_noun(self) -> str:
+        return AXES[self.axis].noun
+
+    @property
+    def is_known(self) -> bool:
+        return isfinite(self.difference.value)
+
+    @property
+    def doubt(self) -> str:
+        """The reason why the difference decides nothing; empty where it decides."""
+        return self.difference.doubt(self.prompts)
+
+    @property
+    def word(self) -> str:
+        """The words that say how our guide stands to the other one."""
+        if not self.is_known:
+            return UNKNOWN
+        if self.doubt:
+            return ALIKE
+        side = 1 if self.difference.low > 0 else -1
+        if not self.better_side:
+            return HIGHER if side > 0 else LOWER
+        return BETTER if side == self.better_side else WORSE
+
+    @property
+    def verdict(self) -> str:
+        """The words with the other guide's name, and the reason where nothing was decided."""
+        why = self.doubt if self.is_known else self.reason or "the run gives no reason"
+        return f"{self.word} {self.other}{f': {why}' if why else ''}"
+
+    def turn(self) -> "Comparison":
+        """Compare the other guide with ours."""
+        value, low, high = -self.difference.value, -self.difference.high, -self.difference.low
+        return replace(self, ours=self.other, other=self.ours, difference=Estimate(value, low, high))
 
 
 @dataclass(frozen=True)
@@ -104,7 +145,7 @@ class Run:
     folder: Path
     config: str | None
     results: list[Result]
-    differences: list[GuideDifference]
+    differences: list[Comparison]  # of pairs of guides
     notes: list[str] = field(default_factory=list)  # to be shown to the readers of a report
 
     @property
@@ -115,12 +156,6 @@ class Run:
         except yaml.YAMLError:
             return {}
         return settings if isinstance(settings, dict) else {}
-
-
-def metric_and_judge(key: str) -> tuple[str, str]:
-    """Split avg_max[judge] into avg_max and the judge, which is empty where the key names none."""
-    metric, _, judge = key.partition("[")
-    return metric, judge.removesuffix("]")
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -142,11 +177,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def _with_prefix(run: Run, clashing: set[str]) -> Run:
     """Put the run's name in front of guides whose names occur in other runs as well."""
 
-    def renamed(guide: str) -> str:
+    def rename(guide: str) -> str:
         return f"{run.name}/{guide}" if guide in clashing else guide
 
-    results = [replace(result, guide=renamed(result.guide)) for result in run.results]
-    pairs = [replace(pair, first=renamed(pair.first), second=renamed(pair.second)) for pair in run.differences]
+    results = [replace(result, guide=rename(result.guide)) for result in run.results]
+    pairs = [replace(pair, ours=rename(pair.ours), other=rename(pair.other)) for pair in run.differences]
     return replace(run, results=results, differences=pairs)
 
 
@@ -165,7 +200,9 @@ def _read_run(folder: Path, name: str) -> Run:
         raise DataError(f"{str(folder / 'metrics.jsonl')!r} has no results.", "let radq eval finish a cell first.")
     pairs = list(_rows(folder / "differences.jsonl", notes))
     several = len({_describe_setting(row) for _, row in pairs}) > 1
-    differences = [_read_difference(place, row, _describe_setting(row) if several else "") for place, row in pairs]
+    differences = [
+        _read_comparison(place, row, name, _describe_setting(row) if several else "") for place, row in pairs
+    ]
     config = folder / "config.yaml"
     text = printable(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else None
     return Run(name, folder, text, list(results.values()), differences, notes)
@@ -180,54 +217,46 @@ def read_samples(runs: Sequence[Run], prompts: int = 5, continuations: int = 3) 
     chosen: dict[str, dict[str, PromptSamples]] = {}
     for run in runs:
         cells = {result.cell for result in run.results}
-        scores = _Scores(run)
+        last, scores = "", {}  # lines come by cell
         for place, row in _rows(run.folder / "generations.jsonl", run.notes):
             group, cell, prompt = _name(place, row, "group"), _name(place, row, "cell"), _text(place, row, "text")
-            found = chosen.setdefault(group, {})
-            if cell in cells and (prompt in found or len(found) < prompts):
-                sample = found.setdefault(prompt, PromptSamples(group, prompt, {}))
+            here = chosen.setdefault(group, {})
+            if cell in cells and (prompt in here or len(here) < prompts):
+                if (name := _text(place, row, "cell")) != last:
+                    last, scores = name, _read_scores(run, name)
                 texts = _texts(place, row, "continuations")[:continuations]
                 index = _integer(place, row, "prompt")
-                sample.continuations[run.name, cell] = [
-                    Sample(printable(text), scores.of(_text(place, row, "cell"), index, n))
-                    for n, text in enumerate(texts)
+                samples = here.setdefault(prompt, PromptSamples(group, prompt, {}))
+                samples.continuations[run.name, cell] = [
+                    Sample(printable(text), _find_scores(scores, index, n)) for n, text in enumerate(texts)
                 ]
-    return [sample for found in chosen.values() for sample in found.values()]
+    return [samples for here in chosen.values() for samples in here.values()]
 
 
-class _Scores:
-    """The scores of single texts in measures/ of a run. Those of the last cell are kept, since lines come by cell."""
+def _read_scores(run: Run, cell: str) -> dict[str, np.ndarray]:
+    """Read the scores of a cell by judge, (p, n); none where measures/ does not hold them."""
+    if not (run.folder / "measures").is_dir():
+        return {}
+    try:
+        arrays = read_arrays(run.folder, cell)
+    except DataError as error:
+        run.notes.append(f"{error.message} Its texts have no scores here.")
+        return {}
+    return {
+        metric_and_judge(printable(name))[1]: scores
+        for name, scores in arrays.items()
+        if name.startswith("scores[") and scores.ndim == 2 and scores.dtype.kind in "fiu"
+    }
 
-    def __init__(self, run: Run):
-        self.run = run
-        self._cell: str | None = None
-        self._arrays: dict[str, np.ndarray] = {}  # by judge, (p, n)
 
-    def of(self, cell: str, prompt: int, sample: int) -> dict[str, float]:
-        """Return the scores of a sample by judge; blank texts have none."""
-        if cell != self._cell:
-            self._cell, self._arrays = cell, self._read(cell)
-        known = {
-            judge: float(scores[prompt, sample])
-            for judge, scores in self._arrays.items()
-            if 0 <= prompt < scores.shape[0] and sample < scores.shape[1]
-        }
-        return {judge: score for judge, score in known.items() if isfinite(score)}
-
-    def _read(self, cell: str) -> dict[str, np.ndarray]:
-        if not (self.run.folder / "measures").is_dir():
-            return {}
-        try:
-            arrays = read_arrays(self.run.folder, cell)
-        except DataError as error:
-            self.run.notes.append(f"{error.message} Its texts have no scores here.")
-            return {}
-        judged = {name: array for name, array in arrays.items() if name.startswith("scores[")}
-        return {
-            metric_and_judge(printable(name))[1]: scores
-            for name, scores in judged.items()
-            if scores.ndim == 2 and scores.dtype.kind in "fiu"
-        }
+def _find_scores(arrays: dict[str, np.ndarray], prompt: int, sample: int) -> dict[str, float]:
+    """Find the scores of a sample by judge; blank texts have none."""
+    known = {
+        judge: float(scores[prompt, sample])
+        for judge, scores in arrays.items()
+        if 0 <= prompt < scores.shape[0] and sample < scores.shape[1]
+    }
+    return {judge: score for judge, score in known.items() if isfinite(score)}
 
 
 def printable(text: str) -> str:
@@ -259,26 +288,17 @@ def _rows(file: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dict[str, float]]) -> Result:
-    guide = _name(place, row, "guide")
-    return Result(
-        run=run,
-        cell=_name(place, row, "cell"),
-        guide=guide,
-        unguided=guide == UNGUIDED,
-        beta=_optional(place, row, "beta"),
-        top_k=_optional_integer(place, row, "top_k"),
-        top_p=_optional(place, row, "top_p"),
-        kl_budget=_optional(place, row, "kl_budget"),
-        seed=_integer(place, row, "seed"),
-        group=_name(place, row, "group"),
-        metrics=_read_estimates(place, "metrics", row.get("metrics")),
-        cost=costs.get(_text(place, row, "cell"), {}),
-        best_of=_optional_integer(place, row, "best_of"),
-        ask=_optional_integer(place, row, "ask"),
-        prompts=_optional_integer(place, row, "prompts"),
-        samples=_optional_integer(place, row, "samples"),
-        changes=_read_estimates(place, "changes", row.get("changes", {})),
-    )
+    known: dict[str, Any] = {"run": run, "cost": costs.get(_text(place, row, "cell"), {})}
+    known |= {"unguided": _name(place, row, "guide") == UNGUIDED}
+    known |= {name: _read_estimates(place, name, row.get(name, {})) for name in ("metrics", "changes")}
+    return Result(**known, **_read_fields(place, row, Result, known))
+
+
+def _read_fields(place: str, row: dict[str, Any], kind: type, known: Collection[str]) -> dict[str, Any]:
+    """Read the fields of a dataclass by their types, but those that are known."""
+    return {
+        field.name: READERS[field.type](place, row, field.name) for field in fields(kind) if field.name not in known
+    }
 
 
 def _read_estimates(place: str, name: str, values: Any) -> dict[str, Estimate]:
@@ -292,9 +312,14 @@ def _read_estimate(place: str, key: str, value: Any) -> Estimate:
         return Estimate(NAN, NAN, NAN)
     if not isinstance(value, dict):
         raise _wrong(place, key, value, "an object with value, low and high")
-    middle, low, high = (_number(place, value, name) for name in ("value", "low", "high"))
     skipped, infinite = (_integer(place, {name: value.get(name) or 0}, name) for name in ("skipped", "infinite"))
-    return Estimate(middle, low, high, skipped, infinite)
+    return Estimate(*_read_ends(place, value), skipped, infinite)
+
+
+def _read_ends(place: str, row: dict[str, Any]) -> tuple[float, float, float]:
+    """Read a value with the ends of its interval."""
+    value, low, high = (_number(place, row, name) for name in ("value", "low", "high"))
+    return value, low, high
 
 
 def _describe_setting(row: dict[str, Any]) -> str:
@@ -303,7 +328,7 @@ def _describe_setting(row: dict[str, Any]) -> str:
     return "".join(f", {short}={row[name]}" for name, short in names.items() if row.get(name) is not None)
 
 
-def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDifference:
+def _read_comparison(place: str, row: dict[str, Any], run: str, setting: str) -> Comparison:
     axis = _name(place, row, "axis") if "axis" in row else "perplexity"  # older runs know no other
     if axis not in AXES:
         raise _wrong(place, "axis", axis, f"one of {', '.join(AXES)}")
@@ -312,19 +337,18 @@ def _read_difference(place: str, row: dict[str, Any], setting: str) -> GuideDiff
     if not isinstance(limits, list) or len(limits) != 2:
         raise _wrong(place, name, limits, "the two ends of the common range")
     low, high = (_number(place, {name: limit}, name) for limit in limits)
-    return GuideDifference(
-        first=_name(place, row, "first"),
-        second=_name(place, row, "second"),
+    return Comparison(
+        run=run,
+        ours=_name(place, row, "first"),
+        other=_name(place, row, "second"),
         metric=_metric(place, _name(place, row, "metric")),
         group=_name(place, row, "group"),
-        value=_number(place, row, "value"),
-        low=_number(place, row, "low"),
-        high=_number(place, row, "high"),
+        difference=Estimate(*_read_ends(place, row)),
         range=(low, high),
         prompts=_optional_integer(place, row, "prompts"),
-        setting=printable(setting),
         reason="" if row.get("reason") is None else _name(place, row, "reason").removesuffix("."),
         axis=axis,
+        setting=printable(setting),
     )
 
 
@@ -375,86 +399,15 @@ def _integer(place: str, row: dict[str, Any], name: str) -> int:
     return int(number)
 
 
+READERS: dict[Any, Callable[[str, dict[str, Any], str], Any]] = {  # by the type of a field
+    str: _name,
+    int: _integer,
+    int | None: _optional_integer,
+    float | None: _optional,
+}
+
+
 def _wrong(place: str, name: str, value: Any, wanted: str) -> DataError:
-    found = repr(value)
-    found = found if len(found) <= 60 else f"{found[:57]}…"
-    return DataError(f"{place}: {name} must be {wanted}, got {found}.", "correct the line, or run radq eval again.")
-
-
-PERCENT = ("positive_rate",)  # printed as percentages in the paper
-BASES = ("GPT-2-Large", "LLaMA-2-7b", "LLaMA-2-13b")
-TOXICITY_JUDGES = ("Perspective", "ToxicityModel")
-
-
-@dataclass(frozen=True)
-class PublishedCurve:
-    """The numbers of one method in the paper, by β."""
-
-    method: str
-    top_k: int | None  # None for LLaMA, where the paper does not name it
-    base: str
-    judge: str
-    points: tuple[tuple[float, float, float], ...]  # β, fluency, attribute
-
-    @property
-    def label(self) -> str:
-        setting = "" if self.top_k is None else f", k={self.top_k}"
-        return f"{self.method}{setting} (paper: {self.base}, {self.judge})"
-
-
-def find_published(
-    metric: str,
-    fluency: str,
-    group: str,
-    base: str = "GPT-2-Large",
-    judge: str = "Perspective",
-    top_ks: Collection[int] = (),
-) -> list[PublishedCurve]:
-    """Find the paper's curves of a metric against perplexity or MAUVE.
-
-    Where the paper has curves for one of `top_ks`, only these are returned. `judge` chooses among the two judges of
-    toxicity; sentiment has one judge. The paper's toxicity is that of nontoxic prompts, and is returned for any class;
-    its positive rates are returned for classes with the paper's names, such as "neutral".
-    """
-    rows = [row for row in _published_rows() if row["metric"] == metric and row["base"] == base]
-    if metric == "positive_rate":
-        rows = [row for row in rows if row["prompts"] in group.lower()]
-    else:
-        rows = [row for row in rows if row["judge"] == judge]
-    if any(_top_k(row) in top_ks for row in rows):
-        rows = [row for row in rows if _top_k(row) in top_ks]
-    fluencies = {_setting(row): float(row["value"]) for row in _published_rows() if row["metric"] == fluency}
-    scale = 0.01 if metric in PERCENT else 1.0
-    found: dict[tuple[str, int | None, str], list[tuple[float, float, float]]] = {}
-    for row in rows:
-        point = (float(row["beta"]), fluencies.get(_setting(row), float("nan")), scale * float(row["value"]))
-        if all(map(isfinite, point)):
-            found.setdefault((row["method"], _top_k(row), row["judge"]), []).append(point)
-    return [PublishedCurve(m, k, base, j, tuple(sorted(points))) for (m, k, j), points in found.items()]
-
-
-def find_named(names: Collection[str], text: str) -> str:
-    """Find the first of the paper's names that a text mentions, else return the first name."""
-    plain = text.lower().replace("-hf", "")
-    return next((name for name in names if name.lower() in plain), next(iter(names)))
-
-
-def published_calls() -> str:
-    """List the calls of experts per generated token, as the paper counts them."""
-    rows = [row for row in _published_rows() if row["metric"] == "calls"]
-    return ", ".join(f"{row['method']} {'k' if row['value'] == 'nan' else row['value']}" for row in rows)
-
-
-def _top_k(row: dict[str, str]) -> int | None:
-    return int(row["top_k"]) if row["top_k"] else None
-
-
-def _setting(row: dict[str, str]) -> tuple[str, ...]:
-    """The columns that identify a run of the paper. Judges and classes of prompts share its perplexity and MAUVE."""
-    return tuple(row[name] for name in ("task", "base", "method", "top_k", "beta"))
-
-
-@cache
-def _published_rows() -> tuple[dict[str, str], ...]:
-    text = (files("radq.report") / "published.csv").read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines()))
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
+    return DataError(f"{place}: {name} must be {wanted}, got {shown}.", "correct the line, or run radq eval again.")

@@ -12,20 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isinf, isnan
 
+import numpy as np
+
 from radq.evaluation.estimates import Estimate
-from radq.evaluation.metrics import METRICS
-from radq.report.results import Result, metric_and_judge, unique
+from radq.evaluation.metrics import METRICS, metric_and_judge
+from radq.report.results import NAN, Result, unique
 from radq.settings import exact
 
-SETTINGS = ("beta", "best_of", "ask", "top_k", "top_p", "kl_budget")
-SETTING_TITLES = {
-    "beta": "β",
-    "best_of": "n",
-    "ask": "request",
-    "top_k": "k",
-    "top_p": "p",
-    "kl_budget": "KL budget",
-}
+SETTINGS = {"beta": "β", "best_of": "n", "ask": "request", "top_k": "k", "top_p": "p", "kl_budget": "KL budget"}
 COST_TITLES = {
     "tokens_per_second": "tokens/s",
     "calls_per_token": "calls/token",
@@ -84,27 +78,25 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
     """Make a table with a row per cell; settings that no cell has are left out."""
     settings = [name for name in SETTINGS if any(getattr(result, name) is not None for result in results)]
     keys, costs = metric_keys(results), unique(name for result in results for name in result.cost)
-    header = ["guide", *(SETTING_TITLES[name] for name in settings), "seed", *keys]
+    header = ["guide", *(SETTINGS[name] for name in settings), "seed", *keys]
     header += [COST_TITLES.get(name, name) for name in costs]
     rows = []
     for result in results:
         numbers = [getattr(result, name) for name in settings]
         row = [Entry(result.guide), *(Entry("–" if number is None else exact(number)) for number in numbers)]
-        row += [Entry(str(result.seed)), *(_entry(result.metrics.get(key)) for key in keys)]
-        rows.append([*row, *(_cost(name, result.cost.get(name)) for name in costs)])
+        row += [Entry(str(result.seed)), *(write_estimate(result.metrics.get(key)) for key in keys)]
+        rows.append([*row, *(_write_cost(name, result.cost.get(name, NAN)) for name in costs)])
     return Table(title, header, rows)
 
 
 def left_out_table(results: Sequence[Result], title: str = "") -> Table:
     """Count the samples that are left out of a metric, over all cells of a guide; guides without any have no row."""
-    counts: dict[tuple[str, str, str], list[int]] = {}
+    counts: dict[tuple[str, str, str], np.ndarray] = {}
     for result in results:
         for key, estimate in result.metrics.items():
-            found = counts.setdefault((result.guide, result.group, key), [0, 0, 0])
-            found[0] += estimate.skipped
-            found[1] += estimate.infinite
-            found[2] += isnan(estimate.value)
-    rows = [[*map(Entry, names), *(Entry(str(n)) for n in found)] for names, found in counts.items() if any(found)]
+            count = counts.setdefault((result.guide, result.group, key), np.zeros(3, dtype=int))
+            count += (estimate.skipped, estimate.infinite, isnan(estimate.value))
+    rows = [[*map(Entry, names), *(Entry(str(n)) for n in count)] for names, count in counts.items() if count.any()]
     header = ["guide", "prompts", "metric", "blank samples", "infinite samples", "cells without a value"]
     return Table(title, header, rows, words=3)
 
@@ -125,13 +117,12 @@ def interval(estimate: Estimate, sign: str = "") -> str:
     return f"[{number(estimate.low, sign)}, {number(estimate.high, sign)}]" if known else ""
 
 
-def _entry(estimate: Estimate | None, sign: str = "") -> Entry:
+def write_estimate(estimate: Estimate | None, sign: str = "") -> Entry:
+    """Write a value with its interval; an unknown one becomes a dash."""
     return Entry("–") if estimate is None else Entry(number(estimate.value, sign), interval(estimate, sign))
 
 
-def _cost(name: str, value: float | None) -> Entry:
-    if value is None or isnan(value):
-        return Entry("–")
+def _write_cost(name: str, value: float) -> Entry:
     return Entry(number(value / 2**30 if name == "peak_memory" else value))
 
 
@@ -156,16 +147,9 @@ def to_latex(table: Table) -> str:
     ]
     body = [rf"{{}}{' & '.join(row)} \\" for row in rows]  # without {}, a name like [x] would be an argument of \\
     head = rf"{' & '.join(map(latex, table.header))} \\"
-    lines = [
-        rf"\begin{{tabular}}{{{columns}}}",
-        r"\toprule",
-        head,
-        r"\midrule",
-        *body,
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-    return "\n".join([f"% {table.title}", *lines]) + "\n"
+    begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
+    lines = [f"% {table.title}", begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", end]
+    return "\n".join(lines) + "\n"
 
 
 def to_csv(results: Sequence[Result]) -> str:
@@ -177,8 +161,7 @@ def to_csv(results: Sequence[Result]) -> str:
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([*known, *(key + ending for key in keys for ending in parts.values()), *costs])
     for result in results:
-        estimates = [result.metrics.get(key) for key in keys]
-        numbers = ["" if one is None else getattr(one, part) for one in estimates for part in parts]
+        numbers = [getattr(result.metrics.get(key), part, None) for key in keys for part in parts]
         row = [*(getattr(result, name) for name in known), *numbers, *(result.cost.get(name) for name in costs)]
         writer.writerow(["" if value is None or value != value else value for value in row])
     return lines.getvalue()

@@ -29,7 +29,7 @@ from radq.guides.base import ReadsOnce
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import GuideSpec
 from radq.judges.base import CachedJudge, Judge
-from radq.judges.classifiers import load_classifier
+from radq.judges.models import load_classifier
 from radq.models.loading import find_device
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary

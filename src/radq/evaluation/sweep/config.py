@@ -18,7 +18,7 @@ The unguided base model is always part of a sweep, as the guide `none`.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -55,21 +55,16 @@ class GuideSweep:
     """A guide at several β, or the base model itself with a request for what is wanted.
 
     Args:
-        folder: a reward model, or the experts of DExperts or GeDi, as `radq generate --guide` takes them.
-        weights: the guide's numbers at β = 1, such as {toxicity: -1}, {alpha: 1} or {omega: 1}.
-        beta: the values of β.
-        options: numbers that do not change with β, such as GeDi's filter_p.
-        clamp: clamp rewards to the range of the training labels.
         best_of: in place of β, keep the best of n unguided samples by the reward at their end; the values of n.
         ask: in place of all these, one or more requests. Each is put to the unguided base model with the prompt, and
             makes a cell of its own.
     """
 
-    folder: str = ""
-    weights: dict[str, float] = field(default_factory=dict)
+    folder: str = ""  # a reward model, or the experts of DExperts or GeDi, as `radq generate --guide` takes them
+    weights: dict[str, float] = field(default_factory=dict)  # at β = 1: {toxicity: -1}, {alpha: 1} or {omega: 1}
     beta: list[float] = field(default_factory=list)
-    options: dict[str, float] = field(default_factory=dict)
-    clamp: bool = True
+    options: dict[str, float] = field(default_factory=dict)  # that do not change with β, such as GeDi's filter_p
+    clamp: bool = True  # rewards to the range of the training labels
     best_of: list[Annotated[int, COUNT]] = field(default_factory=list)
     ask: list[str] | None = None
 
@@ -90,6 +85,11 @@ class JudgeUse:
     judge: str
     metrics: list[str]
     reads: Literal["continuation", "text", "pair"] = "continuation"
+
+
+def list_judged(judges: Mapping[str, JudgeUse]) -> list[str]:
+    """List the metrics of judges as metric[judge]."""
+    return [f"{metric}[{name}]" for name, use in judges.items() for metric in use.metrics]
 
 
 @dataclass(frozen=True)
@@ -178,18 +178,9 @@ class SweepCell:
 
     @property
     def name(self) -> str:
-        numbers = {
-            "β": self.beta,
-            "n": self.best_of,
-            "ask": self.ask,
-            "k": self.top_k,
-            "p": self.top_p,
-            "kl": self.kl_budget,
-            "seed": self.seed,
-        }
-        return " ".join(
-            [self.guide, *(f"{name}={exact(value)}" for name, value in numbers.items() if value is not None)]
-        )
+        numbers = {"β": self.beta, "n": self.best_of, "ask": self.ask, "k": self.top_k, "p": self.top_p}
+        numbers |= {"kl": self.kl_budget, "seed": self.seed}
+        return " ".join([self.guide, *(f"{name}={exact(n)}" for name, n in numbers.items() if n is not None)])
 
     @property
     def reference(self) -> "SweepCell":
@@ -287,7 +278,15 @@ def _check_guide(name: str, guide: GuideSweep) -> None:
             f"a guide must not be called {name!r}.", f"use letters, digits, spaces and _.+()-, and not {UNGUIDED!r}."
         )
     if guide.ask is not None:
-        _check_request(name, guide)
+        if not guide.ask or not all(request.strip() for request in guide.ask):
+            raise OptionError(
+                f"guide {name!r} has a blank request.", "write what the base model is asked for under 'ask'."
+            )
+        given = [option for option in ("folder", "weights", "beta", "options", "best_of") if getattr(guide, option)]
+        if given:
+            raise OptionError(
+                f"guide {name!r} asks the base model, which takes no {given[0]}.", f"remove {given[0]!r}."
+            )
         return
     for option in ("folder", "weights"):
         if not getattr(guide, option):
@@ -309,12 +308,3 @@ def _require_different(name: str, values: Sequence[Any]) -> None:
         if values.count(value) > 1:
             shown = value if value is None else exact(value)
             raise OptionError(f"{name} must be different values, got {shown} twice.", "remove one of them.")
-
-
-def _check_request(name: str, guide: GuideSweep) -> None:
-    """Refuse requests that are blank, and options that only guides with a folder have."""
-    if not guide.ask or not all(request.strip() for request in guide.ask):
-        raise OptionError(f"guide {name!r} has a blank request.", "write what the base model is asked for under 'ask'.")
-    given = [option for option in ("folder", "weights", "beta", "options", "best_of") if getattr(guide, option)]
-    if given:
-        raise OptionError(f"guide {name!r} asks the base model, which takes no {given[0]}.", f"remove {given[0]!r}.")

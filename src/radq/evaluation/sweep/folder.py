@@ -9,11 +9,11 @@ import fcntl
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -24,10 +24,6 @@ from radq.errors import DataError, OptionError
 from radq.evaluation.sweep.config import Sweep, dump_sweep, find_changes, fingerprint_prompts
 from radq.files import atomic_file, read_lines, require_own_folder
 from radq.sources.model_source import ModelSource
-
-if TYPE_CHECKING:
-    from radq.guides.meter import Meter
-
 
 FINGERPRINTS = "fingerprints.json"
 FILES = ("config.yaml", "generations.jsonl", "costs.jsonl", "metrics.jsonl", "differences.jsonl", FINGERPRINTS)
@@ -89,41 +85,40 @@ def _require_same_sweep(folder: Path, asked: dict[str, Any]) -> None:
 
 def require_same_writers(folder: Path, sweep: Sweep) -> None:
     """Refuse to go on with the texts of a folder if the base model or a guide has changed."""
-    found = {"the base model": ModelSource.find(sweep.base).fingerprint}
+    writers = {"the base model": ModelSource.find(sweep.base).fingerprint}
     for name, guide in sweep.guides.items():
         if guide.folder:
-            found[f"the guide {name!r}"] = guide.at(1.0).fingerprint
+            writers[f"the guide {name!r}"] = guide.at(1.0).fingerprint
     file = folder / "generations.jsonl"
-    _require_same(folder, found, begun=file.exists() and file.stat().st_size > 0)
+    _require_same_models(folder, writers, has_begun=file.exists() and file.stat().st_size > 0)
 
 
-def require_same_instruments(folder: Path, found: dict[str, str]) -> None:
-    """Refuse to go on with the measures of a folder if an instrument has changed; `found` are their fingerprints."""
-    _require_same(folder, found, begun=any((folder / "measures").glob("*.npz")))
+def require_same_instruments(folder: Path, instruments: dict[str, str]) -> None:
+    """Refuse to go on with the measures of a folder if the fingerprint of an instrument has changed."""
+    _require_same_models(folder, instruments, has_begun=any((folder / "measures").glob("*.npz")))
 
 
-def _require_same(folder: Path, found: dict[str, str], begun: bool) -> None:
-    """Compare fingerprints with those of the folder, which gets those that it does not hold.
+def _require_same_models(folder: Path, fingerprints: dict[str, str], has_begun: bool) -> None:
+    """Compare fingerprints of models with those of the folder, which gets those that it does not hold.
 
-    Args:
-        begun: whether the folder holds any work of these models.
+    `has_begun` says whether the folder holds any work of these models.
     """
     file = folder / FINGERPRINTS
     known: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if begun and not found.keys() <= known.keys():
+    if has_begun and not fingerprints.keys() <= known.keys():
         warnings.warn(
             f"{str(folder)!r} was begun by an older radq, which kept no fingerprints: whether its models have changed "
             "since is not known. hint: --overwrite begins anew.",
             stacklevel=2,
         )
-    changed = [name for name in found if begun and known.get(name, found[name]) != found[name]]
+    changed = [name for name, own in fingerprints.items() if has_begun and known.get(name, own) != own]
     if changed:
         raise OptionError(
             f"{str(folder)!r} holds work of other models; changed since: {', '.join(changed)}.",
             "use another --out, or begin anew with --overwrite.",
         )
     with atomic_file(file) as temporary:
-        temporary.write_text(json.dumps(known | found, indent=1, ensure_ascii=False), encoding="utf-8")
+        temporary.write_text(json.dumps(known | fingerprints, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def array_file(folder: Path, cell: str) -> Path:
@@ -149,40 +144,17 @@ def read_arrays(folder: Path, cell: str) -> dict[str, np.ndarray]:
         ) from error
 
 
-SUMMED = ("seconds", "tokens", "steps", "calls", "expert_tokens")
+# --- costs ---
 
-
-@dataclass(frozen=True)
-class Usage:
-    """Steps, calls and tokens of a guide's experts for some continuations, prompts aside; zeros without a guide."""
-
-    steps: int = 0
-    calls: int = 0
-    expert_tokens: int = 0
-
-    @classmethod
-    def of(cls, meter: "Meter") -> "Usage":
-        return cls(meter.steps, meter.continuations.calls, int(meter.continuations.tokens))
-
-    def since(self, before: "Usage") -> "Usage":
-        return Usage(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
-
-
-def describe_cost(
-    cell: str, generations: Sequence[Any], usage: Usage | None, seconds: float, device: str
-) -> dict[str, Any]:
-    """Make a line of costs.jsonl for some generations of a cell. `usage` is None where it was not counted."""
-    from radq.numerics import peak_memory
-
-    known: dict[str, Any] = dict.fromkeys(("steps", "calls", "expert_tokens")) if usage is None else asdict(usage)
-    tokens = sum(len(generation.token_ids) for generation in generations)
-    return {"cell": cell, "seconds": seconds, "tokens": tokens, **known, "peak_memory": peak_memory(device)}
+EXPERT_COUNTS = ("steps", "calls", "expert_tokens")
+SUMMED = ("seconds", "tokens", *EXPERT_COUNTS)
 
 
 def read_costs(folder: Path) -> dict[str, dict[str, float]]:
     """Read costs.jsonl into tokens per second, calls and tokens of experts per token, and peak memory of each cell.
 
-    The best of n has no steps, so no calls per token. Chunks that were generated again after a kill count twice.
+    Calls and tokens of experts that nobody counted are left out. Chunks that were generated again after a kill count
+    twice.
     """
     sums: dict[str, dict[str, float]] = {}
     file = folder / "costs.jsonl"
@@ -191,10 +163,10 @@ def read_costs(folder: Path) -> dict[str, dict[str, float]]:
         for name in SUMMED:
             cell[name] += math.nan if row[name] is None else row[name]  # a sum with an unknown part is unknown
         cell["peak_memory"] = max(cell["peak_memory"], row["peak_memory"])
-    return {name: _rates(cell) for name, cell in sums.items()}
+    return {name: _find_rates(cell) for name, cell in sums.items()}
 
 
-def _rates(cell: dict[str, float]) -> dict[str, float]:
+def _find_rates(cell: dict[str, float]) -> dict[str, float]:
     rates = {
         "tokens_per_second": cell["tokens"] / cell["seconds"],
         "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else math.nan,

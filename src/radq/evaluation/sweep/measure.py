@@ -8,6 +8,7 @@ differences.jsonl has a line per pair of guides.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -20,20 +21,21 @@ from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES, compare_at_equal
 from radq.evaluation.estimates import Bootstrap, Estimate, estimate_change
-from radq.evaluation.metrics import METRICS, ScoredTexts, measure
+from radq.evaluation.metrics import METRICS, ScoredTexts, measure, metric_and_judge
 from radq.evaluation.perplexity import measure_likelihoods
-from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell
+from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell, list_judged
 from radq.evaluation.sweep.folder import array_file, read_arrays, write_arrays
 from radq.files import append_lines, atomic_file, read_lines
 from radq.judges.base import CachedJudge, Judge
-from radq.judges.encoders import Encoder, load_encoder
 from radq.judges.llm import load_pair_judge, score_pairs
-from radq.judges.models import UnitJudge, load_judge
+from radq.judges.models import load_judge, to_unit
+from radq.judges.readers import Encoder, load_encoder
 from radq.models.loading import load, load_config
 from radq.sources.model_source import ModelSource
 
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
 ENDS = ("ended", "length")  # of every text; no model is needed to measure them
+SETTING = ("top_k", "top_p", "kl_budget", "seed")  # that guides share which are compared
 Reads = Literal["continuation", "text", "pair"]
 
 
@@ -46,8 +48,8 @@ class MeasuredCell:
     arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll, ended, length: (p, n)
 
     def scored_by(self, judge: str | None) -> ScoredTexts:
-        """The texts with the scores of one judge, or with none."""
-        scores = None if judge is None else self.arrays[f"scores[{judge}]"]
+        """The texts with the scores of a judge, or without any."""
+        scores = self.arrays[f"scores[{judge}]"] if judge else None
         return ScoredTexts(self.texts, scores, **{name: self.arrays.get(name) for name in (*LIKELIHOODS, *ENDS)})
 
     @property
@@ -57,34 +59,29 @@ class MeasuredCell:
 
     def estimate(
         self,
-        judges: Mapping[str, JudgeUse],
-        names: Sequence[str],
+        keys: Sequence[str],
         chosen: Sequence[int],
         bootstrap: Bootstrap,
         features: np.ndarray | None = None,
         reference: np.ndarray | None = None,
     ) -> dict[str, dict[str, float | None]]:
-        """Compute the metrics of the chosen prompts: metric[judge] of each judge, and the metrics without a judge."""
-        plain = replace(self.scored_by(None), features=features, reference=reference).take(chosen)
-        found = {
-            f"{metric}[{name}]": estimate
-            for name, use in judges.items()
-            for metric, estimate in measure(use.metrics, self.scored_by(name).take(chosen), bootstrap).items()
-        } | measure(names, plain, bootstrap)
-        return _describe_estimates(found)
+        """Compute metrics of the chosen prompts, each by its name, or as metric[judge] of a judge's scores."""
+        estimates = {}
+        for key in keys:
+            metric, judge = metric_and_judge(key)
+            texts = self.scored_by(judge)
+            if METRICS[metric].needs_encoder:
+                texts = replace(texts, features=features, reference=reference)
+            estimates[key] = measure([metric], texts.take(chosen), bootstrap)[metric]
+        return _describe_estimates(estimates)
 
     def estimate_changes(
-        self,
-        unguided: "MeasuredCell",
-        judges: Mapping[str, JudgeUse],
-        names: Sequence[str],
-        chosen: Sequence[int],
-        bootstrap: Bootstrap,
+        self, unguided: "MeasuredCell", keys: Sequence[str], chosen: Sequence[int], bootstrap: Bootstrap
     ) -> dict[str, dict[str, float | None]]:
         """Compute the change of each metric from the unguided cell. MAUVE has none: it is a comparison already."""
-        judged = [(f"{metric}[{name}]", metric, name) for name, use in judges.items() for metric in use.metrics]
         changes = {}
-        for key, metric, judge in (*judged, *((name, name, None) for name in names)):
+        for key in keys:
+            metric, judge = metric_and_judge(key)
             sums = METRICS[metric].sums
             if sums is not None:
                 after, before = (sums(cell.scored_by(judge).take(chosen)) for cell in (self, unguided))
@@ -92,24 +89,33 @@ class MeasuredCell:
         return _describe_estimates(changes)
 
 
+def _describe_estimates(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
+    return {key: {name: _for_json(n) for name, n in vars(estimate).items()} for key, estimate in estimates.items()}
+
+
+def _for_json(value: float) -> float | None:
+    """Replace NaN and infinity, which JSON does not have, by None."""
+    return value if math.isfinite(value) else None
+
+
 def measure_all(
     folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, cache: Path | None = None, progress: bool = False
 ) -> None:
     """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete."""
-    generated = _read_complete_cells(folder, sweep, prompts)
-    _measure_cells(folder, sweep, prompts, generated, device, cache, progress)
-    measured = _add_arrays(folder, generated)
+    cells = _read_complete_cells(folder, sweep, prompts)
+    _write_measures(folder, sweep, prompts, cells, device, cache, progress)
+    measured = _add_measures(folder, cells)
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write_lines(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
 
 
 def read_measured_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> list[MeasuredCell]:
     """Read the texts, scores and likelihoods of a sweep that was measured."""
-    return _add_arrays(folder, _read_complete_cells(folder, sweep, prompts))
+    return _add_measures(folder, _read_complete_cells(folder, sweep, prompts))
 
 
-def _add_arrays(folder: Path, generated: list[MeasuredCell]) -> list[MeasuredCell]:
-    return [replace(one, arrays=read_arrays(folder, one.cell.name)) for one in generated]
+def _add_measures(folder: Path, cells: list[MeasuredCell]) -> list[MeasuredCell]:
+    return [replace(each, arrays=read_arrays(folder, each.cell.name)) for each in cells]
 
 
 def check_instruments(sweep: Sweep, device: str) -> dict[str, str]:
@@ -117,14 +123,14 @@ def check_instruments(sweep: Sweep, device: str) -> dict[str, str]:
 
     The result are their fingerprints.
     """
-    found = {f"the judge {name!r}": _load_judge(use, device).name for name, use in sweep.judges.items()}
+    instruments = {f"the judge {name!r}": _load_judge(use, device).name for name, use in sweep.judges.items()}
     if sweep.perplexity not in (None, WHILE_DECODING):
         source = ModelSource.find(sweep.perplexity)
         load_config(source)
-        found["the model that measures perplexity"] = source.fingerprint
+        instruments["the model that measures perplexity"] = source.fingerprint
     if sweep.mauve is not None:
-        found["the encoder of MAUVE"] = load_encoder(sweep.mauve, device).name
-    return found
+        instruments["the encoder of MAUVE"] = load_encoder(sweep.mauve, device).name
+    return instruments
 
 
 def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> list[MeasuredCell]:
@@ -171,7 +177,7 @@ class Instruments:
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
         loaded: dict[str, tuple[Judge, Reads]] = {
-            name: (UnitJudge(CachedJudge(_load_judge(use, device), cache)), use.reads) for name, use in judges.items()
+            name: (to_unit(CachedJudge(_load_judge(use, device), cache)), use.reads) for name, use in judges.items()
         }
         if perplexity is None:
             return cls(loaded)
@@ -194,50 +200,48 @@ class Instruments:
         arrays = {}
         for name, (judge, reads) in self.judges.items():
             read = [b + a if reads != "continuation" and a.strip() else a for b, a in zip(before, after, strict=True)]
-            if reads == "pair":
-                others = after if unguided is None else [text for samples in unguided for text in samples]
-                whole = [b + a if a.strip() else a for b, a in zip(before, others, strict=True)]
-                scores = _tie(read) if unguided is None else score_pairs(judge, read, whole, progress)
-            else:
+            if reads != "pair":
                 scores = judge.score(read, progress)
+            elif unguided is None:
+                scores = np.array([0.5 if text.strip() else np.nan for text in read])
+            else:
+                others = [text for samples in unguided for text in samples]
+                whole = [b + a if a.strip() else a for b, a in zip(before, others, strict=True)]
+                scores = score_pairs(judge, read, whole, progress)
             arrays[f"scores[{name}]"] = scores.reshape(shape)
         if self.lm is not None and self.tokenizer is not None:
-            found = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size, progress)
-            arrays |= {"nll": found.nll.reshape(shape), "tokens": found.tokens.reshape(shape)}
+            likelihoods = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size, progress)
+            arrays |= {name: getattr(likelihoods, name).reshape(shape) for name in ("nll", "tokens")}
         return arrays
 
 
 def _load_judge(use: JudgeUse, device: str) -> Judge:
     """Load the judge of texts, or of pairs; one without a lowest and highest score is refused."""
     judge = load_pair_judge(use.judge) if use.reads == "pair" else load_judge(use.judge, device)
-    UnitJudge(judge)
+    to_unit(judge)
     return judge
 
 
-def _tie(texts: Sequence[str]) -> np.ndarray:
-    return np.array([0.5 if text.strip() else np.nan for text in texts])
-
-
-def _measure_cells(
+def _write_measures(
     folder: Path,
     sweep: Sweep,
     prompts: list[Prompt],
-    generated: list[MeasuredCell],
+    cells: list[MeasuredCell],
     device: str,
     cache: Path | None,
     progress: bool,
 ) -> None:
     """Write the scores and likelihoods of cells that have none in measures/ yet."""
-    todo = [one for one in generated if not array_file(folder, one.cell.name).exists()]
+    todo = [each for each in cells if not array_file(folder, each.cell.name).exists()]
     if not todo:
         return
     lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
     instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
-    texts = {one.cell: one.texts for one in generated}
-    for one in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        unguided = None if one.cell.guide == UNGUIDED else texts[one.cell.reference]
-        arrays = instruments.measure([prompt.text for prompt in prompts], one.texts, unguided=unguided) | one.arrays
-        write_arrays(folder, one.cell.name, arrays)
+    texts = {each.cell: each.texts for each in cells}
+    for each in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
+        unguided = None if each.cell.guide == UNGUIDED else texts[each.cell.reference]
+        arrays = instruments.measure([prompt.text for prompt in prompts], each.texts, unguided=unguided) | each.arrays
+        write_arrays(folder, each.cell.name, arrays)
 
 
 # --- metrics ---
@@ -253,57 +257,46 @@ def _write_metrics(
     known = known[: len(known) // len(groups) * len(groups)]
     _write_lines(file, known)
     todo = measured[len(known) // len(groups) :]
-    needs_encoder = any(METRICS[name].needs_encoder for name in sweep.metrics)
-    features = _Features(sweep, measured, device) if needs_encoder and todo else None
-    unguided = {one.cell: one for one in measured if one.cell.guide == UNGUIDED}
-    for one in tqdm(todo, desc="metrics", unit="cell", disable=not progress):
-        reference = None if one.cell in unguided else unguided.get(one.cell.reference)
-        rows = [_metrics_row(sweep, one, reference, group, chosen, features) for group, chosen in groups.items()]
+    texts = {each.cell: each.texts for each in measured}
+    unguided = {each.cell: each for each in measured if each.cell.guide == UNGUIDED}
+    encoder = None
+    if todo and sweep.mauve is not None and any(METRICS[name].needs_encoder for name in sweep.metrics):
+        encoder = load_encoder(sweep.mauve, device)
+
+    @lru_cache(maxsize=2)  # of the last cell and of its reference, which it shares with many others
+    def encode(cell: SweepCell | None) -> np.ndarray | None:
+        return None if encoder is None or cell is None else encode_samples(encoder, texts[cell])
+
+    for each in tqdm(todo, desc="metrics", unit="cell", disable=not progress):
+        other = sweep.mauve_reference(each.cell)
+        features = (encode(each.cell), encode(other)) if other is not None else (None, None)
+        reference = None if each.cell in unguided else unguided.get(each.cell.reference)
+        rows = [_metrics_row(sweep, each, reference, group, chosen, features) for group, chosen in groups.items()]
         with file.open("ab") as stream:
             append_lines(stream, rows)
 
 
 def _metrics_row(
     sweep: Sweep,
-    one: MeasuredCell,
-    reference: MeasuredCell | None,
+    measured: MeasuredCell,
+    unguided: MeasuredCell | None,
     group: str,
     chosen: list[int],
-    features: "_Features | None",
+    features: tuple[np.ndarray | None, np.ndarray | None],
 ) -> dict[str, Any]:
-    other = sweep.mauve_reference(one.cell)
-    pair = (None, None) if features is None or other is None else features.encode_pair(one.cell, other)
-    metrics = [name for name in sweep.metrics if other is not None or not METRICS[name].needs_encoder]
-    metrics += [name for name in one.known_ends if name not in metrics]
-    asked = (sweep.judges, metrics, chosen, Bootstrap(sweep.resamples))
+    """Make the line of metrics.jsonl for a class of prompts. `features` are those of the cell and of its reference."""
+    names = [name for name in sweep.metrics if features[1] is not None or not METRICS[name].needs_encoder]
+    keys = [*list_judged(sweep.judges), *dict.fromkeys([*names, *measured.known_ends])]
+    asked = (keys, chosen, Bootstrap(sweep.resamples))
     return {
-        "cell": one.cell.name,
-        **asdict(one.cell),
+        "cell": measured.cell.name,
+        **asdict(measured.cell),
         "group": group,
         "prompts": len(chosen),
         "samples": sweep.samples,
-        "metrics": one.estimate(*asked, *pair),
-        "changes": {} if reference is None else one.estimate_changes(reference, *asked),
+        "metrics": measured.estimate(*asked, *features),
+        "changes": {} if unguided is None else measured.estimate_changes(unguided, *asked),
     }
-
-
-class _Features:
-    """Sentence embeddings of the texts of cells. Those of the last cell and its reference are kept."""
-
-    def __init__(self, sweep: Sweep, measured: list[MeasuredCell], device: str):
-        assert sweep.mauve is not None
-        self.encoder: Encoder = load_encoder(sweep.mauve, device)
-        self.texts = {one.cell: one.texts for one in measured}
-        self._kept: dict[SweepCell, np.ndarray] = {}
-
-    def encode_pair(self, cell: SweepCell, reference: SweepCell) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the texts of a cell, and those of the unguided cell it is compared with; many cells share that one."""
-        wanted = {cell, reference}
-        self._kept = {one: self._kept[one] if one in self._kept else self._encode(one) for one in wanted}
-        return self._kept[cell], self._kept[reference]
-
-    def _encode(self, cell: SweepCell) -> np.ndarray:
-        return encode_samples(self.encoder, self.texts[cell])
 
 
 def encode_samples(encoder: Encoder, texts: list[list[str]], progress: bool = False) -> np.ndarray:
@@ -315,8 +308,8 @@ def encode_samples(encoder: Encoder, texts: list[list[str]], progress: bool = Fa
 def _find_groups(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     """The positions of the prompts of each class."""
     groups: dict[str, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        groups.setdefault(prompt.group, []).append(number)
+    for position, prompt in enumerate(prompts):
+        groups.setdefault(prompt.group, []).append(position)
     return groups
 
 
@@ -331,17 +324,16 @@ def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredC
     """
     axes = [name for name in AXES if name in sweep.metrics or (name == "perplexity" and sweep.perplexity is not None)]
     settings: dict[tuple[Any, ...], dict[str, list[MeasuredCell]]] = {}
-    for one in measured:
-        if one.cell.guide != UNGUIDED:
-            key = (one.cell.top_k, one.cell.top_p, one.cell.kl_budget, one.cell.seed)
-            settings.setdefault(key, {}).setdefault(one.cell.guide, []).append(one)
+    for each in measured:
+        if each.cell.guide != UNGUIDED:
+            setting = tuple(getattr(each.cell, name) for name in SETTING)
+            settings.setdefault(setting, {}).setdefault(each.cell.guide, []).append(each)
     return [
-        _compare(sweep, axis, curves[first], curves[second], judge, metric, group, chosen)
+        _compare(sweep, axis, curves[first], curves[second], key, group, chosen)
         for axis in axes
         for curves in settings.values()
         for first, second in combinations(curves, 2)
-        for judge, use in sweep.judges.items()
-        for metric in use.metrics
+        for key in list_judged(sweep.judges)
         for group, chosen in _find_groups(prompts).items()
     ]
 
@@ -351,8 +343,7 @@ def _compare(
     axis: str,
     first: list[MeasuredCell],
     second: list[MeasuredCell],
-    judge: str,
-    metric: str,
+    key: str,
     group: str,
     chosen: list[int],
 ) -> dict[str, Any]:
@@ -362,32 +353,21 @@ def _compare(
         "first": cell.guide,
         "second": second[0].cell.guide,
         "axis": axis,
-        "metric": f"{metric}[{judge}]",
+        "metric": key,
         "group": group,
         "prompts": len(chosen),
-        **{name: getattr(cell, name) for name in ("top_k", "top_p", "kl_budget", "seed")},
+        **{name: getattr(cell, name) for name in SETTING},
     }
-    ours, theirs = ([one.scored_by(judge).take(chosen) for one in guide] for guide in (first, second))
+    metric, judge = metric_and_judge(key)
+    ours, theirs = ([each.scored_by(judge).take(chosen) for each in guide] for guide in (first, second))
     try:
-        found = compare_at_equal(axis, ours, theirs, metric, Bootstrap(sweep.resamples))
+        difference = compare_at_equal(axis, ours, theirs, metric, Bootstrap(sweep.resamples))
     except OptionError as error:  # too few values of β, or no common range
         return row | {"value": None, "low": None, "high": None, "range": None, "reason": error.message}
-    numbers = {name: _for_json(getattr(found, name)) for name in ("value", "low", "high")}
-    return row | numbers | {"range": list(found.range), "reason": None}
-
-
-# --- files ---
+    numbers = {name: _for_json(getattr(difference, name)) for name in ("value", "low", "high")}
+    return row | numbers | {"range": list(difference.range), "reason": None}
 
 
 def _write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
     with atomic_file(file) as temporary, temporary.open("wb") as stream:
         append_lines(stream, rows)
-
-
-def _describe_estimates(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
-    return {name: {key: _for_json(value) for key, value in asdict(one).items()} for name, one in estimates.items()}
-
-
-def _for_json(value: float) -> float | None:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    return value if math.isfinite(value) else None

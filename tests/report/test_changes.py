@@ -9,18 +9,17 @@ from hypothesis import strategies as st
 from sweep_folders import lines_of, make_result, make_run, write_lines
 
 from radq.evaluation.estimates import TRUSTED_PROMPTS, Estimate
-from radq.report.results import NAN, Result, Run, read_runs
-from radq.report.summary import (
+from radq.report.curves import (
     Change,
     change_table,
     count_group,
     describe_changes,
     describe_run,
     find_changes,
-    find_doubt,
     name_group,
     warn_of_few_prompts,
 )
+from radq.report.results import NAN, Result, Run, read_runs
 
 
 def make_cell(score: float, perplexity: float, **fields: object) -> Result:
@@ -100,7 +99,7 @@ def test_few_prompts_never_decide(numbers: list[float], prompts: int | None) -> 
     low, value, high = numbers
     excludes = not low <= 0 <= high
     few = prompts is not None and prompts < TRUSTED_PROMPTS
-    doubt = find_doubt(Estimate(value, low, high), prompts)
+    doubt = Estimate(value, low, high).doubt(prompts)
     assert (doubt == "") == (excludes and not few)
     assert ("too few to tell" in doubt) == few
     assert ("includes 0" in doubt) == (not excludes and not few)
