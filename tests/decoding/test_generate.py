@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.generate import generate, stream
-from radq.decoding.prompts import encode_prompts
 from radq.decoding.steering import (
     Plan,
     RowSettings,
@@ -31,6 +30,7 @@ from radq.decoding.steering import (
     propose,
     sample,
 )
+from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.guides import RewardGuide

@@ -147,8 +147,7 @@ def test_a_model_without_padding_reads_one_text_at_a_time(method: str, monkeypat
     guide = make_guide(method, "llama") if method == "dexperts" else GeDiGuide(make_experts("llama")[0], ([20], [22]))
     places, candidates = torch.tensor([[0, 6], [0, 1], [4, 2], [1, 0]]), torch.stack([CANDIDATES] * 2, dim=1)
     expected = guide.place_rewards(*padded(TEXTS, left=False), places, candidates)
-    for reader in guide.readers:
-        monkeypatch.setitem(kv_cache._TAKES_PADDING, reader.model, False)
+    monkeypatch.setattr(kv_cache, "takes_padding", lambda model: False)
     with count_forwards(guide) as forwards:
         found = guide.place_rewards(*padded(TEXTS, left=False), places, candidates)
     assert forwards == [len(TEXTS)] * len(guide.readers)

@@ -22,11 +22,11 @@ from radq.guides.spec import load_guide
 from radq.hosts.base_states import reads_shown
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models import kv_cache, rad_v
+from radq.models.convert import save_token_classifier
 from radq.models.loading import find_backbone
 from radq.models.rad_q import RadQ
 from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
-from radq.models.token_classifier import save_token_classifier
 from radq.numerics import pad_left
 
 TOKENIZER = make_number_tokenizer()

@@ -24,8 +24,8 @@ from radq.benchmark.result import BenchResult, LeftOut, Variant, summarise
 from radq.decoding.config import Steering
 from radq.decoding.engine import Engine
 from radq.decoding.generate import check_guide
-from radq.decoding.prompts import encode_prompts
 from radq.decoding.request import Request
+from radq.decoding.text import encode_prompts
 from radq.errors import MemoryLimitError
 from radq.guides import Guide
 from radq.models.loading import num_logits

@@ -5,22 +5,20 @@
 Axes: b batch, t time, p positions, k candidates, d hidden, a attributes.
 """
 
-from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from radq.models.config import RewardModelConfig
 from radq.models.heads import ValueHead
 from radq.models.kv_cache import takes_siblings
 from radq.models.loading import hidden_size
 from radq.models.reading import Reading
-from radq.models.reward import RewardModel, RewardOutput
-from radq.numerics import pack_left
-from radq.sources.model_source import ModelName
+from radq.models.reward import RewardModel, RewardOutput, Scored
+from radq.numerics import Candidates, PlacedCandidates, Positions, Texts, pack_left
 
 SIBLINGS_PER_FORWARD = 256  # more candidates than this are read in several forwards
 
@@ -29,8 +27,12 @@ SIBLINGS_PER_FORWARD = 256  # more candidates than this are read in several forw
 class RadV(RewardModel):
     """RAD-V computes r̂(v | x) from the hidden state of the token v, read after the prefix x.
 
-    It is more flexible than RAD-Q, and needs a forward over every candidate.
+    It is more flexible than RAD-Q, and needs a forward over every candidate. With a readout it gives values of texts
+    without a transformer of its own, for best of n, for scoring and as a teacher; as a guide it runs the language model
+    over every candidate.
     """
+
+    kind = "v"
 
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
@@ -38,54 +40,10 @@ class RadV(RewardModel):
         self.head = ValueHead(hidden_size(config.backbone), len(config.attributes))
         self.post_init()
 
-    @classmethod
-    def from_backbone(
-        cls,
-        name_or_folder: ModelName,
-        attributes: Sequence[str],
-        num_layers: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> "RadV":
-        """Make an untrained model from a language model, or its first layers; options go to `RewardModelConfig`."""
-        return cls._over_backbone(name_or_folder, attributes, num_layers, dtype, kind="v", **options)
-
-    @classmethod
-    def from_base(
-        cls,
-        name_or_folder: ModelName,
-        attributes: Sequence[str],
-        num_layers: int | None = None,
-        width: int | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> "RadV":
-        """Make an untrained model that reads hidden states of a language model, which stays as it is.
-
-        It gives values of texts without a transformer of its own, for best of n, for scoring and as a teacher. As a
-        guide it runs the language model over every candidate, where `RadQ.from_base` needs no forward.
-
-        Args:
-            num_layers: number of layers whose outputs are read, evenly spaced; by default 5.
-            width: number of hidden units of the readout; by default as many as a state has numbers.
-        """
-        return cls._over_base(name_or_folder, attributes, num_layers, width, dtype, kind="v")
-
-    def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
-        nn.init.normal_(self.head.weight, std=1 / self.head.in_features)
-        nn.init.zeros_(self.head.bias)
-        if self.readout is not None:
-            self.readout.reset_parameters()
-
     def forward(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"] | None = None,
-        states: Float[Tensor, "b m nd"] | None = None,
+        self, input_ids: Texts, attention_mask: Texts | None = None, states: Float[Tensor, "b m nd"] | None = None
     ) -> RewardOutput:
-        """Head outputs for every token of a text.
-
-        A readout computes with `states` in place of a forward of its base model, where they are given (`base_states`).
-        """
+        """Head outputs for every token of a text; those of a readout maybe from its `base_states`."""
         if states is None:
             hidden, packed = self._read_texts(input_ids, attention_mask)
         else:
@@ -99,11 +57,7 @@ class RadV(RewardModel):
 
     @torch.no_grad()
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: PlacedCandidates
     ) -> Float[Tensor, "b p k a"]:
         reading = self.read(input_ids, attention_mask)
         before = reading.prefix.attention_mask.sum(1) - attention_mask.sum(1)  # a BOS that was put before a text
@@ -112,9 +66,7 @@ class RadV(RewardModel):
         hidden = torch.cat([self.read_hidden(reading.read_places(*part)) for part in parts], dim=1)
         return self.link(self.head(hidden))
 
-    def _score(
-        self, reading: Reading, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
-    ) -> tuple[Float[Tensor, "b k a"], Reading]:
+    def _score(self, reading: Reading, candidates: Candidates | None, known: Bool[Tensor, "#b k"] | None) -> Scored:
         if candidates is None:
             b = len(reading.last)
             candidates = torch.arange(self.vocabulary.size, device=reading.last.device).expand(b, -1)
@@ -129,9 +81,7 @@ class RadV(RewardModel):
             reading = reading.drop_siblings()
         return outputs if known is None else torch.where(known[..., None], outputs, prefix), reading
 
-    def _score_siblings(
-        self, reading: Reading, candidates: Int[Tensor, "b k"]
-    ) -> tuple[Float[Tensor, "b k a"], Reading]:
+    def _score_siblings(self, reading: Reading, candidates: Candidates) -> Scored:
         reading = reading.read_siblings(candidates)
         assert reading.siblings is not None
         return self.head(self.read_hidden(reading.siblings.hidden)), reading

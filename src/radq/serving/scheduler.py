@@ -27,8 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.decoding.config import Steering
-from radq.decoding.engine import KEPT, Engine, StepResult
-from radq.decoding.engine_cache import keep_engine, take_engine
+from radq.decoding.engine import KEPT, Engine, StepResult, keep_engine, take_engine
 from radq.decoding.request import Request, Ticket
 from radq.errors import explain
 from radq.guides.base import Advice, Guide, Prompts, State

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from radq.decoding.prompts import check_size
+from radq.decoding.text import check_size
 from radq.models.loading import Wrappable, choose_dtype, find_device, load, max_positions, num_logits
 from radq.models.prefill import InTurns, Turn
 from radq.models.vocabulary import find_bos, tokenise
