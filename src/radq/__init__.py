@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from radq.hosts.transformers import GuidedLogitsProcessor
     from radq.models.config import RewardModelConfig
     from radq.models.convert import save_token_classifier
+    from radq.models.kinds import RadQ, RadV
     from radq.models.loading import load
-    from radq.models.rad_q import RadQ
-    from radq.models.rad_v import RadV
     from radq.models.reward import RewardModel
     from radq.report.notebook import Evaluation, evaluate
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
@@ -54,8 +53,8 @@ _HOME = {
     "load": "radq.models.loading",
     "load_guide": "radq.guides.spec",
     "Meter": "radq.guides.meter",
-    "RadQ": "radq.models.rad_q",
-    "RadV": "radq.models.rad_v",
+    "RadQ": "radq.models.kinds",
+    "RadV": "radq.models.kinds",
     "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",

@@ -34,7 +34,7 @@ from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.guides import RewardGuide
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.models.reward import RewardModel
 
 TOKENIZER = make_number_tokenizer()

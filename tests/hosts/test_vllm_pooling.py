@@ -8,7 +8,7 @@ import torch
 from vllm_world import PROMPTS, TOKENIZER, World
 
 from radq.models.convert import save_token_classifier
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadV
 from radq.models.reward import RewardModel
 
 pytestmark = [

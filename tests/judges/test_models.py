@@ -18,7 +18,7 @@ from radq.judges.labels import choose_label, read_labels
 from radq.judges.linear import Card, LinearModel, split_rows
 from radq.judges.models import JUDGES, InvertedJudge, RewardJudge, UnitJudge, load_judge
 from radq.judges.readers import TransformersReader
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadV
 from radq.sources.embedded import reward_folder
 from radq.sources.model_source import ModelSource
 

@@ -8,8 +8,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from radq.errors import ModelError, OptionError
 from radq.models.convert import make_token_classifier, save_token_classifier
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.sources.hub import quiet
 
 TEXTS = ["the film was good and moving .", "a dull plot"]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError
+from radq.models.kinds import RadQ
 from radq.models.loading import load_causal_lm
-from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource

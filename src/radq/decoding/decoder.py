@@ -26,9 +26,9 @@ from radq.decoding.request import Request
 from radq.decoding.steering import Plan, Proposal, RowSettings, choose, propose
 from radq.guides import Guide
 from radq.guides.base import State
+from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prefill import MOST_TOKENS, InTurns, PromptGraphs, Turn, finish
-from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader, Reading
 from radq.models.readout import join_layers, pick_layers
 from radq.models.slots import SlotReading, settle, takes_slots

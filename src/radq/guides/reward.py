@@ -9,11 +9,11 @@ import torch
 
 from radq.errors import OptionError
 from radq.guides.base import Advice, Guide, Prompts
+from radq.models.kinds import RadV
 from radq.models.kv_cache import takes_padding, takes_siblings
 from radq.models.loading import Wrappable, find_backbone
 from radq.models.lora import fold_adapters
 from radq.models.prefill import InTurns
-from radq.models.rad_v import RadV
 from radq.models.reading import OutputReading, Reader, Reading
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel

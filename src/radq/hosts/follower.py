@@ -20,7 +20,7 @@ from radq.errors import DataError
 from radq.guides import Guide
 from radq.guides.base import Advice, list_readings
 from radq.models.cuda_graph import StepGraphs
-from radq.models.rad_v import SIBLINGS_PER_FORWARD
+from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader, Reading, ValueReading
 from radq.models.slots import SlotReading, plan_bytes, settle
 

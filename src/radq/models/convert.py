@@ -34,10 +34,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from radq.errors import CheckpointError, ModelError, OptionError, first_line
 from radq.files import MODEL_FILES, atomic_folder, require_own_folder
 from radq.models.config import RewardModelConfig
+from radq.models.kinds import RadQ, RadV
 from radq.models.loading import load_config
 from radq.models.lora import merged_weights
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos, read_vocabulary, writes_bos
 from radq.sources.hub import quiet

@@ -55,8 +55,7 @@ from radq.sources.model_source import ModelName, ModelSource, require_reward_mod
 
 M = TypeVar("M", bound="RewardModel")
 
-# Their modules import this one, so they are imported when one of them is needed.
-KINDS = {"q": "radq.models.rad_q:RadQ", "v": "radq.models.rad_v:RadV"}
+KINDS = {"q": "RadQ", "v": "RadV"}  # in a module that imports this one
 
 Scored = tuple[Float[Tensor, "b k a"], Reading]  # numbers about candidates, and the reading to go on from
 
@@ -445,5 +444,4 @@ class RewardModel(PreTrainedModel):
 
 def import_kind(kind: str) -> type[RewardModel]:
     """Import the class of a kind of reward model."""
-    module, _, name = KINDS[kind].partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module("radq.models.kinds"), KINDS[kind])

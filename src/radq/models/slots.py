@@ -24,8 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils.generic import ModelOutput
 
 from radq.models import kv_cache
-from radq.models.grouped_attention import grouped_heads
-from radq.models.kv_cache import Siblings
+from radq.models.kv_cache import Siblings, grouped_heads
 from radq.models.loading import evaluating
 from radq.models.reading import Reader, Reading, ValueReading
 from radq.numerics import Candidates, Tokens, enlarge
