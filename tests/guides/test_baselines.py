@@ -207,6 +207,15 @@ def test_every_row_may_have_its_own_strength(method: str) -> None:
             assert together.allowed(logits)[row].tolist() == advice.allowed(logits)[row].tolist()
 
 
+def test_a_guide_without_strengths_counts_in_a_sum() -> None:
+    """Hosts give the strengths of all rows, and such a guide has none among them."""
+    experts, fixed = make_guide("dexperts"), ConstantGuide(torch.arange(VOCAB).double())
+    guide, ids, candidates = experts + fixed, torch.tensor([TEXTS[0]]), CANDIDATES[:1]
+    expected = experts.advise(experts.start(ids), candidates).shift + fixed.values[candidates]
+    for beta in (None, torch.tensor([guide.beta])):
+        torch.testing.assert_close(guide.advise(guide.start(ids), candidates, beta).shift, expected)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_strength_zero_is_the_base(method: str) -> None:
     lm = make_lm("llama").double()
