@@ -375,7 +375,7 @@ class Engine:
         Half as many go on together. A text that finds no memory alone, twice at the same token, ends with an error.
         """
         drawn = [ticket for step in self._in_flight for ticket in step.tickets]  # some of whose rows have left
-        going = [one for one in dict.fromkeys([*self.running, *drawn]) if one.finish_reason is None]
+        going = [ticket for ticket in dict.fromkeys([*self.running, *drawn]) if ticket.finish_reason is None]
         joining = [] if self._joining is None else self._joining.tickets
         texts = [*going, *(ticket for ticket in joining if ticket.finish_reason is None)]
         self._wait_again()

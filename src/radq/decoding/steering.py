@@ -90,7 +90,7 @@ class RowSettings:
             return torch.tensor(numbers, dtype=torch.float64, device=device)
 
         ends = [()] * len(steerings) if stops is None else stops
-        held = [sorted(own) if one.ends == "base" else [] for one, own in zip(steerings, ends, strict=True)]
+        held = [sorted(own) if steering.ends == "base" else [] for steering, own in zip(steerings, ends, strict=True)]
         widest = max(map(len, held), default=0)
         filled = [own + [-1] * (widest - len(own)) for own in held]
         return cls(
@@ -119,7 +119,7 @@ class RowSettings:
     @property
     def columns(self) -> dict[str, Tensor]:
         """The tensors with one row for each request, by their names."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
+        return {column.name: getattr(self, column.name) for column in fields(self) if column.name != "plan"}
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,9 @@ def _read_chat(
             f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
         )
     contents = (message.get("content") for message in messages)
-    check_size(tokenizer, "".join(one for one in contents if isinstance(one, str)), most)  # before templates write it
+    check_size(
+        tokenizer, "".join(text for text in contents if isinstance(text, str)), most
+    )  # before templates write it
     names = [] if control_tokens else find_control_tokens(tokenizer, messages)
     marks = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names}
     try:

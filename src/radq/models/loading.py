@@ -130,7 +130,7 @@ def load_weights(
     if source.adapter is not None and source.base is not None:
         replaced = tuple(f"{module}." for module in source.adapter.replaced)
         model = load_weights(from_pretrained, source.base, (*unused, *replaced), **kwargs)
-        depths = (one.get_text_config().num_hidden_layers for one in (model.config, load_config(source.base)))
+        depths = (config.get_text_config().num_hidden_layers for config in (model.config, load_config(source.base)))
         return merge_adapter(model, source.adapter, whole=len({*depths}) == 1)
     for option, needed in {"use_safetensors": True, "output_loading_info": False}.items():
         if kwargs.pop(option, needed) != needed:

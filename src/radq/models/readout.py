@@ -121,16 +121,16 @@ def check_base(sketch: Float[Tensor, "m s"], backbone: nn.Module, name: str = "t
         )
 
 
-def _agree(one: Tensor, two: Tensor) -> bool:
+def _agree(stored: Tensor, current: Tensor) -> bool:
     """Tell whether two sketches are of the same weights, each perhaps rounded to a smaller data type."""
-    if one.shape != two.shape:
+    if stored.shape != current.shape:
         return False
-    one = one.float().cpu()
-    types = [_smallest_type(numbers) for numbers in (one, two)]
-    slack = _rounding(one, types[0]) + _rounding(two, types[1]) if types[0] != types[1] else torch.zeros(())
-    apart = (one - two).abs()
-    few_apart = (apart > slack + CLOSE * one.abs()).float().mean() <= FEW
-    return bool(few_apart and (apart <= TOLERANCE * one.abs() + slack).all())
+    stored = stored.float().cpu()
+    types = [_smallest_type(numbers) for numbers in (stored, current)]
+    slack = _rounding(stored, types[0]) + _rounding(current, types[1]) if types[0] != types[1] else torch.zeros(())
+    apart = (stored - current).abs()
+    few_apart = (apart > slack + CLOSE * stored.abs()).float().mean() <= FEW
+    return bool(few_apart and (apart <= TOLERANCE * stored.abs() + slack).all())
 
 
 def _smallest_type(numbers: Tensor) -> torch.dtype:

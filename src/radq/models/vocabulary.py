@@ -77,16 +77,16 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: int)
 
 def find_control_tokens(tokenizer: PreTrainedTokenizerBase, value: Any) -> list[str]:
     """Find the names of special tokens that stand in texts, maybe inside lists and dictionaries, longest first."""
-    special = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     left, found = [value], set()
     while left:
-        one = left.pop()
-        if isinstance(one, str):
-            found |= {name for name in special if name in one}
-        elif isinstance(one, Mapping):
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
+        item = left.pop()
+        if isinstance(item, str):
+            found |= {name for name in special if name in item}
+        elif isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
     return sorted(found, key=len, reverse=True)
 
 

@@ -217,7 +217,7 @@ class ModelSource:
             return f"{EMBEDDED}@{folder.name.removeprefix(CONVERTED)}"  # as `base_name`: a loaded base knows its folder
         digest = hashlib.sha256()
         files = [file for file in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")) if file.is_file()]
-        for file in sorted(file for file in files if not any(fnmatch(file.name, one) for one in RECORDS)):
+        for file in sorted(file for file in files if not any(fnmatch(file.name, pattern) for pattern in RECORDS)):
             digest.update(file.relative_to(folder).as_posix().encode() + bytes.fromhex(fingerprint_file(file)))
         own, below = digest.hexdigest()[:DIGITS], self.base or self._find_backbone(folder)
         return own if below is None else f"{own}+{below.fingerprint}"
