@@ -53,7 +53,7 @@ class SlotReading(Reading):
         self._limit = reading.reader.max_positions
         self.bounds = np.zeros(0, dtype=np.int64)  # at most so many tokens has each row
         self._lengths = torch.zeros(0, dtype=torch.long, device=self.device)
-        self._input_ids = reading.prefix.input_ids[:0, :0]
+        self._input_ids = reading.prefix.input_ids[:0, :0].long()
         self._last = reading.last[:0]
         self._notes = None if reading.notes is None else reading.notes[:0]
         shapes = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in reading.prefix.layers]
