@@ -171,6 +171,7 @@ def test_peft_loads_the_adapters(
     model.save_pretrained(tmp_path / "praise")
     config = json.loads((tmp_path / "praise" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (3, 6)
+    assert not Path(config["base_model_name_or_path"]).is_absolute()  # both folders can move together
     assert (tmp_path / "praise" / config["base_model_name_or_path"]).samefile(lm_folders[family])
     with quiet():
         backbone = AutoModel.from_pretrained(lm_folders[family])
