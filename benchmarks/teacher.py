@@ -18,8 +18,8 @@ import tyro
 from radq import load
 from radq.benchmark.measure import describe_machine, read_clock
 from radq.guides import DExpertsGuide, GeDiGuide
+from radq.models.kinds import RadV
 from radq.models.loading import find_device
-from radq.models.rad_v import RadV
 from radq.training.candidate_agreement import Prefix, _score_prefixes, _score_texts
 from radq.training.teacher import GuideSource, RewardSource, Source, Teacher
 

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "radq"
 MAX_LOOSE_MODULES = 8
 MAX_ANY = 10
-READING = ("cuda_graph", "grouped_attention", "kv_cache", "prefill", "reading", "slots")
+READING = ("cuda_graph", "kv_cache", "prefill", "reading", "slots")
 TYPED = ("radq.guides", "radq.decoding", *(f"radq.models.{name}" for name in READING))
 
 # A room imports only from steps above its own. Rooms that stand in one step do not import each other.

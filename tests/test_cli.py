@@ -16,8 +16,7 @@ from public_checkpoints import PublicRad, RunsCode, config_folder
 from radq.cli import COMMANDS, main, rename_old_words
 from radq.errors import OptionError
 from radq.guides.spec import GuideSpec
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.report.tokens import coloured, legend
 

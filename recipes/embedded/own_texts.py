@@ -18,7 +18,7 @@ import numpy as np
 from radq import generate, load
 from radq.data.prompts import read_prompts
 from radq.decoding.generate import Generation
-from radq.decoding.prompts import encode_prompts
+from radq.decoding.text import encode_prompts
 from radq.files import atomic_file
 from radq.guides.spec import GuideSpec
 from radq.judges.models import load_judge

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from radq.guides.spec import load_guide
     from radq.hosts.transformers import GuidedLogitsProcessor
     from radq.models.config import RewardModelConfig
+    from radq.models.convert import save_token_classifier
+    from radq.models.kinds import RadQ, RadV
     from radq.models.loading import load
-    from radq.models.rad_q import RadQ
-    from radq.models.rad_v import RadV
     from radq.models.reward import RewardModel
-    from radq.models.token_classifier import save_token_classifier
     from radq.report.notebook import Evaluation, evaluate
     from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
     from radq.training.experts import train_experts
@@ -54,13 +53,13 @@ _HOME = {
     "load": "radq.models.loading",
     "load_guide": "radq.guides.spec",
     "Meter": "radq.guides.meter",
-    "RadQ": "radq.models.rad_q",
-    "RadV": "radq.models.rad_v",
+    "RadQ": "radq.models.kinds",
+    "RadV": "radq.models.kinds",
     "RewardModelConfig": "radq.models.config",
     "RewardModel": "radq.models.reward",
     "best_of_n": "radq.decoding.best_of_n",
     "push_to_hub": "radq.training.outcome",
-    "save_token_classifier": "radq.models.token_classifier",
+    "save_token_classifier": "radq.models.convert",
     "train": "radq.training.reward",
     "ExpertTrainingConfig": "radq.training.config",
     "RewardTrainingConfig": "radq.training.config",

@@ -23,22 +23,10 @@ if TYPE_CHECKING:  # commands use this module before they import torch
 
 # Files that a saved model and its tokenizer may consist of: a second save into the same folder replaces all of them.
 MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "adapter_config.json",
-    "*tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template.*",
-    "additional_chat_templates",
-    "calibration.json",
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json"),
+    *("*tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*"),
+    *("additional_chat_templates", "calibration.json"),
 )
-
-
 RUN_FILES = ("config.yaml", "fingerprints.json")  # with which a training run begins: its settings and its contents
 
 
@@ -48,10 +36,7 @@ def default_cache_folder() -> Path:
 
 
 def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what: str) -> None:
-    """Refuse to write into a folder with other files in it: it must be new, empty, or hold `what` already.
-
-    `is_own` tells whether a folder holds `what`, which the error message names, for example "a radq run".
-    """
+    """Refuse a folder with other files in it: it must be new, empty, or hold `what`, such as "a radq run", already."""
     folder = Path(folder)
     if folder.is_dir() and (is_own(folder) or not any(folder.iterdir())):
         return
@@ -98,12 +83,9 @@ def explained_writing(target: str | Path) -> Iterator[None]:
 def atomic_folder(target: str | Path, replaces: Sequence[str] = (), proof: str | None = None) -> Iterator[Path]:
     """Make a temporary folder that becomes `target` when the block succeeds and is deleted when it fails.
 
-    If `target` exists, the new files move into it one by one and replace files of the same names.
-
-    Args:
-        replaces: patterns of other files in `target` that are deleted, since they belong to an earlier save.
-        proof: a file that a finished `target` holds. If it is there when the block ends, another process has made the
-            same folder meanwhile and may be reading it: then that folder stays as it is.
+    If `target` exists, the new files move into it one by one, and files go that `replaces` describes by patterns, since
+    they belong to an earlier save. But where `target` holds a `proof` that it is finished, another process has made the
+    same folder meanwhile and may be reading it: then it stays as it is.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from radq.errors import MemoryLimitError
+
+# Tensors that pass through many hands, by their axes: b rows, t time, p positions, k candidates, s strengths.
+Texts = Int[Tensor, "b t"]  # token ids, or their mask
+Tokens = Int[Tensor, " b"]
+Positions = Int[Tensor, "b p"]
+Candidates = Int[Tensor, "b k"]
+PlacedCandidates = Int[Tensor, "b p k"]
+Strengths = Float[Tensor, "b s"]
+Padded = tuple[Texts, Texts]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LOGITS_AT_ONCE = 2**26  # that are upcast together
 LOGITS_PER_FORWARD = {"cpu": 2**26, "cuda": 2**29}  # that a language model computes together, by device
@@ -32,10 +45,7 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def log_probabilities(logits: Float[Tensor, "*p v"], token_ids: Int[Tensor, "*p"]) -> Float[Tensor, "*p"]:
-    """Log-probability of one token at each position, under the softmax of the logits over the whole vocabulary.
-
-    Gradients are computed for logits with at least one axis before the vocabulary.
-    """
+    """Log-probability of one token at each position; gradients need at least one axis before the vocabulary."""
     if not torch.is_grad_enabled():
         dtype = torch.promote_types(logits.dtype, torch.float32)
         return logits.log_softmax(-1, dtype=dtype).gather(-1, token_ids[..., None]).squeeze(-1)
@@ -80,12 +90,17 @@ def _pieces(logits: Float[Tensor, "*p v"], *others: Tensor) -> Iterator[tuple[Te
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
 
-def untouched_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take up main memory only where they are written: the system gives it page by page."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+def enlarge(values: Tensor, *shape: int, fill: float = 0) -> Tensor:
+    """A tensor of a larger shape that begins with the given one; main memory is taken up where it is written."""
+    size = math.prod(shape) * values.element_size()
+    if values.device.type == "cpu" and size:  # the system gives such zeros page by page
+        larger = torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(values.dtype).view(shape)
+    else:
+        larger = values.new_zeros(shape)
+    if fill:
+        larger.fill_(fill)
+    larger[tuple(map(slice, values.shape))] = values
+    return larger
 
 
 @cache
@@ -95,58 +110,64 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def version_of(tensor: Tensor) -> int:
-    """The number of changes of a tensor in place that torch has noticed."""
-    return 0 if tensor.is_inference() else tensor._version
+def weakly_cached(function: Callable[P, T]) -> Callable[P, T]:
+    """Remember the answers of a function about an object for as long as this object, its first argument, lives."""
+    answers: WeakKeyDictionary[Any, dict[tuple[object, ...], T]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def answer(*arguments: P.args, **options: P.kwargs) -> T:
+        known, others = answers.setdefault(arguments[0], {}), arguments[1:]
+        if others not in known:
+            known[others] = function(*arguments, **options)
+        return known[others]
+
+    return answer
 
 
-def take_last(values: Float[Tensor, "b t a"], mask: Int[Tensor, "b t"]) -> Float[Tensor, "b a"]:
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how often torch has noticed that it was changed in place."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def take_last(values: Float[Tensor, "b t a"], mask: Texts) -> Float[Tensor, "b a"]:
     """Values at the last position of each row where the mask is 1, such as the rewards of whole texts."""
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
     return values[torch.arange(len(last), device=last.device), last]
 
 
-Padded = tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]
-
-
-def pad_left(texts: Sequence[Sequence[int]], pad_id: int = 0, device: torch.device | str | None = None) -> Padded:
+def pad_left(
+    texts: Sequence[Sequence[int]],
+    pad_id: int = 0,
+    device: torch.device | str | None = None,
+    side: Literal["left", "right"] = "left",
+) -> Padded:
     """Batch token ids of texts of different lengths, with padding before the shorter ones.
 
     Returns input_ids, with `pad_id` at padding, and attention_mask, with 0 at padding and 1 elsewhere.
     """
-    return _pad(texts, pad_id, device, "left")
-
-
-def pad_right(texts: Sequence[Sequence[int]], pad_id: int = 0, device: torch.device | str | None = None) -> Padded:
-    """Batch token ids as `pad_left` does, but with padding after the shorter texts."""
-    return _pad(texts, pad_id, device, "right")
-
-
-def _pad(
-    texts: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None, side: Literal["left", "right"]
-) -> Padded:
     rows = [torch.tensor(text, dtype=torch.long) for text in texts]
     input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side=side)
     attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
     return input_ids.to(device), attention_mask.to(device)
 
 
-def leading(input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], token: int) -> Bool[Tensor, "b t"]:
+def pad_right(texts: Sequence[Sequence[int]], pad_id: int = 0, device: torch.device | str | None = None) -> Padded:
+    """Batch token ids as `pad_left` does, but with padding after the shorter texts."""
+    return pad_left(texts, pad_id, device, "right")
+
+
+def leading(input_ids: Texts, attention_mask: Texts, token: int) -> Bool[Tensor, "b t"]:
     """Marks the first real token of each row where it is `token`, such as the BOS that some tokenizers add."""
     return (attention_mask.cumsum(1) == 1) & (attention_mask == 1) & (input_ids == token)
 
 
-def leave_out_unknown(
-    input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None, num_known: int
-) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+def leave_out_unknown(input_ids: Texts, attention_mask: Texts | None, num_known: int) -> Padded:
     """Turn tokens with ids of `num_known` or more into padding."""
     known = input_ids < num_known
     return input_ids * known, known.long() if attention_mask is None else attention_mask.long() * known
 
 
-def pack_right(
-    input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+def pack_right(input_ids: Texts, attention_mask: Texts) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
     """Move the real tokens of every row to its right end, with no more padding on the left than the longest needs."""
     longest = int(attention_mask.sum(1).max())
     order = attention_mask.argsort(dim=1, stable=True)[:, attention_mask.shape[1] - longest :]
@@ -157,10 +178,10 @@ def pack_right(
 class LeftPacked:
     """Texts with their real tokens first: causal attention then needs neither mask nor positions."""
 
-    input_ids: Int[Tensor, "b t"]
-    order: Int[Tensor, "b t"]  # where each token came from
+    input_ids: Texts
+    order: Texts  # where each token came from
 
-    def pack(self, values: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    def pack(self, values: Texts) -> Texts:
         return values.gather(1, self.order)
 
     def unpack(self, values: Float[Tensor, "b t a"]) -> Float[Tensor, "b t a"]:
@@ -168,7 +189,7 @@ class LeftPacked:
         return values.gather(1, self.order.argsort(dim=1)[..., None].expand_as(values))
 
 
-def pack_left(input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> LeftPacked:
+def pack_left(input_ids: Texts, attention_mask: Texts) -> LeftPacked:
     order = (1 - attention_mask).argsort(dim=1, stable=True)
     return LeftPacked(input_ids.gather(1, order), order)
 
@@ -222,8 +243,6 @@ def collecting_later() -> Iterator[None]:
 
 
 # --- memory ---
-
-T = TypeVar("T")
 
 
 def available_memory(device: str = "cpu") -> int | None:

@@ -63,17 +63,8 @@ def make_toy(folder: str | Path, steps: int = 300) -> Path:
     tokenizer = make_tokenizer()
     bos: Any = tokenizer.bos_token_id
     torch.manual_seed(0)
-    lm = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=64,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=bos,
-            eos_token_id=bos,
-        )
-    )
+    shape: dict[str, Any] = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    lm = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), bos_token_id=bos, eos_token_id=bos, **shape))
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
     for step in range(steps):
         texts = [text for text, _ in make_reviews(32, seed=step)]

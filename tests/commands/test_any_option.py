@@ -22,8 +22,8 @@ from word_judge import GoodWords
 
 from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels
+from radq.models.kinds import RadQ
 from radq.models.loading import load
-from radq.models.rad_q import RadQ
 from radq.sources import embedded
 
 pytestmark = pytest.mark.slow

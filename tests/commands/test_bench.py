@@ -21,8 +21,7 @@ from radq.cli import main
 from radq.decoding.decoder import Decoder
 from radq.decoding.request import Request
 from radq.errors import OptionError
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 
 pytestmark = pytest.mark.slow
 

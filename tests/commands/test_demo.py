@@ -21,8 +21,8 @@ from radq.evaluation import demonstration
 from radq.evaluation.demonstration import ATTRIBUTES, DemoModels, compare
 from radq.judges.base import Judge
 from radq.judges.models import load_judge
+from radq.models.kinds import RadQ
 from radq.models.loading import load
-from radq.models.rad_q import RadQ
 from radq.sources import embedded, gguf
 from radq.toy import GOOD
 

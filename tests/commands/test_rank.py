@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from radq import numerics
 from radq.cli import main
 from radq.errors import ModelError
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.rank.analysis import RankResult
 from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix

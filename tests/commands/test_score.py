@@ -16,7 +16,7 @@ from radq.data.label_scale import LabelScale
 from radq.errors import DataError
 from radq.evaluation import table_scores
 from radq.judges.agreement import measure_agreement
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 

@@ -13,7 +13,7 @@ from families import BOS, EOS, make_lm, make_number_tokenizer, make_readout, mak
 from radq.decoding.best_of_n import best_of_n, score_texts
 from radq.decoding.generate import Generation, generate
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError, VocabularyError
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.models.reward import RewardModel
 
 TOKENIZER = make_number_tokenizer()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_requests import STEERINGS, make_any_guide, make_request
+from engine_requests import make_any_guide, make_request
 from families import VOCAB, make_lm, make_number_tokenizer, make_reward
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,9 +97,9 @@ def test_strengths_belong_to_requests(lm_folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
 def test_no_step_waits_for_the_device(name: str, lm_folders: dict[str, Path]) -> None:
     lm, guide = make_lm("llama").double().eval(), make_any_guide(name, lm_folders)
-    beta = () if guide is None else guide.beta
     decoder = Decoder(lm, guide)
-    decoder.add([[5, 6, 7], [8]], [0, 1, 1], STEERINGS[:3], [beta] * 3, np.full((3, 9), 0.4), capacity=3, width=64)
+    requests = [make_request(number, stops=frozenset()) for number in range(3)]
+    decoder.add([[5, 6, 7], [8]], [0, 1, 1], requests, np.full((3, 9), 0.4), capacity=3, width=64)
     decoder.draw(np.ones(decoder.count, dtype=bool))
     decoder.read()
     with CountWaiting() as count:
@@ -114,7 +114,7 @@ def test_drawn_tokens_do_not_keep_the_states_of_candidates(lm_folders: dict[str,
     lm, guide = make_lm("llama").double().eval(), make_any_guide("v", lm_folders)
     assert guide is not None
     decoder = Decoder(lm, guide)
-    decoder.add([[5, 6, 7]], [0], STEERINGS[:1], [guide.beta], np.full((1, 9), 0.4), capacity=1, width=64)
+    decoder.add([[5, 6, 7]], [0], [make_request(0, stops=frozenset())], np.full((1, 9), 0.4), capacity=1, width=64)
     drawn = decoder.draw(np.ones(1, dtype=bool))
     siblings = weakref.ref(decoder.guides.members[0].readings[0].siblings.hidden)
     assert siblings() is not None

@@ -11,8 +11,8 @@ from families import make_lm, make_number_tokenizer, make_reward
 from peft import LoraConfig, get_peft_model
 
 from radq import generate
-from radq.decoding import engine_cache
-from radq.decoding.engine import KEPT, Engine
+from radq.decoding.capture import describe
+from radq.decoding.engine import KEPT, MOST_KEPT, Engine, keep_engine, take_engine
 from radq.guides import RewardGuide
 from radq.guides.meter import Meter
 
@@ -40,30 +40,30 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_any_change_of_a_model_is_noticed(change: Callable[[Any], Any]) -> None:
     lm = make_lm("llama")
-    before = engine_cache.describe(lm)
-    assert engine_cache.describe(lm) == before
+    before = describe(lm)
+    assert describe(lm) == before
     change(lm)
-    assert engine_cache.describe(lm) != before
+    assert describe(lm) != before
 
 
 def test_adapters_that_are_turned_off_are_noticed() -> None:
     lm: Any = get_peft_model(make_lm("llama"), LoraConfig(target_modules=["q_proj"]))
-    before = engine_cache.describe(lm)
+    before = describe(lm)
     with lm.disable_adapter():
-        assert engine_cache.describe(lm) != before
-    assert engine_cache.describe(lm) == before
+        assert describe(lm) != before
+    assert describe(lm) == before
 
 
 def test_changes_of_a_guide_are_noticed(lm_folders: dict[str, Path]) -> None:
     guide = RewardGuide(make_reward("q", lm_folders["llama"]), {"nice": 1.0})
-    before = engine_cache.describe(guide)
+    before = describe(guide)
     guide.clamp = False
-    assert engine_cache.describe(guide) != before
+    assert describe(guide) != before
     guide.clamp = True
-    assert engine_cache.describe(guide) == before
+    assert describe(guide) == before
     with torch.no_grad():
         guide.model.head.weight.add_(1)  # pyright: ignore
-    assert engine_cache.describe(guide) != before
+    assert describe(guide) != before
 
 
 GUIDE_CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -80,25 +80,25 @@ def test_changes_of_the_parts_of_a_sum_are_noticed(
 ) -> None:
     guides = [RewardGuide(make_reward("q", lm_folders["llama"]), {"nice": 1.0}) for _ in range(2)]
     both = guides[0] + guides[1]
-    before = engine_cache.describe(both), engine_cache.describe(Meter(both))
-    assert before == (engine_cache.describe(both), engine_cache.describe(Meter(both)))
+    before = describe(both), describe(Meter(both))
+    assert before == (describe(both), describe(Meter(both)))
     change(guides[part].model)
-    assert engine_cache.describe(both) != before[0]
-    assert engine_cache.describe(Meter(both)) != before[1]
+    assert describe(both) != before[0]
+    assert describe(Meter(both)) != before[1]
 
 
 def test_an_engine_is_used_again_until_something_changes() -> None:
     """With compile=True, since without a GPU nothing else is worth keeping; nothing is compiled before a step."""
     lm = make_lm("llama")
-    engine = engine_cache.take_engine(lm, None, None, compile=True)
-    engine_cache.keep_engine(engine)
-    assert engine_cache.take_engine(lm, None, None) is not engine
-    assert engine_cache.take_engine(lm, None, 3, compile=True) is not engine
-    assert engine_cache.take_engine(lm, None, None, compile=True) is engine
-    assert engine_cache.take_engine(lm, None, None, compile=True) is not engine  # another caller has it
-    engine_cache.keep_engine(engine)
+    engine = take_engine(lm, None, None, compile=True)
+    keep_engine(engine)
+    assert take_engine(lm, None, None) is not engine
+    assert take_engine(lm, None, 3, compile=True) is not engine
+    assert take_engine(lm, None, None, compile=True) is engine
+    assert take_engine(lm, None, None, compile=True) is not engine  # another caller has it
+    keep_engine(engine)
     change_weights(lm)
-    assert engine_cache.take_engine(lm, None, None, compile=True) is not engine
+    assert take_engine(lm, None, None, compile=True) is not engine
 
 
 def test_engines_that_need_much_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,21 +108,21 @@ def test_engines_that_need_much_memory_are_not_kept(monkeypatch: pytest.MonkeyPa
     engines = [Engine(lm, max_rows=size, compile=True) for size in (3, 4, 5)]
     engines[0].decoder._done = torch.zeros(7)
     for engine in engines:
-        engine_cache.keep_engine(engine)
+        keep_engine(engine)
     assert not engines[0].decoder.capacity  # its memory is free, though somebody still holds the engine
     assert [engine.max_rows for engine in vars(lm)[KEPT].engines] == [4, 5]
-    engine_cache.keep_engine(Engine(lm, max_rows=6, compile=True))
+    keep_engine(Engine(lm, max_rows=6, compile=True))
     assert not vars(lm)[KEPT].engines
 
 
 def test_copies_of_a_model_have_no_engines(tmp_path: Path) -> None:
     lm = make_lm("llama")
-    engine_cache.keep_engine(engine_cache.take_engine(lm, None, None, compile=True))
+    keep_engine(take_engine(lm, None, None, compile=True))
     assert vars(lm)[KEPT].engines
     assert not vars(copy.deepcopy(lm))[KEPT].engines
-    for _ in range(engine_cache.MOST_KEPT + 2):
-        engine_cache.keep_engine(Engine(lm, compile=True))
-    assert len(vars(lm)[KEPT].engines) == engine_cache.MOST_KEPT
+    for _ in range(MOST_KEPT + 2):
+        keep_engine(Engine(lm, compile=True))
+    assert len(vars(lm)[KEPT].engines) == MOST_KEPT
     lm.save_pretrained(tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_what_a_meter_counts_does_not_make_another_engine(lm_folders: dict[str, 
     """A sweep calls with one metered guide and many strengths."""
     lm, guide = make_lm("llama"), RewardGuide(make_reward("q", lm_folders["llama"]), {"nice": 1.0})
     with Meter(guide) as meter:
-        engine = engine_cache.take_engine(lm, meter, None, compile=True)
-        engine_cache.keep_engine(engine)
+        engine = take_engine(lm, meter, None, compile=True)
+        keep_engine(engine)
         meter.steps += 3
-        assert engine_cache.take_engine(lm, meter, None, compile=True) is engine
+        assert take_engine(lm, meter, None, compile=True) is engine

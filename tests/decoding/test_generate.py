@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.generate import generate, stream
-from radq.decoding.prompts import encode_prompts
 from radq.decoding.steering import (
     Plan,
     RowSettings,
@@ -31,10 +30,11 @@ from radq.decoding.steering import (
     propose,
     sample,
 )
+from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.guides import RewardGuide
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.models.reward import RewardModel
 
 TOKENIZER = make_number_tokenizer()

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from radq.decoding.config import Steering
 from radq.decoding.generate import astream_text, generate, stream_text
-from radq.decoding.prompts import decode_texts, encode_prompts
-from radq.decoding.text import GrowingText
+from radq.decoding.text import GrowingText, decode_texts, encode_prompts
 from radq.errors import OptionError
 from radq.guides import RewardGuide
 

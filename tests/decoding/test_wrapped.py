@@ -15,8 +15,8 @@ from radq.decoding.generate import generate
 from radq.errors import ContextLengthError, ModelError
 from radq.guides import RewardGuide
 from radq.models import kv_cache
+from radq.models.kinds import RadQ
 from radq.models.loading import max_positions
-from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.sources.hub import quiet
 

@@ -28,8 +28,7 @@ from radq.evaluation.sweep.config import GuideSweep, PromptFile, Sweep, SweepCel
 from radq.evaluation.sweep.folder import FINGERPRINTS, read_costs
 from radq.files import drop_partial_last_line, read_lines
 from radq.judges.readers import load_encoder
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.settings import exact
 

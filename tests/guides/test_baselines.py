@@ -147,8 +147,7 @@ def test_a_model_without_padding_reads_one_text_at_a_time(method: str, monkeypat
     guide = make_guide(method, "llama") if method == "dexperts" else GeDiGuide(make_experts("llama")[0], ([20], [22]))
     places, candidates = torch.tensor([[0, 6], [0, 1], [4, 2], [1, 0]]), torch.stack([CANDIDATES] * 2, dim=1)
     expected = guide.place_rewards(*padded(TEXTS, left=False), places, candidates)
-    for reader in guide.readers:
-        monkeypatch.setitem(kv_cache._TAKES_PADDING, reader.model, False)
+    monkeypatch.setattr(kv_cache, "takes_padding", lambda model: False)
     with count_forwards(guide) as forwards:
         found = guide.place_rewards(*padded(TEXTS, left=False), places, candidates)
     assert forwards == [len(TEXTS)] * len(guide.readers)
@@ -206,6 +205,15 @@ def test_every_row_may_have_its_own_strength(method: str) -> None:
         torch.testing.assert_close(together.shift[row], advice.shift[row])
         if advice.allowed is not None:
             assert together.allowed(logits)[row].tolist() == advice.allowed(logits)[row].tolist()
+
+
+def test_a_guide_without_strengths_counts_in_a_sum() -> None:
+    """Hosts give the strengths of all rows, and such a guide has none among them."""
+    experts, fixed = make_guide("dexperts"), ConstantGuide(torch.arange(VOCAB).double())
+    guide, ids, candidates = experts + fixed, torch.tensor([TEXTS[0]]), CANDIDATES[:1]
+    expected = experts.advise(experts.start(ids), candidates).shift + fixed.values[candidates]
+    for beta in (None, torch.tensor([guide.beta])):
+        torch.testing.assert_close(guide.advise(guide.start(ids), candidates, beta).shift, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError, VocabularyError
 from radq.guides import RewardGuide
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.toy import make_tokenizer
 
 PREFIXES = torch.tensor([[5, 9, 3], [7, 7, 30]])

@@ -21,8 +21,7 @@ from public_checkpoints import PublicRad, config_folder
 from sweep_folders import make_run
 
 from radq.cli import COMMANDS, main
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.toy import make_reviews
 
 Call = dict[str, list[str]]  # values by the name of the option

@@ -20,8 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 
 VOCAB = 37

@@ -14,7 +14,7 @@ from families import EOS
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.models.readout import Readout
 from radq.models.reward import RewardModel
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.registry.config import RequestLimits, ServeConfig
 from radq.registry.loaded_guides import Served
 from radq.serving.app import Server, make_app

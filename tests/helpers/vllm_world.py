@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from radq.decoding.generate import generate
 from radq.guides import Guide
 from radq.guides.spec import GuideSpec, load_guides
+from radq.models.kinds import RadQ
 from radq.models.loading import load_causal_lm
-from radq.models.rad_q import RadQ
 from radq.sources.hub import quiet
 
 TOKENIZER = make_number_tokenizer()

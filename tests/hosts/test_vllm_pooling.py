@@ -7,9 +7,9 @@ import pytest
 import torch
 from vllm_world import PROMPTS, TOKENIZER, World
 
-from radq.models.rad_v import RadV
+from radq.models.convert import save_token_classifier
+from radq.models.kinds import RadV
 from radq.models.reward import RewardModel
-from radq.models.token_classifier import save_token_classifier
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: radq[vllm]"),

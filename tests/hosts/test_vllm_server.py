@@ -24,7 +24,7 @@ from families import make_reward
 from serving import Running, serving
 from vllm_world import NEW_TOKENS, PROMPTS, TOKENIZER, World
 
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.registry.config import ServeConfig
 from radq.sources.hub import quiet
 

@@ -17,7 +17,7 @@ from radq.judges.classifiers import choose_label, read_labels
 from radq.judges.linear import Card, LinearModel, split_rows
 from radq.judges.models import JUDGES, RewardJudge, invert, load_judge, to_unit
 from radq.judges.readers import TransformersReader, load_encoder
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadV
 from radq.sources.embedded import reward_folder
 from radq.sources.model_source import ModelSource
 

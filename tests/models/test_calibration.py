@@ -32,8 +32,8 @@ from radq.models.calibration import (
     read_calibrations,
     write_calibration,
 )
+from radq.models.kinds import RadQ
 from radq.models.loading import load_causal_lm
-from radq.models.rad_q import RadQ
 from radq.registry.strengths import read_strengths
 from radq.sources.embedded import CONVERTED, embedded_rewards, reward_folder
 from radq.sources.model_source import ModelSource, fingerprint_weights_in

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from radq.errors import CheckpointError, ModelError, OptionError
 from radq.models.convert import JIGSAW, convert
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.training.losses import cross_entropy_loss, squared_loss
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from radq.models import grouped_attention as grouped
-from radq.models.grouped_attention import grouped_attention, grouped_heads
+from radq.models import kv_cache as grouped
+from radq.models.kv_cache import grouped_attention, grouped_heads
 
 
 @settings(max_examples=50, deadline=None)

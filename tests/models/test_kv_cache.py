@@ -116,11 +116,13 @@ def test_siblings_equal_separate_forwards_and_the_chosen_one_stays(backbone: Pre
             check(siblings.hidden[:, column], backbone, longer)
         choice = torch.tensor([3, 0, 2])
         chosen = [[*row, int(candidates[i, choice[i]])] for i, row in enumerate(rows)]
-        output, _ = kv_cache.extend(backbone, siblings.choose(choice), torch.full((3, 1), 12))
+        output, _ = kv_cache.extend(backbone, siblings.choose(prefix, choice), torch.full((3, 1), 12))
         check(output.last_hidden_state[:, -1], backbone, [[*row, 12] for row in chosen])
 
         kept = torch.tensor([2, 1])
-        output, _ = kv_cache.extend(backbone, siblings.select(kept).choose(choice[kept]), torch.full((2, 1), 12))
+        output, _ = kv_cache.extend(
+            backbone, siblings.select(kept).choose(prefix.select(kept), choice[kept]), torch.full((2, 1), 12)
+        )
         check(output.last_hidden_state[:, -1], backbone, [[*chosen[i], 12] for i in (2, 1)])
 
 

@@ -7,8 +7,8 @@ import torch
 
 from radq import RewardModel, load
 from radq.models import loading
+from radq.models.kinds import RadQ
 from radq.models.loading import load_causal_lm
-from radq.models.rad_q import RadQ
 from radq.numerics import emulates
 
 HALVES = [torch.bfloat16, torch.float16]

@@ -10,9 +10,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from radq.guides import RewardGuide
+from radq.models.kinds import RadQ, RadV
 from radq.models.lora import AdaptedLinear, add_adapters
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
 
 LAYERS = [nn.Linear(5, 7), nn.Linear(5, 7, bias=False), Conv1D(7, 5)]
 

@@ -19,12 +19,13 @@ from radq import generate
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
 from radq.decoding.engine import Engine
+from radq.decoding.request import Request
 from radq.errors import ModelError, OptionError
 from radq.guides import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.loading import find_backbone, load_causal_lm
-from radq.models.readout import ReadoutConfig, check_base, sketch_weights
+from radq.models.readout import check_base, choose_readout, sketch_weights
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
 
@@ -83,11 +84,10 @@ def test_the_engine_reads_the_states_of_the_base_model(family: str, lm_folders: 
 
 def step_kernels(lm: Any, guide: RewardGuide | None, rows: int, kl_budget: float | None = None) -> list[str]:
     """List the operations of one step of decoding."""
-    beta = () if guide is None else guide.beta
     decoder = Decoder(lm, guide)
     uniforms = np.full((rows, 9), 0.4)
-    steerings = [Steering(top_k=4, kl_budget=kl_budget)] * rows
-    decoder.add([[5, 6]], [0] * rows, steerings, [beta] * rows, uniforms, capacity=rows, width=64)
+    requests = [Request([5, 6], Steering(top_k=4, kl_budget=kl_budget), 9, uniforms[0])] * rows
+    decoder.add([[5, 6]], [0] * rows, requests, uniforms, capacity=rows, width=64)
     decoder.draw(np.ones(rows, dtype=bool))
     decoder.read()
     with CountKernels() as count:
@@ -117,8 +117,9 @@ def test_tokens_beyond_those_of_the_tokenizer_have_the_reward_of_the_prefix(
     model.vocabulary = Vocabulary(VOCAB, num_known)
     guide = RewardGuide(model, {"nice": 5.0}, clamp=False)
     decoder = Decoder(lm, guide)
-    steering = Steering(top_k=None, kl_budget=None)
-    decoder.add([[BOS, 6, 7]], [0], [steering], [guide.beta], np.full((1, 2), 0.4), capacity=1, width=8)
+    uniforms = np.full((1, 2), 0.4)
+    request = Request([BOS, 6, 7], Steering(top_k=None, kl_budget=None), 2, uniforms[0])
+    decoder.add([[BOS, 6, 7]], [0], [request], uniforms, capacity=1, width=8)
     shift = decoder.draw(np.ones(1, dtype=bool)).proposal.shift[0]
     wanted = 5 * model.next_rewards(torch.tensor([[BOS, 6, 7]]))[0, :, 0]
     torch.testing.assert_close(shift, wanted)
@@ -278,11 +279,11 @@ def test_a_base_model_that_was_trained_a_little_further_is_another_one(
 
 
 def test_layers_are_evenly_spaced() -> None:
-    assert ReadoutConfig.choose(30, 576).layers == (6, 12, 18, 24, 30)
-    assert ReadoutConfig.choose(2, 16).layers == (1, 2)
-    assert ReadoutConfig.choose(30, 576, 1, 7) == ReadoutConfig((30,), 7)
+    assert choose_readout(30, 576) == {"layers": [6, 12, 18, 24, 30], "width": 576}
+    assert choose_readout(2, 16)["layers"] == [1, 2]
+    assert choose_readout(30, 576, 1, 7) == {"layers": [30], "width": 7}
     with pytest.raises(OptionError, match="from 1 to 30"):
-        ReadoutConfig.choose(30, 576, 31)
+        choose_readout(30, 576, 31)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3, "do_sample": False}])

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from radq.errors import ContextLengthError, ModelError, OptionError
 from radq.models.config import RewardModelConfig
+from radq.models.kinds import RadQ, RadV
 from radq.models.loading import load_causal_lm, load_config
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import read_vocabulary
 from radq.sources.hub import quiet
@@ -77,7 +76,7 @@ def test_the_whole_vocabulary_in_chunks(
     model = make_reward(kind, lm_folders["gemma3"])
     ids, mask = padded(TEXTS, "left")
     whole = model.next_rewards(ids, mask)
-    monkeypatch.setattr("radq.models.rad_v.SIBLINGS_PER_FORWARD", 5)
+    monkeypatch.setattr("radq.models.kinds.SIBLINGS_PER_FORWARD", 5)
     torch.testing.assert_close(model.next_rewards(ids, mask), whole)
 
 

@@ -7,9 +7,8 @@ import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from radq.errors import ModelError, OptionError
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
-from radq.models.token_classifier import make_token_classifier, save_token_classifier
+from radq.models.convert import make_token_classifier, save_token_classifier
+from radq.models.kinds import RadQ, RadV
 from radq.sources.hub import quiet
 
 TEXTS = ["the film was good and moving .", "a dull plot"]

@@ -21,12 +21,11 @@ from radq.guides.meter import Meter
 from radq.guides.spec import load_guide
 from radq.hosts.base_states import reads_shown
 from radq.hosts.transformers import GuidedLogitsProcessor
-from radq.models import kv_cache, rad_v
+from radq.models import kinds, kv_cache
+from radq.models.convert import save_token_classifier
+from radq.models.kinds import RadQ, RadV
 from radq.models.loading import find_backbone
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
 from radq.models.reward import RewardModel
-from radq.models.token_classifier import save_token_classifier
 from radq.numerics import pad_left
 
 TOKENIZER = make_number_tokenizer()
@@ -97,7 +96,7 @@ def test_padding_and_other_texts_change_no_rewards(
 
 def test_the_whole_vocabulary_is_read_in_parts(lm_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_value(lm_folders["llama"])
-    monkeypatch.setattr(rad_v, "SIBLINGS_PER_FORWARD", 7)
+    monkeypatch.setattr(kinds, "SIBLINGS_PER_FORWARD", 7)
     found = model.next_rewards(torch.tensor([[5, 9, 11]]))[0]
     torch.testing.assert_close(found, oracle.rewards(model, [5, 9, 11], range(VOCAB)))
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from radq.decoding.prompts import encode_prompts
+from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError
 from radq.models.vocabulary import exceeds
 

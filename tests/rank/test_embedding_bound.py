@@ -251,7 +251,7 @@ def test_rows_beyond_the_longest_and_mistakes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_embedding_is_that_of_rad_q(lm_folders: dict[str, Path]) -> None:
-    from radq.models.rad_q import RadQ
+    from radq.models.kinds import RadQ
 
     for folder in lm_folders.values():
         torch.testing.assert_close(

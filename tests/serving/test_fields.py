@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from serving import Running
 
 import radq
-from radq.decoding.prompts import find_stops
+from radq.decoding.text import find_stops
 from radq.serving import bodies
 from radq.serving.bodies import Kind
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from serving import Running, make_config, serving
 
+from radq.models.kinds import RadQ, RadV
 from radq.models.prefill import InTurns, Prefill, Turn, finish
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
 from radq.models.reading import Reader
 from radq.numerics import log_probabilities
 from radq.registry.loaded_guides import Served

@@ -541,8 +541,8 @@ def test_bodies_that_are_too_long(running: Running) -> None:
 
 
 def test_long_chats_are_refused_before_templates_write_them(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radq.decoding.prompts.check_size", refuse_size := mock.Mock(side_effect=OptionError("size")))
-    monkeypatch.setattr("radq.decoding.prompts.find_control_tokens", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("radq.decoding.text.check_size", refuse_size := mock.Mock(side_effect=OptionError("size")))
+    monkeypatch.setattr("radq.decoding.text.find_control_tokens", mock.Mock(side_effect=AssertionError))
     answer = httpx.post(
         f"{running.address}/v1/chat/completions", json={"messages": [{"role": "user", "content": "film"}] * 2}
     )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from radq import files
 from radq.files import SETTLED, remember
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.sources.model_source import ModelSource
 
 HOUR = 3600

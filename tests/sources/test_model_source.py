@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from radq.cli import main
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.sources import model_source
 from radq.sources.model_source import ModelSource
 

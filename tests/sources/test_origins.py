@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError
+from radq.models.kinds import RadQ
 from radq.models.loading import load_causal_lm
-from radq.models.rad_q import RadQ
 from radq.models.reward import RewardModel
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource
@@ -171,6 +171,7 @@ def test_peft_loads_the_adapters(
     model.save_pretrained(tmp_path / "praise")
     config = json.loads((tmp_path / "praise" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (3, 6)
+    assert not Path(config["base_model_name_or_path"]).is_absolute()  # both folders can move together
     assert (tmp_path / "praise" / config["base_model_name_or_path"]).samefile(lm_folders[family])
     with quiet():
         backbone = AutoModel.from_pretrained(lm_folders[family])

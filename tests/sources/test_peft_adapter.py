@@ -15,7 +15,7 @@ from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import ModelError
 from radq.judges.models import load_classifier
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.models.reward import RewardModel
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource

@@ -27,7 +27,7 @@ from radq.evaluation.estimates import Bootstrap, Sums
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import Sweep, list_judged, load_sweep
 from radq.evaluation.sweep.measure import read_measured_cells
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.settings import read_yaml
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
 

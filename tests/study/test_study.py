@@ -25,8 +25,7 @@ from radq.cli import main
 from radq.errors import DataError, OptionError
 from radq.evaluation.estimates import Estimate
 from radq.evaluation.sweep.config import load_sweep
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.report.results import NAN
 from radq.settings import read_yaml
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig

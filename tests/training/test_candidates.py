@@ -26,9 +26,8 @@ from radq.data.dataset import GlobalBatches, load_data
 from radq.data.examples import DataColumns
 from radq.errors import OptionError, StoppedError
 from radq.guides import Guide, RewardGuide
-from radq.models import kv_cache, rad_v
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models import kinds, kv_cache
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary
 from radq.sources.hub import quiet
@@ -129,7 +128,7 @@ def test_a_teacher_that_takes_no_masks_reads_each_place(
     )
     wanted = score_places(teacher, PREFIXES, candidates)
     monkeypatch.setattr(kv_cache, "takes_siblings", lambda backbone: False)
-    monkeypatch.setattr(rad_v, "takes_siblings", lambda backbone: False)
+    monkeypatch.setattr(kinds, "takes_siblings", lambda backbone: False)
     assert not teacher.reads_once
     np.testing.assert_allclose(score_places(teacher, PREFIXES, candidates), wanted, rtol=1e-5, atol=1e-6)
 
@@ -141,7 +140,7 @@ def test_many_places_are_read_in_parts(lm_folders: dict[str, Path], monkeypatch:
     )
     wanted = score_places(teacher, PREFIXES, candidates)
     for most in (3, 10):  # a place at a time, and two
-        monkeypatch.setattr(rad_v, "SIBLINGS_PER_FORWARD", most)
+        monkeypatch.setattr(kinds, "SIBLINGS_PER_FORWARD", most)
         np.testing.assert_allclose(score_places(teacher, PREFIXES, candidates), wanted, rtol=1e-6, atol=1e-7)
 
 

@@ -23,8 +23,7 @@ from transformers import TrainingArguments
 
 from radq.data.dataset import RewardData, pad_batch
 from radq.data.pairs import PairData
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.toy import make_reviews
 from radq.training import capture, trainer
 from radq.training.candidates import CandidateFeed, CandidateSet

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from radq.cli import main
 from radq.errors import OptionError
 from radq.models.heads import HEADS
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadV
 from radq.settings import Range, names_in_table, read_yaml
 from radq.toy import make_reviews
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig

@@ -19,8 +19,8 @@ from radq.errors import DataError, MemoryLimitError, OptionError, WriteError
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.guides.base import Prompts
 from radq.guides.spec import GuideSpec, guide_maker, load_guide, load_guides
+from radq.models.kinds import RadQ
 from radq.models.prefill import finish
-from radq.models.rad_q import RadQ
 from radq.settings import read_yaml
 from radq.toy import BAD, GOOD, make_reviews, make_tokenizer
 from radq.training.config import ExpertTrainingConfig

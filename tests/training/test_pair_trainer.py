@@ -20,7 +20,7 @@ from radq.data.dataset import GlobalBatches
 from radq.data.pairs import ResponseColumns, load_pairs
 from radq.errors import DataError, OptionError
 from radq.judges.agreement import chance_accuracy
-from radq.models.rad_q import RadQ
+from radq.models.kinds import RadQ
 from radq.models.reward import RewardModel
 from radq.toy import BAD, GOOD, make_reviews
 from radq.training.config import RewardTrainingConfig

@@ -16,8 +16,7 @@ from training_runs import changed
 import radq
 from radq.errors import ModelError, OptionError
 from radq.models.calibration import read_calibrations
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.sources.embedded import reward_folder
 from radq.training.config import RewardTrainingConfig

@@ -12,8 +12,7 @@ from radq import load
 from radq.cli import main
 from radq.errors import ModelError, OptionError
 from radq.judges.models import load_judge
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.toy import NOUNS, VERBS
 from radq.training.config import RewardTrainingConfig

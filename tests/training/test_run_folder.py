@@ -15,8 +15,7 @@ from training_runs import changed, lines, make_settings, weights
 
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, TrainingError, WriteError
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig

@@ -15,8 +15,7 @@ from radq.cli import main
 from radq.data.dataset import RewardData
 from radq.errors import OptionError, WriteError
 from radq.files import fingerprint_tensors
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadQ, RadV
 from radq.models.readout import Readout
 from radq.models.reward import RewardModel
 from radq.training import token_cache as states_module

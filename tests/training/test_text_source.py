@@ -32,7 +32,7 @@ from radq.errors import OptionError
 from radq.judges.base import CachedJudge
 from radq.judges.models import load_classifier, load_judge
 from radq.judges.readers import TransformersReader
-from radq.models.rad_v import RadV
+from radq.models.kinds import RadV
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 from radq.training.candidate_agreement import UNUSED, Prefix, score_places

@@ -26,8 +26,8 @@ from radq.benchmark.guides import GUIDES, BenchModels, load_models
 from radq.decoding.config import Steering
 from radq.decoding.engine import Engine
 from radq.decoding.generate import check_guide
-from radq.decoding.prompts import encode_prompts
 from radq.decoding.request import Request
+from radq.decoding.text import encode_prompts
 from radq.errors import MemoryLimitError
 from radq.files import atomic_folder
 from radq.guides import Guide

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from radq.decoding.generate import Generation, check_guide, generate
-from radq.decoding.prompts import encode_prompts
+from radq.decoding.text import encode_prompts
 from radq.errors import OptionError
 from radq.guides import RewardGuide
 from radq.models.loading import Wrappable

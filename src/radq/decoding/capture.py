@@ -1,22 +1,21 @@
 """Steps that are captured as CUDA graphs, so that a GPU runs one after the other without waiting for Python.
 
-A graph repeats the same operations on the same tensors, so there is one for each number of rows and columns. It is
-captured when a step of this shape comes for the first time, and kept. Steps that cannot be captured run one by one, by
-the same code.
+A graph repeats the same operations on the same tensors, so there is one for each number of rows and columns. Steps that
+cannot be captured run one by one, by the same code.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from radq.guides.base import Guide
 from radq.guides.meter import Meter
-from radq.models.cuda_graph import NO_STEPS, record, try_to_record
-from radq.numerics import empty_cache
+from radq.models.cuda_graph import GraphCache, record
+from radq.numerics import empty_cache, state_of
 
 T = TypeVar("T")
 
@@ -31,56 +30,24 @@ class Capture(Generic[T]):
     counted: tuple[int, ...]  # by a meter, in one step
 
 
-class Captures(Generic[T]):
+class Captures(GraphCache[Capture[T]]):
     """The captured steps of a decoder."""
 
     def __init__(self, models: Sequence[nn.Module], guide: Guide | None, on: bool):
-        self.on = on and stand_together(models)
+        super().__init__(on and len({parameter.device for model in models for parameter in model.parameters()}) <= 1)
         if self.on and (reason := find_hindrance(models, guide)):
             self.on = False
-            warnings.warn(f"{NO_STEPS}: {reason}.", stacklevel=2)
+            warnings.warn(f"{self.hindered}: {reason}.", stacklevel=2)
         self.meter = guide if isinstance(guide, Meter) else None
-        self._kept: dict[Hashable, Capture[T]] = {}
-        self._warm: set[Hashable] = set()
-        self._pool = None
-        self._main: torch.cuda.Stream | None = None
-        self._side: torch.cuda.Stream | None = None
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
-    def find(
-        self,
-        kind: Hashable,
-        shape: Hashable,
-        draw: Callable[[], T],
-        read: Callable[[T, torch.cuda.Stream | None], None],
-    ) -> Capture[T] | None:
-        """Find the captured step of a kind and shape; None where a step must run without a graph.
-
-        The first step of every kind is not captured: libraries initialise themselves in it, which no graph can hold.
-
-        Args:
-            draw: the first half of the step.
-            read: the second half, given the result of the first and a stream that may be used beside the current one.
-        """
-        if not self.on:
-            return None
-        if kind not in self._warm:
-            self._warm.add(kind)
-            return None
-        if (kind, shape) not in self._kept:
-            recorded = try_to_record(lambda: self._capture(draw, read), NO_STEPS)
-            if recorded is None:
-                self.on = False
-                return None
-            self._kept[kind, shape] = recorded
-        return self._kept[kind, shape]
-
-    def _capture(self, draw: Callable[[], T], read: Callable[[T, torch.cuda.Stream | None], None]) -> Capture[T]:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._main, self._side = torch.cuda.Stream(priority=-1), torch.cuda.Stream()  # the base model goes first
+    def capture(self, draw: Callable[[], T], read: Callable[[T, torch.cuda.Stream | None], None]) -> Capture[T]:
+        """Record both halves of a step; `read` is given the result of `draw`, and a stream beside the current one."""
+        self._streams = self._streams or (torch.cuda.Stream(priority=-1), torch.cuda.Stream())
+        main, side = self._streams  # the base model goes first
         before = None if self.meter is None else self.meter.counts
-        first, drawn = record(draw, pool=self._pool, stream=self._main)
-        second, _ = record(lambda: read(drawn, self._side), pool=self._pool, stream=self._main)
+        first, drawn = record(draw, self.pool, main)
+        second, _ = record(lambda: read(drawn, side), self.pool, main)
         counted = () if self.meter is None or before is None else self.meter.take_back(before)
         return Capture(first, second, drawn, counted)
 
@@ -90,16 +57,9 @@ class Captures(Generic[T]):
             self.meter.add(capture.counted, share)
 
     def clear(self) -> None:
-        """Forget all captured steps, since their tensors have moved."""
-        if self._kept:
-            self._kept.clear()
-            self._pool = None  # a pool ends with its last graph
-            empty_cache()  # its memory serves nothing else until then
-
-
-def stand_together(models: Sequence[nn.Module]) -> bool:
-    """Whether all models are on one device, which is all that a graph can hold."""
-    return len({parameter.device for model in models for parameter in model.parameters()}) <= 1
+        if self._recorded:
+            super().clear()
+            empty_cache()  # the memory of a pool serves nothing else until then
 
 
 def find_hindrance(models: Sequence[nn.Module], guide: Guide | None) -> str | None:
@@ -117,10 +77,52 @@ def is_watched(model: nn.Module) -> bool:
     hooks = [
         hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     ]
-    return not all(map(_is_known, hooks))
+    collecting = "transformers.utils.output_capturing"  # by which transformers collects hidden states
+    return not all(
+        isinstance(getattr(hook, "__self__", None), Meter) or getattr(hook, "__module__", "") == collecting
+        for hook in hooks
+    )
 
 
-def _is_known(hook: object) -> bool:
-    """Whether a hook belongs to a meter, or is one by which transformers collects hidden states."""
-    own = isinstance(getattr(hook, "__self__", None), Meter)
-    return own or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+# --- what must not change while captured steps are kept ---
+
+
+def describe(thing: object) -> Hashable:
+    """All that a captured step of a model or guide depends on."""
+    if isinstance(thing, nn.Module):
+        config = getattr(thing, "config", None)
+        parts = tuple(map(_describe_part, thing.modules()))
+        return type(thing), parts, () if config is None else _settings(vars(config))
+    if isinstance(thing, Meter):
+        return Meter, describe(thing.guide)  # without what it has counted
+    if isinstance(thing, list | tuple):
+        return type(thing), tuple(map(describe, thing))  # such as the parts of a sum
+    if isinstance(thing, Tensor):
+        return _describe_tensor(thing)
+    if isinstance(thing, Guide) or (hasattr(thing, "__dict__") and type(thing).__module__.startswith("radq.")):
+        return type(thing), tuple((name, describe(value)) for name, value in vars(thing).items())
+    return _settings({"": thing})
+
+
+def _describe_part(part: nn.Module) -> Hashable:
+    """The tensors, settings and hooks of a module itself. There may be a thousand modules, so this is quick."""
+    tensors = (*part._parameters.values(), *part._buffers.values())
+    places = [_describe_tensor(tensor) for tensor in tensors if tensor is not None]
+    return type(part), tuple(places), (*part._forward_hooks, *part._forward_pre_hooks), _settings(vars(part))
+
+
+def _describe_tensor(tensor: Tensor) -> Hashable:
+    return *state_of(tensor), tensor.dtype
+
+
+SIMPLE = {bool, int, float, str}
+
+
+def _settings(values: Mapping[str, object]) -> tuple[Hashable, ...]:
+    """The numbers, names and flags among attributes, and lists of them."""
+    return tuple(
+        (name, value if type(value) in SIMPLE else repr(value))
+        for name, value in values.items()
+        if type(value) in SIMPLE
+        or (isinstance(value, list | tuple) and type(value) in (list, tuple) and {*map(type, value)} <= SIMPLE)
+    )

@@ -123,6 +123,6 @@ def check_counts(**counts: int) -> None:
 
 def check_stop(stop: Sequence[str]) -> Sequence[str]:
     """Refuse stop texts that are no list of texts, or empty."""
-    if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise OptionError(f"stop must be a list of texts that are not empty, got {stop!r}.", "give a list of texts.")
     return stop

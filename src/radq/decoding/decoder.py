@@ -9,32 +9,32 @@ Axes: b rows, k candidates, s strengths.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
 from radq.decoding.guide_rows import Guides
+from radq.decoding.request import Request
 from radq.decoding.steering import Plan, Proposal, RowSettings, choose, propose
 from radq.guides import Guide
 from radq.guides.base import State
+from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prefill import MOST_TOKENS, InTurns, PromptGraphs, Turn, finish
-from radq.models.rad_v import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader, Reading
 from radq.models.readout import join_layers, pick_layers
 from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
-from radq.numerics import log_probabilities, pad_left
+from radq.numerics import Tokens, enlarge, log_probabilities, pad_left
 
-Asked = Sequence[Collection[int]] | None  # of each row, the numbers of the guides that it asks for; None for all
 Started = tuple[list[int], State | None]  # the numbers of the prompts that a guide has read, and its state of them
 Process = Callable[[Float[Tensor, "b v"]], Float[Tensor, "b v"]]
 
@@ -42,7 +42,6 @@ LOGGER = logging.getLogger(__name__)
 S = TypeVar("S", bound=State)
 COMPILING = 3.0  # seconds; a step that takes longer has compiled something
 
-TENSORS = ("candidates", "base", "shift", "clipped", "finite")  # of a proposal
 NUMBERS = ("token", "shift", "kl", "clipped", "log_probability", "guided_log_probability", "finite")
 
 
@@ -51,17 +50,17 @@ class Drawn:
     """One token for each row, on the device. Captured steps write into the same tensors again and again."""
 
     proposal: Proposal
-    choice: Int[Tensor, " b"]  # the index of the chosen candidate
-    tokens: Int[Tensor, " b"]
+    choice: Tokens  # the index of the chosen candidate
+    tokens: Tokens
     numbers: Float[Tensor, "b n"]  # in the order of `NUMBERS`, then the reward behind each strength, if guides tell
 
     def copy(self, rows: int) -> "Drawn":
         """Copy the first rows into memory of their own, which the next step does not change."""
-        values = {name: getattr(self.proposal, name)[:rows].clone() for name in TENSORS}
-        rewards = self.proposal.rewards
-        copied = None if rewards is None else tuple(part[:rows].clone() for part in rewards)
-        proposal = Proposal(**values, rewards=copied, steered=self.proposal.steered)
-        return Drawn(proposal, *(values[:rows].clone() for values in (self.choice, self.tokens, self.numbers)))
+
+        def copy(values: Tensor) -> Tensor:
+            return values[:rows].clone()
+
+        return Drawn(self.proposal.map(copy), copy(self.choice), copy(self.tokens), copy(self.numbers))
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Decoder:
         self.lm, self.guide = lm, guide
         self.device = lm.device
         asked = () if guide is None else guide.readers
-        layers = join_layers([one.base_layers for one in asked])
+        layers = join_layers([reader.base_layers for reader in asked])
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
         readers = [self.reader, *(reader for reader in asked if not reader.base_layers)]
         models = [reader.model for reader in readers]
@@ -106,57 +105,49 @@ class Decoder:
     # --- rows ---
 
     def read_ahead(
-        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked, turn: Turn
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], requests: Sequence[Request], turn: Turn
     ) -> InTurns[Read | None]:
-        """Let base model and guides read prompts in turns, which are to be added; None if they are read by then alone.
-
-        Args:
-            rows, asked: as for `add`.
-        """
-        if self._read_by_graphs(prompts):
+        """Let base model and guides read prompts in turns, which `add` adds; None if they are read by then alone."""
+        if self.captures.on and max(map(len, prompts)) * len(prompts) <= MOST_TOKENS:
             return None
         base = yield from self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn)
         states: list[Started] = []
         for number in range(len(self.guides.members)):
-            states.append((yield from self._start(number, prompts, rows, asked, turn)))
+            states.append((yield from self._start(number, prompts, rows, requests, turn)))
         return Read(base, states)
 
     def _start(
-        self, number: int, prompts: Sequence[Sequence[int]], rows: Sequence[int], asked: Asked, turn: Turn
+        self,
+        number: int,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        turn: Turn,
     ) -> InTurns[Started]:
         """Let a guide read the prompts of the rows that ask for it."""
-        places = sorted({rows[row] for row in _find_rows(number, len(rows), asked)})
+        places = sorted({row for row, request in zip(rows, requests, strict=True) if request.asks_for(number)})
         if not places:
             return places, None
         own = pad_left([prompts[place] for place in places], device=self.device)
         return places, (yield from self.guides.members[number].start(*own, turn))
-
-    def _read_by_graphs(self, prompts: Sequence[Sequence[int]]) -> bool:
-        return self.captures.on and max(map(len, prompts)) * len(prompts) <= MOST_TOKENS
 
     @torch.no_grad()
     def add(
         self,
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
-        steerings: Sequence[Steering],
-        betas: Sequence[Sequence[float]],
+        requests: Sequence[Request],
         uniforms: np.ndarray,
         capacity: int,
         width: int,
-        stops: Sequence[Collection[int]] | None = None,
-        asked: Asked = None,
         read: Read | None = None,
     ) -> None:
-        """Read prompts, and add rows. Each row has the number of its prompt, its settings and its random numbers.
+        """Read prompts, and add rows. Each row has the number of its prompt, a request and its random numbers.
 
-        Args:
-            capacity: the number of rows for which there should be room.
-            width: the number of tokens for which there should be room in each row.
-            stops: the tokens that end each row.
-            asked: the guides that each row asks for, by their numbers in the sum; None if all rows ask for all.
-            read: the result of `read_ahead`, if the prompts are read already.
+        There should be room for `capacity` rows of `width` tokens. `read` is the result of `read_ahead`, if that was
+        called.
         """
+        steerings = [request.steering for request in requests]
         self._steerings += steerings
         self._plan = Plan.of(self._steerings)
         first, last = self.count, self.count + len(rows)
@@ -165,22 +156,34 @@ class Decoder:
             base = finish(self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn))
         else:
             base = read.base
-        self._join_base(_choose(base, rows, range(len(prompts)), self.device), capacity, width)
+        base = _choose(base, rows, range(len(prompts)), self.device)
+        if self.base is None:
+            self.base = self._settle(base, capacity, width)
+        else:
+            self._resize_base(self.count)
+            self.base = self.base.join([self.base, base])
         for number, member in enumerate(self.guides.members):
-            own = _find_rows(number, len(rows), asked)
+            own = [row for row, request in enumerate(requests) if request.asks_for(number)]
             member.widest = Plan.of(
                 [self._steerings[row] for row in [*member.rows, *(first + row for row in own)]]
             ).widest
             if own:  # after the base model has joined: a graph may write to the same memory
-                places, state = read.states[number] if read else finish(self._start(number, prompts, rows, asked, turn))
+                places, state = (
+                    read.states[number] if read else finish(self._start(number, prompts, rows, requests, turn))
+                )
                 assert state is not None
                 state = _choose(state, [rows[row] for row in own], places, self.device)
                 settle = partial(self._settle, capacity=capacity, width=width, widest=member.widest)
                 member.join(state, [first + row for row in own], settle)
-        size = self.reader.vocabulary.size
+        size, betas = self.reader.vocabulary.size, [request.strengths(self.guide) for request in requests]
+        stops = [request.stops for request in requests]
         strengths = RowSettings.stack(steerings, betas, size, self.device, self._precision, stops)
         self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
-        self._write_rows(first, last, strengths)
+        assert self._rows is not None
+        self._rows.stops[first:last] = -1  # there may be room for more stop tokens than these requests have
+        for name, values in strengths.columns.items():
+            settings = getattr(self._rows, name)[first:last]
+            (settings if values.dim() == 1 else settings[:, : values.shape[1]])[:] = values
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
         self._done[first:last] = 0
         self.count = last
@@ -200,14 +203,6 @@ class Decoder:
         """Return the number of candidates that a model reads beside each other."""
         return min(SIBLINGS_PER_FORWARD, widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
 
-    def _join_base(self, new: Reading, capacity: int, width: int) -> None:
-        """Join new rows of the base model to those that there are."""
-        if self.base is None:
-            self.base = self._settle(new, capacity, width)
-        else:
-            self._resize_base(self.count)
-            self.base = self.base.join([self.base, new])
-
     def _resize_base(self, rows: int) -> None:
         if isinstance(self.base, SlotReading):
             self.base.resize(rows)
@@ -218,32 +213,21 @@ class Decoder:
             settled.compiled = self._compiled[reading.reader.model]
         return settled
 
-    def _write_rows(self, first: int, last: int, strengths: RowSettings) -> None:
-        """Write settings of requests into rows, in which there may be room for more stop tokens than these have."""
-        assert self._rows is not None
-        self._rows.stops[first:last] = -1
-        for name, values in strengths.columns.items():
-            rows = getattr(self._rows, name)[first:last]
-            (rows if values.dim() == 1 else rows[:, : values.shape[1]])[:] = values
-
     def _grow_rows(self, capacity: int, steps: int, like: RowSettings) -> None:
         """Make the tensors of settings, stop tokens and random numbers large enough."""
-        before, kept = self._rows, self.count
-        held = (0, 0, 0) if before is None else (len(self._done), self._uniforms.shape[1], before.stops.shape[1])
+        before, n = self._rows or like, self.count
+        held = (0, 0, 0) if self._rows is None else (self.capacity, self._uniforms.shape[1], before.stops.shape[1])
         capacity, steps, ends = map(max, held, (capacity, steps, like.stops.shape[1]))
-        if before is None or (capacity, steps, ends) != held:
-            uniforms, done = self._uniforms, self._done
-            rows = like.map(lambda values: values.new_zeros(capacity, *values.shape[1:]))
-            self._rows = replace(rows, stops=rows.stops.new_full((capacity, ends), -1))
-            self._rows.temperature.fill_(1.0)
-            self._rows.top_k.fill_(1)
-            self._uniforms = uniforms.new_zeros(capacity, steps)
-            self._done = done.new_zeros(capacity)
+        if self._rows is None or (capacity, steps, ends) != held:
+            self._rows = replace(
+                before.map(lambda values: enlarge(values[:n], capacity, *values.shape[1:])),
+                stops=enlarge(before.stops[:n], capacity, ends, fill=-1),
+                temperature=enlarge(before.temperature[:n], capacity, fill=1),
+                top_k=enlarge(before.top_k[:n], capacity, fill=1),
+            )
+            self._uniforms = enlarge(self._uniforms[:n], capacity, steps)
+            self._done = enlarge(self._done[:n], capacity)
             self.captures.clear()
-            if before is not None:
-                self._write_rows(0, kept, before.map(lambda values: values[:kept]))
-                self._uniforms[:kept, : uniforms.shape[1]] = uniforms[:kept]
-                self._done[:kept] = done[:kept]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Rows that keep their places are not copied."""
@@ -298,26 +282,25 @@ class Decoder:
     # --- steps ---
 
     @property
+    def _readings(self) -> list[Reading]:
+        base = [] if self.base is None else [self.base]
+        return [*base, *(reading for member in self.guides.members for reading in member.readings)]
+
+    @property
     def _in_slots(self) -> bool:
         """Whether all models work with slots."""
-        readings = [reading for member in self.guides.members for reading in member.readings]
-        return all(
-            isinstance(reading, SlotReading) for reading in ([] if self.base is None else [self.base, *readings])
-        )
+        return len(self.slots) == len(self._readings)
 
     @property
     def slots(self) -> list[SlotReading]:
         """The readings in slots; a model that cannot work with them has none."""
-        base = [self.base] if isinstance(self.base, SlotReading) else []
-        return [*base, *(reading for member in self.guides.members for reading in member.slots)]
+        return [reading for reading in self._readings if isinstance(reading, SlotReading)]
 
     @torch.no_grad()
     def draw(self, alive: np.ndarray, process: Process | None = None) -> Drawn:
-        """Choose the next token of each row.
+        """Choose the next token of each row; `process` changes the base model's logits before candidates are chosen.
 
-        Args:
-            alive: whether each row goes on. The others are computed along, and may hold anything.
-            process: changes the logits of the base model before candidates are chosen.
+        Rows that are not `alive` are computed along, and may hold anything.
         """
         self._began = time.perf_counter()
         captured = self.captures.on and self._in_slots and process is None
@@ -328,7 +311,13 @@ class Decoder:
             active = [reading for member in self.guides.active for reading in member.slots]
             shape = (rows, *((reading.window, reading.epoch) for reading in [self.base, *active]))
             kind = (self._plan, self.guides.kind, shape if self.compile else None)  # compiled in its first step
-            self._current = self.captures.find(kind, shape, lambda: self._draw(rows), self._read_drawn)
+
+            def capture() -> Capture[Drawn]:
+                return self.captures.capture(
+                    lambda: self._draw(rows), lambda drawn, side: self._read(drawn.tokens, side)
+                )
+
+            self._current = self.captures.find(kind, shape, capture)
         if self._current is None:
             drawn = self._draw(rows, process)
         else:
@@ -361,20 +350,20 @@ class Decoder:
             self._current.read.replay()
         else:
             self._read(self._tokens)
-            self._tell_of_compiling()
+            seconds = time.perf_counter() - self._began
+            if self.compile and seconds > COMPILING:  # in the first step of a shape
+                took = "torch.compile took %.0f s; the next %d texts at once take none."
+                LOGGER.warning(took, seconds, self.capacity)
         self._tokens = None
-
-    def _tell_of_compiling(self) -> None:
-        """Say how long it took to compile the models, which happens in the first step of a shape."""
-        seconds = time.perf_counter() - self._began
-        if self.compile and seconds > COMPILING:
-            LOGGER.warning("torch.compile took %.0f s; the next %d texts at once take none.", seconds, self.capacity)
 
     def _count_rows(self, captured: bool) -> int:
         """Choose the number of rows to compute; each number that must be captured or compiled is one of few."""
         if self.compile and self._in_slots:
             return self.capacity
-        return _round_rows(self.count, self.capacity) if captured else self.count
+        if not captured:
+            return self.count
+        step = max(1, 2 ** (self.count.bit_length() - 1) // 16)
+        return min(-(-self.count // step) * step, self.capacity)
 
     def _draw(self, rows: int, process: Process | None = None) -> Drawn:
         assert self._rows is not None
@@ -391,10 +380,7 @@ class Decoder:
         numbers = _measure(proposal, choice, tokens, logits, guides is not None)
         return Drawn(proposal, choice, tokens, numbers)
 
-    def _read_drawn(self, drawn: Drawn, side: torch.cuda.Stream | None) -> None:
-        self._read(drawn.tokens, side)
-
-    def _read(self, tokens: Int[Tensor, " b"], side: torch.cuda.Stream | None = None) -> None:
+    def _read(self, tokens: Tokens, side: torch.cuda.Stream | None = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
         assert self.base is not None
         guides = self.guides.active
@@ -413,11 +399,6 @@ class Decoder:
             del before
 
 
-def _find_rows(number: int, count: int, asked: Asked) -> list[int]:
-    """Find the rows that ask for a guide."""
-    return [row for row in range(count) if asked is None or number in asked[row]]
-
-
 def _choose(state: S, wanted: Sequence[int], held: Sequence[int], device: torch.device) -> S:
     """Take rows of a state, in the order in which they are wanted, and maybe several times."""
     if list(wanted) == list(held):
@@ -427,7 +408,7 @@ def _choose(state: S, wanted: Sequence[int], held: Sequence[int], device: torch.
 
 
 def _measure(
-    proposal: Proposal, choice: Int[Tensor, " b"], tokens: Int[Tensor, " b"], logits: Float[Tensor, "b v"], guided: bool
+    proposal: Proposal, choice: Tokens, tokens: Tokens, logits: Float[Tensor, "b v"], guided: bool
 ) -> Float[Tensor, "b n"]:
     """Compute the numbers about each token; log-probabilities are those of the base model alone and of the candidates.
 
@@ -448,9 +429,3 @@ def _measure(
         index = choice.to(part.device)[:, None, None].expand(-1, 1, part.shape[2])
         parts.append(part.gather(1, index).squeeze(1))
     return torch.cat([part.to(proposal.base) for part in parts], dim=1)
-
-
-def _round_rows(count: int, capacity: int) -> int:
-    """Round a number of rows up to one of few numbers, since each needs a captured step."""
-    step = max(1, 2 ** (count.bit_length() - 1) // 16)
-    return min(-(-count // step) * step, capacity)

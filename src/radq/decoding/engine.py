@@ -16,8 +16,8 @@ import gc
 import sys
 import warnings
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radq.decoding.capture import describe
 from radq.decoding.decoder import Decoder, Drawn, Read
 from radq.decoding.guide_rows import fill_gaps
 from radq.decoding.request import FinishReason, Processor, Request, Ticket
@@ -41,10 +42,12 @@ MOST_ROWS = {"cpu": 64, "cuda": 8192}
 MEMORY_SHARE = 0.7  # of the free memory may be filled with rows
 CALM = 2048  # steps without full memory, after which twice as many rows are tried
 FEWER = 0.75  # rows are moved together when so few of them are still running
-KEPT = "_radq_kept"  # an attribute of base models, see `radq.decoding.engine_cache`
+KEPT = "_radq_kept"  # an attribute of base models, see `take_engine`
+MOST_KEPT = 4  # engines that are kept for other calls
+MOST_BYTES = 2**31  # of all of them, or
+MOST_SHARE = 8  # an eighth of the memory of a GPU, where that is more
 
 
-_ALL = range(sys.maxsize)  # numbers of guides
 _HALVED: WeakKeyDictionary[Wrappable, int] = WeakKeyDictionary()  # rows that fit, by base model, after memory was full
 
 
@@ -55,10 +58,6 @@ class _Joining:
     tickets: list[Ticket]
     prompts: dict[tuple[int, ...], int]  # numbered, each once
     prefill: Prefill[Read | None]
-
-    def rows(self, tickets: Sequence[Ticket]) -> list[int]:
-        """Return the numbers of the prompts of some of the tickets."""
-        return [self.prompts[ticket.text] for ticket in tickets]
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,10 @@ class Engine:
         captures: bool = True,
         compile: bool = False,
     ):
-        """
-        Args:
-            max_rows: the most texts that are decoded together; by default as many as fit into free memory.
-            captures: whether steps on a CUDA device are captured as graphs, which is faster and gives the same texts.
-            compile: whether the models are compiled by torch.compile, which takes up to some minutes, and makes steps
-                of small models faster.
+        """At most `max_rows` texts are decoded together; by default as many as fit into free memory.
+
+        With `captures`, steps on a CUDA device are captured as graphs, which is faster and gives the same texts. With
+        `compile`, torch.compile takes up to some minutes, and steps of small models are faster.
         """
         self.lm, self.guide, self.max_rows, self.compile = lm, guide, max_rows, compile
         if not lm.training:
@@ -108,7 +105,7 @@ class Engine:
         # The tokens of prompts that base model and guide together read between two steps of texts; None for no limit.
         self.prompt_budget: int | None = None
         self.decoder = Decoder(lm, guide, captures, compile)
-        self.made_with: Hashable = None  # a description of base model and guide, see `radq.decoding.engine_cache`
+        self.made_with: Hashable = None  # a description of base model and guide, see `take_engine`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" else 0
         self.waiting: deque[Ticket] = deque()
@@ -178,7 +175,9 @@ class Engine:
     def step(self) -> list[StepResult]:
         """Draw a token for every running request; return the results that have arrived, maybe of earlier steps."""
         results: list[StepResult] = []
-        with evaluating(self.lm) if self.lm.training else nullcontext(), self._on_device():
+        # Streams and graphs belong to torch's current device, which need not be that of the base model.
+        on_device = torch.cuda.device(self.lm.device) if self.lm.device.type == "cuda" else nullcontext()
+        with evaluating(self.lm) if self.lm.training else nullcontext(), on_device:
             try:
                 self._work(results)
             except torch.OutOfMemoryError:
@@ -199,10 +198,6 @@ class Engine:
             if self._left.any():
                 self.decoder.read()
         self._receive(results)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Streams and graphs belong to torch's current device, which need not be that of the base model."""
-        return torch.cuda.device(self.lm.device) if self.lm.device.type == "cuda" else nullcontext()
 
     # --- rows ---
 
@@ -253,17 +248,10 @@ class Engine:
         """The number of rows that may run together."""
         most = min(self.max_rows or MOST_ROWS[self.kind], _HALVED.get(self.lm, sys.maxsize))
         if self.max_rows is None and self._fitting is None and self.decoder.slots:
-            self._fitting = self._count_fitting()
+            free = available_memory(str(self.lm.device))
+            row = sum(slots.nbytes / slots.capacity * slots.copies for slots in self.decoder.slots) + self._scratch
+            self._fitting = None if free is None else max(1, len(self.running) + int(MEMORY_SHARE * free / row))
         return min(most, self._fitting or most)
-
-    def _count_fitting(self) -> int | None:
-        """How many rows fit into the free memory, with those that there is room for already."""
-        free = available_memory(str(self.lm.device))
-        if free is None:
-            return None
-        slots = self.decoder.slots
-        per_row = sum(reading.nbytes / reading.capacity * reading.copies for reading in slots)
-        return max(1, len(self.running) + int(MEMORY_SHARE * free / (per_row + self._scratch)))
 
     def _choose(self, room: int) -> _Joining:
         """Take waiting requests whose prompts are read together."""
@@ -277,18 +265,15 @@ class Engine:
                 break
             places.setdefault(prompt, len(places))
             chosen.append(self.waiting.popleft())
-        rows = [places[ticket.text] for ticket in chosen]
-        return _Joining(
-            chosen, places, Prefill(partial(self.decoder.read_ahead, list(places), rows, _list_guides(chosen)))
-        )
+        rows, requests = [places[ticket.text] for ticket in chosen], [ticket.request for ticket in chosen]
+        return _Joining(chosen, places, Prefill(partial(self.decoder.read_ahead, list(places), rows, requests)))
 
     def _join(self, joining: _Joining) -> int:
         """Let requests join, unless they were cancelled while their prompts were read; return their number."""
         self._joining = None
         chosen = [ticket for ticket in joining.tickets if ticket.finish_reason is None]
-        requests = [ticket.request for ticket in chosen]
         left = [ticket.left for ticket in chosen]
-        uniforms = np.zeros((len(requests), max(left)))
+        uniforms = np.zeros((len(chosen), max(left)))
         for row, ticket in enumerate(chosen):
             numbers = ticket.request.uniforms[len(ticket.rows) : ticket.request.max_new_tokens]
             uniforms[row, : len(numbers)] = numbers
@@ -300,14 +285,11 @@ class Engine:
         self._look_at_running()
         self.decoder.add(
             list(joining.prompts),
-            joining.rows(chosen),
-            [request.steering for request in requests],
-            [self._strengths(request) for request in requests],
+            [joining.prompts[ticket.text] for ticket in chosen],
+            [ticket.request for ticket in chosen],
             uniforms,
             capacity=min(self._room(), len(self.running) + len(self.waiting)),
             width=max(map(len, joining.prompts)) + max(left) + overhead,
-            stops=[request.stops for request in requests],
-            asked=_list_guides(chosen),
             read=joining.prefill.result,
         )
         return len(chosen)
@@ -316,10 +298,6 @@ class Engine:
         """Note what the running requests need of each step."""
         self._processes = any(ticket.request.processors for ticket in self.running)
         self._tells = any(ticket.request.details for ticket in self.running)
-
-    def _strengths(self, request: Request) -> tuple[float, ...]:
-        own = () if self.guide is None else self.guide.beta
-        return own if request.beta is None else request.beta
 
     def _wait_again(self) -> None:
         """Let requests that are about to join wait again; nothing is known of their prompts any more."""
@@ -350,7 +328,7 @@ class Engine:
                 groups.setdefault((ticket.request.processors, length), []).append(place)
         for (processors, _), places in groups.items():
             tickets = [self.running[place] for place in places]
-            texts = [[*ticket.request.prompt, *(int(row[0]) for row in ticket.rows)] for ticket in tickets]
+            texts = [ticket.text for ticket in tickets]
             input_ids, scores = torch.tensor(texts, device=logits.device), logits[places]
             for processor in processors:
                 scores = processor(input_ids, scores)
@@ -382,7 +360,7 @@ class Engine:
     def _end(self, ticket: Ticket) -> None:
         """End a text if its last token is a stop token, has no numbers, or is the last one that was asked for."""
         request, row = ticket.request, ticket.rows[-1]
-        strengths = self._strengths(request)
+        strengths = request.strengths(self.guide)
         if not row[6] and (not strengths or any(strengths)):  # with strengths of 0 it was drawn as without a guide
             ticket.rows.pop()
             self.finish(ticket, "error")
@@ -397,7 +375,7 @@ class Engine:
         Half as many go on together. A text that finds no memory alone, twice at the same token, ends with an error.
         """
         drawn = [ticket for step in self._in_flight for ticket in step.tickets]  # some of whose rows have left
-        going = [one for one in dict.fromkeys([*self.running, *drawn]) if one.finish_reason is None]
+        going = [ticket for ticket in dict.fromkeys([*self.running, *drawn]) if ticket.finish_reason is None]
         joining = [] if self._joining is None else self._joining.tickets
         texts = [*going, *(ticket for ticket in joining if ticket.finish_reason is None)]
         self._wait_again()
@@ -409,7 +387,12 @@ class Engine:
         for ticket in texts:
             ticket.place = None
         if len(texts) == 1:
-            self._end_if_stuck(texts[0])
+            if texts[0].stuck == len(texts[0].rows):
+                texts[0].error = MemoryLimitError(
+                    "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
+                )
+                self.finish(texts[0], "error")
+            texts[0].stuck = len(texts[0].rows)
         elif texts:
             _HALVED[self.lm] = len(texts) // 2
             warnings.warn(
@@ -420,19 +403,47 @@ class Engine:
         gc.collect()  # engines and models refer to each other
         empty_cache()
 
-    def _end_if_stuck(self, ticket: Ticket) -> None:
-        """End a text with an error if it has found no memory alone before, and has no new token since then."""
-        if ticket.stuck == len(ticket.rows):
-            ticket.error = MemoryLimitError(
-                "the device has no memory for a single text.", "use a smaller dtype, or end other programs on it."
-            )
-            self.finish(ticket, "error")
-        ticket.stuck = len(ticket.rows)
+
+# --- engines that are kept beside their base model for the next call, with their slots and captured steps ---
 
 
-def _list_guides(tickets: Sequence[Ticket]) -> list[Sequence[int]] | None:
-    """List the guides that each text asks for; None if all texts ask for all of them."""
-    asked = [ticket.request.guides for ticket in tickets]
-    if all(guides is None for guides in asked):
-        return None
-    return [_ALL if guides is None else guides for guides in asked]
+class _Kept:
+    """Engines and what they were made with. Copies of the base model, also pickled ones, begin without any."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Kept, ()
+
+
+def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None, compile: bool = False) -> Engine:
+    """An engine that was kept, or a new one. One that is taken belongs to the caller alone.
+
+    Captured steps go on reading the tensors that they were captured with. So an engine is used again only if nothing
+    has changed since then in the base model and in the guide: neither tensors, nor settings, adapters or hooks.
+    """
+    if lm.device.type != "cuda" and not compile:
+        return Engine(lm, guide, batch_size)
+    kept = vars(lm).setdefault(KEPT, _Kept())
+    made_with = describe(lm), describe(guide)
+    for place, engine in enumerate(kept.engines):
+        same = engine.guide is guide and engine.max_rows == batch_size and engine.compile == compile
+        if same and engine.made_with == made_with:
+            return kept.engines.pop(place)
+    engine = Engine(lm, guide, batch_size, compile=compile)
+    engine.made_with = made_with
+    return engine
+
+
+def keep_engine(engine: Engine) -> None:
+    """Keep an engine that has ended all texts, if it has captured or compiled anything."""
+    if engine.decoder.captures.on or engine.compile:
+        kept = vars(engine.lm).setdefault(KEPT, _Kept())
+        kept.engines.append(engine.rest())
+        device = engine.lm.device
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        most = max(MOST_BYTES, total // MOST_SHARE)
+        while len(kept.engines) > MOST_KEPT or sum(other.nbytes for other in kept.engines) > most:
+            kept.engines.pop(0).decoder.clear()  # the caller may still hold the engine
+            empty_cache()  # torch keeps the memory of graphs that are gone, and uses it for nothing else

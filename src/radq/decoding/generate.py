@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -28,17 +28,15 @@ from radq.decoding.config import (
     check_stop,
 )
 from radq.decoding.decoder import NUMBERS
-from radq.decoding.engine import Engine
-from radq.decoding.engine_cache import keep_engine, take_engine
+from radq.decoding.engine import Engine, keep_engine, take_engine
 from radq.decoding.processors import Grammar, make_processors
-from radq.decoding.prompts import Prompt, decode_texts, encode_prompts, find_stops
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
-from radq.decoding.text import UNFINISHED, GrowingText
+from radq.decoding.text import UNFINISHED, GrowingText, Prompt, decode_texts, encode_prompts, find_stops
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.models.loading import Wrappable, num_logits
-from radq.numerics import collecting_later
+from radq.numerics import Tokens, collecting_later
 from radq.settings import renamed
 
 
@@ -46,13 +44,13 @@ from radq.settings import renamed
 class Step:
     """One token for every running row. Row r is sample r % samples of prompt r // samples."""
 
-    rows: Int[Tensor, " b"]
+    rows: Tokens
     proposal: Proposal
-    choice: Int[Tensor, " b"]  # the index of the chosen candidate
+    choice: Tokens  # the index of the chosen candidate
     log_probabilities: Float[Tensor, " b"]  # of the tokens under the base model: whole vocabulary, temperature 1
 
     @property
-    def tokens(self) -> Int[Tensor, " b"]:
+    def tokens(self) -> Tokens:
         return self.proposal.candidates.gather(1, self.choice[:, None]).squeeze(1)
 
     @property
@@ -144,19 +142,13 @@ def generate(
             also be a list of token ids, or a list of chat messages, {"role": …, "content": …}, which the tokenizer's
             chat template turns into a text. Names of special tokens in messages are text like any other.
         guide: steers the base model; None samples from the base model alone.
-        top_k: each token is chosen among the k most likely ones of the base model; None takes the whole vocabulary.
-        top_p: of these, only the smallest set that holds this probability are candidates; None keeps all.
-        temperature: divides the logits of the base model and not the shift of the guide; 0 always takes the best token.
+        top_k, top_p, temperature, kl_budget, ends: as in `Steering`. Each result has the KL budget that was taken.
         max_new_tokens: the most tokens of a continuation.
         samples: the number of continuations of each prompt.
         seed: the random numbers of sample s of prompt p depend on (seed, p, s) alone: neither on `max_new_tokens` nor
             on the other prompts. The text may still depend on the batch in the rounding of half precision.
         beta: the strengths of the guide, in place of its own and in their order. On a GPU, calls that differ in their
             strengths alone use the same captured steps.
-        kl_budget: the most nats per token between the guided distribution and that of the base model; the shift of each
-            token is scaled down to it. None leaves it as it is. Each result has the budget that was taken.
-        ends: "base" leaves the probability of stop tokens to the base model, so that the guide decides what is said and
-            not when it ends; "taught" rewards them like words, for guides that were taught ends.
         stop_token_ids: tokens that end a text; by default the model's end-of-text tokens.
         stop: texts that end a continuation before them.
         batch_size: the most rows (prompts × samples) that are decoded together; by default as many as fit into free
@@ -187,34 +179,19 @@ def generate(
     keep_engine(engine)
     warn_of_errors(tickets)
     encoded = [list(ticket.request.prompt) for ticket in tickets[::samples]]
-    token_ids = [[int(row[0]) for row in ticket.rows] for ticket in tickets]
-    texts = decode_texts(tokenizer, encoded, [_without_stop(*pair) for pair in zip(tickets, token_ids, strict=True)])
+    texts = decode_texts(tokenizer, encoded, [ticket.text_tokens for ticket in tickets])
     pairs = zip(prompts, encoded, strict=True)
     shown = [
         prompt if isinstance(prompt, str) else str(tokenizer.decode(ids)).rstrip(UNFINISHED) for prompt, ids in pairs
     ]
     return [
-        _make_generation(ticket, shown[row // samples], _cut(text, ticket), ids, None if guide is None else kl_budget)
-        for row, (ticket, text, ids) in enumerate(zip(tickets, texts, token_ids, strict=True))
+        _make_generation(ticket, shown[row // samples], text, None if guide is None else kl_budget)
+        for row, (ticket, text) in enumerate(zip(tickets, texts, strict=True))
     ]
 
 
-def _without_stop(ticket: Ticket, token_ids: list[int]) -> list[int]:
-    """Return the tokens of a continuation without a stop token, which is no part of its text."""
-    return token_ids[:-1] if token_ids and token_ids[-1] in ticket.request.stops else token_ids
-
-
-def _cut(text: str, ticket: Ticket) -> str:
-    """Cut a text off before the stop text that ended it."""
-    watch = ticket.request.watch
-    return watch.text.text if isinstance(watch, _StopTexts) and watch.text.stopped else text
-
-
 def warn_of_errors(tickets: Sequence[Ticket]) -> None:
-    """Warn of texts for which the guide gave no numbers.
-
-    Raise an error if all texts are like that, or if one of them could not go on for another reason.
-    """
+    """Warn of texts for which the guide gave no numbers; raise if all are, or if one failed for another reason."""
     for ticket in tickets:
         if ticket.error is not None:
             raise ticket.error
@@ -227,23 +204,22 @@ def warn_of_errors(tickets: Sequence[Ticket]) -> None:
         )
 
 
-def _make_generation(ticket: Ticket, prompt: str, text: str, token_ids: list[int], budget: float | None) -> Generation:
+def _make_generation(ticket: Ticket, prompt: str, text: str, budget: float | None) -> Generation:
     numbers = np.array(ticket.rows)[:, : len(NUMBERS)] if ticket.rows else np.zeros((0, len(NUMBERS)))
-    stopped = bool(token_ids) and token_ids[-1] in ticket.request.stops
-    counted = max(1, len(token_ids))
-    of_text = numbers[: len(numbers) - stopped]
+    watch, counted = ticket.request.watch, max(1, len(numbers))
+    of_text = numbers[: len(ticket.text_tokens)]
     greedy = ticket.request.steering.temperature == 0  # the best token is certain
     return Generation(
         prompt=prompt,
-        text=text,
-        token_ids=token_ids,
+        text=watch.text.text if isinstance(watch, _StopTexts) and watch.text.stopped else text,  # up to a stop text
+        token_ids=ticket.tokens,
         shifts=numbers[:, 1].tolist(),
         finish_reason=ticket.finish_reason or "",
         kl=float(numbers[:, 2].sum()) / counted,
         clipped=float(numbers[:, 3].sum()) / counted,
         nll=-float(of_text[:, 4].sum()),
         drawn_nll=0.0 if greedy else -float(of_text[:, 5].sum()),
-        num_text_tokens=len(token_ids) - stopped,
+        num_text_tokens=len(of_text),
         kl_budget=budget,
     )
 
@@ -332,11 +308,9 @@ def _submit(
             length = len(encoded[p])
             own = (*make_processors(changes, length, ends), *processors)
             for s in range(samples):
-                growing = GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens)
-                watch = _StopTexts(growing) if stop else None
-                numbers = uniforms[p, s], strengths
+                watch = _StopTexts(GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens)) if stop else None
                 masks = () if grammar is None else (grammar.mask(length, ends),)
-                processing = (*masks, *own)
+                numbers, processing = (uniforms[p, s], strengths), (*masks, *own)
                 request = Request(
                     encoded[p], steering, max_new_tokens, *numbers, ends, watch, processing, details=details
                 )

@@ -5,16 +5,18 @@ its shifts are added to these rows alone. Axes: b rows of the decoder, r rows of
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from radq.guides import Guide, SumGuide
-from radq.guides.base import Advice, BaseStates, Prompts, State, list_readings
+from radq.guides.base import Advice, BaseStates, Prompts, State, add_advices, leave_out, list_readings
 from radq.models.prefill import InTurns, Turn
 from radq.models.reading import Reading
 from radq.models.slots import SlotReading
+from radq.numerics import Candidates, Strengths, Tokens
 
 
 def fill_gaps(staying: Sequence[int]) -> list[int]:
@@ -28,12 +30,7 @@ class GuideRows:
     """A guide, its state of the texts that it follows, and their rows in the decoder."""
 
     def __init__(self, guide: Guide, columns: slice, base: Callable[[tuple[int, ...]], Tensor], num_tokens: int):
-        """
-        Args:
-            columns: of the guide among all strengths.
-            base: takes the outputs of layers of the base model for all rows of the decoder.
-            num_tokens: of the base model.
-        """
+        """The guide has these columns of all strengths; `base` takes outputs of the base model for all rows."""
         self.guide, self.columns = guide, columns
         self.base = BaseStates(lambda layers: self.take(base(layers)), num_tokens)
         self.reads = any(not reader.base_layers for reader in guide.readers)  # whether it runs transformers of its own
@@ -99,7 +96,7 @@ class GuideRows:
             return values
         return values.index_select(0, (self._targets[: self.computed] - 1).clamp(min=0))
 
-    def spread(self, values: Tensor, like: Int[Tensor, "b k"]) -> Tensor:
+    def spread(self, values: Tensor, like: Candidates) -> Tensor:
         """Put numbers about the guide's candidates where the decoder has them; other places are 0."""
         rows, width = like.shape
         if self.every and values.shape[1] == width:
@@ -109,14 +106,28 @@ class GuideRows:
         wide[:, : values.shape[1]].index_copy_(0, targets, values)
         return wide[1:]
 
-    def advise(self, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]) -> Advice:
-        """Give an opinion on the candidates of the guide's own rows, as many as one of them asks for."""
+    def advise(self, candidates: Candidates, beta: Strengths, alone: bool) -> Advice:
+        """Give an opinion on the candidates of the guide's own rows, as many as one of them asks for.
+
+        Where there is no other guide, rows without numbers are not steered anyway, and need not be left out.
+        """
         own, strengths = self.take(candidates)[:, : self.widest], self.take(beta[:, self.columns])
         advice = self.guide.advise(self.state, own, strengths)
-        self.state = advice.state
-        return advice
+        self.state, allowed = advice.state, advice.allowed
 
-    def advance(self, tokens: Int[Tensor, " b"]) -> None:
+        def spread_allowed(logits: Float[Tensor, "b k"]) -> Bool[Tensor, "b k"]:
+            assert allowed is not None
+            return ~self.spread(~allowed(self.take(logits)[:, : self.widest]), candidates)
+
+        return Advice(
+            self.spread(advice.shift if alone else leave_out(advice.shift, strengths), candidates),
+            None,
+            None if advice.clipped is None else self.spread(advice.clipped, candidates),
+            advice.rewards and tuple(self.spread(part.to(candidates.device), candidates) for part in advice.rewards),
+            None if allowed is None else spread_allowed,
+        )
+
+    def advance(self, tokens: Tokens) -> None:
         self.state = self.guide.advance(self.state, self.take(tokens))
 
 
@@ -142,59 +153,16 @@ class Guides:
         """The kind of step that the guides need, whatever their strengths are; a captured step holds for one kind."""
         return tuple((member.every, member.widest) if member.rows else None for member in self.members)
 
-    def advise(self, state: None, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+    def advise(self, state: None, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         assert beta is not None
-        advices = {member: member.advise(candidates, beta) for member in self.active}
-        shifts = [
-            member.spread(self._leave_out(advice.shift, member, beta), candidates) for member, advice in advices.items()
-        ]
-        clipped = [member.spread(one.clipped, candidates) for member, one in advices.items() if one.clipped is not None]
-        filters = [(member, one.allowed) for member, one in advices.items() if one.allowed is not None]
-
-        def allowed(logits: Float[Tensor, "b k"]) -> Bool[Tensor, "b k"]:
-            gone = [
-                member.spread(~allow(member.take(logits)[:, : member.widest]), candidates) for member, allow in filters
-            ]
-            return ~_add_up(gone)
-
-        return Advice(
-            _add_up(shifts),
-            None,
-            _add_up(clipped) if clipped else None,
-            self._gather_rewards(advices, candidates, beta),
-            allowed if filters else None,
-        )
-
-    def _leave_out(self, shift: Float[Tensor, "r k"], member: GuideRows, beta: Float[Tensor, "b s"]) -> Tensor:
-        """Set the shift to 0 in rows whose strengths are 0: there, what a guide without numbers says does not count.
-
-        Where there is no other guide, rows without numbers are not steered anyway.
-        """
-        own = beta[:, member.columns]
-        if len(self.members) == 1 or not own.shape[1]:
-            return shift
-        return torch.where((member.take(own) == 0).all(1, keepdim=True), 0.0, shift)
-
-    def _gather_rewards(
-        self, advices: dict[GuideRows, Advice], candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]
-    ) -> tuple[Tensor, ...] | None:
-        """Gather what each strength multiplies; None if one of the guides that are asked does not tell."""
-        if any(advice.rewards is None for advice in advices.values()):
-            return None
-        parts: list[Tensor] = []
+        advices = {member: member.advise(candidates, beta, len(self.members) == 1) for member in self.active}
+        total = add_advices(list(advices.values()))
+        if total.rewards is None or len(advices) == len(self.members):
+            return total
+        rewards: list[Tensor] = []  # of guides that nobody asks for, too
         for member in self.members:
             if member in advices:
-                parts += [
-                    member.spread(part.to(candidates.device), candidates) for part in advices[member].rewards or ()
-                ]
+                rewards += advices[member].rewards or ()
             else:
-                parts.append(beta.new_zeros(*candidates.shape, len(member.guide.beta)))
-        return tuple(parts)
-
-
-def _add_up(parts: Sequence[Tensor]) -> Tensor:
-    """Add up tensors; of flags, whether one of them is set."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total | part if total.dtype == torch.bool else total + part
-    return total
+                rewards.append(beta.new_zeros(*candidates.shape, len(member.guide.beta)))
+        return replace(total, rewards=tuple(rewards))

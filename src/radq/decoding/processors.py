@@ -14,22 +14,20 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import MinPLogitsWarper, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
 from radq.decoding.config import LogitChanges
 from radq.decoding.request import Processor
 from radq.errors import OptionError, first_line, require_package
+from radq.numerics import Texts, weakly_cached
 
 MOST_CHARACTERS = 65536  # of a schema
 SPACES = r"[ \t\n]{1,16}"  # between parts of JSON: without a limit, small models write spaces for ever
-
-_VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, object] = WeakKeyDictionary()  # of llguidance; a second each
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class TokenBias:
 
     biases: tuple[tuple[int, float], ...]
 
-    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
+    def __call__(self, input_ids: Texts, scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         tokens, numbers = zip(*self.biases, strict=True)
         index = torch.tensor(tokens, device=scores.device)
         return scores.index_add(1, index, scores.new_tensor(numbers).expand(len(scores), -1))
@@ -52,7 +50,7 @@ class CountPenalty:
     frequency: float
     prompt_tokens: int
 
-    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
+    def __call__(self, input_ids: Texts, scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         written = input_ids[:, self.prompt_tokens :]
         counts = torch.zeros_like(scores).scatter_add(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.presence * (counts > 0) - self.frequency * counts
@@ -66,7 +64,7 @@ class StopsLater:
     least: int
     prompt_tokens: int
 
-    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
+    def __call__(self, input_ids: Texts, scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         if input_ids.shape[1] - self.prompt_tokens >= self.least:
             return scores
         index = torch.tensor(self.tokens, device=scores.device)
@@ -75,12 +73,7 @@ class StopsLater:
 
 
 def make_processors(changes: LogitChanges, prompt_tokens: int, stops: Collection[int]) -> tuple[Processor, ...]:
-    """Make the processors of a text, in the order of vLLM: tokens that may not come, biases, penalties, min_p.
-
-    Args:
-        prompt_tokens: the number of tokens before the continuation.
-        stops: the tokens that end the text.
-    """
+    """Make the processors of a text, in the order of vLLM: tokens that may not come, biases, penalties, min_p."""
     found: list[Processor] = []
     if changes.min_new_tokens and stops:
         found.append(StopsLater(tuple(sorted(stops)), changes.min_new_tokens, prompt_tokens))
@@ -132,7 +125,7 @@ class GrammarMask:
         self._matcher = matcher.deep_copy()
         self._read: list[int] = []  # the tokens that the matcher has read
 
-    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
+    def __call__(self, input_ids: Texts, scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         texts = input_ids[:, self._prompt_tokens :].tolist()
         allowed = np.stack([self._find_allowed(text, scores.shape[1]) for text in texts])
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
@@ -150,17 +143,16 @@ class GrammarMask:
         return allowed
 
 
+@weakly_cached
 def _find_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> object:
-    """Describe the tokens of a tokenizer to llguidance, once."""
-    if tokenizer not in _VOCABULARIES:
-        reader = require_package("llguidance.hf", "serve")
-        try:
-            _VOCABULARIES[tokenizer] = reader.from_tokenizer(tokenizer, n_vocab=vocab_size)
-        except Exception as error:  # of several kinds, where tokens do not stand for bytes
-            raise OptionError(
-                f"texts with a JSON schema need a tokenizer of bytes: {first_line(error)}.", "use another base model."
-            ) from error
-    return _VOCABULARIES[tokenizer]
+    """Describe the tokens of a tokenizer to llguidance, which takes a second."""
+    reader = require_package("llguidance.hf", "serve")
+    try:
+        return reader.from_tokenizer(tokenizer, n_vocab=vocab_size)
+    except Exception as error:  # of several kinds, where tokens do not stand for bytes
+        raise OptionError(
+            f"texts with a JSON schema need a tokenizer of bytes: {first_line(error)}.", "use another base model."
+        ) from error
 
 
 def _write(schema: Mapping[str, object]) -> str:

@@ -12,7 +12,6 @@ tokens of a prompt stand in the place of those that would be drawn.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from jaxtyping import Float, Int
@@ -28,7 +27,7 @@ from radq.models.prefill import finish
 from radq.models.reading import Reader
 from radq.models.readout import join_layers, pick_layers
 from radq.models.vocabulary import Vocabulary
-from radq.numerics import at_least_float32
+from radq.numerics import Tokens, at_least_float32
 
 PART = 128  # tokens of a prompt that the base model reads at once
 FEW = 16  # tokens; a forward of fewer takes as long
@@ -55,13 +54,7 @@ class PromptScores:
         stops: Collection[int] = (),
         top: int = 0,
     ):
-        """
-        Args:
-            guide: None leaves `guided` empty.
-            steering: candidates, temperature and KL budget of the guided log-probabilities.
-            stops: the tokens that end texts, whose probability is left to the base model.
-            top: the number of likeliest tokens that are told in the place of each.
-        """
+        """Guide, steering, β and stop tokens are those of `guided`, and `top` is the number of `BaseScore.best`."""
         self.lm, self.guide, self.prompts, self.top = lm, guide, prompts, top
         self.steering, self.beta, self.stops = steering, beta, stops
         self.base: list[list[BaseScore | None]] = [[None] for _ in prompts]
@@ -89,7 +82,7 @@ class PromptScores:
     def _read_by_base(self, number: int) -> Iterator[int]:
         """Read a prompt in parts, since the logits of all its tokens would fill memory."""
         ids = torch.tensor([list(self.prompts[number])], device=self.lm.device)
-        prefix = kv_cache.Prefix(ids[:, :0], ids[:, :0], ())
+        prefix = kv_cache.Prefix.empty(ids)
         for begin in range(0, ids.shape[1] - 1, PART):
             tokens = ids[:, begin : min(begin + PART, ids.shape[1] - 1)]
             output, prefix = kv_cache.extend(self.lm, prefix, tokens)
@@ -98,10 +91,7 @@ class PromptScores:
             yield tokens.shape[1]
 
     def _read_guided(self, guide: Guide) -> Iterator[int]:
-        """Decode all prompts together from their first tokens, and take their own tokens in place of those drawn.
-
-        Rows whose prompt has ended are read along.
-        """
+        """Decode all prompts together from their first tokens, and take their own tokens in place of those drawn."""
         longest, device = max(map(len, self.prompts)), self.lm.device
         texts = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in self.prompts], device=device)
         first, ones, size = texts[:, :1], torch.ones_like(texts[:, :1]), num_logits(self.lm)
@@ -113,8 +103,9 @@ class PromptScores:
             return pick_layers(base.notes, known, layers)
 
         state = finish(guide.start_in_turns(Prompts(first, ones, base=BaseStates(take_states, size))))
-        strengths = self._stack(guide, size)
-        self.guided = [[None] for _ in self.prompts]
+        n = len(self.prompts)
+        strengths = RowSettings.stack([self.steering] * n, [self.beta] * n, size, device, stops=[self.stops] * n)
+        self.guided = [[None] for _ in range(n)]
         for place in range(1, longest):
             proposal = propose(base.last, guide, state, strengths)
             for row, found in enumerate(_find(proposal, texts[:, place]).tolist()):
@@ -125,19 +116,6 @@ class PromptScores:
                 base = base.read(texts[:, place])
                 state = guide.advance(proposal.state, texts[:, place])
 
-    def _stack(self, guide: Guide, vocab_size: int) -> RowSettings:
-        """Give every prompt the same settings; β has the precision of the guide's models, as in the decoder."""
-        precision = reduce(torch.promote_types, (reader.model.dtype for reader in guide.readers), torch.float32)
-        n = len(self.prompts)
-        return RowSettings.stack(
-            [self.steering] * n,
-            [tuple(self.beta)] * n,
-            vocab_size,
-            self.lm.device,
-            precision if guide.readers else torch.float64,
-            [self.stops] * n,
-        )
-
 
 def _score(logits: Float[Tensor, "t v"], following: Int[Tensor, " t"], top: int) -> list[BaseScore | None]:
     log_p = at_least_float32(logits).log_softmax(-1)
@@ -146,7 +124,7 @@ def _score(logits: Float[Tensor, "t v"], following: Int[Tensor, " t"], top: int)
     return [BaseScore(one, list(zip(*best, strict=True))) for one, *best in zip(*columns, strict=True)]
 
 
-def _find(proposal: Proposal, tokens: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+def _find(proposal: Proposal, tokens: Tokens) -> Float[Tensor, " b"]:
     """Find the log-probability of a token of each row among the candidates; −∞ for one that is none."""
     same = proposal.candidates == tokens[:, None]
     return proposal.log_probabilities.masked_fill(~same, -torch.inf).amax(-1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.steering import not_finite
+from radq.guides import Guide
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 Processor = Callable[..., Tensor]  # (token ids of texts, logits) → logits
@@ -16,53 +17,40 @@ Processor = Callable[..., Tensor]  # (token ids of texts, logits) → logits
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A text to be continued.
-
-    Attributes:
-        prompt: its tokens.
-        steering: candidates, temperature and KL budget.
-        max_new_tokens: the most tokens of the continuation.
-        uniforms: a random number in [0, 1) for each of them.
-        beta: the strengths of the guide; None takes the guide's own.
-        stops: tokens that end the text.
-        watch: a function that is told every token, and says whether the text ends with it.
-        processors: logits processors of transformers, which change the base model's logits before the steering.
-        guides: the guides that steer the text, by their numbers in a sum; None for all of them. The strengths of the
-            others do not matter.
-        details: whether the results of its steps hold all candidates.
-    """
+    """A text to be continued."""
 
     prompt: Sequence[int]
     steering: Steering
     max_new_tokens: int
-    uniforms: np.ndarray
-    beta: tuple[float, ...] | None = None
-    stops: frozenset[int] = frozenset()
-    watch: Callable[[int], bool] | None = None
-    processors: tuple[Processor, ...] = ()
+    uniforms: np.ndarray  # a random number in [0, 1) for each new token
+    beta: tuple[float, ...] | None = None  # the strengths of the guide; None takes the guide's own
+    stops: frozenset[int] = frozenset()  # tokens that end the text
+    watch: Callable[[int], bool] | None = None  # is told every token, and says whether the text ends with it
+    processors: tuple[Processor, ...] = ()  # change the base model's logits before the steering, as in transformers
+    # The guides that steer the text, by their numbers in a sum; None for all. Strengths of the others do not matter.
     guides: tuple[int, ...] | None = None
-    details: bool = False
+    details: bool = False  # whether the results of its steps hold all candidates
+
+    def asks_for(self, guide: int) -> bool:
+        return self.guides is None or guide in self.guides
+
+    def strengths(self, guide: Guide | None) -> tuple[float, ...]:
+        """The strengths that the guide takes for this text."""
+        if self.beta is not None:
+            return self.beta
+        return () if guide is None else guide.beta
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token that was drawn, and numbers about it.
+    """A token that was drawn, and numbers about it."""
 
-    Attributes:
-        id: its number in the vocabulary.
-        shift: what the guide added to its logit.
-        kl: KL(guided ‖ base) over the candidates, in nats.
-        clipped: the share of candidates whose reward was clamped.
-        log_probability: under the base model, over the whole vocabulary, at temperature 1.
-        guided_log_probability: under the distribution it was drawn from, over the candidates.
-    """
-
-    id: int
-    shift: float
-    kl: float
-    clipped: float
-    log_probability: float
-    guided_log_probability: float
+    id: int  # its number in the vocabulary
+    shift: float  # what the guide added to its logit
+    kl: float  # KL(guided ‖ base) over the candidates, in nats
+    clipped: float  # the share of candidates whose reward was clamped
+    log_probability: float  # under the base model, over the whole vocabulary, at temperature 1
+    guided_log_probability: float  # under the distribution it was drawn from, over the candidates
 
 
 @runtime_checkable
@@ -100,9 +88,20 @@ class Ticket:
             self.engine.step()
 
     @property
+    def tokens(self) -> list[int]:
+        """The tokens that have come so far."""
+        return [int(row[0]) for row in self.rows]
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens that have come so far, without a stop token, which is no part of the text."""
+        tokens = self.tokens
+        return tokens[:-1] if tokens and tokens[-1] in self.request.stops else tokens
+
+    @property
     def text(self) -> tuple[int, ...]:
         """The tokens of the prompt and those that have come so far."""
-        return (*self.request.prompt, *(int(row[0]) for row in self.rows))
+        return (*self.request.prompt, *self.tokens)
 
     @property
     def left(self) -> int:

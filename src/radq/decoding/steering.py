@@ -21,7 +21,7 @@ from radq.decoding.config import Steering
 from radq.errors import OptionError, RewardValueError
 from radq.guides import Guide
 from radq.guides.base import Adviser, State
-from radq.numerics import at_least_float32, constant
+from radq.numerics import Candidates, Strengths, Tokens, at_least_float32, constant
 
 OCTAVES = 32  # below 1, in which the scale of a shift is looked for; a smaller one is 0
 OCTAVE_PARTS = 2**19  # to which the scale is found: to 1 part in 10⁶
@@ -31,10 +31,9 @@ COLDEST = 1e-5  # logits divided by less may leave the range of float32
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan says what a step must compute for the rows of a batch. It is made before the step, on the host, so that
-    the step never waits for a device.
+    """The computations that a step must make for some row of a batch; more than a row needs does not change its result.
 
-    More than a row needs does not change its result.
+    A plan is made before the step, on the host, so that the step never waits for a device.
     """
 
     widest: int | None  # the largest top_k of any row; None if a row takes the whole vocabulary
@@ -67,8 +66,8 @@ class RowSettings:
     """The settings and strengths β of a batch, one row for each request."""
 
     plan: Plan
-    beta: Float[Tensor, "b s"]  # the strengths of the guide
-    top_k: Int[Tensor, " b"]  # the size of the vocabulary where there is no limit
+    beta: Strengths  # the strengths of the guide
+    top_k: Tokens  # the size of the vocabulary where there is no limit
     top_p: Float[Tensor, " b"]  # infinite where there is no limit
     temperature: Float[Tensor, " b"]
     kl_budget: Float[Tensor, " b"]  # infinite where there is no budget
@@ -84,18 +83,14 @@ class RowSettings:
         dtype: torch.dtype = torch.float64,
         stops: Sequence[Collection[int]] | None = None,
     ) -> "RowSettings":
-        """Make the rows from the steering, the β and the stop tokens of each request.
-
-        Args:
-            dtype: the data type of β, which is that of the guide's own numbers.
-        """
+        """Make the rows from the steering, the β and the stop tokens of each request; β has the given data type."""
 
         def column(values: Iterable[float | None], default: float) -> Tensor:
             numbers = [default if value is None else value for value in values]
             return torch.tensor(numbers, dtype=torch.float64, device=device)
 
         ends = [()] * len(steerings) if stops is None else stops
-        held = [sorted(own) if one.ends == "base" else [] for one, own in zip(steerings, ends, strict=True)]
+        held = [sorted(own) if steering.ends == "base" else [] for steering, own in zip(steerings, ends, strict=True)]
         widest = max(map(len, held), default=0)
         filled = [own + [-1] * (widest - len(own)) for own in held]
         return cls(
@@ -124,14 +119,14 @@ class RowSettings:
     @property
     def columns(self) -> dict[str, Tensor]:
         """The tensors with one row for each request, by their names."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
+        return {column.name: getattr(self, column.name) for column in fields(self) if column.name != "plan"}
 
 
 @dataclass(frozen=True)
 class Proposal:
     """The distribution that the next token is drawn from."""
 
-    candidates: Int[Tensor, "b k"]
+    candidates: Candidates
     base: Float[Tensor, "b k"]  # z_LM / T; −∞ where a row has fewer than k candidates
     shift: Float[Tensor, "b k"]  # of the guide, scaled to the KL budget; −∞ for a candidate that the guide forbids
     clipped: Float[Tensor, " b"]  # share of a row's candidates with a clamped reward
@@ -164,11 +159,11 @@ class Proposal:
         log_base = self._log_probabilities[-1]
         return _divergence(self.probabilities, self.log_probabilities, log_base).clamp(min=0).to(self.base.dtype)
 
-    def select(self, rows: Int[Tensor, " r"]) -> "Proposal":
-        """Return the given rows, without a state."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Proposal":
+        """Return the same proposal with changed tensors, such as some of their rows, and without a state."""
         parts = (self.candidates, self.base, self.shift, self.clipped, self.finite)
-        rewards = None if self.rewards is None else tuple(part[rows] for part in self.rewards)
-        return Proposal(*(part[rows] for part in parts), state=None, rewards=rewards, steered=self.steered)
+        rewards = None if self.rewards is None else tuple(map(change, self.rewards))
+        return Proposal(*map(change, parts), state=None, rewards=rewards, steered=self.steered)
 
     def require_finite(self) -> "Proposal":
         """Raise if the guide gave no numbers for some row. This waits for the device."""
@@ -177,13 +172,8 @@ class Proposal:
         return self
 
 
-def choose_candidates(
-    logits: Float[Tensor, "b v"], settings: RowSettings
-) -> tuple[Int[Tensor, "b k"], Float[Tensor, "b k"]]:
-    """Choose the candidates; return them and their logits, in float32 or better.
-
-    Rows with fewer candidates than others are filled with tokens whose logits are −∞.
-    """
+def choose_candidates(logits: Float[Tensor, "b v"], settings: RowSettings) -> tuple[Candidates, Float[Tensor, "b k"]]:
+    """Choose candidates; return them and their logits, in float32 or better, or −∞ where a row has fewer."""
     v, plan = logits.shape[-1], settings.plan
     check_width(plan.widest, v)
     if not plan.limited and plan.same_width and plan.widest in (None, v):
@@ -220,10 +210,7 @@ def check_width(top_k: int | None, vocab_size: int) -> None:
 def propose(
     logits: Float[Tensor, "b v"], guide: Adviser | None, state: State | None, settings: RowSettings
 ) -> Proposal:
-    """Compute the guided logits of the candidates for the next token from the base model's logits.
-
-    `state` is the guide's state of the texts so far. The proposal holds the state to go on from.
-    """
+    """Compute the guided logits of the candidates from the base model's logits, and the guide's state to go on from."""
     candidates, values = choose_candidates(logits, settings)
     base = divide(values, settings)
     if guide is None:
@@ -236,7 +223,9 @@ def propose(
     words = base if stops is None else base.masked_fill(stops, -torch.inf)
     barrier = None if advice.allowed is None else _barrier(words, advice.allowed(words + shift))
     if settings.plan.budgeted:
-        budget = settings.kl_budget if stops is None else settings.kl_budget / _share_of_words(words, base)
+        budget = settings.kl_budget
+        if stops is not None:  # KL(guided ‖ base) is the base model's probability of a word times that of the words
+            budget = budget / (words.double().logsumexp(-1) - base.double().logsumexp(-1)).exp()
         barrier, scale = fit_budget(words, shift, barrier, budget)
         shift = shift * scale[:, None]
     shift = shift if barrier is None else shift + barrier
@@ -245,26 +234,17 @@ def propose(
     return Proposal(candidates, base, shift, clipped, finite, advice.state, advice.rewards)
 
 
-def _find_stops(candidates: Int[Tensor, "b k"], settings: RowSettings) -> Bool[Tensor, "b k"] | None:
+def _find_stops(candidates: Candidates, settings: RowSettings) -> Bool[Tensor, "b k"] | None:
     """Find the candidates whose probability is left to the base model; None if no row has such stop tokens."""
     if not settings.plan.holds_ends or not settings.stops.shape[1]:
         return None
     return (candidates[:, :, None] == settings.stops[:, None]).any(-1)
 
 
-def _share_of_words(words: Float[Tensor, "b k"], base: Float[Tensor, "b k"]) -> Float[Tensor, " b"]:
-    """Compute the base model's probability of a word. KL(guided ‖ base) is this times the divergence of the words."""
-    return (words.double().logsumexp(-1) - base.double().logsumexp(-1)).exp()
-
-
 def hold_ends(
     words: Float[Tensor, "b k"], shift: Float[Tensor, "b k"], stops: Bool[Tensor, "b k"]
 ) -> Float[Tensor, "b k"]:
-    """Give stop tokens the shift log Σ_w p(w | not stop)·e^shift(w), so that they keep their probability.
-
-    Args:
-        words: the base logits, with −∞ in place of those of stop tokens.
-    """
+    """Give stop tokens the shift log Σ_w p(w | not stop)·e^shift(w); `words` are the base logits with −∞ for stops."""
     common = (words + shift).logsumexp(-1, keepdim=True) - words.logsumexp(-1, keepdim=True)
     return torch.where(stops, common.nan_to_num(nan=0.0), shift)  # where there are only stops, nothing shifts them
 
@@ -363,7 +343,7 @@ def _divergence(
     return (guided * (log_guided - log_base)).nansum(-1)
 
 
-def choose(proposal: Proposal, settings: RowSettings, uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+def choose(proposal: Proposal, settings: RowSettings, uniforms: Float[Tensor, " b"]) -> Tokens:
     """Choose a candidate for each row: the best one in greedy rows, else a sample that a number in [0, 1) decides."""
     plan = settings.plan
     if not plan.greedy:
@@ -374,7 +354,7 @@ def choose(proposal: Proposal, settings: RowSettings, uniforms: Float[Tensor, " 
     return torch.where(settings.temperature == 0, best, sample(proposal.probabilities, uniforms))
 
 
-def sample(probabilities: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+def sample(probabilities: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -> Tokens:
     """Draw a candidate for each row: the first at which the cumulated probability exceeds a number in [0, 1)."""
     cumulated = probabilities.cumsum(-1)
     thresholds = uniforms.double()[:, None] * cumulated[:, -1:]

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.generate import Generation, generate
-from radq.decoding.prompts import encode_prompts
+from radq.decoding.text import encode_prompts
 from radq.guides import RewardGuide
 from radq.judges.base import Judge
 from radq.judges.models import LinearJudge

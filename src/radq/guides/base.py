@@ -10,9 +10,12 @@ leaves them out of what it reads, and its shift of such a token is that of a tok
 Axes: b batch, t time, k candidates, s strengths.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
 
 import torch
@@ -23,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.models.loading import Wrappable
 from radq.models.prefill import InTurns, Turn, finish
 from radq.models.reading import Reader, Reading
+from radq.numerics import Candidates, PlacedCandidates, Positions, Strengths, Texts, Tokens
 
 T = TypeVar("T")
 
@@ -38,17 +42,13 @@ class BaseStates:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts that a guide is to read.
+    """A batch of prompts that a guide is to read."""
 
-    Attributes:
-        turn: how many tokens may be read now.
-        base: given by a host that runs the base model. It keeps the outputs of the layers that the readers of the guide
-            name by their `layers`, so that a guide need not run the base model a second time.
-    """
-
-    input_ids: Int[Tensor, "b t"]
-    attention_mask: Int[Tensor, "b t"] | None = None
-    turn: Turn = field(default_factory=Turn)
+    input_ids: Texts
+    attention_mask: Texts | None = None
+    turn: Turn = field(default_factory=Turn)  # how many tokens may be read now
+    # Given by a host that runs the base model. It keeps the outputs of the layers that the readers of the guide name by
+    # their `layers`, so that a guide need not run the base model a second time.
     base: BaseStates | None = None
 
 
@@ -99,7 +99,7 @@ class Advice:
 class Adviser(Protocol):
     """The part of a guide that a step of decoding asks."""
 
-    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+    def advise(self, state: Any, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         """Give an opinion on k candidates for the next token of each row, as `Guide.advise` does."""
         ...
 
@@ -109,16 +109,9 @@ class ReadsOnce(Protocol):
     """A guide that tells the rewards at all places of a text by reading the text once."""
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: PlacedCandidates
     ) -> Float[Tensor, "b p k s"]:
-        """Compute what the strengths multiply, of candidates in place of the tokens at some positions of texts.
-
-        The last position may be the one after the end of a text.
-        """
+        """Compute what the strengths multiply, of candidates at some positions of texts or at their ends."""
         ...
 
 
@@ -135,7 +128,7 @@ class Guide(ABC, Generic[S]):
     def readers(self) -> Sequence[Reader]:
         """The transformers that the guide runs."""
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> S:
+    def start(self, input_ids: Texts, attention_mask: Texts | None = None) -> S:
         """Read a batch of prompts, and return the state after them."""
         return finish(self.start_in_turns(Prompts(input_ids, attention_mask)))
 
@@ -145,14 +138,11 @@ class Guide(ABC, Generic[S]):
         return self.start(prompts.input_ids, prompts.attention_mask)
 
     @abstractmethod
-    def advise(self, state: S, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        """Give an opinion on k candidates for the next token of each row.
-        Args:
-            beta: the strengths of each row, in the order of the guide's own `beta`, which they replace.
-        """
+    def advise(self, state: S, candidates: Candidates, beta: Strengths | None = None) -> Advice:
+        """Give an opinion on k candidates for the next token of each row, with the guide's own strengths or others."""
 
     @abstractmethod
-    def advance(self, state: S, tokens: Int[Tensor, " b"]) -> S:
+    def advance(self, state: S, tokens: Tokens) -> S:
         """Read one more token per row, and return the state after it."""
 
     def __add__(self, other: "Guide") -> "Guide":
@@ -186,7 +176,7 @@ class Guide(ABC, Generic[S]):
         for reader in self.readers:
             reader.check_length(num_tokens)
 
-    def beta_rows(self, beta: Float[Tensor, "b s"] | None, like: Float[Tensor, "b ..."]) -> Float[Tensor, "b s"]:
+    def beta_rows(self, beta: Strengths | None, like: Float[Tensor, "b ..."]) -> Strengths:
         """Return the given strengths, or the guide's own for every row, with the precision and device of `like`."""
         if beta is None:
             return like.new_tensor(self.beta).expand(len(like), -1)
@@ -221,15 +211,25 @@ def list_readings(state: State) -> list[Reading]:
     return found
 
 
-def _gather_rewards(advices: Sequence[Advice]) -> tuple[Tensor, ...] | None:
-    """Gather the rewards of several guides; None if one of them tells none."""
-    found = [advice.rewards for advice in advices if advice.rewards is not None]
-    return tuple(part for parts in found for part in parts) if len(found) == len(advices) else None
-
-
-def _leave_out(shift: Float[Tensor, "b k"], beta: Float[Tensor, "b s"] | None) -> Float[Tensor, "b k"]:
+def leave_out(shift: Float[Tensor, "b k"], beta: Strengths | None) -> Float[Tensor, "b k"]:
     """Set the shift to 0 in rows whose strengths are 0: there, what a guide without numbers says does not count."""
-    return shift if beta is None else torch.where((beta == 0).all(1, keepdim=True), 0.0, shift)
+    if beta is None or not beta.shape[1]:
+        return shift
+    return torch.where((beta == 0).all(1, keepdim=True), 0.0, shift)
+
+
+def add_advices(advices: Sequence[Advice], state: State | None = None) -> Advice:
+    """The advice of several guides together."""
+    clipped = [advice.clipped for advice in advices if advice.clipped is not None]
+    rewards = [advice.rewards for advice in advices if advice.rewards is not None]
+    filters = [advice.allowed for advice in advices if advice.allowed is not None]
+    return Advice(
+        shift=reduce(operator.add, [advice.shift for advice in advices]),
+        state=state,
+        clipped=reduce(operator.or_, clipped) if clipped else None,
+        rewards=tuple(chain.from_iterable(rewards)) if len(rewards) == len(advices) else None,
+        allowed=(lambda logits: reduce(operator.and_, [allow(logits) for allow in filters])) if filters else None,
+    )
 
 
 @final
@@ -255,24 +255,15 @@ class SumGuide(Guide[States]):
             states.append((yield from guide.start_in_turns(prompts)))
         return States(tuple(states))
 
-    def advise(self, state: States, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+    def advise(self, state: States, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         sizes = [len(guide.beta) for guide in self.guides]
         betas = [None] * len(sizes) if beta is None else beta.split(sizes, dim=1)
-        advices = [
-            guide.advise(part, candidates, own)
-            for guide, part, own in zip(self.guides, state.parts, betas, strict=True)
-        ]
-        shifts = [_leave_out(advice.shift, own) for advice, own in zip(advices, betas, strict=True)]
-        clipped = [advice.clipped for advice in advices if advice.clipped is not None]
-        filters = [advice.allowed for advice in advices if advice.allowed is not None]
-        return Advice(
-            shift=torch.stack(shifts).sum(0),
-            state=States(tuple(advice.state for advice in advices if advice.state is not None)),
-            clipped=torch.stack(clipped).any(0) if clipped else None,
-            rewards=_gather_rewards(advices),
-            allowed=(lambda logits: torch.stack([allowed(logits) for allowed in filters]).all(0)) if filters else None,
-        )
+        advices: list[Advice] = []
+        for guide, part, own in zip(self.guides, state.parts, betas, strict=True):
+            advice = guide.advise(part, candidates, own)
+            advices.append(replace(advice, shift=leave_out(advice.shift, own)))
+        return add_advices(advices, States(tuple(advice.state for advice in advices if advice.state is not None)))
 
-    def advance(self, state: States, tokens: Int[Tensor, " b"]) -> States:
+    def advance(self, state: States, tokens: Tokens) -> States:
         parts = zip(self.guides, state.parts, strict=True)
         return States(tuple(guide.advance(part, tokens) for guide, part in parts))

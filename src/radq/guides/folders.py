@@ -1,11 +1,8 @@
 """How guides lie in folders. Importing this module imports no torch, so that commands can look into folders first."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
-from radq.files import fingerprint_values
-from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelName, ModelSource
 
 EXPERT, ANTI_EXPERT = "expert", "anti"  # folders that `radq train-experts --method dexperts` writes
@@ -26,12 +23,3 @@ def holds_experts(folder: str | Path) -> bool:
 def read_codes(folder: ModelName) -> ControlCodes | None:
     """Read GeDi's control codes and scale from config.json; return None if the folder holds another model."""
     return ModelSource.find(folder).config.get("gedi")
-
-
-def fingerprint_guide(folder: str, attributes: Iterable[str]) -> str:
-    """Tell guides apart by the content of their models. `attributes` say which of the embedded models are meant."""
-    if folder == EMBEDDED:
-        parts = [f"{EMBEDDED}:{name}" for name in sorted(attributes)]
-    else:
-        parts = [str(Path(folder) / name) for name in (EXPERT, ANTI_EXPERT)] if holds_experts(folder) else [folder]
-    return fingerprint_values(*(ModelSource.find(part).fingerprint for part in parts))

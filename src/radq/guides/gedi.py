@@ -14,11 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, OptionError
 from radq.guides.base import Advice, Guide, Prompts
-from radq.guides.expert import Expert, candidate_logits, class_log_posterior, log_normaliser
+from radq.guides.dexperts import Expert, candidate_logits, class_log_posterior, log_normaliser
 from radq.guides.folders import read_codes
 from radq.models.loading import load_causal_lm
 from radq.models.prefill import InTurns
 from radq.models.reading import Reader, Reading
+from radq.numerics import Candidates, PlacedCandidates, Positions, Strengths, Texts, Tokens
 from radq.sources.model_source import ModelSource
 
 
@@ -101,7 +102,7 @@ class GeDiGuide(Guide[Reading]):
         sums = (scores * (columns <= lengths[:, None])).sum(1)
         return replace(reading, notes=torch.stack([sums, lengths.to(sums)], dim=1), copies=2)
 
-    def log_posterior(self, state: Reading, candidates: Int[Tensor, "b k"]) -> Float[Tensor, "2 b k"]:
+    def log_posterior(self, state: Reading, candidates: Candidates) -> Float[Tensor, "2 b k"]:
         """log P(c | x, v) of both classes c. If the model does not know the token v, it is log P(c | x)."""
         assert state.notes is not None
         candidates = candidates.to(state.notes.device)
@@ -109,11 +110,7 @@ class GeDiGuide(Guide[Reading]):
         return self._posterior(added, state.notes[:, :1], state.notes[:, 1:], candidates)
 
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: PlacedCandidates
     ) -> Float[Tensor, "b p k 1"]:
         read = self.expert.read_places(input_ids, attention_mask, positions, candidates)
         added = read.logits - read.normaliser  # (2b, p, k)
@@ -132,9 +129,7 @@ class GeDiGuide(Guide[Reading]):
         lengths = lengths[::2] + (candidates < self.vocab_size)
         return class_log_posterior(sums, lengths.clamp(min=1), self.scale, self._log_prior)
 
-    def advise(
-        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
-    ) -> Advice:
+    def advise(self, state: Reading, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         first, second = self.log_posterior(state, candidates).to(candidates.device)
         omega = self.beta_rows(beta, first)  # (b, 1)
         wanted = torch.where(omega < 0, second, first)
@@ -146,7 +141,7 @@ class GeDiGuide(Guide[Reading]):
         shift = omega.abs() * wanted
         return Advice(shift, state, rewards=(first[..., None],), allowed=allowed if self.filter_p else None)
 
-    def advance(self, state: Reading, tokens: Int[Tensor, " b"]) -> Reading:
+    def advance(self, state: Reading, tokens: Tokens) -> Reading:
         assert state.notes is not None
         both = tokens.to(state.notes.device).repeat_interleave(2)[:, None]
         scores = _log_probabilities(state, both)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -21,6 +21,7 @@ from radq.guides.base import Advice, Guide, Prompts, State
 from radq.models.loading import Wrappable
 from radq.models.prefill import InTurns, surround
 from radq.models.reading import Reader
+from radq.numerics import Candidates, Strengths, Tokens
 
 
 @dataclass
@@ -91,13 +92,13 @@ class Meter(Guide[State]):
         finally:
             self._count = None
 
-    def advise(self, state: State, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
+    def advise(self, state: State, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         self.steps += 1
         self.tokens += len(candidates)
         with self._counting(self.continuations):
             return self.guide.advise(state, candidates, beta)
 
-    def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
+    def advance(self, state: State, tokens: Tokens) -> State:
         with self._counting(self.continuations):
             return self.guide.advance(state, tokens)
 

@@ -6,21 +6,19 @@ from functools import partial
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from radq.errors import OptionError
 from radq.guides.base import Advice, Guide, Prompts
+from radq.models.kinds import RadV
 from radq.models.kv_cache import takes_padding, takes_siblings
 from radq.models.loading import Wrappable, find_backbone
 from radq.models.lora import fold_adapters
 from radq.models.prefill import InTurns
-from radq.models.rad_v import RadV
 from radq.models.reading import OutputReading, Reader, Reading
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
 from radq.models.slots import takes_slots
-from radq.numerics import at_least_float32, constant
+from radq.numerics import Candidates, Strengths, Tokens, at_least_float32, constant
 from radq.sources.model_source import require_attributes
 
 
@@ -75,9 +73,7 @@ class RewardGuide(Guide[Reading]):
         mask = None if prompts.attention_mask is None else prompts.attention_mask.to(device)
         return (yield from self.model.read_in_turns(prompts.input_ids.to(device), mask, prompts.turn))
 
-    def advise(
-        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
-    ) -> Advice:
+    def advise(self, state: Reading, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         rewards, state = self.model.score(state, candidates.to(self.model.device))
         rewards = at_least_float32(rewards)  # a strength times a reward may leave the range of half precision
         if self.columns != tuple(range(rewards.shape[2])):
@@ -92,5 +88,5 @@ class RewardGuide(Guide[Reading]):
         shift = torch.einsum("bks,bs->bk", rewards, self.beta_rows(beta, rewards))
         return Advice(shift.to(candidates.device), state, clipped, (rewards,))
 
-    def advance(self, state: Reading, tokens: Int[Tensor, " b"]) -> Reading:
+    def advance(self, state: Reading, tokens: Tokens) -> Reading:
         return state.advance(tokens.to(self.model.device))

@@ -14,16 +14,17 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radq.errors import OptionError
-from radq.guides.folders import ANTI_EXPERT, EXPERT, fingerprint_guide, holds_experts, read_codes
+from radq.files import fingerprint_values
+from radq.guides.folders import ANTI_EXPERT, EXPERT, holds_experts, read_codes
 from radq.models.calibration import Setting, find_strength, is_strength, note_number
 from radq.sources.embedded import EMBEDDED
-from radq.sources.model_source import ModelName, check_language_model, check_reward_model
+from radq.sources.model_source import ModelName, ModelSource, check_language_model, check_reward_model
 
 if TYPE_CHECKING:
     from radq.guides.base import Guide
@@ -35,24 +36,17 @@ MakeGuide = Callable[[Numbers], Any]  # from numbers to a guide
 
 @dataclass(frozen=True)
 class GuideSpec:
-    """A guide as it is written: where its models lie, and its settings.
+    """A guide as it is written: where its models lie, and its settings."""
 
-    Args:
-        folder: a folder, a name on the hub, or `embedded`.
-        settings: for each name a number, or what a calibrated strength stands for; None for a name that stands alone.
-    """
-
-    folder: str
+    folder: str  # a folder, a name on the hub, or `embedded`
+    # For each name a number, or what a calibrated strength stands for; None for a name that stands alone.
     settings: Mapping[str, float | Setting | None]
 
     @classmethod
     def parse(cls, text: str, base: ModelName | None = None, fetch: bool = True, bare: bool = False) -> "GuideSpec":
-        """Read `DIR:name=number,name=strong`.
+        """Read `DIR:name=number,name=strong`, for strengths over a base model; `bare` names may have no number.
 
-        Args:
-            base: the name of the base model, which is compared with the one of the calibration.
-            fetch: fetch the calibration of a hub name unless the cache holds it.
-            bare: a name may stand without a number, as in `DIR:name`.
+        Without `fetch`, the calibration of a hub name is the one that its cache holds.
         """
         folder, _, pairs = text.rpartition(":")
         if not folder or "\0" in text:
@@ -68,8 +62,8 @@ class GuideSpec:
     @property
     def numbers(self) -> dict[str, float]:
         """The numbers that are given, with β in place of calibrated strengths."""
-        given = {name: one for name, one in self.settings.items() if one is not None}
-        return {name: one.beta if isinstance(one, Setting) else one for name, one in given.items()}
+        given = {name: setting for name, setting in self.settings.items() if setting is not None}
+        return {name: setting.beta if isinstance(setting, Setting) else setting for name, setting in given.items()}
 
     @cached_property
     def kind(self) -> "GuideKind":
@@ -86,7 +80,14 @@ class GuideSpec:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint_guide(self.folder, self.settings)
+        """Tells guides apart by the content of their models; attributes say which of the embedded ones are meant."""
+        if self.folder == EMBEDDED:
+            parts = [f"{EMBEDDED}:{name}" for name in sorted(self.settings)]
+        elif holds_experts(self.folder):
+            parts = [str(Path(self.folder) / name) for name in (EXPERT, ANTI_EXPERT)]
+        else:
+            parts = [self.folder]
+        return fingerprint_values(*(ModelSource.find(part).fingerprint for part in parts))
 
 
 def _read_setting(
@@ -107,7 +108,7 @@ def _read_setting(
 
 def find_budget(specifications: Iterable[GuideSpec], default: float | None) -> float | None:
     """Find the KL budget of several guides, see `join_budgets`."""
-    return join_budgets([one for guide in specifications for one in guide.settings.values()], default)
+    return join_budgets([setting for guide in specifications for setting in guide.settings.values()], default)
 
 
 def join_budgets(settings: Iterable[float | Setting | None], default: float | None) -> float | None:
@@ -115,7 +116,7 @@ def join_budgets(settings: Iterable[float | Setting | None], default: float | No
 
     A strength has the budget under which it was calibrated; β, and no settings at all, have the default.
     """
-    budgets = [one.kl_budget if isinstance(one, Setting) else default for one in settings] or [default]
+    budgets = [setting.kl_budget if isinstance(setting, Setting) else default for setting in settings] or [default]
     known = [budget for budget in budgets if budget is not None]
     return max(known) if len(known) == len(budgets) else None
 
@@ -186,43 +187,34 @@ def find_kind(folder: str) -> "GuideKind":
 # --- kinds of guides ---
 
 
-def _load_embedded(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
-    """Load a reward model for each attribute when it is first asked for."""
+def _load_reward(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
+    """Load a reward model; of the embedded ones, each when it is first asked for."""
     from radq.guides.reward import RewardGuide
     from radq.models.reward import RewardModel
 
-    loaded: dict[str, RewardModel] = {}
+    @cache
+    def load(name: str) -> RewardModel:
+        return RewardModel.from_pretrained(name, device, lm=lm, dtype=dtype)
 
     def make(beta: Numbers) -> "Guide":
-        for name in beta:
-            if name not in loaded:
-                loaded[name] = RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device, lm=lm, dtype=dtype)
-        guides: list[Guide] = [RewardGuide(loaded[name], {name: number}, clamp) for name, number in beta.items()]
+        if folder != EMBEDDED:
+            return RewardGuide(load(folder), beta, clamp)
+        guides: list[Guide] = [
+            RewardGuide(load(f"{EMBEDDED}:{name}"), {name: number}, clamp) for name, number in beta.items()
+        ]
         return reduce(add, guides)
 
+    if folder != EMBEDDED:
+        load(folder)
     return make
 
 
-def _load_dexperts(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
+def _load_experts(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
     from radq.guides.dexperts import load_experts
-
-    make = load_experts(folder, device, dtype)
-    return lambda numbers: make(**numbers)
-
-
-def _load_gedi(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
     from radq.guides.gedi import load_gedi
 
-    make = load_gedi(folder, device, dtype)
+    make = (load_experts if holds_experts(folder) else load_gedi)(folder, device, dtype)
     return lambda numbers: make(**numbers)
-
-
-def _load_reward(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
-    from radq.guides.reward import RewardGuide
-    from radq.models.reward import RewardModel
-
-    model = RewardModel.from_pretrained(folder, device, lm=lm, dtype=dtype)
-    return lambda beta: RewardGuide(model, beta, clamp)
 
 
 def _check_embedded(folder: str, numbers: Numbers) -> None:
@@ -252,30 +244,22 @@ def _check_names(folder: str, numbers: Numbers, strength: str, options: Sequence
 
 @dataclass(frozen=True)
 class GuideKind:
-    """A kind of guides that lie in folders.
+    """A kind of guides that lie in folders."""
 
-    Args:
-        holds: whether a folder, or name of one, holds a guide of this kind.
-        check: refuse a folder with models that cannot be loaded, or numbers that the guide does not have. It reads
-            config.json alone.
-        load: load its models from (folder, device, dtype, clamp, lm) and return a function from numbers to guides.
-        options: numbers of a specification that are no strengths. They are set once, by whoever sets the guide up.
-    """
-
-    holds: Callable[[str], bool]
+    holds: Callable[[str], bool]  # whether a folder, or name of one, holds a guide of this kind
+    # Refuses a folder with models that cannot be loaded, or numbers that the guide does not have, by config.json alone.
     check: Callable[[str, Numbers], None]
+    # Loads its models from (folder, device, dtype, clamp, lm) and returns a function from numbers to guides.
     load: Callable[[str, str, str, bool, object], MakeGuide]
-    options: tuple[str, ...] = ()
-
-
-def _holds_codes(folder: str) -> bool:
-    return read_codes(folder) is not None
+    options: tuple[str, ...] = ()  # numbers that are no strengths, set once by whoever sets the guide up
 
 
 GUIDES = {  # the first kind that a folder holds is taken
-    "embedded": GuideKind(lambda folder: folder == EMBEDDED, _check_embedded, _load_embedded),
-    "dexperts": GuideKind(holds_experts, _check_dexperts, _load_dexperts),
-    "gedi": GuideKind(_holds_codes, _check_gedi, _load_gedi, ("filter_p", "target_p", "prior")),
+    "embedded": GuideKind(lambda folder: folder == EMBEDDED, _check_embedded, _load_reward),
+    "dexperts": GuideKind(holds_experts, _check_dexperts, _load_experts),
+    "gedi": GuideKind(
+        lambda folder: read_codes(folder) is not None, _check_gedi, _load_experts, ("filter_p", "target_p", "prior")
+    ),
     "reward": GuideKind(lambda folder: True, check_reward_model, _load_reward),
 }
 OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers that are no strengths

@@ -345,7 +345,7 @@ class Steerer:
     def _record(self, group: _Group, base: Float[Tensor, "b v"], proposal: Proposal) -> None:
         """Record the candidates of requests with details. This waits for the device."""
         rows = self._index(list(group.told))
-        told = proposal.select(rows)
+        told = proposal.map(lambda values: values[rows])
         numbers, likelihoods = StepNumbers(told), base[rows].double().log_softmax(-1).gather(1, told.candidates)
         for index, (row, columns) in enumerate(group.told.items()):
             request, logprobs = group.requests[row], likelihoods[index].cpu().numpy()

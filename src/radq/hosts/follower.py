@@ -24,7 +24,7 @@ from radq.errors import DataError
 from radq.guides import Guide
 from radq.guides.base import Advice, list_readings
 from radq.models.cuda_graph import StepGraphs
-from radq.models.rad_v import SIBLINGS_PER_FORWARD
+from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader, ValueReading
 from radq.models.slots import SlotReading, plan_bytes, settle
 from radq.registry.loaded_guides import Selection

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
-from radq.decoding.prompts import find_stops
 from radq.decoding.steering import RowSettings, propose
+from radq.decoding.text import find_stops
 from radq.errors import OptionError
 from radq.guides import Guide
 from radq.guides.base import BaseStates, Prompts

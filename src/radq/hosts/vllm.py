@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
-from radq.decoding.prompts import decode_texts, encode_prompts
+from radq.decoding.text import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import OPTIONS, GuideSpec
 from radq.hosts.base_states import reads_shown, show_layers

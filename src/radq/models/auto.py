@@ -6,7 +6,7 @@ takes the place of that module. The classes themselves are imported on first use
 """
 
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -56,19 +56,11 @@ class _TableFinder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _NamingLoader(spec.loader)
+            load = spec.loader.exec_module
+
+            def load_and_name(module: ModuleType) -> None:
+                load(module)
+                _add_name(module)
+
+            spec.loader.exec_module = load_and_name
         return spec
-
-
-class _NamingLoader(Loader):
-    """Loads a module with another loader, then adds our name to its table."""
-
-    def __init__(self, loader: Loader):
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _add_name(module)

@@ -49,58 +49,43 @@ class StrengthPoint:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A setting that was measured. The gain is the judge's improvement over the unguided base model.
-
-    `ended` is the share of texts that ended by themselves, and `length` the mean number of their tokens; older
-    calibrations have neither.
-    """
+    """A setting that was measured; older calibrations have neither `ended` nor `length`."""
 
     beta: float
     kl_budget: float | None
     score: Interval
-    gain: Interval
+    gain: Interval  # the judge's improvement over the unguided base model
     perplexity_ratio: Interval
-    ended: Interval | None = None
-    length: Interval | None = None
+    ended: Interval | None = None  # the share of texts that ended by themselves
+    length: Interval | None = None  # the mean number of tokens
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The strengths of an attribute over one base model, and how they were measured.
-
-    Attributes:
-        base: the name of the base model.
-        base_fingerprint: tells base models apart, see `ModelSource.fingerprint`.
-        by: whether strengths differ in β, or in the KL budget.
-        reduce: whether strengths reduce the attribute.
-        max_perplexity_ratio: the bound that the perplexity ratio keeps, with its interval.
-        limited_by: the reason why strength 1 is where it is: the judge improves no further, the perplexity leaves its
-            bound, or no larger value was tried.
-        prompts: a hash of the prompts.
-        table: strengths in ascending order, from 0 to 1.
-        weights: fingerprint of the weights of the reward model; older calibrations have none.
-    """
+    """The strengths of an attribute over one base model, and how they were measured."""
 
     attribute: str
-    base: str
-    base_fingerprint: str
-    by: Literal["beta", "kl"]
-    reduce: bool
+    base: str  # the name of the base model
+    base_fingerprint: str  # tells base models apart, see `ModelSource.fingerprint`
+    by: Literal["beta", "kl"]  # whether strengths differ in β, or in the KL budget
+    reduce: bool  # whether strengths reduce the attribute
     judge: str
     metric: str
     reads: str
-    prompts: str
+    prompts: str  # a hash of the prompts
     num_prompts: int
     samples: int
     max_new_tokens: int
     top_k: int | None
     seed: int
-    max_perplexity_ratio: float
+    max_perplexity_ratio: float  # the bound that the perplexity ratio keeps, with its interval
+    # Why strength 1 is where it is: the judge improves no further, the perplexity leaves its bound, or no larger value
+    # was tried.
     limited_by: Literal["judge", "perplexity", "range"]
     command: str
-    table: list[StrengthPoint]
+    table: list[StrengthPoint]  # strengths in ascending order, from 0 to 1
     measured: list[MeasuredPoint]
-    weights: str | None = None
+    weights: str | None = None  # fingerprint of the weights of the reward model; older calibrations have none
 
     def __post_init__(self) -> None:
         strengths = [point.strength for point in self.table]
@@ -154,7 +139,7 @@ def read_calibrations(folder: str | Path, fetch: bool = True) -> list[Calibratio
     except OSError:  # or a ModelError, which is one
         return []
     try:
-        return [build(one, Calibration, CALIBRATION) for one in json.loads(text)["calibrations"]]
+        return [build(stored, Calibration, CALIBRATION) for stored in json.loads(text)["calibrations"]]
     except (ValueError, KeyError, TypeError) as error:  # also an OptionError, which is a ValueError
         raise ModelError(f"{str(file)!r} is damaged: {error}.", "delete it, and calibrate again.") from error
 
@@ -162,8 +147,8 @@ def read_calibrations(folder: str | Path, fetch: bool = True) -> list[Calibratio
 def write_calibration(folder: Path, calibration: Calibration) -> Path:
     """Add a calibration to a folder, in the place of an earlier one of the same attribute and base model."""
     key = (calibration.attribute, calibration.base_fingerprint)
-    others = [one for one in read_calibrations(folder) if (one.attribute, one.base_fingerprint) != key]
-    document = {"calibrations": [asdict(one) for one in (*others, calibration)]}
+    others = [other for other in read_calibrations(folder) if (other.attribute, other.base_fingerprint) != key]
+    document = {"calibrations": [asdict(entry) for entry in (*others, calibration)]}
     file = folder / CALIBRATION
     with explained_writing(file), atomic_file(file) as temporary:
         temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -182,28 +167,29 @@ def find_calibration(
     One over other base models alone, or for other weights of the reward model, is refused. Where `base` is None, base
     models are not compared, and the last one is taken; a warning names its base model if there are several.
     """
-    place = calibrated_folder(folder, attribute)
-    found = [one for one in read_calibrations(place, fetch) if one.attribute == attribute]
-    if not found:
+    model = calibrated_folder(folder, attribute)
+    calibrations = [own for own in read_calibrations(model, fetch) if own.attribute == attribute]
+    if not calibrations:
         return None
-    bases = " and ".join(dict.fromkeys(repr(one.base) for one in found))
+    bases = " and ".join(dict.fromkeys(repr(own.base) for own in calibrations))
     if base is None:
-        if len({one.base_fingerprint for one in found}) > 1:
+        if len({own.base_fingerprint for own in calibrations}) > 1:
             warnings.warn(
                 f"{attribute} of {str(folder)!r} is calibrated over {bases}, and the strengths over "
-                f"{found[-1].base!r} are taken. hint: say which base model is steered.",
+                f"{calibrations[-1].base!r} are taken. hint: say which base model is steered.",
                 stacklevel=2,
             )
-        return _require_same_weights(found[-1], place, fetch)
-    same = [one for one in found if one.base_fingerprint == _fingerprint_base(base)]
+        return _require_same_weights(calibrations[-1], model, fetch)
+    same = [own for own in calibrations if own.base_fingerprint == _fingerprint_base(base)]
     if not same:
         name = str(base)
-        other = f"{name or 'this language model'!r}{' as it is now' * any(one.base == name for one in found)}"
+        changed = " as it is now" * any(own.base == name for own in calibrations)
         raise OtherModelError(
-            f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over {other}.",
+            f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over "
+            f"{name or 'this language model'!r}{changed}.",
             "measure its strengths there with `radq calibrate`, or give β as a number.",
         )
-    return _require_same_weights(same[-1], place, fetch)
+    return _require_same_weights(same[-1], model, fetch)
 
 
 def _require_same_weights(calibration: Calibration, place: str | Path, fetch: bool) -> Calibration:
@@ -232,25 +218,16 @@ def _fingerprint_base(name: ModelName) -> str | None:
 def shipped_calibrations() -> dict[str, Calibration]:
     """The calibrations of the reward models that radq brings along, over the base model that it brings along."""
     return {
-        name: one
+        name: calibration
         for name in embedded_rewards()
-        for one in read_calibrations(reward_folder(name))
-        if (one.base, one.by) == (EMBEDDED, "beta")
+        for calibration in read_calibrations(reward_folder(name))
+        if (calibration.base, calibration.by) == (EMBEDDED, "beta")
     }
 
 
 def shipped_strengths() -> dict[str, float]:
     """β of these reward models at the strength `strong`."""
-    return {name: one.named["strong"] for name, one in shipped_calibrations().items()}
-
-
-def _find_known_calibration(folder: str | Path, attribute: str) -> Calibration | None:
-    """Find some calibration of an attribute on this machine, for advice alone: nothing is compared or refused."""
-    try:
-        known = read_calibrations(calibrated_folder(folder, attribute), fetch=False)
-    except (ModelError, UnknownAttributeError):
-        return None
-    return next((one for one in reversed(known) if one.attribute == attribute), None)
+    return {name: calibration.named["strong"] for name, calibration in shipped_calibrations().items()}
 
 
 # --- strengths as text ---
@@ -262,13 +239,7 @@ def is_strength(value: Any) -> bool:
 
 
 def find_setting(value: str, calibration: Calibration | None, what: str) -> Setting:
-    """Find the setting of a strength.
-
-    Args:
-        value: the strength, as a user writes it.
-        calibration: that of the attribute; None if it is not calibrated.
-        what: the attribute with its model, for error messages.
-    """
+    """Find the setting of a strength as a user writes it; error messages call the attribute and its model `what`."""
     text = value.strip()
     strength = NAMED[text] if text in NAMED else _read_percentage(text)
     if calibration is None:
@@ -288,15 +259,11 @@ def find_strength(
 
 def _looks_like_share(value: Any) -> bool:
     """Whether a value is β, and may have been meant as a share of what can be reached; with a sign (+0.6) it is not."""
-    if isinstance(value, str):
-        return _is_share(value)
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-
-
-def _is_share(text: str) -> bool:
+    if isinstance(value, bool) or (isinstance(value, str) and not re.match(r"[\d.]", value)):
+        return False
     try:
-        return bool(re.match(r"[\d.]", text)) and 0 < float(text) <= 1
-    except ValueError:
+        return 0 < float(value) <= 1
+    except (TypeError, ValueError):
         return False
 
 
@@ -311,8 +278,18 @@ def note_share(name: str, value: Any, calibration: Calibration | None) -> str | 
 
 
 def note_number(name: str, value: Any, folder: str | Path, attribute: str) -> str | None:
-    """Write the line of `note_share` about a stored reward model, whose calibration is read only if it is needed."""
-    return note_share(name, value, _find_known_calibration(folder, attribute)) if _looks_like_share(value) else None
+    """Write the line of `note_share` about a stored reward model, whose calibration is read only if it is needed.
+
+    Any calibration on this machine will do, since nothing is compared or refused.
+    """
+    if not _looks_like_share(value):
+        return None
+    try:
+        known = read_calibrations(calibrated_folder(folder, attribute), fetch=False)
+    except (ModelError, UnknownAttributeError):
+        return None
+    own = (calibration for calibration in reversed(known) if calibration.attribute == attribute)
+    return note_share(name, value, next(own, None))
 
 
 def _read_percentage(text: str) -> float:

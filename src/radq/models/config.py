@@ -13,47 +13,31 @@ RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that 
 
 
 class RewardModelConfig(PreTrainedConfig):
-    """The configuration of a reward model, stored in config.json.
-
-    Args:
-        kind: "q" scores all next tokens from the prefix alone, "v" reads each next token as an input.
-        attributes: names of what the rewards measure, in the order of their last axis.
-        head: name of the head in `radq.models.heads.HEADS`, for kind "q".
-        backbone: configuration of the transformer below the head.
-        loss: name of the training loss; with "ce" the reward is σ of the head's output.
-        response_range: range of the training labels, to which guides clamp rewards: (low, high) for all attributes,
-            or one pair for each. `attribute_ranges` has one for each in either case.
-        label_scales: how the training labels of each attribute became numbers, see `radq.data.label_scale`; None where
-            this is not known, as for models of earlier versions.
-        prepend_bos: whether the model puts `bos_token_id` before every text that does not begin with it.
-        vocabulary: size, number of tokens and fingerprint, see `radq.models.vocabulary`.
-        lora_rank: rank of the adapters that were trained beside a frozen backbone; 0 without adapters.
-        readout: layers and width of a readout, see `radq.models.readout`; None for a model that trains its backbone.
-        backbone_name: where a frozen backbone is found, since the folder then holds adapters or a readout, and the
-            head: `embedded`, a hub name, or a folder, in config.json relative to the folder of the reward model.
-        backbone_revision: commit of a backbone on the hub.
-        backbone_fingerprint: fingerprint of its weights, see `radq.sources.model_source`.
-    """
+    """The configuration of a reward model, stored in config.json."""
 
     model_type = MODEL_TYPE
 
     def __init__(
         self,
-        kind: Literal["q", "v"] = "q",
-        attributes: Sequence[str] = ("reward",),
-        head: str = "linear",
-        backbone: PreTrainedConfig | dict[str, Any] | None = None,
-        loss: str = "mse",
+        kind: Literal["q", "v"] = "q",  # "q" scores next tokens from the prefix, "v" reads each next token as an input
+        attributes: Sequence[str] = ("reward",),  # names of what the rewards measure, in the order of their last axis
+        head: str = "linear",  # name of the head in `radq.models.heads.HEADS`, for kind "q"
+        backbone: PreTrainedConfig | dict[str, Any] | None = None,  # of the transformer below the head
+        loss: str = "mse",  # of the training; with "ce" the reward is σ of the head's output
+        # Range of the training labels, to which guides clamp rewards: (low, high), or one such pair for each attribute.
         response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0),
+        # How the labels of each attribute became numbers, see `radq.data.label_scale`; None in older models.
         label_scales: Sequence[dict[str, Any]] | None = None,
-        prepend_bos: bool = True,
+        prepend_bos: bool = True,  # whether `bos_token_id` stands before every text that does not begin with it
         bos_token_id: int | None = None,
-        vocabulary: Sequence[Any] | None = None,
-        lora_rank: int = 0,
-        readout: dict[str, Any] | None = None,
+        vocabulary: Sequence[Any] | None = None,  # size, number of tokens and fingerprint, see `radq.models.vocabulary`
+        lora_rank: int = 0,  # of the adapters that were trained beside a frozen backbone; 0 without adapters
+        readout: dict[str, Any] | None = None,  # layers and width, see `radq.models.readout`; None without a readout
+        # Where a frozen backbone is found, beside which a folder holds the head and adapters or a readout: `embedded`,
+        # a hub name with its commit, or a folder, in config.json relative to the folder of the reward model.
         backbone_name: str | None = None,
         backbone_revision: str | None = None,
-        backbone_fingerprint: str | None = None,
+        backbone_fingerprint: str | None = None,  # of its weights, see `radq.sources.model_source`
         **kwargs: Any,
     ):
         self.kind = kind

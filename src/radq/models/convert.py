@@ -1,11 +1,19 @@
-"""Conversion of weights of the public RAD and rad-q code into reward models of radq.
+"""Conversion of public weights into reward models, and of RAD-V into a token classifier of transformers.
 
 RAD stores a language model whose head was replaced: `model.transformer.*` and `model.lm_head.{weight,bias}`.
 rad-q stores a language model and a head beside it: `model.*`, `head.lm_projection.weight` and
 `head.prefix_baseline.weight`. After distillation these names begin with `student_model.`, and the tensors of the
 teacher, under `teacher_model.`, are not needed.
+
+    save_token_classifier(RewardModel.from_pretrained("reward"), "classifier")
+    AutoModelForTokenClassification.from_pretrained("classifier")
+
+This is for programs that score texts and do not know radq. The logits at a token are the outputs of the reward model's
+head there. The tokenizer writes the BOS with which the reward model begins every text, so the first logits of a text
+are those of the BOS and mean nothing.
 """
 
+import copy
 import json
 import re
 import warnings
@@ -16,17 +24,22 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModel, PreTrainedConfig
+from tokenizers.processors import Sequence as SequenceProcessor
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from radq.errors import CheckpointError, OptionError, first_line
+from radq.errors import CheckpointError, ModelError, OptionError, first_line
+from radq.files import MODEL_FILES, atomic_folder, require_own_folder
 from radq.models.config import RewardModelConfig
+from radq.models.kinds import RadQ, RadV
 from radq.models.loading import load_config
-from radq.models.rad_q import RadQ
+from radq.models.lora import merged_weights
 from radq.models.reward import RewardModel, import_kind
-from radq.models.vocabulary import find_bos, read_vocabulary
+from radq.models.vocabulary import find_bos, read_vocabulary, writes_bos
+from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource
 
 Weights = dict[str, Tensor]
@@ -38,6 +51,10 @@ BACKBONE_HINT = "give the model that the checkpoint was trained from as --backbo
 
 # Constants that older versions of transformers wrote into checkpoints and newer versions compute.
 CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|rotary_emb\.inv_freq)$")
+
+CLASSIFIER_HEADS = ("score", "classifier")  # names of the last layer of transformers' token classifiers
+# What programs such as vLLM do to the logits, so that their scores are rewards: nothing, or σ.
+PROBLEMS = {"mse": "regression", "ce": "multi_label_classification"}
 
 
 def convert(
@@ -75,7 +92,10 @@ def convert(
     with no_init_weights():
         model = import_kind(kind)(reward_config)
     model.to(head["head.weight"].dtype)  # pyright: ignore[reportArgumentType]
-    _load(model, {**head, **_read_backbone(weights, config), **_read_output_embedding(weights, model)})
+    tensors = {**head, **_read_backbone(weights, config)}
+    if isinstance(model, RadQ) and model.output_embedding is not None and "model.lm_head.weight" in weights:
+        tensors["output_embedding.weight"] = weights["model.lm_head.weight"]
+    _load(model, tensors)
     model.tokenizer = tokenizer
     model.freeze_embeddings()
     return model.eval()
@@ -180,12 +200,6 @@ def _read_backbone(weights: Weights, config: PreTrainedConfig) -> Weights:
     }
 
 
-def _read_output_embedding(weights: Weights, model: RewardModel) -> Weights:
-    if isinstance(model, RadQ) and model.output_embedding is not None and "model.lm_head.weight" in weights:
-        return {"output_embedding.weight": weights["model.lm_head.weight"]}
-    return {}
-
-
 def _is_tied(weights: Weights, config: PreTrainedConfig) -> bool:
     """Whether input and output embeddings of the checkpoint are equal, whatever the backbone's configuration says."""
     output = weights.get("model.lm_head.weight")  # safetensors files do not hold it if it is tied
@@ -218,3 +232,62 @@ def _name_attributes(attributes: Sequence[str] | None, count: int) -> list[str]:
             f"give {count} names.",
         )
     return list(attributes)
+
+
+# --- token classifiers ---
+
+
+def save_token_classifier(model: RewardModel, folder: str | Path) -> None:
+    """Write a RAD-V into a new or empty folder as a token classifier, with its tokenizer."""
+    require_own_folder(folder, lambda _: False, "an empty folder")
+    if not isinstance(model, RadV):
+        raise ModelError(
+            f"a {type(model).__name__} gives no rewards from hidden states of single tokens.", "export a RAD-V."
+        )
+    if model.readout is not None:
+        raise ModelError("transformers has no token classifier with a readout.", "export a RAD-V without --reads base.")
+    with atomic_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
+        make_token_classifier(model).save_pretrained(temporary)
+        if model.tokenizer is not None:
+            make_tokenizer(model, model.tokenizer).save_pretrained(temporary)
+
+
+def make_token_classifier(model: RadV) -> Any:
+    """Make a token classifier with copies of the weights of a RAD-V, in which adapters are folded."""
+    config: Any = copy.deepcopy(model.config.backbone)
+    attributes = model.config.attributes
+    config.id2label = dict(enumerate(attributes))
+    config.label2id = {name: number for number, name in enumerate(attributes)}
+    config.problem_type = PROBLEMS[model.config.loss]
+    try:
+        with no_init_weights():
+            classifier = AutoModelForTokenClassification.from_config(config, dtype=model.dtype)
+    except ValueError as error:
+        raise ModelError(
+            f"transformers has no token classifier over {config.model_type!r}.", "train over another backbone."
+        ) from error
+    head_name = next((name for name in CLASSIFIER_HEADS if hasattr(classifier, name)), "")
+    head = getattr(classifier, head_name, None)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"the head of {type(classifier).__name__} is not known.", "train over another backbone.")
+    with_bias = nn.Linear(head.in_features, head.out_features, dtype=model.head.weight.dtype)
+    with_bias.load_state_dict(model.head.state_dict())
+    setattr(classifier, head_name, with_bias.to(model.dtype))
+    getattr(classifier, classifier.base_model_prefix).load_state_dict(merged_weights(model.backbone))
+    return classifier.to(model.device).eval()
+
+
+def make_tokenizer(model: RewardModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Make a tokenizer that writes the BOS of the reward model before every text."""
+    bos = model.config.bos_token_id
+    if not model.config.prepend_bos or bos is None or writes_bos(tokenizer, bos):
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    backend: Any = getattr(changed, "backend_tokenizer", None)
+    token = changed.convert_ids_to_tokens(bos)
+    if backend is None or not isinstance(token, str):
+        raise ModelError("the tokenizer cannot be made to write a BOS.", "train over a model with a fast tokenizer.")
+    template = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
+    before = backend.post_processor
+    backend.post_processor = template if before is None else SequenceProcessor([before, template])
+    return changed

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -10,13 +10,13 @@ from radq.errors import first_line
 from radq.numerics import collecting_later
 
 T = TypeVar("T")
-NO_STEPS = "steps are not captured as CUDA graphs, so each token takes longer"
+R = TypeVar("R")
 
 
 def record(
-    operations: Callable[[], T], pool: object = None, stream: torch.cuda.Stream | None = None
-) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Record what a function does on the GPU, without doing it; pool and stream are those of `torch.cuda.graph`.
+    operations: Callable[[], R], pool: object = None, stream: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, R]:
+    """Record what a function does on the GPU, without doing it, as `torch.cuda.graph` does.
 
     Returns the graph, and the result of the function, whose tensors every replay of the graph writes anew.
     """
@@ -27,53 +27,66 @@ def record(
     return graph, result
 
 
-def try_to_record(capture: Callable[[], T], hindered: str) -> T | None:
-    """Record graphs by a function; None, and a warning, where a model does what a graph cannot hold."""
-    try:
-        return capture()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a model raises
-        torch.cuda.synchronize()
-        warnings.warn(f"{hindered}: {first_line(error)}.", stacklevel=3)
-        return None
+class GraphCache(Generic[T]):
+    """What was recorded of operations that come again and again, for each of their shapes.
 
-
-class StepGraphs:
-    """The graphs of a step that comes again and again, one for each of its shapes.
-
-    The first step is not recorded: libraries set themselves up in it, which no graph may hold. A step that cannot be
-    recorded runs from Python.
+    Operations that come for the first time are not recorded: libraries set themselves up in them, which no graph may
+    hold. Where a model does what a graph cannot hold, a warning says so, and everything runs from Python from then on.
     """
+
+    hindered = "steps are not captured as CUDA graphs, so each token takes longer"
 
     def __init__(self, on: bool):
         self.on = on
-        self.replays = 0
-        self._kept: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._warm = False
+        self._recorded: dict[Hashable, T] = {}
+        self._warm: set[Hashable] = set()
         self._pool = None
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._recorded)
 
-    def run(self, shape: Hashable, step: Callable[[], T]) -> T:
-        """Do a step. It may only compute with tensors that stay in their places while the shape is the same."""
-        if not self.on or not self._warm:
-            self._warm = True
-            return step()
-        if shape not in self._kept:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recorded = try_to_record(lambda: record(step, pool=self._pool), NO_STEPS)
-            if recorded is None:
+    @property
+    def pool(self) -> object:
+        """The memory that graphs share, of which one is replayed after the other."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def find(self, kind: Hashable, shape: Hashable, capture: Callable[[], T]) -> T | None:
+        """Find what was recorded of a kind and shape; None where operations must run without a graph."""
+        if not self.on:
+            return None
+        if kind not in self._warm:
+            self._warm.add(kind)
+            return None
+        if (kind, shape) not in self._recorded:
+            try:
+                self._recorded[kind, shape] = capture()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model raises
+                torch.cuda.synchronize()
+                warnings.warn(f"{self.hindered}: {first_line(error)}.", stacklevel=3)
                 self.on = False
-                return step()
-            self._kept[shape] = recorded
-        graph, result = self._kept[shape]
-        graph.replay()
-        self.replays += 1
-        return result
+                return None
+        return self._recorded[kind, shape]
 
     def clear(self) -> None:
         """Forget all graphs, since tensors have moved."""
-        self._kept.clear()
+        self._recorded.clear()
         self._pool = None  # a pool ends with its last graph
+
+
+class StepGraphs(GraphCache[tuple[torch.cuda.CUDAGraph, Any]]):
+    """The graphs of a step, which has one for each of its shapes."""
+
+    replays = 0
+
+    def run(self, shape: Hashable, step: Callable[[], R]) -> R:
+        """Do a step. It may only compute with tensors that stay in their places while the shape is the same."""
+        recorded = self.find(None, shape, lambda: record(step, self.pool))
+        if recorded is None:
+            return step()
+        graph, result = recorded
+        graph.replay()
+        self.replays += 1
+        return result

@@ -16,11 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from radq.errors import OptionError
-from radq.numerics import version_of
+from radq.numerics import Candidates, state_of
 
 
 class ValueHead(nn.Linear):
     """The head of RAD-V: a linear layer with a bias that reads the hidden state of a token."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=1 / self.in_features)
+        nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Float[Tensor, "*p d"]) -> Float[Tensor, "*p a"]:  # pyright: ignore
         return super().forward(hidden.to(self.weight.dtype))
@@ -114,7 +118,7 @@ class MlpHead(LinearHead):
             self._mixing.probe = probe
 
     def _places(self, embedding: Float[Tensor, "v d"]) -> list[tuple[int, int]]:
-        return [(weight.data_ptr(), version_of(weight)) for weight in (self.mixing_weight, embedding)]
+        return [state_of(self.mixing_weight), state_of(embedding)]
 
     def _probe(self, embedding: Float[Tensor, "v d"]) -> Float[Tensor, " d"]:
         """The product with one vector, which every number of both factors changes; it takes milliseconds."""
@@ -137,7 +141,7 @@ def score_tokens(
 
 
 def score_candidates(
-    features: Float[Tensor, "b a d"], table: Float[Tensor, "v d"], candidates: Int[Tensor, "b k"] | None
+    features: Float[Tensor, "b a d"], table: Float[Tensor, "v d"], candidates: Candidates | None
 ) -> Float[Tensor, "b k a"]:
     """Marginal rewards of k candidates per row; None means the whole vocabulary, in order."""
     if candidates is not None and candidates.numel() < len(table):
@@ -154,17 +158,17 @@ def score_candidates(
     return rewards.gather(1, candidates[..., None].expand(-1, -1, a))
 
 
-def build_head(name: str, hidden_size: int, num_attributes: int, vocab_size: int) -> LinearHead:
-    """Make the head of a RAD-Q, with initial weights, by its name in `HEADS`."""
+def check_head(name: str) -> None:
     if name not in HEADS:
         raise OptionError(f"head must be one of {', '.join(HEADS)}, got {name!r}.", "choose one of these.")
+
+
+def build_head(name: str, hidden_size: int, num_attributes: int, vocab_size: int) -> LinearHead:
+    """Make the head of a RAD-Q, with initial weights, by its name in `HEADS`."""
+    check_head(name)
     head = HEADS[name](hidden_size, num_attributes, vocab_size)
     head.reset_parameters()
     return head
 
 
-HEADS: dict[str, type[LinearHead]] = {
-    "linear": LinearHead,
-    "linear-nobaseline": LinearNoBaselineHead,
-    "mlp": MlpHead,
-}
+HEADS: dict[str, type[LinearHead]] = {"linear": LinearHead, "linear-nobaseline": LinearNoBaselineHead, "mlp": MlpHead}

@@ -11,19 +11,19 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.generic import ModelOutput
 
 from radq.errors import ModelError
-from radq.models.grouped_attention import grouped_heads
 from radq.models.loading import Wrappable, evaluating
+from radq.numerics import Candidates, Texts, Tokens, at_least_float32, weakly_cached
 
 Layers = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer, (b, heads, t, head size)
 MASKED_TYPES = {"full_attention", "sliding_attention"}  # layers for which this file can write a mask
@@ -31,46 +31,55 @@ MASKED_TYPES = {"full_attention", "sliding_attention"}  # layers for which this 
 
 @dataclass(frozen=True)
 class Prefix:
-    input_ids: Int[Tensor, "b t"]
-    attention_mask: Int[Tensor, "b t"]
+    input_ids: Texts
+    attention_mask: Texts
     layers: Layers
+
+    @classmethod
+    def empty(cls, input_ids: Texts) -> "Prefix":
+        """The prefix before the first of some tokens."""
+        return cls(input_ids[:, :0], torch.ones_like(input_ids[:, :0]), ())
+
+    @staticmethod
+    def combine(prefixes: "Sequence[Prefix]", change: Callable[[Sequence[Tensor], int], Tensor]) -> "Prefix":
+        """Make a prefix from those tensors of others that belong together; `change` is told their axis of time."""
+        layers = (zip(*pairs, strict=True) for pairs in zip(*(prefix.layers for prefix in prefixes), strict=True))
+        return Prefix(
+            change([prefix.input_ids for prefix in prefixes], 1),
+            change([prefix.attention_mask for prefix in prefixes], 1),
+            tuple((change(keys, 2), change(values, 2)) for keys, values in layers),
+        )
 
     def fork(self, n: int) -> "Prefix":
         """Repeat every row n times, with the copies of a row side by side."""
-        return self._map(lambda x: x.repeat_interleave(n, dim=0))
+        return self.select(torch.arange(len(self.input_ids), device=self.input_ids.device).repeat_interleave(n))
 
     def select(self, rows: Int[Tensor, " r"]) -> "Prefix":
-        return self._map(lambda x: x.index_select(0, rows.to(x.device)))
+        return Prefix.combine([self], lambda parts, _: parts[0].index_select(0, rows.to(parts[0].device)))
 
     def crop(self, n: int) -> "Prefix":
         """Remove the last n tokens of every row."""
-        t = self.input_ids.shape[1] - n
-        layers = tuple((keys[:, :, :t], values[:, :, :t]) for keys, values in self.layers)
-        return Prefix(self.input_ids[:, :t], self.attention_mask[:, :t], layers)
+        return self._narrow(0, self.input_ids.shape[1] - n)
 
     def trim(self) -> "Prefix":
         """Remove the columns that are padding in all rows."""
-        unused = self.attention_mask.shape[1] - int(self.attention_mask.sum(1).max())
-        layers = tuple((keys[:, :, unused:], values[:, :, unused:]) for keys, values in self.layers)
-        return Prefix(self.input_ids[:, unused:], self.attention_mask[:, unused:], layers)
+        longest = int(self.attention_mask.sum(1).max())
+        return self._narrow(self.input_ids.shape[1] - longest, longest)
 
-    def _map(self, f: Callable[[Tensor], Tensor]) -> "Prefix":
-        layers = tuple((f(keys), f(values)) for keys, values in self.layers)
-        return Prefix(f(self.input_ids), f(self.attention_mask), layers)
+    def _narrow(self, begin: int, columns: int) -> "Prefix":
+        return Prefix.combine([self], lambda parts, time: parts[0].narrow(time, begin, columns))
+
+
+def _pad_time(values: Tensor, columns: int, time: int) -> Tensor:
+    """Put columns of zeros before the first one; a number below 0 takes columns away."""
+    return F.pad(values, (0, 0) * (values.dim() - 1 - time) + (columns, 0))
 
 
 def join(prefixes: Sequence[Prefix]) -> Prefix:
     """The rows of all prefixes as one batch, padded no more than the longest row needs."""
     longest = max(int(prefix.attention_mask.sum(1).max()) for prefix in prefixes)
-
-    def fit(x: Tensor, dim: int) -> Tensor:
-        return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (longest - x.shape[dim], 0))  # below 0 takes padding away
-
-    layers = zip(*(prefix.layers for prefix in prefixes), strict=True)  # per layer, the pairs of all prefixes
-    return Prefix(
-        torch.cat([fit(prefix.input_ids, 1) for prefix in prefixes]),
-        torch.cat([fit(prefix.attention_mask, 1) for prefix in prefixes]),
-        tuple((torch.cat([fit(k, 2) for k, _ in pairs]), torch.cat([fit(v, 2) for _, v in pairs])) for pairs in layers),
+    return Prefix.combine(
+        prefixes, lambda parts, time: torch.cat([_pad_time(part, longest - part.shape[time], time) for part in parts])
     )
 
 
@@ -101,26 +110,16 @@ def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefi
     that are padding in all rows go.
     """
 
-    def choose(old: Tensor, new: Tensor, dim: int) -> Tensor:
-        shifted = F.pad(old, (0, 0) * (old.dim() - 1 - dim) + (1, 0))
-        return torch.where(held.view(-1, *[1] * (old.dim() - 1)), shifted, new)
+    def choose(parts: Sequence[Tensor], time: int) -> Tensor:
+        old, new = parts
+        return torch.where(held.view(-1, *[1] * (old.dim() - 1)), _pad_time(old, 1, time), new)
 
-    pairs = zip(prefix.layers, longer.layers, strict=True)
-    return Prefix(
-        choose(prefix.input_ids, longer.input_ids, 1),
-        choose(prefix.attention_mask, longer.attention_mask, 1),
-        tuple((choose(k, new_k, 2), choose(v, new_v, 2)) for (k, v), (new_k, new_v) in pairs),
-    ).trim()
+    return Prefix.combine([prefix, longer], choose).trim()
 
 
-def start(
-    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: object
-) -> tuple[ModelOutput, Prefix]:
+def start(model: Wrappable, input_ids: Texts, attention_mask: Texts, **kwargs: object) -> tuple[ModelOutput, Prefix]:
     """Read a left-padded batch of prompts."""
-    if not bool(attention_mask.all()):
-        check_padding(model)
-    empty = Prefix(input_ids[:, :0], attention_mask[:, :0], ())
-    return extend(model, empty, input_ids, attention_mask, **kwargs)
+    return extend(model, Prefix.empty(input_ids), input_ids, attention_mask, **kwargs)
 
 
 def extend(
@@ -131,126 +130,112 @@ def extend(
     **kwargs: object,
 ) -> tuple[ModelOutput, Prefix]:
     """Feed n more tokens per row; returns the model's output for them and the longer prefix."""
+    if not prefix.layers and attention_mask is not None and not bool(attention_mask.all()):
+        check_padding(model)
     new_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     full_mask = torch.cat([prefix.attention_mask, new_mask], dim=1)
-    positions = (full_mask.cumsum(1) - 1).clamp(min=0)[:, prefix.input_ids.shape[1] :]
+    positions = _positions(full_mask)[:, prefix.input_ids.shape[1] :]
     output, layers = _forward(model, prefix.layers, input_ids, full_mask, positions, **kwargs)
     return output, Prefix(torch.cat([prefix.input_ids, input_ids], dim=1), full_mask, layers)
 
 
+def _positions(attention_mask: Texts) -> Texts:
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
+
+
 def read_with_masks(
-    model: Wrappable, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], **kwargs: object
+    model: Wrappable, input_ids: Texts, attention_mask: Texts, **kwargs: object
 ) -> tuple[ModelOutput, Prefix]:
     """Do what `start` does, with masks that are written here: transformers' own make the program wait for the GPU."""
-    t = input_ids.shape[1]
-    places = torch.arange(t, device=input_ids.device)
-    distance = places[:, None] - places  # (t, t), from a token back to another
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    distance = columns[:, None] - columns  # (t, t), from a token back to another
+
+    def see(window: int | None) -> Bool[Tensor, "b t t"]:
+        near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return near & attention_mask.bool()[:, None]
+
+    masks = additive_masks(model, model.dtype, see)
+    output, layers = _forward(model, (), input_ids, masks, _positions(attention_mask), **kwargs)
+    return output, Prefix(input_ids, attention_mask, layers)
+
+
+def additive_masks(
+    model: Wrappable, dtype: torch.dtype, see: Callable[[int | None], Bool[Tensor, "b n w"]]
+) -> Tensor | dict[str, Tensor]:
+    """Additive masks (b, 1, n, w), one per layer type; `see` tells what tokens see within a window with themselves."""
 
     def build(layer_type: str) -> Tensor:
-        seen = (distance >= 0) & attention_mask.bool()[:, None]  # (b, t, t)
-        if layer_type == "sliding_attention":
-            seen = seen & (distance < model.config.sliding_window)
-        return torch.zeros_like(seen, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)[:, None]
+        seen = see(model.config.get_text_config().sliding_window if layer_type == "sliding_attention" else None)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
 
     masks = {layer_type: build(layer_type) for layer_type in layer_types(model)}
-    mask = masks if len(masks) > 1 else masks.popitem()[1]
-    output, layers = _forward(model, (), input_ids, mask, positions, **kwargs)
-    return output, Prefix(input_ids, attention_mask, layers)
+    return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def take_states(output: ModelOutput, layers: tuple[int, ...]) -> Float[Tensor, "b t n"]:
     """Take the outputs of layers at each token, side by side, or without layers that of the whole backbone."""
-    return (
-        torch.cat([output["hidden_states"][layer] for layer in layers], dim=-1)
-        if layers
-        else output["last_hidden_state"]
-    )
+    if not layers:
+        return output["last_hidden_state"]
+    return torch.cat([output["hidden_states"][layer] for layer in layers], dim=-1)
 
 
 @dataclass(frozen=True)
 class Siblings:
     """k candidates read after one prefix, none of them seeing another."""
 
-    candidates: Int[Tensor, "b k"]
+    candidates: Candidates
     hidden: Float[Tensor, "b k d"]
+    layers: Layers = ()  # of the candidates alone; slots hold theirs behind the texts
 
-    def match(self, tokens: Int[Tensor, " b"]) -> Bool[Tensor, "b k"]:
+    def match(self, tokens: Tokens) -> Bool[Tensor, "b k"]:
         """Mark the candidates that are the tokens of their rows."""
         return self.candidates == tokens[:, None]
 
     def select(self, rows: Int[Tensor, " r"]) -> "Siblings":
-        return Siblings(self.candidates[rows], self.hidden[rows])
+        layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
+        return Siblings(self.candidates[rows], self.hidden[rows], layers)
 
-    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
+    def choose(self, prefix: Prefix, index: Tokens) -> Prefix:
         """The prefix extended by candidate `index` of each row, without another forward."""
-        raise NotImplementedError  # slots hold the keys and values of their siblings
+
+        def append(parts: Sequence[Tensor], time: int) -> Tensor:
+            chosen = parts[1].take_along_dim(index.view(-1, *[1] * (parts[1].dim() - 1)), dim=time)
+            return torch.cat([parts[0], chosen], dim=time)
+
+        return Prefix.combine([prefix, Prefix(self.candidates, torch.ones_like(self.candidates), self.layers)], append)
 
 
 def read_siblings(
-    backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"], layers: tuple[int, ...] = ()
+    backbone: PreTrainedModel, prefix: Prefix, candidates: Candidates, layers: tuple[int, ...] = ()
 ) -> Siblings:
-    """Read all candidates in one forward if the backbone takes a 4D mask, else as rows of a k times larger batch.
-
-    Where `layers` are given, their outputs are the hidden states of the candidates, side by side.
-    """
+    """Read all candidates in one forward if the backbone takes a 4D mask, else as rows of a k times larger batch."""
     read = _read_masked if takes_siblings(backbone) else _read_rows
     return read(backbone, prefix, candidates, layers)
 
 
-@dataclass(frozen=True)
-class _MaskedSiblings(Siblings):
-    prefix: Prefix
-    layers: Layers  # of the siblings alone
-
-    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
-        def append(past: Tensor, siblings: Tensor) -> Tensor:
-            b, heads, _, size = siblings.shape
-            chosen = siblings.gather(2, index.view(b, 1, 1, 1).expand(b, heads, 1, size))
-            return torch.cat([past, chosen], dim=2)
-
-        pairs = zip(self.prefix.layers, self.layers, strict=True)
-        layers = tuple((append(k, sibling_k), append(v, sibling_v)) for (k, v), (sibling_k, sibling_v) in pairs)
-        token = self.candidates.gather(1, index[:, None])
-        return Prefix(
-            torch.cat([self.prefix.input_ids, token], dim=1),
-            torch.cat([self.prefix.attention_mask, torch.ones_like(token)], dim=1),
-            layers,
-        )
-
-    def select(self, rows: Int[Tensor, " r"]) -> "_MaskedSiblings":
-        layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
-        return _MaskedSiblings(self.candidates[rows], self.hidden[rows], self.prefix.select(rows), layers)
-
-
 def _read_masked(
-    backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"], layers: tuple[int, ...] = ()
-) -> _MaskedSiblings:
+    backbone: PreTrainedModel, prefix: Prefix, candidates: Candidates, layers: tuple[int, ...] = ()
+) -> Siblings:
     t = prefix.input_ids.shape[1]
     positions = prefix.attention_mask.sum(1, keepdim=True).expand_as(candidates)  # siblings share one position
-    hidden, stored = _read_branches(backbone, prefix, positions, candidates, layers)
-    tails = tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in stored)
-    return _MaskedSiblings(candidates, hidden, prefix, tails)
+    hidden, stored = read_branches(backbone, prefix, positions, candidates, layers)
+    return Siblings(candidates, hidden, tuple((keys[:, :, t:], values[:, :, t:]) for keys, values in stored))
 
 
-def read_places(
-    backbone: PreTrainedModel,
-    prefix: Prefix,
-    places: Int[Tensor, "b p"],
-    candidates: Int[Tensor, "b p k"],
-    layers: tuple[int, ...] = (),
-) -> Float[Tensor, "b p k n"]:
-    """Read candidates at several places of texts in one forward, if the backbone `takes_siblings`.
+def _read_rows(
+    backbone: PreTrainedModel, prefix: Prefix, candidates: Candidates, layers: tuple[int, ...] = ()
+) -> Siblings:
+    b, k = candidates.shape
+    output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1), output_hidden_states=bool(layers))
 
-    A place is the number of the text's tokens, those put before it included, that its candidates follow.
-    """
-    p, k = candidates.shape[1:]
-    positions = places.repeat_interleave(k, dim=1)
-    hidden, _ = _read_branches(backbone, prefix, positions, candidates.flatten(1), layers)
-    return hidden.unflatten(1, (p, k))
+    def take_last(values: Float[Tensor, "bk h t s"]) -> Float[Tensor, "b h k s"]:
+        return values[:, :, -1].unflatten(0, (b, k)).transpose(1, 2)
+
+    tails = tuple((take_last(keys), take_last(values)) for keys, values in rows.layers)
+    return Siblings(candidates, take_states(output, layers).view(b, k, -1), tails)
 
 
-def _read_branches(
+def read_branches(
     backbone: PreTrainedModel,
     prefix: Prefix,
     positions: Int[Tensor, "b n"],
@@ -258,54 +243,21 @@ def _read_branches(
     layers: tuple[int, ...],
 ) -> tuple[Float[Tensor, "b n d"], Layers]:
     """Read tokens at positions of their own, each of which sees the prefix up to there and itself."""
-    masks = _branch_masks(backbone, prefix.attention_mask, positions)
+    b, n = positions.shape
+    itself = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
+    before = prefix.attention_mask.cumsum(1, dtype=torch.int32) - 1  # (b, t), the position of each token
+    distance = positions.int()[:, :, None] - before[:, None]  # (b, n, t), from a branch back to a token
+    earlier = prefix.attention_mask.bool()[:, None] & (distance > 0)
+
+    def see(window: int | None) -> Bool[Tensor, "b n w"]:
+        return torch.cat([earlier if window is None else earlier & (distance < window), itself], dim=2)
+
+    masks = additive_masks(backbone, backbone.dtype, see)
     output, stored = _forward(backbone, prefix.layers, tokens, masks, positions, output_hidden_states=bool(layers))
     return take_states(output, layers), stored
 
 
-@dataclass(frozen=True)
-class _RowSiblings(Siblings):
-    rows: Prefix  # (b · k) rows
-
-    def choose(self, index: Int[Tensor, " b"]) -> Prefix:
-        b, k, _ = self.hidden.shape
-        return self.rows.select(torch.arange(b, device=index.device) * k + index)
-
-    def select(self, rows: Int[Tensor, " r"]) -> "_RowSiblings":
-        k = self.hidden.shape[1]
-        expanded = rows[:, None] * k + torch.arange(k, device=rows.device)  # (r, k)
-        return _RowSiblings(self.candidates[rows], self.hidden[rows], self.rows.select(expanded.flatten()))
-
-
-def _read_rows(
-    backbone: PreTrainedModel, prefix: Prefix, candidates: Int[Tensor, "b k"], layers: tuple[int, ...] = ()
-) -> _RowSiblings:
-    b, k = candidates.shape
-    output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1), output_hidden_states=bool(layers))
-    return _RowSiblings(candidates, take_states(output, layers).view(b, k, -1), rows)
-
-
-def _branch_masks(
-    backbone: PreTrainedModel, prefix_mask: Int[Tensor, "b t"], positions: Int[Tensor, "b n"]
-) -> Tensor | dict[str, Tensor]:
-    """Additive masks of shape (b, 1, n, t + n), one per layer type."""
-    b, n = positions.shape
-    itself = torch.eye(n, dtype=torch.bool, device=prefix_mask.device).expand(b, n, n)
-    places = prefix_mask.cumsum(1, dtype=torch.int32) - 1  # (b, t), the position of each token
-    distance = positions.int()[:, :, None] - places[:, None]  # (b, n, t), from a branch back to a token
-    earlier = prefix_mask.bool()[:, None] & (distance > 0)
-
-    def build(layer_type: str) -> Tensor:
-        sliding = layer_type == "sliding_attention"  # a window counts the token itself
-        seen = earlier & (distance < backbone.config.sliding_window) if sliding else earlier
-        allowed = torch.cat([seen, itself], dim=2)
-        additive = torch.zeros(allowed.shape, dtype=backbone.dtype, device=allowed.device)
-        return additive.masked_fill(~allowed, torch.finfo(backbone.dtype).min)[:, None]
-
-    masks = {layer_type: build(layer_type) for layer_type in layer_types(backbone)}
-    return masks if len(masks) > 1 else masks.popitem()[1]
-
-
+@weakly_cached
 def layer_types(backbone: Wrappable) -> set[str]:
     """The types of a model's layers, each of which has a mask of its own."""
     window = getattr(backbone.config, "sliding_window", None)
@@ -315,19 +267,13 @@ def layer_types(backbone: Wrappable) -> set[str]:
 # What models can do is tried once, on three tokens, and remembered: they differ in ways no configuration tells, such as
 # ALiBi, flash attention, chunked layers, or a wrapper that drops arguments.
 
-_TAKES_SIBLINGS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-_TAKES_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
-
+@weakly_cached
+@torch.no_grad()
 def takes_siblings(backbone: PreTrainedModel) -> bool:
     """Whether a sibling mask gives this backbone's true hidden states."""
-    if backbone not in _TAKES_SIBLINGS:
-        _TAKES_SIBLINGS[backbone] = layer_types(backbone) <= MASKED_TYPES and _try_siblings(backbone)
-    return _TAKES_SIBLINGS[backbone]
-
-
-@torch.no_grad()
-def _try_siblings(backbone: PreTrainedModel) -> bool:
+    if not layer_types(backbone) <= MASKED_TYPES:
+        return False
     input_ids = torch.arange(3, device=backbone.device)[None]
     candidates = torch.arange(3, 5, device=backbone.device)[None]
     _, prefix = start(backbone, input_ids, torch.ones_like(input_ids))
@@ -338,12 +284,19 @@ def _try_siblings(backbone: PreTrainedModel) -> bool:
         return False
 
 
+@weakly_cached
+@torch.no_grad()
 def takes_padding(model: Wrappable) -> bool:
     """Whether a model reads a padded text as the text alone."""
-    if model not in _TAKES_PADDING:
-        with evaluating(model):
-            _TAKES_PADDING[model] = _try_padding(model)
-    return _TAKES_PADDING[model]
+    text = torch.arange(3, 6, device=model.device)[None]
+
+    def read(padding: int) -> Tensor:
+        """Logits or hidden states at the last token."""
+        mask = F.pad(torch.ones_like(text), (padding, 0))
+        return _forward(model, (), F.pad(text, (padding, 0)), mask, _positions(mask))[0][0][:, -1]
+
+    with evaluating(model):
+        return agree(read(4), read(0))
 
 
 def check_padding(model: Wrappable) -> None:
@@ -353,20 +306,6 @@ def check_padding(model: Wrappable) -> None:
             "position_ids nor finds the positions from the attention mask.",
             "decode prompts of different lengths one by one, or pass the model without the wrapper around it.",
         )
-
-
-@torch.no_grad()
-def _try_padding(model: Wrappable) -> bool:
-    text = torch.arange(3, 6, device=model.device)[None]
-
-    def read(padding: int) -> Tensor:
-        """Logits or hidden states at the last token."""
-        input_ids, attention_mask = F.pad(text, (padding, 0)), F.pad(torch.ones_like(text), (padding, 0))
-        return extend(model, Prefix(input_ids[:, :0], attention_mask[:, :0], ()), input_ids, attention_mask)[0][0][
-            :, -1
-        ]
-
-    return agree(read(4), read(0))
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:
@@ -395,16 +334,11 @@ def _forward(
     return output, _from_cache(cache, model)
 
 
-_ACCEPTED: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
-
-
+@weakly_cached
 def accepts(model: nn.Module, argument: str) -> bool:
     """Whether a model's forward takes an argument, also through wrappers (PEFT, torch.compile) that hand it on."""
-    known = _ACCEPTED.setdefault(model, {})
-    if argument not in known:
-        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-        known[argument] = _takes(model, argument) and _takes(inner, argument)
-    return known[argument]
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    return _takes(model, argument) and _takes(inner, argument)
 
 
 def _takes(model: nn.Module, argument: str) -> bool:
@@ -435,3 +369,78 @@ def _from_cache(cache: DynamicCache, model: Wrappable) -> Layers:
             "radq decodes with attention-only decoder models (GPT-2, LLaMA, Qwen3, GPT-NeoX, Gemma-3, Mistral, …).",
         )
     return pairs
+
+
+# --- attention of heads that share keys and values (grouped-query attention), without copies of these ---
+
+# If there is a mask, transformers repeats keys and values for every head of a group. At decoding, when one query reads
+# a whole cache, these copies are most of the memory traffic. Here the heads of a group become rows of one query, so
+# that they read the same keys and values. The results are the same. Fused kernels are made for long queries: when
+# hundreds of sequences decode on a GPU, each with a query of one token, they spend most of their time on padding, and
+# two plain products around a softmax are faster.
+
+GROUPED = "radq_grouped"
+MANY_ROWS = 256  # below this, the additional kernel launches of plain products cost more than they save
+
+
+@contextmanager
+def grouped_heads(model: Wrappable) -> Iterator[None]:
+    """Let a model whose heads share keys and values use `grouped_attention` in place of SDPA inside the block."""
+    config = model.config
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if config._attn_implementation != "sdpa" or shared is None or shared == heads:
+        yield
+        return
+    config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Float[Tensor, "b heads n d"],
+    key: Float[Tensor, "b shared t d"],
+    value: Float[Tensor, "b shared t e"],
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention with the signature and the output (b, n, heads, e) that transformers expects."""
+    b, heads, n, d = query.shape
+    groups = heads // key.shape[1]
+    if groups == 1 or (attention_mask is None and n > 1) or kwargs.get("position_bias") is not None:
+        arguments = (module, query, key, value, attention_mask, dropout, scaling)
+        return sdpa_attention_forward(*arguments, **kwargs)  # pyright: ignore[reportArgumentType]
+    if attention_mask is not None and n > 1:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)
+    rows = query.reshape(b, -1, groups * n, d)  # the heads of a group are adjacent
+    if n == 1 and b >= MANY_ROWS and query.is_cuda and not dropout:
+        output = plain_attention(rows, key, value, attention_mask, d**-0.5 if scaling is None else scaling)
+    else:
+        output = F.scaled_dot_product_attention(
+            rows, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )
+    return output.reshape(b, heads, n, -1).transpose(1, 2).contiguous(), None
+
+
+def plain_attention(
+    query: Float[Tensor, "b shared n d"],
+    key: Float[Tensor, "b shared t d"],
+    value: Float[Tensor, "b shared t e"],
+    attention_mask: Tensor | None,
+    scaling: float,
+) -> Float[Tensor, "b shared n e"]:
+    """Attention as two products around a softmax, which is computed in float32 or better."""
+    scores = at_least_float32((query * scaling) @ key.transpose(-1, -2))  # (b, shared, n, t)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, masking_utils.sdpa_mask)

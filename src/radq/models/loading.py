@@ -76,21 +76,14 @@ def load_causal_lm(
 def to_device(
     model: Model, name: ModelName, device: str | torch.device | None, dtype: torch.dtype | str | None
 ) -> Model:
-    """The model in evaluation mode on a device, by default the CPU.
-
-    If no data type is asked for, it is in float32 where a CPU has no instructions for the one in which it is stored.
-    """
+    """The model in evaluation mode on a device; in float32 where a CPU has no instructions for the stored data type."""
     model = model.to(device or "cpu").eval()  # pyright: ignore[reportArgumentType]
     if dtype not in (None, "auto") or getattr(model, "is_quantized", False):
         return model
     if not emulates(model.dtype, device or find_device("auto")):  # without a device, it may go to a GPU later
         return model
-    stored = str(model.dtype).removeprefix("torch.")
-    LOGGER.warning(
-        "%r is stored in %s, which this CPU emulates slowly, so it computes in float32. Give a dtype to choose.",
-        str(name),
-        stored,
-    )
+    slowly = "%r is stored in %s, which this CPU emulates slowly, so it computes in float32. Give a dtype to choose."
+    LOGGER.warning(slowly, str(name), str(model.dtype).removeprefix("torch."))
     return model.float()
 
 
@@ -137,7 +130,7 @@ def load_weights(
     if source.adapter is not None and source.base is not None:
         replaced = tuple(f"{module}." for module in source.adapter.replaced)
         model = load_weights(from_pretrained, source.base, (*unused, *replaced), **kwargs)
-        depths = (one.get_text_config().num_hidden_layers for one in (model.config, load_config(source.base)))
+        depths = (config.get_text_config().num_hidden_layers for config in (model.config, load_config(source.base)))
         return merge_adapter(model, source.adapter, whole=len({*depths}) == 1)
     for option, needed in {"use_safetensors": True, "output_loading_info": False}.items():
         if kwargs.pop(option, needed) != needed:
@@ -234,6 +227,15 @@ def find_device(name: str) -> str:
     return name
 
 
+def check_one_device(model: PreTrainedModel) -> None:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ModelError(
+            f"device_map spreads the reward model over {', '.join(devices)}.",
+            "a reward model stands on one device: give device='cuda', say, or device_map={'': 0}.",
+        )
+
+
 @contextmanager
 def evaluating(model: Wrappable) -> Iterator[None]:
     """Turn dropout off inside the block, and put the model back into its former mode afterwards."""
@@ -258,7 +260,7 @@ def choose_dtype(dtype: str, base: ModelName, device: str) -> str:
     if not device.startswith("cpu"):
         return "bfloat16" if not device.startswith("cuda") or torch.cuda.is_bf16_supported(False) else "float16"
     times = _try_all(base)
-    (threads, best), seconds = min(times.items(), key=lambda one: one[1])
+    (threads, best), seconds = min(times.items(), key=lambda trial: trial[1])
     torch.set_num_threads(threads)
     slowest = max(times.values()) / seconds
     LOGGER.warning("%s with %d threads is fastest here, by a factor of up to %.1f.", best, threads, slowest)

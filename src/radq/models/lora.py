@@ -9,6 +9,7 @@ and adapter_model.safetensors with PEFT's names for the tensors. So PEFT can loa
 `AutoModel.from_pretrained(BACKBONE)`. The tensors of the head are in the same file.
 """
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,9 @@ from radq.errors import ModelError
 from radq.models.config import RewardModelConfig
 from radq.models.loading import find_backbone
 from radq.models.readout import check_base
-from radq.numerics import version_of
+from radq.numerics import state_of
 from radq.sources.embedded import EMBEDDED, HUB_NAME
-from radq.sources.model_source import ModelName, ModelSource
+from radq.sources.model_source import ModelName, ModelSource, Origin
 from radq.sources.peft_adapter import CONFIG_FILE, WEIGHT_FILE
 
 SCALE = 2.0  # s in W + s·B·A, as with lora_alpha = 2 · rank
@@ -102,7 +103,7 @@ class AdaptedLinear(nn.Module):
         return self._folded_with == self._adapter_state()
 
     def _adapter_state(self) -> tuple[tuple[int, int], ...]:
-        return tuple((weight.data_ptr(), version_of(weight)) for weight in (self.a, self.b))
+        return state_of(self.a), state_of(self.b)
 
     @property
     def stored_frozen(self) -> Tensor | None:
@@ -177,52 +178,65 @@ def add_adapters(backbone: nn.Module, rank: int) -> None:
             setattr(backbone.get_submodule(parent), last, AdaptedLinear(layer, rank))
 
 
+def adapted_layers(backbone: nn.Module) -> dict[str, AdaptedLinear]:
+    """The layers of a backbone that have adapters, by their names."""
+    return {name: layer for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)}
+
+
 def fold_adapters(backbone: nn.Module) -> None:
     """Add all adapters to their weights: results are the same up to rounding, and no step has to compute the sum."""
-    for module in backbone.modules():
-        if isinstance(module, AdaptedLinear) and not module.folded:
-            module.fold()
+    for layer in adapted_layers(backbone).values():
+        if not layer.folded:
+            layer.fold()
 
 
 def renew_folds(backbone: nn.Module) -> None:
     """Fold adapters again that have changed since they were folded."""
-    for module in backbone.modules():
-        if isinstance(module, AdaptedLinear) and module.folded and not module.is_current:
-            module.unfold()
-            module.fold()
+    for layer in adapted_layers(backbone).values():
+        if layer.folded and not layer.is_current:
+            layer.unfold()
+            layer.fold()
+
+
+def unfold_adapters(backbone: nn.Module) -> None:
+    """Restore the frozen weights of all layers whose adapters are folded."""
+    for layer in adapted_layers(backbone).values():
+        if layer.folded:
+            layer.unfold()
 
 
 def merged_weights(backbone: nn.Module) -> dict[str, Tensor]:
     """Copies of the weights of a backbone as it is without adapters, which are added to them."""
     stored = backbone.state_dict().items()
     weights = {name.replace(".base_layer.", "."): value.clone() for name, value in stored if ".lora_" not in name}
-    layers = [(name, layer) for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)]
-    return weights | {f"{name}.weight": layer.merged() for name, layer in layers}
-
-
-def unfold_adapters(backbone: nn.Module) -> None:
-    """Restore the frozen weights of all layers whose adapters are folded."""
-    for module in backbone.modules():
-        if isinstance(module, AdaptedLinear) and module.folded:
-            module.unfold()
+    return weights | {f"{name}.weight": layer.merged() for name, layer in adapted_layers(backbone).items()}
 
 
 # --- files ---
 
 
-def save_adapters(
-    backbone: nn.Module, weights: dict[str, Tensor], folder: Path, backbone_name: str, revision: str | None
-) -> None:
-    """Save the adapters of a backbone and the head of its reward model, whose tensors are `weights`."""
+def save_beside_backbone(model: Any, folder: Path, final_folder: Path, weights: dict[str, Tensor]) -> None:
+    """Save only what was trained of a reward model with these tensors: adapters or a readout, and the head."""
+    config = copy.deepcopy(model.config)
+    config.set_origin(config.origin.relative_to(final_folder))
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.save_pretrained(folder)
     trained = {_file_name(name): tensor.contiguous() for name, tensor in _without_backbone(weights).items()}
-    save_file(trained, folder / WEIGHT_FILE, metadata={"format": "pt"})
-    layers = {name: layer for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)}
+    save_file(trained, folder / (WEIGHT_FILE if config.lora_rank else READOUT_FILE), metadata={"format": "pt"})
+    if config.lora_rank:
+        adapter = _describe_adapters(model.backbone, config.origin)
+        (folder / CONFIG_FILE).write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
+
+
+def _describe_adapters(backbone: nn.Module, origin: Origin) -> dict[str, Any]:
+    """The adapters of a backbone as PEFT describes them."""
+    layers = adapted_layers(backbone)
     rank = len(next(iter(layers.values())).a)
-    config = {
+    return {
         "peft_type": "LORA",
         "task_type": "FEATURE_EXTRACTION",
-        "base_model_name_or_path": HUB_NAME if backbone_name == EMBEDDED else backbone_name,
-        "revision": revision,
+        "base_model_name_or_path": HUB_NAME if origin.name == EMBEDDED else origin.name,
+        "revision": origin.revision,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": SCALE * rank,
@@ -231,13 +245,6 @@ def save_adapters(
         "fan_in_fan_out": any(layer.transposed for layer in layers.values()),
         "target_modules": list(layers),  # all names: a truncated backbone has fewer layers than its original
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def save_trained(weights: dict[str, Tensor], folder: Path) -> None:
-    """Save the readout and the head of a reward model, whose tensors are `weights`."""
-    trained = {name: tensor.contiguous() for name, tensor in _without_backbone(weights).items()}
-    save_file(trained, folder / READOUT_FILE, metadata={"format": "pt"})
 
 
 def _find_adapters(source: ModelSource) -> Path:
@@ -275,11 +282,9 @@ def load_beside_backbone(
     torch_dtype: Any = None,
     **loading: Any,
 ) -> Any:
-    """Load a reward model with adapters or a readout.
+    """Load a reward model of some class with adapters or a readout.
 
     These and its head come from its folder, and the backbone from the place that its configuration names.
-    Args:
-        kind: the class of the reward model.
     """
     assert config.backbone is not None
     origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
@@ -287,12 +292,12 @@ def load_beside_backbone(
     backbone = origin.find(source.folder, what)
     loading = {key: value for key, value in loading.items() if key not in ("revision", "subfolder")}  # of the adapters
     wanted = str(dtype or torch_dtype or "auto").removeprefix("torch.")
-    model = kind._over_backbone(
+    model = kind.from_backbone(
         backbone,
         config.attributes,
-        config.backbone.num_hidden_layers,
-        torch.float32 if wanted == "auto" else getattr(torch, wanted),
-        {**loading, **backbone.hub},
+        num_layers=config.backbone.num_hidden_layers,
+        dtype=torch.float32 if wanted == "auto" else getattr(torch, wanted),
+        loading={**loading, **backbone.hub},
         **_options(config),
     )
     if config.lora_rank:
@@ -320,7 +325,7 @@ def load_beside_lm(kind: Any, config: RewardModelConfig, source: ModelSource, lm
 
 def _options(config: RewardModelConfig) -> dict[str, Any]:
     """Return the settings of a stored model that a new one over the same backbone must have."""
-    kept = ("kind", "loss", "response_range", "label_scales", "prepend_bos", "head", "readout")
+    kept = ("loss", "response_range", "label_scales", "prepend_bos", "head", "readout")
     return {key: getattr(config, key) for key in kept}
 
 

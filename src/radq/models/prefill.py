@@ -1,34 +1,31 @@
 """How prompts are read: in turns, so that other texts need not wait for a long one, and on a GPU by CUDA graphs.
 
-    prefill = Prefill(lambda turn: guide.start_in_turns(None, input_ids, attention_mask, turn))
+    prefill = Prefill(lambda turn: guide.start_in_turns(Prompts(input_ids, attention_mask, turn)))
     while not prefill.read(512):
         ...               # other work, after every 512 tokens, whichever models of the guide have read them
     state = prefill.result
 
-Axes: b rows, t time, n numbers of an output, m of notes.
+Axes: b rows, t time.
 """
 
 import sys
 from collections.abc import Callable, Collection, Generator, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from radq.models.cuda_graph import record, try_to_record
-from radq.models.kv_cache import Prefix
+from radq.models.cuda_graph import GraphCache, record
+from radq.numerics import Texts
 
 T = TypeVar("T")
 InTurns = Generator[None, None, T]  # work that stops where a turn is over, and has a result in the end
-Taken = tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]  # what a reading keeps of the last token of each text
 
 MOST_TOKENS = 1024  # longer prompts keep a GPU busy without graphs
 MOST_SHAPES = 16
-NO_PROMPTS = "prompts are not read by CUDA graphs, which takes longer"
 STEP = 8  # lengths are rounded up, so that there are few shapes
 
 
@@ -97,51 +94,46 @@ def surround(work: InTurns[T], block: Callable[[], AbstractContextManager[None]]
 @dataclass(frozen=True)
 class _PromptGraph:
     graph: torch.cuda.CUDAGraph
-    input_ids: Int[Tensor, "b t"]
-    attention_mask: Int[Tensor, "b t"]
-    last: Taken
-    prefix: Prefix
+    input_ids: Texts
+    attention_mask: Texts
+    result: Any
 
 
-class PromptGraphs:
+class PromptGraphs(GraphCache[_PromptGraph]):
     """Captured forwards over prompts, for each model and each shape of a batch."""
+
+    hindered = "prompts are not read by CUDA graphs, which takes longer"
 
     def __init__(self, models: Collection[nn.Module]):
         """The models must take masks of all pairs of tokens, as those do that work with slots."""
+        super().__init__(on=True)
         self._models = set(models)
-        self._kept: dict[Hashable, _PromptGraph | None] = {}
 
     def read(
         self,
         key: tuple[nn.Module, Hashable],
-        read: Callable[[Tensor, Tensor], tuple[Taken, Prefix]],
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-    ) -> tuple[Taken, Prefix] | None:
-        """Read a batch of prompts by a graph; None stands for a batch that must be read without one.
-
-        Args:
-            key: the model, and whatever else changes what `read` does.
-        """
+        read: Callable[[Tensor, Tensor], T],
+        input_ids: Texts,
+        attention_mask: Texts,
+    ) -> T | None:
+        """Read prompts by a graph, or return None; `key` is the model, and what else changes what `read` does."""
         if key[0] not in self._models or not input_ids.is_cuda or input_ids.numel() > MOST_TOKENS:
             return None
         gap = -input_ids.shape[1] % STEP
-        input_ids, attention_mask = F.pad(input_ids, (gap, 0)), F.pad(attention_mask, (gap, 0))
-        shape = (*key, *input_ids.shape)
-        if shape not in self._kept:
-            if len(self._kept) < MOST_SHAPES:
-                self._kept[shape] = None
+        batch = F.pad(input_ids, (gap, 0)), F.pad(attention_mask, (gap, 0))
+        shape = (*key, *batch[0].shape)
+        if shape not in self._warm and len(self._warm) >= MOST_SHAPES:
             return None
-        found = self._kept[shape]
-        if found is None:
-            ids, mask = input_ids.clone(), attention_mask.clone()
-            recorded = try_to_record(lambda: record(lambda: read(ids, mask)), NO_PROMPTS)
-            if recorded is None:
-                self._models.clear()
-                return None
-            graph, (last, prefix) = recorded
-            found = self._kept[shape] = _PromptGraph(graph, ids, mask, last, prefix)
-        found.input_ids.copy_(input_ids)
-        found.attention_mask.copy_(attention_mask)
-        found.graph.replay()
-        return found.last, found.prefix
+
+        def capture() -> _PromptGraph:
+            copies = batch[0].clone(), batch[1].clone()
+            graph, result = record(lambda: read(*copies))
+            return _PromptGraph(graph, *copies, result)
+
+        captured = self.find(shape, shape, capture)
+        if captured is None:
+            return None
+        captured.input_ids.copy_(batch[0])
+        captured.attention_mask.copy_(batch[1])
+        captured.graph.replay()
+        return captured.result

@@ -21,41 +21,34 @@ from radq.errors import ContextLengthError
 from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
-from radq.models.prefill import InTurns, Taken, Turn, finish
+from radq.models.prefill import InTurns, Turn, finish
 from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
-from radq.numerics import log_probabilities
+from radq.numerics import Candidates, PlacedCandidates, Positions, Texts, Tokens, log_probabilities
 from radq.sources.peft_adapter import refuse_soft_prompts
 
+Taken = tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]  # what a reading keeps of the last token of each text
 TOKENS_PER_FORWARD = 16384  # of prompts, at least
 NUMBERS_PER_FORWARD = 2**26  # of hidden states, on an accelerator: small models read more tokens at once, and wait less
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A transformer that reads along with a text.
+    """A transformer that reads along with a text."""
 
-    Args:
-        model: a language model, or the backbone of a reward model.
-        output: the field of its output that is kept of the last token of a text; "states" keeps outputs of `layers`.
-        role: what the model is called in error messages, such as "reward model".
-        vocabulary: the tokens it was trained with. Tokens beyond them, which a base model may have, are not read.
-        tokenizer: the model's own.
-        overhead: the number of tokens that the reader puts before every text, such as a BOS.
-        reads_candidates: whether it reads candidates for the next token, as RAD-V does, beside each other.
-        layers: layers whose outputs are kept of the last token, side by side; 0 are the input embeddings. With another
-            `output` they are kept in the notes of a reading, for guides that read a base model's states.
-        keeps_scores: whether the notes of its readings are log P of the tokens of each text, and their number.
-    """
-
-    model: Wrappable
+    model: Wrappable  # a language model, or the backbone of a reward model
+    # The field of its output that is kept of the last token of a text; "states" keeps outputs of `layers`.
     output: Literal["logits", "last_hidden_state", "states"]
-    role: str
-    vocabulary: Vocabulary
-    tokenizer: PreTrainedTokenizerBase | None = None
-    overhead: int = 0
-    reads_candidates: bool = False
+    role: str  # what the model is called in error messages, such as "reward model"
+    vocabulary: Vocabulary  # the tokens it was trained with; a base model may have more, which are not read
+    tokenizer: PreTrainedTokenizerBase | None = None  # the model's own
+    overhead: int = 0  # the number of tokens that the reader puts before every text, such as a BOS
+    reads_candidates: bool = False  # whether it reads candidates for the next token beside each other, as RAD-V does
+    # Layers whose outputs are kept of the last token, side by side; 0 are the input embeddings. With another `output`
+    # they are kept in the notes of a reading, for guides that read a base model's states.
     layers: tuple[int, ...] = ()
-    keeps_scores: bool = False
+    keeps_scores: bool = (
+        False  # whether the notes of its readings are log P of the tokens of each text, and their number
+    )
 
     def __post_init__(self) -> None:
         refuse_soft_prompts(self.model)
@@ -112,13 +105,11 @@ class Reader:
                 f"{num_tokens} tokens{before} do not fit the {self.role}'s {name_positions(self.model.config)}.", hint
             )
 
-    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> "ValueReading":
+    def read(self, input_ids: Texts, attention_mask: Texts) -> "ValueReading":
         """Read a left-padded batch of texts, in which nothing is missing that stands before a text."""
         return finish(self.read_in_turns(input_ids, attention_mask, Turn()))
 
-    def read_in_turns(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], turn: Turn
-    ) -> InTurns["ValueReading"]:
+    def read_in_turns(self, input_ids: Texts, attention_mask: Texts, turn: Turn) -> InTurns["ValueReading"]:
         """Read as `read` does, as much at once as the turn has room for."""
         self.check_columns(input_ids.shape[1])
         if turn.graphs is not None:
@@ -130,49 +121,36 @@ class Reader:
         prefix = yield from self._forwards(input_ids, attention_mask, turn, self.arguments, outputs.append)
         return ValueReading(self, prefix, *self.take_last(outputs[0]))
 
-    def _read_with_masks(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]
-    ) -> tuple[Taken, Prefix]:
+    def _read_with_masks(self, input_ids: Texts, attention_mask: Texts) -> tuple[Taken, Prefix]:
         output, prefix = kv_cache.read_with_masks(self.model, input_ids, attention_mask, **self.arguments)
         return self.take_last(output), prefix
 
     def _forwards(
         self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
+        input_ids: Texts,
+        attention_mask: Texts,
         turn: Turn,
         arguments: Mapping[str, bool | int],
         keep: Callable[[ModelOutput], None],
     ) -> InTurns[Prefix]:
-        """Read texts by forwards, and let each output be kept as it is wanted.
-
-        Several forwards read many tokens, so that memory holds the activations of few at once.
-        """
+        """Read texts by several forwards, so that memory holds the activations of few tokens at once."""
         most = max(1, self.tokens_per_forward // len(input_ids))
-        prefix, begin, room = Prefix(input_ids[:, :0], attention_mask[:, :0], ()), 0, 0
+        prefix, begin, room = Prefix.empty(input_ids), 0, 0
         while begin < input_ids.shape[1]:
             room = room or turn.take(len(input_ids), input_ids.shape[1] - begin)
             if not room:
                 yield
                 continue
             part = slice(begin, begin + min(room, most))
-            output, prefix = self._forward(prefix, input_ids[:, part], attention_mask[:, part], arguments)
+            output, prefix = kv_cache.extend(
+                self.model, prefix, input_ids[:, part], attention_mask[:, part], **arguments
+            )
             keep(output)
             begin, room = part.stop, room - (part.stop - begin)
         return prefix
 
-    def _forward(
-        self, prefix: Prefix, tokens: Int[Tensor, "b n"], mask: Int[Tensor, "b n"], arguments: Mapping[str, bool | int]
-    ) -> tuple[ModelOutput, Prefix]:
-        if not prefix.layers:
-            return kv_cache.start(self.model, tokens, mask, **arguments)
-        return kv_cache.extend(self.model, prefix, tokens, mask, **arguments)
-
     def take_last(self, output: ModelOutput, notes: Float[Tensor, "b m"] | None = None) -> Taken:
-        """Take from the output of a forward what a reading keeps of the last token: the output, and notes.
-
-        The notes are written into `notes` where a tensor is given.
-        """
+        """Take what a reading keeps of the last token: the output, and notes, which are written into `notes`."""
         states = [output["hidden_states"][layer][:, -1] for layer in self.layers]
         if self.output == "states":
             return torch.cat(states, dim=-1), None
@@ -183,7 +161,7 @@ class Reader:
         return kv_cache.take_states(output, self.layers) if self.output == "states" else output[self.output]
 
     def read_everywhere(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"], turn: Turn
+        self, input_ids: Texts, attention_mask: Texts, turn: Turn
     ) -> InTurns[tuple["ValueReading", Float[Tensor, "b t n"]]]:
         """Read a batch of texts in turns; return also the output at each of their tokens."""
         self.check_columns(input_ids.shape[1])
@@ -195,12 +173,9 @@ class Reader:
         return ValueReading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep all of them
 
     def read_scored(
-        self, input_ids: Int[Tensor, "b t"], turn: Turn
+        self, input_ids: Texts, turn: Turn
     ) -> InTurns[tuple[Float[Tensor, "b n"], Float[Tensor, "b t m"] | None]]:
-        """Read texts by a language model in turns; return the log-probability of each token but the first, and states.
-
-        The states are those of the reader's layers at each token, and None if it has no layers.
-        """
+        """Read texts in turns; return the log-probability of each token but the first, and the states of the layers."""
         self.check_columns(input_ids.shape[1])
         scores: list[Tensor] = []
         states: list[Tensor] = []
@@ -237,19 +212,13 @@ class Reading(ABC):
 
     The methods of a `ValueReading` return new ones. Those of a `SlotReading` (`radq.models.slots`) change it in place
     and return it, so that nobody uses a reading again after having gone on from it. An `OutputReading` has no rows.
-
-    Attributes:
-        last: the output at the last token of each row.
-        notes: numbers beside each row: states of the reader's layers, or what a guide keeps there.
-        copies: rows of one text, side by side: GeDi reads each text once for each class.
-        siblings: candidates that were read after the texts; `advance` goes on with one of them without a forward.
     """
 
     reader: Reader
-    last: Float[Tensor, "b n"]
-    notes: Float[Tensor, "b m"] | None
-    copies: int
-    siblings: Siblings | None
+    last: Float[Tensor, "b n"]  # the output at the last token of each row
+    notes: Float[Tensor, "b m"] | None  # beside each row: states of the reader's layers, or what a guide keeps there
+    copies: int  # rows of one text, side by side: GeDi reads each text once for each class
+    siblings: Siblings | None  # candidates read after the texts; `advance` goes on with one of them without a forward
     all_known = False  # whether the model knows every token that may be a candidate
 
     @abstractmethod
@@ -262,7 +231,7 @@ class Reading(ABC):
         """The rows of all readings as one batch, in that order; none of them keeps its siblings."""
 
     @abstractmethod
-    def advance(self, tokens: Int[Tensor, " b"]) -> "Reading":
+    def advance(self, tokens: Tokens) -> "Reading":
         """The state after one more token per row; rows whose token the model does not know stay as they are."""
 
     @abstractmethod
@@ -277,11 +246,11 @@ class Reading(ABC):
         """The same reading with other numbers beside each row."""
         raise NotImplementedError
 
-    def read(self, tokens: Int[Tensor, " b"]) -> "Reading":
+    def read(self, tokens: Tokens) -> "Reading":
         """The state after one more token per row, all of which the model knows."""
         raise NotImplementedError
 
-    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "Reading":
+    def read_siblings(self, candidates: Candidates) -> "Reading":
         """The reading with candidates for the next token, none of which sees another; unknown ones are not read."""
         raise NotImplementedError
 
@@ -342,7 +311,7 @@ class ValueReading(Reading):
     def note(self, notes: Float[Tensor, "b m"]) -> "ValueReading":
         return replace(self, notes=notes)
 
-    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "ValueReading":
+    def read_siblings(self, candidates: Candidates) -> "ValueReading":
         self.reader.check_columns(self.length + 1)
         known = candidates * (candidates < self.reader.num_known)
         found = kv_cache.read_siblings(self.reader.model, self.prefix, known, self.reader.layers)
@@ -352,13 +321,21 @@ class ValueReading(Reading):
         return replace(self, siblings=None)
 
     @torch.no_grad()
-    def read_places(self, places: Int[Tensor, "b p"], candidates: Int[Tensor, "b p k"]) -> Float[Tensor, "b p k n"]:
-        """Read candidates at several places of the texts, if the model `takes_siblings`; see `kv_cache.read_places`."""
+    def read_places(self, places: Positions, candidates: PlacedCandidates) -> Float[Tensor, "b p k n"]:
+        """Read candidates at several places of the texts in one forward, if the model `takes_siblings`.
+
+        A place is the number of the text's tokens, those put before it included, that its candidates follow.
+        """
         self.reader.check_columns(self.length + 1)
-        return kv_cache.read_places(self.reader.model, self.prefix, places, candidates, self.reader.layers)
+        p, k = candidates.shape[1:]
+        positions, tokens = places.repeat_interleave(k, dim=1), candidates.flatten(1)
+        reader = self.reader
+        return kv_cache.read_branches(reader.model, self.prefix, positions, tokens, reader.layers)[0].unflatten(
+            1, (p, k)
+        )
 
     @torch.no_grad()
-    def read(self, tokens: Int[Tensor, " b"]) -> "ValueReading":
+    def read(self, tokens: Tokens) -> "ValueReading":
         reader, prefix = self.reader, self.prefix
         if not reader.fits(self.length + 1):
             prefix = prefix.trim()  # the longest text may have left the batch
@@ -368,17 +345,19 @@ class ValueReading(Reading):
         return replace(self, prefix=prefix, last=last, notes=self.notes if notes is None else notes, siblings=None)
 
     @torch.no_grad()
-    def advance(self, tokens: Int[Tensor, " b"]) -> "ValueReading":
+    def advance(self, tokens: Tokens) -> "ValueReading":
         """The state after one more token per row, with a forward unless all of them were read as candidates."""
         tokens = tokens.to(self.last.device)
         held, before = tokens >= self.reader.num_known, self.drop_siblings()
         if bool(held.all()):
             return before
-        match = None if self.siblings is None else self.siblings.candidates == tokens[:, None]
+        match = None if self.siblings is None else self.siblings.match(tokens)
         if self.siblings is not None and match is not None and bool(match.any(1).all()):
             index = match.int().argmax(1)
             rows = torch.arange(len(index), device=index.device)
-            longer = replace(before, prefix=self.siblings.choose(index), last=self.siblings.hidden[rows, index])
+            longer = replace(
+                before, prefix=self.siblings.choose(self.prefix, index), last=self.siblings.hidden[rows, index]
+            )
         else:
             longer = before.read(tokens.masked_fill(held, 0))
         if not bool(held.any()):
@@ -422,21 +401,11 @@ class OutputReading(Reading):
     def last(self) -> Float[Tensor, "b n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.outputs()
 
-    def select(self, texts: Int[Tensor, " r"]) -> "OutputReading":
+    def _stay(self, *_: object, **__: object) -> "OutputReading":
         return self
+
+    select = advance = rewind = drop_siblings = map_readings = _stay
 
     @staticmethod
     def join(states: "Sequence[OutputReading]") -> "OutputReading":
         return states[0]
-
-    def advance(self, tokens: Int[Tensor, " b"]) -> "OutputReading":
-        return self
-
-    def rewind(self, n: int) -> "OutputReading":
-        return self
-
-    def drop_siblings(self) -> "OutputReading":
-        return self
-
-    def map_readings(self, change: Callable[[Reading], Reading]) -> "OutputReading":
-        return self

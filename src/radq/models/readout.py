@@ -9,19 +9,18 @@ sketch of the base model's weights: beside other weights, the states would mean 
 Axes: n layers, d hidden size of the base model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from radq.errors import ModelError, OptionError
 from radq.models.kv_cache import take_states
 from radq.models.loading import hidden_size
-from radq.numerics import LeftPacked, pack_left, version_of
+from radq.numerics import Texts, state_of
 
 NUM_LAYERS = 5  # that are read by default
 SAMPLES = 8  # numbers of each tensor in a sketch
@@ -32,34 +31,16 @@ FEW = 1e-3  # share of numbers that such a change may tip to the next number of 
 TOLERANCE = 0.01  # relative, for these; bfloat16 rounds by at most 0.004
 
 
-@dataclass(frozen=True)
-class ReadoutConfig:
-    """The shape of a readout.
-
-    Args:
-        layers: layers whose outputs are read; 0 are the input embeddings, and the last one is read after its norm.
-        width: number of hidden units of the MLP.
-    """
-
-    layers: tuple[int, ...]
-    width: int
-
-    @classmethod
-    def choose(cls, depth: int, hidden_size: int, num_layers: int | None = None, width: int | None = None) -> Any:
-        """Choose evenly spaced layers up to the last one, and an MLP as wide as the base model's states."""
-        count = min(NUM_LAYERS, depth) if num_layers is None else num_layers
-        if not 1 <= count <= depth:
-            raise OptionError(
-                f"readout_layers must be from 1 to {depth}, the layers of the base model, got {count}.", "lower it."
-            )
-        return cls(tuple(round(depth * (n + 1) / count) for n in range(count)), width or hidden_size)
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> "ReadoutConfig":
-        return cls(tuple(stored["layers"]), stored["width"])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": list(self.layers)}
+def choose_readout(
+    depth: int, hidden_size: int, num_layers: int | None = None, width: int | None = None
+) -> dict[str, Any]:
+    """Choose evenly spaced layers up to the last one, and an MLP as wide as the base model's states."""
+    count = min(NUM_LAYERS, depth) if num_layers is None else num_layers
+    if not 1 <= count <= depth:
+        raise OptionError(
+            f"readout_layers must be from 1 to {depth}, the layers of the base model, got {count}.", "lower it."
+        )
+    return {"layers": [round(depth * (n + 1) / count) for n in range(count)], "width": width or hidden_size}
 
 
 class Readout(nn.Module):
@@ -67,32 +48,28 @@ class Readout(nn.Module):
 
     sketch: Tensor
 
-    def __init__(self, config: ReadoutConfig, hidden_size: int, num_weights: int):
-        """`num_weights` is the number of weights of the base model, of which the readout keeps a sketch."""
+    def __init__(self, backbone: nn.Module, shape: Any, layers: Sequence[int], width: int):
+        """Make a readout of a base model with this configuration, from layers and width as `choose_readout` gives."""
         super().__init__()
-        self.layers = config.layers
-        self.inner = nn.Linear(len(config.layers) * hidden_size, config.width)
-        self.outer = nn.Linear(config.width, hidden_size)
+        size = shape.hidden_size
+        if hidden_size(shape) != size:
+            raise OptionError("the layers of this base model have outputs of different sizes.", "leave --reads out.")
+        self.layers = tuple(layers)
+        self.inner = nn.Linear(len(self.layers) * size, width)
+        self.outer = nn.Linear(width, size)
         # the hidden state before the first token of a text, from which RAD-Q scores this token
-        self.empty = nn.Parameter(torch.zeros(hidden_size))
-        self.register_buffer("sketch", torch.zeros(num_weights, SAMPLES))
+        self.empty = nn.Parameter(torch.zeros(size))
+        self.register_buffer("sketch", torch.zeros(len(list(backbone.parameters())), SAMPLES))
         self._checked: tuple[tuple[int, int], ...] = ()  # the tensors of the base model, when it was last found right
 
     def require_base(self, backbone: nn.Module) -> None:
         """Refuse to read a base model that has changed since the last call: it may be trained or get adapters later."""
         if any(hasattr(weight, "full_tensor") for weight in backbone.parameters()):
             return  # parts of weights, which FSDP has split among processes
-        found = tuple((weight.data_ptr(), version_of(weight)) for weight in backbone.parameters())
+        found = tuple(map(state_of, backbone.parameters()))
         if found != self._checked:
             check_base(self.sketch, backbone)
             self._checked = found
-
-    @classmethod
-    def over(cls, backbone: nn.Module, shape: Any, stored: Mapping[str, Any]) -> "Readout":
-        """Make a readout of a base model from its configuration and the stored one of the readout."""
-        if hidden_size(shape) != shape.hidden_size:
-            raise OptionError("the layers of this base model have outputs of different sizes.", "leave --reads out.")
-        return cls(ReadoutConfig.from_dict(stored), shape.hidden_size, len(list(backbone.parameters())))
 
     def reset_parameters(self) -> None:
         """Draw initial weights, with which rewards are small at first."""
@@ -107,33 +84,10 @@ class Readout(nn.Module):
         return self.outer(F.gelu(self.inner(normalised.flatten(-2))))
 
     @torch.no_grad()
-    def read_base(self, backbone: nn.Module, input_ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t nd"]:
+    def read_base(self, backbone: nn.Module, input_ids: Texts) -> Float[Tensor, "b t nd"]:
         """Compute the base model's states at each token of texts that begin in the first column."""
         output = backbone(input_ids=input_ids, use_cache=False, output_hidden_states=True)
         return take_states(output, self.layers)
-
-    def read_texts(
-        self,
-        read: Callable[[Int[Tensor, "b t"]], Float[Tensor, "b t nd"]],
-        tokens: Int[Tensor, "b t"],
-        mask: Int[Tensor, "b t"],
-        with_bos: bool,
-        states: Float[Tensor, "b m nd"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
-        """Compute the hidden states of whole texts, with a learned one before the first token if there is no BOS.
-
-        `states` are those of the base model where they are known, as `RewardModel.base_states` gives them. `read` is
-        asked for them where they are not.
-        """
-        empty = int(not with_bos)
-        packed = pack_left(F.pad(tokens, (empty, 0)), F.pad(mask, (empty, 0), value=1))
-        texts = packed.input_ids[:, empty:]
-        if states is None:
-            hidden = self(read(texts))
-        else:
-            hidden = F.pad(self(states), (0, 0, 0, texts.shape[1] - states.shape[1]))
-        first = self.empty.to(hidden.dtype).expand(len(hidden), empty, -1)
-        return torch.cat([first, hidden], dim=1), packed
 
 
 # --- the base model of a readout ---
@@ -167,16 +121,16 @@ def check_base(sketch: Float[Tensor, "m s"], backbone: nn.Module, name: str = "t
         )
 
 
-def _agree(one: Tensor, two: Tensor) -> bool:
+def _agree(stored: Tensor, current: Tensor) -> bool:
     """Tell whether two sketches are of the same weights, each perhaps rounded to a smaller data type."""
-    if one.shape != two.shape:
+    if stored.shape != current.shape:
         return False
-    one = one.float().cpu()
-    types = [_smallest_type(numbers) for numbers in (one, two)]
-    slack = _rounding(one, types[0]) + _rounding(two, types[1]) if types[0] != types[1] else torch.zeros(())
-    apart = (one - two).abs()
-    few_apart = (apart > slack + CLOSE * one.abs()).float().mean() <= FEW
-    return bool(few_apart and (apart <= TOLERANCE * one.abs() + slack).all())
+    stored = stored.float().cpu()
+    types = [_smallest_type(numbers) for numbers in (stored, current)]
+    slack = _rounding(stored, types[0]) + _rounding(current, types[1]) if types[0] != types[1] else torch.zeros(())
+    apart = (stored - current).abs()
+    few_apart = (apart > slack + CLOSE * stored.abs()).float().mean() <= FEW
+    return bool(few_apart and (apart <= TOLERANCE * stored.abs() + slack).all())
 
 
 def _smallest_type(numbers: Tensor) -> torch.dtype:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,34 +30,34 @@ from transformers.utils.generic import ModelOutput
 
 from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, atomic_folder
+from radq.models import lora
 from radq.models.config import RewardModelConfig
-from radq.models.loading import (
-    find_backbone,
-    load_causal_lm,
-    load_config,
-    load_weights,
-    to_device,
-)
-from radq.models.lora import (
-    add_adapters,
-    load_adapters,
-    load_beside_backbone,
-    load_beside_lm,
-    renew_folds,
-    save_adapters,
-    save_trained,
-    unfold_adapters,
-)
+from radq.models.heads import check_head
+from radq.models.loading import check_one_device, find_backbone, load_causal_lm, load_config, load_weights, to_device
 from radq.models.prefill import InTurns, Turn, finish
 from radq.models.reading import Reader, Reading, ValueReading
-from radq.models.readout import Readout, ReadoutConfig, sketch_weights
+from radq.models.readout import Readout, choose_readout, sketch_weights
 from radq.models.vocabulary import Vocabulary, find_bos, read_vocabulary, writes_bos
-from radq.numerics import LeftPacked, at_least_float32, leading, leave_out_unknown, pack_left, pack_right
+from radq.numerics import (
+    Candidates,
+    LeftPacked,
+    PlacedCandidates,
+    Positions,
+    Texts,
+    at_least_float32,
+    leading,
+    leave_out_unknown,
+    pack_left,
+    pack_right,
+)
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelName, ModelSource, require_reward_model
 
-# Their modules import this one, so they are imported when one of them is needed.
-KINDS = {"q": "radq.models.rad_q:RadQ", "v": "radq.models.rad_v:RadV"}
+M = TypeVar("M", bound="RewardModel")
+
+KINDS = {"q": "RadQ", "v": "RadV"}  # in a module that imports this one
+
+Scored = tuple[Float[Tensor, "b k a"], Reading]  # numbers about candidates, and the reading to go on from
 
 
 @dataclass
@@ -77,7 +77,9 @@ class RewardModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
 
+    kind: Literal["q", "v"]
     config: RewardModelConfig
+    head: Any
     tokenizer: PreTrainedTokenizerBase | None
     may_change = True  # whether a program may change weights after this model has computed something from them
 
@@ -89,42 +91,51 @@ class RewardModel(PreTrainedModel):
         self.backbone = AutoModel.from_config(config.backbone, dtype=torch.get_default_dtype())
         self.vocabulary = Vocabulary(*(config.vocabulary or [config.backbone.vocab_size]))
         self.tokenizer = None
-        self.readout = Readout.over(self.backbone, config.backbone, config.readout) if config.readout else None
+        self.readout = Readout(self.backbone, config.backbone, **config.readout) if config.readout else None
 
     # --- making, saving, loading ---
 
     @classmethod
-    def _over_backbone(
-        cls,
-        name: ModelName,
+    def from_backbone(
+        cls: type[M],
+        name_or_folder: ModelName,
         attributes: Sequence[str],
-        num_layers: int | None,
-        dtype: torch.dtype,
+        head: str = "linear",
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
         loading: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
-    ) -> Any:
-        """Make an untrained model. `loading` goes to transformers, `options` to `RewardModelConfig`."""
-        source = ModelSource.find(name, **loading)
+    ) -> M:
+        """Make an untrained model from a language model, or its first layers. RAD-V has one kind of head.
+
+        `loading` are arguments with which transformers loads it, `options` those of `RewardModelConfig`.
+        """
+        source = ModelSource.find(name_or_folder, **loading)
         lm = load_causal_lm(source, num_layers, dtype, **loading)
-        model = cls._over_lm(lm, source.find_tokenizer(), source, attributes, **options)
+        model = cls._over_lm(lm, source.find_tokenizer(), source, attributes, head=head, **options)
         model.freeze_embeddings()
         return model
 
     @classmethod
-    def _over_base(
-        cls,
-        name: ModelName,
+    def from_base(
+        cls: type[M],
+        name_or_folder: ModelName,
         attributes: Sequence[str],
-        num_layers: int | None,
-        width: int | None,
-        dtype: torch.dtype,
-        **options: Any,
-    ) -> Any:
-        """Make an untrained model that reads hidden states of a language model, which stays as it is."""
-        source = ModelSource.find(name)
+        head: str = "linear",
+        num_layers: int | None = None,
+        width: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> M:
+        """Make an untrained model that reads hidden states of a language model, which stays as it is.
+
+        Args:
+            num_layers: number of layers whose outputs are read, evenly spaced; by default 5.
+            width: number of hidden units of the readout; by default as many as a state has numbers.
+        """
+        source = ModelSource.find(name_or_folder)
         shape = load_config(source)
-        readout = ReadoutConfig.choose(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
-        model = cls._over_backbone(source, attributes, None, dtype, readout=readout.to_dict(), **options)
+        readout = choose_readout(shape.num_hidden_layers, shape.hidden_size, num_layers, width)
+        model: Any = cls.from_backbone(source, attributes, head, dtype=dtype, readout=readout)
         model.backbone.requires_grad_(False)
         model.readout.sketch.copy_(sketch_weights(model.backbone))
         model.config.set_origin(source.origin)
@@ -140,10 +151,12 @@ class RewardModel(PreTrainedModel):
         shape = copy.deepcopy(lm.config)
         shape.tie_word_embeddings = embedding is lm.get_input_embeddings().weight
         shape._name_or_path = ""  # a path of this machine means nothing where the reward model goes
+        check_head(options.get("head", "linear"))
         bos = find_bos(shape, tokenizer)
         if options.get("readout") and "prepend_bos" not in options:
             options["prepend_bos"] = writes_bos(tokenizer, bos)  # a readout reads what the base model reads
         config = RewardModelConfig(
+            kind=cls.kind,
             attributes=attributes,
             backbone=shape,
             bos_token_id=bos,
@@ -156,14 +169,15 @@ class RewardModel(PreTrainedModel):
         model.init_head(embedding)
         model.tokenizer = tokenizer
         # not the whole: the backbone has this dtype, but for buffers that must stay float32
-        for part in (model.head, model.readout):
-            if part is not None:
-                part.to(backbone.device, backbone.dtype)
+        for part in filter(None, (model.head, model.readout)):
+            part.to(backbone.device, backbone.dtype)
         return model.eval()
 
-    @abstractmethod
     def init_head(self, output_embedding: Float[Tensor, "v d"]) -> None:
         """Give the head its first weights, and the output embedding where the model keeps one of its own."""
+        self.head.reset_parameters()
+        if self.readout is not None:
+            self.readout.reset_parameters()
 
     def freeze_embeddings(self) -> None:
         self.backbone.get_input_embeddings().requires_grad_(False)
@@ -174,22 +188,13 @@ class RewardModel(PreTrainedModel):
         """Write config.json, safetensors and the tokenizer; if anything fails, none of them."""
         with atomic_folder(save_directory, replaces=MODEL_FILES) as folder, quiet():
             if self.config.beside_backbone:
-                self._save_beside_backbone(folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict())
+                lora.save_beside_backbone(
+                    self, folder, Path(save_directory), kwargs.get("state_dict") or self.state_dict()
+                )
             else:
                 super().save_pretrained(folder, **kwargs)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-
-    def _save_beside_backbone(self, folder: Path, final_folder: Path, weights: dict[str, Tensor]) -> None:
-        """Save only what was trained: adapters or a readout, and the head."""
-        config = copy.deepcopy(self.config)
-        config.set_origin(self.config.origin.relative_to(final_folder))
-        config.architectures, config.dtype = [type(self).__name__], self.dtype
-        config.save_pretrained(folder)
-        if config.lora_rank:
-            save_adapters(self.backbone, weights, folder, config.origin.name, config.backbone_revision)
-        else:
-            save_trained(weights, folder)
 
     @classmethod
     def from_pretrained(
@@ -207,8 +212,7 @@ class RewardModel(PreTrainedModel):
         >>> guide = radq.RewardGuide(model, {"sentiment": 45.0})
 
         Args:
-            pretrained_model_name_or_path: a folder, a name on the hub, or `embedded:sentiment` or `embedded:toxicity`,
-                which come with radq.
+            pretrained_model_name_or_path: a folder, a name on the hub, `embedded:sentiment` or `embedded:toxicity`.
             device: where to put the model; the CPU by default, or where `device_map` says.
             backbone: name or folder of a LoRA model's backbone, where it is no longer at the place that the model
                 remembers; other weights are refused.
@@ -230,9 +234,9 @@ class RewardModel(PreTrainedModel):
         kwargs.pop("adapter_kwargs", None)  # AutoModel's; adapters of reward models are radq's own
         config: Any = kwargs.pop("config", None) or RewardModelConfig.from_dict(stored)
         if config.readout and lm is not None:
-            return load_beside_lm(kind, config, source, lm)
+            return lora.load_beside_lm(kind, config, source, lm)
         if config.beside_backbone:
-            model: Any = load_beside_backbone(kind, config, source, backbone, **kwargs)
+            model: Any = lora.load_beside_backbone(kind, config, source, backbone, **kwargs)
         else:
             if attention := kwargs.pop("attn_implementation", None):
                 config.backbone._attn_implementation = attention
@@ -241,7 +245,7 @@ class RewardModel(PreTrainedModel):
         model.freeze_embeddings()
         if kwargs.get("device_map") is None:
             return to_device(model, source.place, device, kwargs.get("dtype", kwargs.get("torch_dtype")))
-        _check_one_device(model)
+        check_one_device(model)
         return model.eval()
 
     @classmethod
@@ -252,20 +256,20 @@ class RewardModel(PreTrainedModel):
     def load_trained(self, folder: str | Path) -> None:
         """Load the trained weights from a folder that a model of this shape has saved, such as a checkpoint."""
         if self.config.beside_backbone:
-            load_adapters(self, ModelSource.find(folder))
+            lora.load_adapters(self, ModelSource.find(folder))
         else:
             saved = load_weights(super(RewardModel, type(self)).from_pretrained, folder, dtype=self.dtype)
             self.load_state_dict(saved.state_dict())
 
     def add_lora(self, rank: int, backbone_name: str) -> None:
         """Freeze the backbone and add adapters to it. Only adapters and head are then trained and saved."""
-        add_adapters(self.backbone, rank)
+        lora.add_adapters(self.backbone, rank)
         self.config.lora_rank = rank
         self.config.set_origin(ModelSource.find(backbone_name).origin)
 
     def train(self, mode: bool = True) -> Any:
         if mode and self.config.lora_rank:
-            unfold_adapters(self.backbone)  # which a guide has folded
+            lora.unfold_adapters(self.backbone)  # which a guide has folded
         super().train(mode)
         if self.readout is not None:
             self.backbone.eval()  # states in training are those of decoding
@@ -279,20 +283,14 @@ class RewardModel(PreTrainedModel):
         if self.readout is not None:
             self.readout.require_base(self.backbone)
         if self.config.lora_rank and not self.training:
-            renew_folds(self.backbone)
+            lora.renew_folds(self.backbone)
 
     # --- rewards of texts ---
 
     def token_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"] | None = None,
-        states: Float[Tensor, "b t nd"] | None = None,
+        self, input_ids: Texts, attention_mask: Texts | None = None, states: Float[Tensor, "b t nd"] | None = None
     ) -> Float[Tensor, "b t a"]:
-        """r̂(u_t | u_<t) of every token of a batch of texts; 0 at padding, which may be on either side.
-
-        A readout takes `states` in place of a forward of its base model, where they are given (`base_states`).
-        """
+        """r̂(u_t | u_<t) of every token of a batch of texts, maybe from `base_states`; 0 at padding on either side."""
         if self.may_change and not torch.is_grad_enabled():
             self.notice_changes()
         given = {} if states is None else {"states": states}
@@ -304,35 +302,38 @@ class RewardModel(PreTrainedModel):
         return at_least_float32(outputs).sigmoid() if self.config.loss == "ce" else at_least_float32(outputs)
 
     def _read_texts(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"] | None,
-        states: Float[Tensor, "b t nd"] | None = None,
+        self, input_ids: Texts, attention_mask: Texts | None, states: Float[Tensor, "b t nd"] | None = None
     ) -> tuple[Float[Tensor, "b n d"], LeftPacked]:
-        """Hidden states of whole texts; n is t, or t + 1 if a BOS was prepended."""
+        """Hidden states of whole texts; n is t, or t + 1 if a BOS was prepended.
+
+        A readout that prepends none has a learned state before the first token. `states` are those of the base model
+        where they are known, as `base_states` gives them.
+        """
         self.reader.check_length(input_ids.shape[1], "shorten the text.")
         tokens, mask = self._with_bos(input_ids, attention_mask)
-        if self.readout is not None:
-            return self.readout.read_texts(self._read_packed, tokens, mask, self.config.prepend_bos, states)
+        empty = int(self.readout is not None and not self.config.prepend_bos)
+        if empty:
+            tokens, mask = F.pad(tokens, (1, 0)), F.pad(mask, (1, 0), value=1)
         packed = pack_left(tokens, mask)
-        if states is None:
-            return self._read_packed(packed.input_ids), packed
-        return F.pad(states, (0, 0, 0, packed.input_ids.shape[1] - states.shape[1])), packed
+        texts = packed.input_ids[:, empty:]
+        if states is not None:
+            hidden = F.pad(self.read_hidden(states), (0, 0, 0, texts.shape[1] - states.shape[1]))
+        elif self.readout is not None:
+            hidden = self.readout(self.readout.read_base(self.backbone, texts))
+        else:
+            hidden = self.backbone(input_ids=texts, use_cache=False).last_hidden_state
+        if self.readout is not None and empty:
+            hidden = torch.cat([self.readout.empty.to(hidden.dtype).expand(len(hidden), 1, -1), hidden], dim=1)
+        return hidden, packed
 
-    def _read_packed(self, input_ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t n"]:
-        """Read texts that begin in the first column."""
-        if self.readout is not None:
-            return self.readout.read_base(self.backbone, input_ids)
-        return self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
-
-    def accepts_states(self, lm: Any, input_ids: Int[Tensor, "b t"]) -> bool:
+    def accepts_states(self, lm: Any, input_ids: Texts) -> bool:
         """Whether the states of a language model at the tokens of texts are those from which a readout scores them."""
         if self.readout is None or find_backbone(lm, type(lm).__name__) is not self.backbone:
             return False
         return not self.config.prepend_bos or bool((input_ids[:, 0] == self.config.bos_token_id).all())
 
     @torch.no_grad()
-    def base_states(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"]) -> Float[Tensor, "b t nd"]:
+    def base_states(self, input_ids: Texts, attention_mask: Texts) -> Float[Tensor, "b t nd"]:
         """Compute the base model's states from which a readout scores the tokens of whole texts.
 
         They are packed to the left, as many as a text has tokens. RAD-V scores a token from its own state. RAD-Q scores
@@ -359,7 +360,7 @@ class RewardModel(PreTrainedModel):
         return outputs if self.readout is None else self.readout(outputs.to(self.readout.empty.device))
 
     def _with_bos(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None
+        self, input_ids: Texts, attention_mask: Texts | None
     ) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
         """Put a BOS before texts, masked out for those that begin with one already, since some tokenizers add it."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
@@ -373,10 +374,7 @@ class RewardModel(PreTrainedModel):
 
     @torch.no_grad()
     def next_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"] | None = None,
-        candidates: Int[Tensor, "b k"] | None = None,
+        self, input_ids: Texts, attention_mask: Texts | None = None, candidates: Candidates | None = None
     ) -> Float[Tensor, "b k a"]:
         """r̂(v | x) of k candidates after each prefix, or of the whole vocabulary."""
         return self.score(self.read(input_ids, attention_mask), candidates)[0]
@@ -396,19 +394,14 @@ class RewardModel(PreTrainedModel):
 
     @property
     def num_known(self) -> int:
-        """Tokens with smaller ids are known from training.
-
-        A base model may have more tokens. The reward model does not read them, and gives them the reward of the prefix.
-        """
+        """Tokens with smaller ids are known from training. The others, which a base model may have, are not read."""
         return self.vocabulary.num_known
 
-    def read(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> ValueReading:
+    def read(self, input_ids: Texts, attention_mask: Texts | None = None) -> ValueReading:
         """The state after a batch of prefixes."""
         return finish(self.read_in_turns(input_ids, attention_mask, Turn()))
 
-    def read_in_turns(
-        self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None, turn: Turn
-    ) -> InTurns[ValueReading]:
+    def read_in_turns(self, input_ids: Texts, attention_mask: Texts | None, turn: Turn) -> InTurns[ValueReading]:
         self.notice_changes()
         known = leave_out_unknown(input_ids, attention_mask, self.num_known)
         tokens, mask = pack_right(*self._with_bos(*known))
@@ -417,13 +410,8 @@ class RewardModel(PreTrainedModel):
         return (yield from self.reader.read_in_turns(tokens, mask, turn))
 
     @torch.no_grad()
-    def score(
-        self, reading: Reading, candidates: Int[Tensor, "b k"] | None = None
-    ) -> tuple[Float[Tensor, "b k a"], Reading]:
-        """The rewards of candidates after each prefix, or of the whole vocabulary, and the reading to go on from.
-
-        An unknown candidate has the reward of the prefix itself.
-        """
+    def score(self, reading: Reading, candidates: Candidates | None = None) -> Scored:
+        """The rewards of candidates, or of the whole vocabulary; unknown ones have the reward of the prefix itself."""
         known = None
         if candidates is None:
             known = torch.arange(self.vocabulary.size, device=reading.last.device)[None] < self.num_known
@@ -433,28 +421,20 @@ class RewardModel(PreTrainedModel):
         return self.link(outputs), reading
 
     @abstractmethod
-    def _score(
-        self, reading: Reading, candidates: Int[Tensor, "b k"] | None, known: Bool[Tensor, "#b k"] | None
-    ) -> tuple[Float[Tensor, "b k a"], Reading]:
-        """Head outputs of candidates, or of the prefix itself where one is not known, and the reading to go on from.
-
-        All candidates are known where `known` is None.
-        """
+    def _score(self, reading: Reading, candidates: Candidates | None, known: Bool[Tensor, "#b k"] | None) -> Scored:
+        """Head outputs of candidates, or of the prefix where one is not known; None where all candidates are known."""
 
     @property
-    @abstractmethod
     def reads_once(self) -> bool:
         """Whether `place_rewards` can read a text once for the candidates at all its places."""
+        return True
 
-    @abstractmethod
+    @torch.no_grad()
     def place_rewards(
-        self,
-        input_ids: Int[Tensor, "b t"],
-        attention_mask: Int[Tensor, "b t"],
-        positions: Int[Tensor, "b p"],
-        candidates: Int[Tensor, "b p k"],
+        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: PlacedCandidates
     ) -> Float[Tensor, "b p k a"]:
         """The rewards of candidates in place of the tokens at some positions; all tokens must be known."""
+        return self.link(self(input_ids, attention_mask, positions=positions, candidates=candidates).candidates)
 
     @property
     def max_tokens(self) -> int | None:
@@ -462,16 +442,6 @@ class RewardModel(PreTrainedModel):
         return self.reader.context
 
 
-def _check_one_device(model: RewardModel) -> None:
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1 or devices == ["meta"]:
-        raise ModelError(
-            f"device_map spreads the reward model over {', '.join(devices)}.",
-            "a reward model stands on one device: give device='cuda', say, or device_map={'': 0}.",
-        )
-
-
 def import_kind(kind: str) -> type[RewardModel]:
     """Import the class of a kind of reward model."""
-    module, _, name = KINDS[kind].partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module("radq.models.kinds"), KINDS[kind])

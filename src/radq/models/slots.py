@@ -13,8 +13,7 @@ joins or leaves, so a step can be captured as a CUDA graph.
 Axes: b rows, k candidates, n new tokens, w columns, d hidden.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,11 +24,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils.generic import ModelOutput
 
 from radq.models import kv_cache
-from radq.models.grouped_attention import grouped_heads
-from radq.models.kv_cache import Siblings
+from radq.models.kv_cache import Siblings, grouped_heads
 from radq.models.loading import evaluating
 from radq.models.reading import Reader, Reading, ValueReading
-from radq.numerics import untouched_zeros
+from radq.numerics import Candidates, Tokens, enlarge
 
 ALIGNED = 8  # fused attention wants masks of such widths
 
@@ -47,50 +45,47 @@ class SlotReading(Reading):
         self._reach = 0  # and those of the candidates behind them
         self.epoch = 0  # changes whenever tensors move
         self.device = reading.last.device
+        self.capacity = self.width = 0
         self.layers = [_SlotLayer(self) for _ in reading.prefix.layers]
         self.cache = Cache(layers=[*self.layers])
         self.columns = torch.zeros(0, 0, dtype=torch.long)  # (b, n): where the forward in progress writes
         self.compiled: Callable[..., ModelOutput] | None = None  # for one number of columns
-        self._shapes = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in reading.prefix.layers]
-        self._like = reading
         self._limit = reading.reader.max_positions
-        self._types = kv_cache.layer_types(reading.reader.model)
         self.bounds = np.zeros(0, dtype=np.int64)  # at most so many tokens has each row
+        self._lengths = torch.zeros(0, dtype=torch.long, device=self.device)
+        self._input_ids = reading.prefix.input_ids[:0, :0].long()
+        self._last = reading.last[:0]
+        self._notes = None if reading.notes is None else reading.notes[:0]
+        shapes = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in reading.prefix.layers]
+        # Keys and values of all layers with the same shape are one tensor each, (layers, slots, heads, width, size).
+        self._members = [
+            [layer for layer, own in zip(self.layers, shapes, strict=True) if own == shape]
+            for shape in dict.fromkeys(shapes)
+        ]
+        self._stores = [
+            reading.last.new_zeros(len(members), 0, heads, 0, size, dtype=reading.prefix.layers[0][0].dtype)
+            for members, (heads, *sizes) in zip(self._members, dict.fromkeys(shapes), strict=True)
+            for size in sizes
+        ]
         self._allocate(capacity * self.copies, _round_window(width, self.device.type) + _align(siblings))
 
     # --- memory ---
 
     def _allocate(self, capacity: int, width: int) -> None:
         """Make the store larger, and keep what it holds."""
-        before = vars(self).copy()
-        like, kept = self._like, self.count
-        keys = like.prefix.layers[0][0]
-        self.capacity, self.width = capacity, width
+        n, self.capacity, self.width = self.count, capacity, width
         self.epoch += 1
-
-        zeros = partial(untouched_zeros, device=self.device)
-        self._lengths = zeros(capacity, dtype=torch.long)
-        self._input_ids = zeros(capacity, width, dtype=torch.long)
-        self._last = zeros(capacity, like.last.shape[1], dtype=like.last.dtype)
-        self._notes = None if like.notes is None else zeros(capacity, like.notes.shape[1], dtype=like.notes.dtype)
-        self._stores: list[Tensor] = []  # keys and values of all layers with the same shape, (layers, slots, …)
-        for shape in dict.fromkeys(self._shapes):
-            members = [layer for layer, own in zip(self.layers, self._shapes, strict=True) if own == shape]
-            heads, *sizes = shape
-            pair = [zeros(len(members), capacity, heads, width, size, dtype=keys.dtype) for size in sizes]
-            self._stores += pair
+        self._lengths = enlarge(self._lengths[:n], capacity)
+        self._input_ids = enlarge(self._input_ids[:n], capacity, width)
+        self._last = enlarge(self._last[:n], capacity, self._last.shape[1])
+        self._notes = None if self._notes is None else enlarge(self._notes[:n], capacity, self._notes.shape[1])
+        self._stores = [
+            enlarge(store[:, :n], len(store), capacity, store.shape[2], width, store.shape[4]) for store in self._stores
+        ]
+        for members, keys, values in zip(self._members, self._stores[::2], self._stores[1::2], strict=True):
             for number, layer in enumerate(members):
-                layer.keys, layer.values = pair[0][number], pair[1][number]
-        self.bounds = np.concatenate([self.bounds, np.zeros(capacity - len(self.bounds), dtype=np.int64)])
-        if not kept:
-            return
-        self._lengths[:kept] = before["_lengths"][:kept]
-        self._input_ids[:kept, : before["width"]] = before["_input_ids"][:kept]
-        self._last[:kept] = before["_last"][:kept]
-        if self._notes is not None:
-            self._notes[:kept] = before["_notes"][:kept]
-        for old, new in zip(before["_stores"], self._stores, strict=True):
-            new[:, :kept, :, : before["width"]] = old[:, :kept]
+                layer.keys, layer.values = keys[number], values[number]
+        self.bounds = np.pad(self.bounds, (0, capacity - len(self.bounds)))
 
     @property
     def nbytes(self) -> int:
@@ -99,8 +94,7 @@ class SlotReading(Reading):
     def reserve(self, alive: np.ndarray | None = None, siblings: int = 0) -> None:
         """Make room for one more token of every row, and for candidates that RAD-V reads beside each other.
 
-        Args:
-            alive: whether each text goes on. The others may overwrite their own tokens; by default all go on.
+        Texts that are not `alive` may overwrite their own tokens; by default all go on.
         """
         bounds = self.bounds[: self.count] if alive is None else self.bounds[: len(alive) * self.copies]
         if alive is not None:
@@ -125,7 +119,7 @@ class SlotReading(Reading):
         return None if self._notes is None else self._notes[: self.count]
 
     @property
-    def lengths(self) -> Int[Tensor, " b"]:
+    def lengths(self) -> Tokens:
         return self._lengths[: self.count]
 
     def resize(self, texts: int) -> "SlotReading":
@@ -154,8 +148,13 @@ class SlotReading(Reading):
             self._allocate(len(sources), self.width)
         if moved:
             targets, origins = (torch.tensor(part, device=self.device) for part in zip(*moved, strict=True))
-            for values, dim in self._row_tensors(max(self._reach, int(self.bounds.max(initial=0)))):
-                values.index_copy_(dim, targets, values.index_select(dim, origins))
+            columns = max(self._reach, int(self.bounds.max(initial=0)))
+            for values in (self._lengths, self._input_ids, self._last, self._notes):
+                if values is not None:
+                    values.index_copy_(0, targets, values.index_select(0, origins))
+            for store in self._stores:
+                used = store[:, :, :, :columns]
+                used.index_copy_(1, targets, used.index_select(1, origins))
         self.bounds[: len(sources)] = self.bounds[sources]
         self.bounds[len(sources) :] = 0
         self._lengths[len(sources) :] = 0
@@ -167,14 +166,6 @@ class SlotReading(Reading):
     def drop_siblings(self) -> "SlotReading":
         self.siblings = None
         return self
-
-    def _row_tensors(self, columns: int) -> Iterator[tuple[Tensor, int]]:
-        """All tensors with a row for each slot, and the axis of the rows; of keys and values the first columns."""
-        for values in (self._lengths, self._input_ids, self._last, self._notes):
-            if values is not None:
-                yield values, 0
-        for store in self._stores:
-            yield store[:, :, :, :columns], 1
 
     @staticmethod
     def join(states: Sequence[Reading]) -> "SlotReading":
@@ -216,14 +207,14 @@ class SlotReading(Reading):
     # --- reading ---
 
     @torch.no_grad()
-    def read(self, tokens: Int[Tensor, " b"]) -> "SlotReading":
+    def read(self, tokens: Tokens) -> "SlotReading":
         """Read one more token of each row, all of which the model knows."""
         self._last[: self.count] = self._read(tokens, self.notes)
         self.lengths.add_(1)
         return self
 
     @torch.no_grad()
-    def advance(self, tokens: Int[Tensor, " b"]) -> "SlotReading":
+    def advance(self, tokens: Tokens) -> "SlotReading":
         """The state after one more token per row; where candidates were read, it must be one of them, or unknown."""
         tokens = tokens.to(self.device)
         known = tokens < self.reader.num_known
@@ -232,14 +223,14 @@ class SlotReading(Reading):
         self.lengths.add_(known)
         return self.drop_siblings()
 
-    def _read(self, tokens: Int[Tensor, " b"], notes: Float[Tensor, "b m"] | None = None) -> Float[Tensor, "b d"]:
+    def _read(self, tokens: Tokens, notes: Float[Tensor, "b m"] | None = None) -> Float[Tensor, "b d"]:
         """Return the output at one more token of each row, whose length is not changed; write the notes, too."""
         columns = self.lengths.clamp(max=self.window - 1)[:, None]  # (b, 1)
         self._input_ids[: self.count].scatter_(1, columns, tokens[:, None])
         seen = torch.arange(self.window, device=self.device) <= columns[..., None]  # (b, 1, w)
         return self.reader.take_last(self._forward(tokens[:, None], columns, columns, seen), notes)[0]
 
-    def _choose(self, siblings: Siblings, tokens: Int[Tensor, " b"]) -> Float[Tensor, "b d"]:
+    def _choose(self, siblings: Siblings, tokens: Tokens) -> Float[Tensor, "b d"]:
         """Put the candidates that are these tokens behind the texts; return the output at them."""
         b, index = len(tokens), siblings.match(tokens).int().argmax(1)
         columns = self.lengths.clamp(max=self.window - 1)
@@ -252,7 +243,7 @@ class SlotReading(Reading):
         return siblings.hidden.gather(1, index.view(b, 1, 1).expand(b, 1, siblings.hidden.shape[2])).squeeze(1)
 
     @torch.no_grad()
-    def read_siblings(self, candidates: Int[Tensor, "b k"]) -> "SlotReading":
+    def read_siblings(self, candidates: Candidates) -> "SlotReading":
         """Read candidates for the next token, none of which sees another, in columns behind those of the texts."""
         b, k = candidates.shape
         known = candidates * (candidates < self.reader.num_known)
@@ -265,7 +256,7 @@ class SlotReading(Reading):
         return self
 
     @torch.no_grad()
-    def read_over(self, tokens: Int[Tensor, "b n"], starts: Int[Tensor, " b"]) -> Float[Tensor, "b n d"]:
+    def read_over(self, tokens: Int[Tensor, "b n"], starts: Tokens) -> Float[Tensor, "b n d"]:
         """Read n tokens of each row from the given column on, over whatever stood there; return the output at each.
 
         So drafts of a text are read and, where they are rejected, overwritten by what follows. Lengths are the caller's
@@ -285,26 +276,22 @@ class SlotReading(Reading):
         self, tokens: Int[Tensor, "b n"], columns: Tensor, positions: Tensor, seen: Bool[Tensor, "b n w"]
     ) -> ModelOutput:
         self.columns, self.seen_width = columns, seen.shape[2]
-        model = self.reader.model
-        reader = self.reader
+        reader, model = self.reader, self.reader.model
         extra: dict[str, object] = dict(reader.arguments if tokens.shape[1] == 1 else reader.state_arguments)
         if kv_cache.accepts(model, "position_ids"):
             extra["position_ids"] = positions if self._limit is None else positions.clamp(max=self._limit - 1)
-        masks = {kind: self._mask(kind, positions, seen) for kind in self._types}
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        with grouped_heads(model):
-            forward = self.compiled or model
-            return forward(input_ids=tokens, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra)
 
-    def _mask(self, kind: str, positions: Tensor, seen: Bool[Tensor, "b n w"]) -> Float[Tensor, "b 1 n w"]:
-        """The additive mask of a type of layer; a sliding window counts the token itself."""
-        if kind == "sliding_attention":
-            size: int = self.reader.model.config.get_text_config().sliding_window
-            near = torch.arange(seen.shape[2], device=self.device) > positions[..., None] - size
+        def see(window: int | None) -> Bool[Tensor, "b n w"]:
+            if window is None:
+                return seen
+            near = torch.arange(seen.shape[2], device=self.device) > positions[..., None] - window
             near[..., self.window :] = True  # candidates stand at the end of the text, whatever their column
-            seen = seen & near
-        dtype = self._stores[0].dtype
-        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
+            return seen & near
+
+        mask = kv_cache.additive_masks(model, self._stores[0].dtype, see)
+        forward = self.compiled or model
+        with grouped_heads(model):
+            return forward(input_ids=tokens, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra)
 
 
 class _SlotLayer(DynamicLayer):

@@ -4,11 +4,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, VocabularyError
+from radq.numerics import weakly_cached
 
 
 class Vocabulary(NamedTuple):
@@ -28,7 +28,7 @@ def read_vocabulary(size: int, tokenizer: PreTrainedTokenizerBase | None) -> Voc
     if tokenizer is None:
         return Vocabulary(size)
     num_tokens = min(size, 1 + max(tokenizer.get_vocab().values()))
-    return Vocabulary(size, num_tokens, _fingerprint(tokenizer, num_tokens))
+    return Vocabulary(size, num_tokens, _fingerprint(tokenizer, num_tokens, len(tokenizer)))
 
 
 def check_vocabulary(
@@ -44,7 +44,7 @@ def check_vocabulary(
     the guide neither favours nor punishes them. Without two tokenizers to compare, the sizes must agree.
     """
     if guide.fingerprint is not None and guide.num_tokens is not None and base_tokenizer is not None:
-        same = _fingerprint(base_tokenizer, guide.num_tokens) == guide.fingerprint
+        same = _fingerprint(base_tokenizer, guide.num_tokens, len(base_tokenizer)) == guide.fingerprint
     else:
         same = base_size == guide.size
     if not same:
@@ -55,24 +55,15 @@ def check_vocabulary(
         )
 
 
-_FINGERPRINTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, int], str]] = WeakKeyDictionary()
-
-
-def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
-    """Compute the fingerprint of a tokenizer once: it takes longer than to decode a short text."""
-    known, key = _FINGERPRINTS.setdefault(tokenizer, {}), (len(tokenizer), num_tokens)
-    if key not in known:
-        tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < num_tokens)
-        lines = "\n".join(f"{index}\t{token}" for index, token in tokens)
-        known[key] = hashlib.sha256(lines.encode()).hexdigest()
-    return known[key]
+@weakly_cached
+def _fingerprint(tokenizer: PreTrainedTokenizerBase, num_tokens: int, length: int) -> str:
+    """Compute the fingerprint of a tokenizer of this length; it takes longer than to decode a short text."""
+    tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < num_tokens)
+    return hashlib.sha256("\n".join(f"{index}\t{token}" for index, token in tokens).encode()).hexdigest()
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: int) -> list[list[int]]:
-    """Tokenise texts, with the special tokens that the tokenizer adds.
-
-    A text that begins with a BOS, as chat templates write it, gets no second one.
-    """
+    """Tokenise texts with special tokens; one that begins with a BOS, as chat templates write it, gets no second."""
     if not texts:
         return []
     rows = tokenizer(list(texts), verbose=False).input_ids
@@ -86,31 +77,32 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: int)
 
 def find_control_tokens(tokenizer: PreTrainedTokenizerBase, value: Any) -> list[str]:
     """Find the names of special tokens that stand in texts, maybe inside lists and dictionaries, longest first."""
-    special = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     left, found = [value], set()
     while left:
-        one = left.pop()
-        if isinstance(one, str):
-            found |= {name for name in special if name in one}
-        elif isinstance(one, Mapping):
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
+        item = left.pop()
+        if isinstance(item, str):
+            found |= {name for name in special if name in item}
+        elif isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
     return sorted(found, key=len, reverse=True)
 
 
 def tokenise_plainly(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenise a text in which the names of special tokens are characters like any others."""
-    if tokenizer not in _PLAIN:
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise ModelError("this tokenizer cannot read the names of special tokens as text.", "leave them out.")
-        _PLAIN[tokenizer] = type(backend).from_str(backend.to_str())  # one of its own, since threads share tokenizers
-        _PLAIN[tokenizer].encode_special_tokens = True
-    return _PLAIN[tokenizer].encode(text, add_special_tokens=False).ids
+    return _make_plain(tokenizer).encode(text, add_special_tokens=False).ids
 
 
-_PLAIN: WeakKeyDictionary[PreTrainedTokenizerBase, Any] = WeakKeyDictionary()
+@weakly_cached
+def _make_plain(tokenizer: PreTrainedTokenizerBase) -> Any:
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError("this tokenizer cannot read the names of special tokens as text.", "leave them out.")
+    plain = type(backend).from_str(backend.to_str())  # one of its own, since threads share tokenizers
+    plain.encode_special_tokens = True
+    return plain
 
 
 # Pre-tokenizers of tokenizers that leave no character out.
@@ -119,7 +111,7 @@ KEEPING = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Sp
 
 def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> bool:
     """Whether a text has more than so many tokens for certain. Its length tells, so that it need not be tokenised."""
-    longest = _find_longest_token(tokenizer)
+    longest = _find_longest_token(tokenizer, len(tokenizer))
     if longest is None or len(text) <= longest * tokens:
         return False
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,17 +119,12 @@ def exceeds(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> bool:
     return normalizer is None or len(normalizer.normalize_str(text)) > longest * tokens
 
 
-_LONGEST: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, int | None]] = WeakKeyDictionary()
-
-
-def _find_longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+@weakly_cached
+def _find_longest_token(tokenizer: PreTrainedTokenizerBase, length: int) -> int | None:
     """The most characters of a normalised text that one token can stand for; None where there is no such number."""
-    known, key = _LONGEST.setdefault(tokenizer, {}), len(tokenizer)
-    if key not in known:
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        bounded = backend is not None and _is_bounded(json.loads(backend.to_str()))
-        known[key] = max(map(len, tokenizer.get_vocab())) if bounded else None
-    return known[key]
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    bounded = backend is not None and _is_bounded(json.loads(backend.to_str()))
+    return max(map(len, tokenizer.get_vocab())) if bounded else None
 
 
 def _is_bounded(described: Mapping[str, Any]) -> bool:

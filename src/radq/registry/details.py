@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from radq.decoding.prompts import check_size
 from radq.decoding.steering import Proposal
-from radq.decoding.text import UNFINISHED
+from radq.decoding.text import UNFINISHED, check_size
 from radq.errors import ContextLengthError, OptionError
 from radq.models.vocabulary import find_bos, tokenise
 

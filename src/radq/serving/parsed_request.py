@@ -12,9 +12,8 @@ from radq.decoding.config import LogitChanges
 from radq.decoding.generate import draw_uniforms
 from radq.decoding.processors import Grammar, make_processors
 from radq.decoding.prompt_scores import PromptScores
-from radq.decoding.prompts import encode_prompts, find_stops
 from radq.decoding.request import Processor, Request, Ticket
-from radq.decoding.text import UNFINISHED, GrowingText
+from radq.decoding.text import UNFINISHED, GrowingText, encode_prompts, find_stops
 from radq.errors import ModelError, OptionError
 from radq.models.loading import num_logits
 from radq.registry.config import ServeConfig

@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from radq.decoding.config import Steering
-from radq.decoding.engine import KEPT, Engine, StepResult
-from radq.decoding.engine_cache import keep_engine, take_engine
+from radq.decoding.engine import KEPT, Engine, StepResult, keep_engine, take_engine
 from radq.decoding.request import FinishReason, Request, Ticket
 from radq.errors import explain
 from radq.guides import Guide

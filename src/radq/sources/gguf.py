@@ -22,10 +22,7 @@ from radq.sources.hub import quiet
 
 
 def convert_gguf(source: str | Path, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the model and the tokenizer of a GGUF file into a folder that transformers can load.
-
-    The folder is written whole or not at all; a model that it holds is replaced.
-    """
+    """Write the model and the tokenizer of a GGUF file into a folder, maybe in place of the model that it holds."""
     source = Path(source)
     if not source.is_file():
         raise ModelError(f"there is no file {str(source)!r}.", "give a GGUF file.")

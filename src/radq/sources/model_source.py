@@ -56,23 +56,17 @@ RECORDS = (  # files beside a model that say something about it, data, and weigh
 class ModelSource:
     """What the name of a model stands for.
 
-    Answers are kept, also where a folder changes meanwhile: so a source lives as long as one call of a public function.
-
-    Attributes:
-        name: `embedded`, `embedded:ATTRIBUTE` for a reward model that radq brings along, a folder, or a hub name. The
-            folder of an adapter of PEFT stands for its base model with the adapter merged into the weights.
-        hub: options with which a hub name is loaded.
+    Its name is `embedded`, `embedded:ATTRIBUTE` for a reward model that radq brings along, a folder, or a hub name. The
+    folder of an adapter of PEFT stands for its base model with the adapter merged into the weights. Answers are kept,
+    also where a folder changes meanwhile: so a source lives as long as one call of a public function.
     """
 
     name: str
-    hub: Mapping[str, Any] = field(default_factory=dict)
+    hub: Mapping[str, Any] = field(default_factory=dict)  # options with which a hub name is loaded
 
     @classmethod
     def find(cls, name: "ModelName", **loading: Any) -> "ModelSource":
-        """The source of a name; a source is returned as it is, unless other options of the hub are given.
-
-        Of the options with which transformers loads, those among `HUB_OPTIONS` count.
-        """
+        """The source of a name; a source is returned as it is, unless other `HUB_OPTIONS` are given."""
         hub = {option: loading[option] for option in HUB_OPTIONS if option in loading}
         if isinstance(name, ModelSource) and hub in ({}, name.hub):
             return name
@@ -223,7 +217,7 @@ class ModelSource:
             return f"{EMBEDDED}@{folder.name.removeprefix(CONVERTED)}"  # as `base_name`: a loaded base knows its folder
         digest = hashlib.sha256()
         files = [file for file in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")) if file.is_file()]
-        for file in sorted(file for file in files if not any(fnmatch(file.name, one) for one in RECORDS)):
+        for file in sorted(file for file in files if not any(fnmatch(file.name, pattern) for pattern in RECORDS)):
             digest.update(file.relative_to(folder).as_posix().encode() + bytes.fromhex(fingerprint_file(file)))
         own, below = digest.hexdigest()[:DIGITS], self.base or self._find_backbone(folder)
         return own if below is None else f"{own}+{below.fingerprint}"
@@ -333,11 +327,9 @@ class Origin:
         return replace(self, name=Path(os.path.relpath(self.name, folder.resolve())).as_posix())
 
     def find(self, model_folder: Path | None, kind: str) -> ModelSource:
-        """Find the backbone; refuse one with other weights.
+        """Find the backbone; refuse one with other weights. Errors call the reward model by its `kind`.
 
-        Args:
-            model_folder: the folder of the reward model; None if it comes from the hub.
-            kind: what errors call the reward model, such as "readout".
+        The folder of the reward model is None if it comes from the hub.
         """
         folders = [folder for folder in self._candidate_folders(model_folder) if folder.is_dir()]
         places = [ModelSource.find(name) for name in ([EMBEDDED] if self.name == EMBEDDED else folders)]
@@ -357,11 +349,7 @@ class Origin:
         )
 
     def _candidate_folders(self, model_folder: Path | None) -> list[Path]:
-        """Folders that may hold the backbone, in the order in which they are tried.
-
-        These are its path relative to the model folder, its path as it is, and its name inside and beside the model
-        folder.
-        """
+        """Its path relative to the model folder, its path as it is, and its name inside and beside the model folder."""
         if self.revision:
             return [Path(self.name)]  # transformers prefers a folder of this name to the hub
         path = Path(self.name).expanduser()

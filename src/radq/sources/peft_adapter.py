@@ -102,40 +102,32 @@ def read_object(file: Path, what: str | None = None) -> dict[str, Any]:
 
 
 def merge_adapter(model: Any, adapter: PeftAdapter, whole: bool = True) -> Any:
-    """Add an adapter to the weights of its base model, and return the plain model.
-
-    Args:
-        whole: whether the model has all of its layers; only then every tensor of the adapter must find its place.
-    """
+    """Add an adapter to its base model. If that is `whole`, every tensor of the adapter must find its place."""
     peft = require_package("peft", "peft")
     name, stored = str(adapter.folder), adapter.shapes().keys()
+    hint = f"is this its base model? {CONFIG_FILE} names it under base_model_name_or_path."
     try:
         with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tensors without a place, which are refused below
             adapted = peft.PeftModel.from_pretrained(model, name, torch_device=str(model.device))
         refuse_soft_prompts(adapted)
         used = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-        _refuse_others(sorted(used - stored) + (sorted(stored - used) if whole else []), adapter)
+        if others := sorted(used - stored) + (sorted(stored - used) if whole else []):
+            raise ModelError(
+                f"the adapter in {name!r} does not fit {adapter.base!r}: {len(others)} tensors are missing or have no "
+                f"place there, the first is {others[0]!r}.",
+                hint,
+            )
         merged = adapted.merge_and_unload(safe_merge=True)
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, ModelError | OptionError):
             raise
         raise ModelError(
             f"the adapter in {name!r} cannot be merged into {adapter.base!r}: {first_line(error).rstrip('.:')}.",
-            f"is this its base model? {CONFIG_FILE} names it under base_model_name_or_path.",
+            hint,
         ) from error
     merged.name_or_path = merged.config.name_or_path = name
     return merged.eval()
-
-
-def _refuse_others(names: list[str], adapter: PeftAdapter) -> None:
-    """Refuse an adapter with tensors that have no place in the base model, or without some that it needs."""
-    if names:
-        raise ModelError(
-            f"the adapter in {str(adapter.folder)!r} does not fit {adapter.base!r}: {len(names)} tensors are missing "
-            f"or have no place there, the first is {names[0]!r}.",
-            f"is this its base model? {CONFIG_FILE} names it under base_model_name_or_path.",
-        )
 
 
 def refuse_soft_prompts(model: Any) -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.dataset import RewardData
 from radq.data.prompts import read_prompts
 from radq.decoding.generate import generate
-from radq.decoding.prompts import encode_prompts
+from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError, DataError, OptionError
 from radq.files import fingerprint_tensors, fingerprint_values
 from radq.guides import Guide

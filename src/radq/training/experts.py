@@ -26,7 +26,7 @@ from radq.data.dataset import RewardData
 from radq.data.rows import Rows
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, atomic_folder, explained_writing, require_room
-from radq.guides.expert import class_log_posterior
+from radq.guides.dexperts import class_log_posterior
 from radq.guides.folders import ANTI_EXPERT, EXPERT
 from radq.models.loading import load_causal_lm, load_config
 from radq.models.vocabulary import find_bos

@@ -17,9 +17,8 @@ from radq.data.rows import Rows
 from radq.errors import ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
+from radq.models.kinds import RadQ, RadV
 from radq.models.loading import find_backbone, load_causal_lm, load_config, max_positions, num_logits
-from radq.models.rad_q import RadQ
-from radq.models.rad_v import RadV
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
 from radq.sources.model_source import ModelSource

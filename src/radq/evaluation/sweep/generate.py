@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.prompts import Prompt
 from radq.decoding.best_of_n import best_of_n
 from radq.decoding.generate import Generation, generate
-from radq.decoding.prompts import Prompt as EncodedPrompt
+from radq.decoding.text import Prompt as EncodedPrompt
 from radq.errors import OptionError, require_package
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, Sweep, SweepCell
