@@ -18,11 +18,10 @@ from radq import numerics
 from radq.cli import main
 from radq.errors import ModelError
 from radq.models.rad_q import RadQ
-from radq.rank.analysis import RankResult
+from radq.rank.analysis import Backbone, RankResult, give_verdict
 from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix
 from radq.rank.numerical import SHARES
-from radq.rank.verdict import Backbone, give_verdict
 from radq.sources.model_source import ModelSource
 from radq.toy import make_reviews
 

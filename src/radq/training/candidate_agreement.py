@@ -27,7 +27,7 @@ TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefi
 WIDTH = 768  # of hidden states, up to which so many tokens are read; wider teachers read fewer, to save memory
 
 
-class Prefix(NamedTuple):
+class MarkedPrefix(NamedTuple):
     """A text that begins with a prompt, and the places in it where candidates are compared.
 
     At place p, candidates stand in place of tokens[p], after the tokens before it. A place may be the end of the text.
@@ -38,35 +38,30 @@ class Prefix(NamedTuple):
     prompt_length: int = 0
 
 
+Prefixes = Sequence[MarkedPrefix]
+Candidates = Int[np.ndarray, "n p k"]
+
 # --- rewards of a teacher ---
 
 
-def score_places(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
-    """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used."""
-    read = _score_texts if _can_read_once(teacher, prefixes, candidates) else _score_prefixes
+def score_places(teacher: Teacher, prefixes: Prefixes, candidates: Candidates) -> Float[np.ndarray, "n p k a"]:
+    """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used.
+
+    One forward over each text gives all of them, but what a model does not know would change how it reads.
+    """
+    tokens = (token for prefix in prefixes for token in _read_part(prefix))
+    highest = max(max(tokens, default=0), int(candidates.max(initial=0)))
+    read = _score_texts if teacher.reads_once and highest < teacher.num_known else _score_prefixes
     return np.where((candidates == UNUSED)[..., None], np.float32(0), read(teacher, prefixes, candidates))
 
 
-def _can_read_once(teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]) -> bool:
-    """Whether one forward over each text gives all rewards; what a model does not know changes how it reads."""
-    if not teacher.reads_once:
-        return False
-    known = min(vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies)
-    tokens = [token for prefix in prefixes for token in _read_part(prefix)]
-    return max(tokens, default=0) < known and int(candidates.max(initial=0)) < known
-
-
-def _read_part(prefix: Prefix) -> list[int]:
+def _read_part(prefix: MarkedPrefix) -> list[int]:
     """The tokens before the last place of a prefix."""
     return prefix.tokens[: max(prefix.places, default=0)]
 
 
 @torch.no_grad()
-def _score_texts(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
+def _score_texts(teacher: Teacher, prefixes: Prefixes, candidates: Candidates) -> Float[np.ndarray, "n p k a"]:
     """Compute the rewards at all places by one forward over each text."""
     _, num_places, k = candidates.shape
     targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
@@ -81,9 +76,7 @@ def _score_texts(
     return targets
 
 
-def _score_prefixes(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
+def _score_prefixes(teacher: Teacher, prefixes: Prefixes, candidates: Candidates) -> Float[np.ndarray, "n p k a"]:
     """Compute the rewards of each place by a forward over the tokens before it."""
     places = [(n, p) for n, prefix in enumerate(prefixes) for p in range(len(prefix.places))]
     starts = [prefix.prompt_length if teacher.reads_continuations else 0 for prefix in prefixes]
