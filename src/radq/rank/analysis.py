@@ -22,7 +22,7 @@ from tqdm import tqdm
 from radq.data.dataset import NO_LIMIT, load_data
 from radq.data.examples import DataColumns
 from radq.errors import DataError, ModelError
-from radq.models.loading import load_config
+from radq.models.loading import hidden_size, load_config
 from radq.models.vocabulary import read_vocabulary
 from radq.rank.completion import Completion, Factors, check_rank, complete, degeneracy
 from radq.rank.config import DataRankConfig
@@ -211,12 +211,12 @@ class Backbone:
     @classmethod
     def read(cls, name: str) -> "Backbone":
         """Read the configuration of a language model by hub name or folder."""
-        hidden_size = getattr(load_config(name).get_text_config(), "hidden_size", None)
-        if not isinstance(hidden_size, int):
+        config = load_config(name).get_text_config()
+        if not isinstance(getattr(config, "hidden_size", None), int):
             raise ModelError(
                 f"the configuration of {name!r} has no hidden_size.", "choose a causal language model as backbone."
             )
-        return cls(name, hidden_size)
+        return cls(name, hidden_size(config))
 
 
 def give_verdict(
@@ -273,21 +273,21 @@ def _judge_rank(
             f"no rank tried reaches {eps:g} over Ω_2; the best was rank {best.rank} with {best.mse:.2g}. Try higher "
             f"ranks (values in general position are met from rank {degeneracy(matrix.omega2)} on) or prefer RAD-V.",
         )
-    found = (
+    fit = (
         f"rank {reached.rank} meets the labels with an error of {reached.mse:.2g} ≤ {eps:g} over Ω_2, so the data "
         f"need rank {reached.bound} at most"
     )
     if backbone is not None and (reached.bound or 0) > backbone.hidden_size:
         return Verdict(
             "hidden-size",
-            f"{found}, more than the hidden size {backbone.hidden_size} of {backbone.name}, which limits the rank of "
+            f"{fit}, more than the hidden size {backbone.hidden_size} of {backbone.name}, which limits the rank of "
             "RAD-Q. Try lower ranks, a wider backbone, or RAD-V.",
         )
-    return _compare_with_shuffled(found, reached, shuffled, eps, backbone)
+    return _compare_with_shuffled(fit, reached, shuffled, eps, backbone)
 
 
 def _compare_with_shuffled(
-    found: str,
+    fit: str,
     reached: RankResult,
     shuffled: Sequence[RankResult] | None,
     eps: float,
@@ -300,20 +300,20 @@ def _compare_with_shuffled(
     if shuffled is None:
         return Verdict(
             "unchecked",
-            f"{found}; {enough}. Shuffled labels were not tried, since the matrix was saved without them. Make it "
+            f"{fit}; {enough}. Shuffled labels were not tried, since the matrix was saved without them. Make it "
             "again from the data.",
         )
     same_rank = next(result for result in shuffled if result.rank == reached.rank)
     if same_rank.mse <= MARGIN * eps:
         return Verdict(
             "sparse",
-            f"cannot tell: too sparse. {found[0].upper()}{found[1:]}, and {enough}. But shuffled labels are met "
+            f"cannot tell: too sparse. {fit[0].upper()}{fit[1:]}, and {enough}. But shuffled labels are met "
             f"about as well ({same_rank.mse:.2g}): the prefixes have so few continuations that the rank says nothing "
             "about the labels.",
         )
     return Verdict(
         "no-obstacle",
-        f"rank is no obstacle. {found[0].upper()}{found[1:]}, and {enough}. Shuffled labels are not met at that rank: "
+        f"rank is no obstacle. {fit[0].upper()}{fit[1:]}, and {enough}. Shuffled labels are not met at that rank: "
         f"their error is {same_rank.mse:.2g}.",
     )
 

@@ -104,12 +104,12 @@ class RewardMatrix:
         """The entries in rows with two or more continuations, without empty columns."""
         sizes = np.diff(self.starts)[self.omega2_rows]
         where = concatenate_ranges(self.starts[self.omega2_rows], sizes)
-        kept, columns = np.unique(self.columns[where], return_inverse=True)
+        used, columns = np.unique(self.columns[where], return_inverse=True)
         return Observed(
             rows=np.repeat(np.arange(len(sizes)), sizes),
             columns=columns.astype(np.int64),
             values=self.values[where],
-            shape=(len(sizes), len(kept)),
+            shape=(len(sizes), len(used)),
         )
 
     @property

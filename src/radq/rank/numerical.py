@@ -24,7 +24,7 @@ from radq.data.dataset import NO_LIMIT, RewardData, load_data
 from radq.data.examples import DataColumns
 from radq.errors import DataError, ModelError, OptionError, require_package
 from radq.files import atomic_folder
-from radq.models.loading import find_device
+from radq.models.loading import find_device, hidden_size
 from radq.models.reward import RewardModel
 from radq.numerics import pad_left, require_memory
 from radq.rank.config import ModelRankConfig
@@ -125,7 +125,7 @@ def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks
         reward=config.reward,
         kind=model.config.kind,
         attribute=attribute,
-        hidden_size=model.config.backbone.hidden_size,
+        hidden_size=hidden_size(model.config.backbone),
         vocabulary=rows.shape[1],
         dtype=config.dtype,
         tf32=config.dtype == "float32" and is_tf32_forced(device),

@@ -84,8 +84,8 @@ def _score_prefixes(teacher: Teacher, prefixes: Prefixes, candidates: Candidates
     rows = np.array([candidates[n, p] for n, p in places]).reshape(len(places), candidates.shape[2])
     rewards = score_rows(teacher, texts, rows)
     targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
-    for (n, p), found in zip(places, rewards, strict=True):
-        targets[n, p] = found
+    for (n, p), reward in zip(places, rewards, strict=True):
+        targets[n, p] = reward
     return targets
 
 
@@ -156,8 +156,8 @@ def measure_candidate_agreement(
     sizes = [len(source.attributes) for source in sources]
     if sizes[0] != sizes[1]:
         raise OptionError(f"the student has {sizes[0]} attributes, the teacher {sizes[1]}.", "compare equal ones.")
-    one, two = (score_rows(source, prefixes, tokens) for source in sources)
-    return compare_rewards(one, two, tokens != UNUSED)
+    own, wanted = (score_rows(source, prefixes, tokens) for source in sources)
+    return compare_rewards(own, wanted, tokens != UNUSED)
 
 
 def _as_teacher(model: RewardModel | Guide) -> Teacher:
@@ -173,34 +173,37 @@ def compare_rewards(
 
     The correlation is 0 in a row where the student's rewards are all equal, and where no row of the teacher differs.
     """
-    one, two = (_subtract_mean(rewards.astype(np.float64), used) for rewards in (student, teacher))  # (n, k, a)
-    products, squares_one, squares_two = ((x * y).sum(1) for x, y in ((one, two), (one, one), (two, two)))  # (n, a)
-    product = np.sqrt(squares_one * squares_two)
-    each = np.divide(products, product, out=np.zeros_like(products), where=product > 0)
-    differs = squares_two > 0
+    own, wanted = (_subtract_mean(rewards.astype(np.float64), used) for rewards in (student, teacher))  # (n, k, a)
+    products, own_squares, wanted_squares = (
+        (x * y).sum(1)
+        for x, y in ((own, wanted), (own, own), (wanted, wanted))  # (n, a)
+    )
+    norms = np.sqrt(own_squares * wanted_squares)
+    each = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
+    differs = wanted_squares > 0
     number = max(1, int(used.sum()))
     return CandidateAgreement(
         ((each * differs).sum(0) / differs.sum(0).clip(min=1)).tolist(),
-        np.sqrt(np.square(one - two).sum((0, 1)) / number).tolist(),
-        np.sqrt(squares_two.sum(0) / number).tolist(),
+        np.sqrt(np.square(own - wanted).sum((0, 1)) / number).tolist(),
+        np.sqrt(wanted_squares.sum(0) / number).tolist(),
     )
 
 
 def _subtract_mean(rewards: Float[np.ndarray, "n k a"], used: Bool[np.ndarray, "n k"]) -> Float[np.ndarray, "n k a"]:
     """Subtract the mean of each row from its rewards; those that are not used become 0."""
-    kept = np.where(used[..., None], rewards, 0)
-    means = kept.sum(1, keepdims=True) / used.sum(1).clip(min=1)[:, None, None]
-    differences = np.where(used[..., None], kept - means, 0)
-    rounding = np.abs(kept).max(1, keepdims=True, initial=0) * 1e-6  # equal rewards must not differ by rounding
+    counted = np.where(used[..., None], rewards, 0)
+    means = counted.sum(1, keepdims=True) / used.sum(1).clip(min=1)[:, None, None]
+    differences = np.where(used[..., None], counted - means, 0)
+    rounding = np.abs(counted).max(1, keepdims=True, initial=0) * 1e-6  # equal rewards must not differ by rounding
     return np.where(np.abs(differences).max(1, keepdims=True, initial=0) > rounding, differences, 0)
 
 
-def metrics_of(found: CandidateAgreement, attributes: list[str]) -> dict[str, float]:
+def metrics_of(agreement: CandidateAgreement, attributes: list[str]) -> dict[str, float]:
     """Turn the agreement into metrics: means over attributes and, if there are several, the numbers of each."""
     values = {
-        "candidate_correlation": found.correlation,
-        "candidate_error": found.error,
-        "constant_candidate_error": found.constant_error,
+        "candidate_correlation": agreement.correlation,
+        "candidate_error": agreement.error,
+        "constant_candidate_error": agreement.constant_error,
     }
     metrics = {name: float(np.mean(numbers)) for name, numbers in values.items()}
     if len(attributes) > 1:

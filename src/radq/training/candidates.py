@@ -226,8 +226,8 @@ class CandidateFeed:
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.candidates))
         index = np.searchsorted(self.text_rows, texts[texts >= 0])
         first, after = (np.floor((index + n) * self.per_text + 1e-9).astype(np.int64) for n in (0, 1))
-        found = [np.arange(low, high) for low, high in zip(first, after, strict=True)]
-        return order[np.concatenate([np.zeros(0, np.int64), *found]) % len(order)]
+        ranges = [np.arange(low, high) for low, high in zip(first, after, strict=True)]
+        return order[np.concatenate([np.zeros(0, np.int64), *ranges]) % len(order)]
 
 
 class CandidateMaker:
@@ -296,10 +296,10 @@ class CandidateMaker:
         unmade = missing(pieces)
         for piece in tqdm(unmade, desc="candidates", unit="piece", disable=not self.progress or not unmade):
             save_arrays(piece, **vars(self._make_piece(round_number, piece.contents, make_guide)))
-        found = CandidateSet.join([CandidateSet.load(piece.file) for piece in pieces])
-        if not (found.candidates != UNUSED).any():
+        candidates = CandidateSet.join([CandidateSet.load(piece.file) for piece in pieces])
+        if not (candidates.candidates != UNUSED).any():
             raise DataError("the base model ends every prompt at once.", "give other --prompts.")
-        return found
+        return candidates
 
     def _pieces(self, round_number: int) -> list[StoredPiece[range]]:
         """List the files of a round, with the numbers of their prefixes."""
@@ -355,7 +355,7 @@ def find_candidates(
 
     UNUSED stands in place of tokens from `num_known` on, and at places that a prefix does not have.
     """
-    found = np.full((len(prefixes), num_places, k), UNUSED, np.int32)
+    candidates = np.full((len(prefixes), num_places, k), UNUSED, np.int32)
     reader = Reader(lm, "logits", "base model", read_vocabulary(num_logits(lm), None))
     order = sorted((n for n, prefix in enumerate(prefixes) if prefix.places), key=lambda n: len(prefixes[n].tokens))
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
@@ -367,5 +367,5 @@ def find_candidates(
         texts = np.repeat(np.arange(len(rows)), lengths)
         tokens = logits[texts, after].topk(k).indices.cpu().numpy()  # (places, k)
         numbers = np.concatenate([np.arange(length) for length in lengths])
-        found[np.asarray(rows)[texts], numbers] = np.where(tokens < num_known, tokens, UNUSED)
-    return found
+        candidates[np.asarray(rows)[texts], numbers] = np.where(tokens < num_known, tokens, UNUSED)
+    return candidates

@@ -197,8 +197,8 @@ class ExpertRun(TrainingRun[ExpertTrainingConfig]):
         for part in parts:
             if self.shows:
                 print(f"{part.name or self.config.method}: {len(part.data)} texts")
-            found = self._train_part(part)
-            metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in found.items()}
+            measured = self._train_part(part)
+            metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in measured.items()}
         return metrics
 
     def _train_part(self, part: "_Part") -> dict[str, float]:

@@ -149,8 +149,8 @@ def difference_loss(rewards: Candidates, targets: Candidates, used: Bool[Tensor,
 
 def subtract_mean(rewards: Float[Tensor, "*p k a"], used: Bool[Tensor, "*p k"]) -> Float[Tensor, "*p k a"]:
     """Subtract the mean over the candidates of a row that are used from its rewards."""
-    kept = torch.where(used[..., None], rewards, 0)
-    return rewards - kept.sum(-2, keepdim=True) / used.sum(-1).clamp(min=1)[..., None, None]
+    counted = torch.where(used[..., None], rewards, 0)
+    return rewards - counted.sum(-2, keepdim=True) / used.sum(-1).clamp(min=1)[..., None, None]
 
 
 def _mean_over_candidates(errors: Candidates, used: Bool[Tensor, "b p k"]) -> Loss:
@@ -313,13 +313,13 @@ class SpanObjective(Objective):
     def metrics(self, statistics: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Compute the metrics of tokens as of texts that end with them; no metrics if no token has a label."""
         values, counted = np.moveaxis(labels, -1, 0)  # (n, t) each; padding is −100
-        rewards, found = statistics[..., 0][counted == 1], values[counted == 1]
-        if not len(found):
+        rewards, wanted = statistics[..., 0][counted == 1], values[counted == 1]
+        if not len(wanted):
             return {}
-        column = found[:, None]
-        metrics = compute_metrics(np.stack([rewards, (rewards - found) ** 2], axis=1), column, self.attributes)
+        column = wanted[:, None]
+        metrics = compute_metrics(np.stack([rewards, (rewards - wanted) ** 2], axis=1), column, self.attributes)
         del metrics["last_token_mse"]  # the same
-        return metrics | constant_metrics(column, np.ones(len(found)), self.data.mean_labels, self.attributes, None)
+        return metrics | constant_metrics(column, np.ones(len(wanted)), self.data.mean_labels, self.attributes, None)
 
     def example(self, data: RewardData) -> tuple[np.ndarray, np.ndarray]:
         labels: np.ndarray = data.token_labels  # pyright: ignore[reportAttributeAccessIssue]
@@ -407,18 +407,18 @@ def constant_metrics(
     if loss is not None:
         outputs = LOSSES[loss].head_output(torch.from_numpy(constant)).expand(len(labels), 1, -1)
         one_token = torch.ones(len(labels), 1)
-        found = LOSSES[loss](outputs, one_token, torch.from_numpy(labels), torch.from_numpy(weights))
-        metrics["constant_loss"] = float(found)
+        constant_loss = LOSSES[loss](outputs, one_token, torch.from_numpy(labels), torch.from_numpy(weights))
+        metrics["constant_loss"] = float(constant_loss)
     return metrics
 
 
 def _with_each(name: str, errors: np.ndarray, known: np.ndarray, attributes: list[str]) -> dict[str, float]:
     """Average the known errors, both (n, a), over all under `name` and, if there are several attributes, of each."""
-    found = {name: float(errors[known].mean())} if known.any() else {}
+    means = {name: float(errors[known].mean())} if known.any() else {}
     if len(attributes) > 1:
         each = zip(attributes, errors.T, known.T, strict=True)
-        found |= {f"{name}_{attribute}": float(e[k].mean()) for attribute, e, k in each if k.any()}
-    return found
+        means |= {f"{name}_{attribute}": float(e[k].mean()) for attribute, e, k in each if k.any()}
+    return means
 
 
 def pair_metrics(rewards: Float[np.ndarray, "p 2"]) -> dict[str, float]:

@@ -33,6 +33,17 @@ SHOWN = (  # settings that a card names
     *("kind", "reads", "head", "num_layers", "lora_rank", "loss", "epochs", "max_steps", "batch_size"),
     *("learning_rate", "max_length", "reg_weight", "seed", "teacher", "teacher_classifier", "base"),
 )
+INTRODUCTION = """# {title}
+
+A {kind} reward model of radq{origin}. It gives each token of a text a reward for {attributes}, and steers a language \
+model with the same vocabulary. Rewards are clamped to {limits}.
+
+```python
+from radq import RewardGuide, RewardModel
+
+reward = RewardModel.from_pretrained("{name}")
+guide = RewardGuide(reward, {{"{attribute}": 20.0}})  # a negative strength steers away
+```"""
 LIMITS = """- Rewards are meant for language models with the vocabulary of the base above; radq refuses others.
 - It repeats what its labels say, with their mistakes and prejudices, and was measured on texts like those alone.
 - Guidance shifts probabilities and guarantees nothing: check texts with a judge that was not trained on the same data.
@@ -218,9 +229,24 @@ def write_card(folder: str | Path, name: str, license: str | None = None) -> str
     """Write the card of a reward model that will be called `name` on the hub, as markdown with a YAML header."""
     folder = Path(folder)
     model, run, results = ModelSource.find(folder).config, _read_run(folder), _read_json(folder / RESULTS)
-    base = _describe_base(model, run)
-    title = f"# {name.rpartition('/')[2]}"
-    parts = [_write_header(run, base, license), title, _describe_model(model, base), _show_use(name, model)]
+    base, commit = _describe_base(model, run)
+    header: dict[str, Any] = {"library_name": "radq", "tags": ["radq", "reward-model", "controlled-generation"]}
+    if license:
+        header["license"] = license
+    if "/" in base or commit:
+        header["base_model"] = base
+    if run is not None and (datasets := [name.partition(":")[0] for name in run.data if not _is_file(name)]):
+        header["datasets"] = datasets
+    introduction = INTRODUCTION.format(
+        title=name.rpartition("/")[2],
+        kind=f"RAD-{model['kind'].upper()}",
+        origin=(f", trained from {base}" if base else "") + (f" at commit {commit}" if commit else ""),
+        attributes=", ".join(f"`{attribute}`" for attribute in model["attributes"]),
+        limits=model.get("response_range"),
+        name=name,
+        attribute=model["attributes"][0],
+    )
+    parts = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---", introduction]
     if run is not None:
         parts += ["## Training", _describe_training(folder, run)]
     parts += ["## Evaluation", _write_figures(results)]
@@ -254,18 +280,6 @@ def _describe_base(model: dict[str, Any], run: RewardTrainingConfig | None) -> t
     return name, model.get("backbone_revision") or ModelSource.find(name).snapshot.name
 
 
-def _write_header(run: RewardTrainingConfig | None, base: tuple[str, str | None], license: str | None) -> str:  # noqa: A002
-    header: dict[str, Any] = {"library_name": "radq", "tags": ["radq", "reward-model", "controlled-generation"]}
-    if license:
-        header["license"] = license
-    if "/" in base[0] or base[1]:
-        header["base_model"] = base[0]
-    datasets = [] if run is None else [name.partition(":")[0] for name in run.data if not _is_file(name)]
-    if datasets:
-        header["datasets"] = datasets
-    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---"
-
-
 def _is_file(name: str) -> bool:
     return looks_like_path(name) or Path(name).exists() or bool(Path(name).suffix)
 
@@ -279,25 +293,6 @@ def _write_table(*rows: Sequence[Any]) -> str:
     """A table in markdown, of which the first row is the header."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-
-def _describe_model(model: dict[str, Any], base: tuple[str, str | None]) -> str:
-    kind = "RAD-Q" if model["kind"] == "q" else "RAD-V"
-    of = f", trained from {base[0]}" if base[0] else ""
-    commit = f" at commit {base[1]}" if base[1] else ""
-    attributes = ", ".join(f"`{name}`" for name in model["attributes"])
-    return (
-        f"A {kind} reward model of radq{of}{commit}. It gives each token of a text a reward for {attributes}, and "
-        f"steers a language model with the same vocabulary. Rewards are clamped to {model.get('response_range')}."
-    )
-
-
-def _show_use(name: str, model: dict[str, Any]) -> str:
-    attribute = model["attributes"][0]
-    return (
-        f'```python\nfrom radq import RewardGuide, RewardModel\n\nreward = RewardModel.from_pretrained("{name}")\n'
-        f'guide = RewardGuide(reward, {{"{attribute}": 20.0}})  # a negative strength steers away\n```'
-    )
 
 
 def _describe_training(folder: Path, run: RewardTrainingConfig) -> str:

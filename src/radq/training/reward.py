@@ -297,8 +297,8 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
         tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.max_tokens
         rank = model.config.lora_rank
     else:
-        found = ModelSource.find(config.backbone)
-        tokenizer, backbone = found.find_tokenizer(), load_config(found)
+        source = ModelSource.find(config.backbone)
+        tokenizer, backbone = source.find_tokenizer(), load_config(source)
         positions = max_positions(backbone)
         max_tokens = None if positions is None else positions - 1  # a BOS stands before each text
     tokenizer = _require_tokenizer(tokenizer, config.backbone or config.init or config.teacher)

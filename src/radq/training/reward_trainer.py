@@ -155,8 +155,8 @@ class RewardTrainer(BatchTrainer):
         return self.objective.statistics(self.reward_model.link(output.rewards), inputs)
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        found = self.objective.metrics(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
-        return found | self.measure_candidates()
+        metrics = self.objective.metrics(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
+        return metrics | self.measure_candidates()
 
     def metric_names(self) -> list[str]:
         data: Any = self.eval_dataset
@@ -185,9 +185,9 @@ class RewardTrainer(BatchTrainer):
         """Compute the metrics of the last weights. The agreement is measured also if no texts are held out."""
         metrics = super()._evaluate_end()
         if self.held_out is not None and "eval_candidate_error" not in metrics:
-            found = {f"eval_{name}": value for name, value in self.measure_candidates().items()}
-            self.log(dict(found))
-            metrics |= found
+            measured = {f"eval_{name}": value for name, value in self.measure_candidates().items()}
+            self.log(dict(measured))
+            metrics |= measured
         return metrics
 
     @property

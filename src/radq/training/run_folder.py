@@ -166,8 +166,8 @@ def scales_of_model(config: "RewardModelConfig", source: str) -> list[LabelScale
 
 def find_checkpoints(run: str | Path) -> list[Path]:
     """Find the checkpoints of a run, oldest first."""
-    found = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    checkpoints = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def write_checksums(checkpoint: Path) -> None:

@@ -91,12 +91,12 @@ class StateCache:
     def read(self, texts: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b t n"]:
         """Read the states of texts, with zeros after the end of each."""
         lengths = self.lengths[texts]
-        found = np.zeros((len(texts), max(1, lengths.max(initial=1)), self.token_bytes), np.uint8)
+        states = np.zeros((len(texts), max(1, lengths.max(initial=1)), self.token_bytes), np.uint8)
         pieces = np.searchsorted(self._first_texts, texts, side="right") - 1
         starts = self.data.offsets[texts] - self.data.offsets[self._first_texts[pieces]]
         for row, (piece, start, length) in enumerate(zip(pieces, starts, lengths, strict=True)):
-            found[row, :length] = self._maps[piece][start : start + length]
-        return torch.from_numpy(found).view(self.dtype).float().numpy()  # numpy has no bfloat16
+            states[row, :length] = self._maps[piece][start : start + length]
+        return torch.from_numpy(states).view(self.dtype).float().numpy()  # numpy has no bfloat16
 
     @cached_property
     def _maps(self) -> list[np.ndarray]:
@@ -112,7 +112,7 @@ class StateCache:
 
     def _read_base(self, texts: Int[np.ndarray, " b"], bar: tqdm) -> np.ndarray:
         """Compute the states of consecutive texts, of which those of similar length are read together."""
-        found = np.empty((int(self.lengths[texts].sum()), self.token_bytes), np.uint8)
+        stored = np.empty((int(self.lengths[texts].sum()), self.token_bytes), np.uint8)
         begin = self.data.offsets[texts[0]]
         ordered = texts[np.argsort(self.lengths[texts], kind="stable")]
         per_forward = max(1, TOKENS_PER_FORWARD // max(1, int(self.lengths[texts].max())))
@@ -122,9 +122,9 @@ class StateCache:
             states = self._compute(batch["input_ids"], batch["attention_mask"]).to("cpu", self.dtype)
             rows = states.contiguous().view(torch.uint8).numpy()
             for start, length, row in zip(self.data.offsets[chunk] - begin, self.lengths[chunk], rows, strict=True):
-                found[start : start + length] = row[:length]
+                stored[start : start + length] = row[:length]
             bar.update(int(self.lengths[chunk].sum()))
-        return found
+        return stored
 
     def _compute(self, input_ids: Int[np.ndarray, "b t"], mask: Int[np.ndarray, "b t"]) -> Float[torch.Tensor, "b t n"]:
         device = self.model.device
@@ -141,17 +141,17 @@ def prepare_states(
     Parts of one data set share their states.
     """
     folder = Path(cache or default_cache_folder()) / "states"
-    found: dict[Path, StateCache] = {}
+    caches: dict[Path, StateCache] = {}
     for part in parts:
         states = StateCache(model, part, folder, base_fingerprint, precision)
-        if states.folder in found:
-            found[states.folder].parts.append(part)
+        if states.folder in caches:
+            caches[states.folder].parts.append(part)
         else:
-            found[states.folder] = states
+            caches[states.folder] = states
     hint = "make room, name a folder on another disk by --cache, or leave --cache-states out"
     hint += "; fewer --readout-layers and --backbone-dtype bfloat16 need less."
-    check_room(folder, (piece for states in found.values() for piece in states.pieces()), "the hidden states", hint)
-    return list(found.values())
+    check_room(folder, (piece for states in caches.values() for piece in states.pieces()), "the hidden states", hint)
+    return list(caches.values())
 
 
 def measure_states(caches: list[StateCache]) -> dict[str, float]:
@@ -198,9 +198,9 @@ def _write_targets(file: Path, size: int, data: RewardData, teacher: Teacher, ba
             rewards = teacher.token_rewards(batch["input_ids"].to(teacher.device), read.to(teacher.device))
             rewards = rewards.float().cpu().numpy()
             lengths = batch["attention_mask"].sum(1).tolist()
-            for row, length, found in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
+            for row, length, reward in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
                 stream.seek(token_bytes * int(data.offsets[row]))
-                stream.write(found[:length].tobytes())
+                stream.write(reward[:length].tobytes())
 
 
 def target_ranges(data: RewardData) -> list[Limits]:

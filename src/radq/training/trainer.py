@@ -346,8 +346,8 @@ class BatchTrainer(Trainer):
             )
 
     def _last_checkpoint(self) -> str:
-        kept = find_checkpoints(self.settings.out)
-        return f"the last good checkpoint is {str(kept[-1])!r}" if kept else "there is no checkpoint yet"
+        checkpoints = find_checkpoints(self.settings.out)
+        return f"the last good checkpoint is {str(checkpoints[-1])!r}" if checkpoints else "there is no checkpoint yet"
 
     # --- logs and checkpoints ---
 
