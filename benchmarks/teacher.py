@@ -20,7 +20,7 @@ from radq.benchmark.measure import describe_machine, read_clock
 from radq.guides import DExpertsGuide, GeDiGuide
 from radq.models.kinds import RadV
 from radq.models.loading import find_device
-from radq.training.candidate_agreement import Prefix, _score_prefixes, _score_texts
+from radq.training.candidate_agreement import MarkedPrefix, _score_prefixes, _score_texts
 from radq.training.teacher import GuideSource, RewardSource, Source, Teacher
 
 WAYS = {"each text once": _score_texts, "each place anew": _score_prefixes}
@@ -72,9 +72,9 @@ def make_source(arguments: Arguments) -> Source:
     return GuideSource(DExpertsGuide(lm, load(arguments.backbone)[0], 1.0, tokenizer), ["alpha"])
 
 
-def make_prefix(length: int, num_places: int, num_tokens: int, rng: np.random.Generator) -> Prefix:
+def make_prefix(length: int, num_places: int, num_tokens: int, rng: np.random.Generator) -> MarkedPrefix:
     places = np.sort(rng.choice(np.arange(1, length + 1), num_places, replace=False))
-    return Prefix(rng.integers(num_tokens, size=length).tolist(), places.tolist())
+    return MarkedPrefix(rng.integers(num_tokens, size=length).tolist(), places.tolist())
 
 
 if __name__ == "__main__":

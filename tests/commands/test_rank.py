@@ -13,16 +13,16 @@ from command_runs import fails
 from families import make_byte_tokenizer, make_number_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import OPTConfig
 
 from radq import numerics
 from radq.cli import main
 from radq.errors import ModelError
 from radq.models.kinds import RadQ
-from radq.rank.analysis import RankResult
+from radq.rank.analysis import Backbone, RankResult, give_verdict
 from radq.rank.completion import Factors, complete
 from radq.rank.matrix import RewardMatrix
 from radq.rank.numerical import SHARES
-from radq.rank.verdict import Backbone, give_verdict
 from radq.sources.model_source import ModelSource
 from radq.toy import make_reviews
 
@@ -178,6 +178,13 @@ def test_the_first_verdict_that_holds_is_given(reviews: Path, toy: Path, capsys:
     unknown = give_verdict(matrix, met, None, 1e-6, tiny)
     assert unknown.code == "unchecked"
     assert "Make it again" in unknown.text
+
+
+def test_the_hidden_size_is_that_of_the_last_states(tmp_path: Path) -> None:
+    """OPT-350m projects its hidden states to narrower ones before the output embedding."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    OPTConfig(**sizes).save_pretrained(tmp_path)
+    assert Backbone.read(str(tmp_path)).hidden_size == 16
 
 
 def test_matrices_of_earlier_versions_are_read(reviews: Path, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

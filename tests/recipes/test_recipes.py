@@ -31,9 +31,9 @@ from radq.settings import read_yaml
 from radq.sources.hub import quiet
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import Task, complete
 from radq.training.losses import baseline_loss, squared_loss
 from radq.training.reward import train
+from radq.training.trainer_setup import Task, complete
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ from radq.training import candidate_agreement as agreement_module
 from radq.training import candidates as candidates_module
 from radq.training.candidate_agreement import (
     UNUSED,
-    Prefix,
+    MarkedPrefix,
     compare_rewards,
     measure_candidate_agreement,
     score_places,
@@ -58,7 +58,12 @@ from radq.training.run_folder import split_teachers
 from radq.training.teacher import GuideSource, RewardSource, Teacher, fingerprint_model, load_teacher
 from radq.training.trainer_setup import training_device
 
-PREFIXES = [Prefix([5, 6, 7, 8, 9], [2, 4, 5]), Prefix([1, 11, 12], [3]), Prefix([13], []), Prefix([21, 22], [1, 2])]
+PREFIXES = [
+    MarkedPrefix([5, 6, 7, 8, 9], [2, 4, 5]),
+    MarkedPrefix([1, 11, 12], [3]),
+    MarkedPrefix([13], []),
+    MarkedPrefix([21, 22], [1, 2]),
+]
 
 
 def random_candidates(k: int, seed: int = 0) -> np.ndarray:
@@ -164,7 +169,7 @@ def test_a_wide_teacher_reads_fewer_texts_at_once(lm_folders: dict[str, Path], m
 def test_tokens_that_a_teacher_does_not_know_are_not_read(lm_folders: dict[str, Path]) -> None:
     model = make_reward("q", lm_folders["llama"])
     model.vocabulary = Vocabulary(VOCAB, 30)
-    prefix = Prefix([5, 33, 6], [1, 3])
+    prefix = MarkedPrefix([5, 33, 6], [1, 3])
     candidates = np.array([[[7, 34], [8, 9]]], np.int32)
     found = score_places(Teacher([[RewardSource(model)]]), [prefix], candidates)
     for p, place in enumerate(prefix.places):

@@ -20,9 +20,8 @@ from radq.models.kinds import RadV
 from radq.settings import Range, names_in_table, read_yaml
 from radq.toy import make_reviews
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
-from radq.training.data import PAPER
 from radq.training.losses import LOSSES
-from radq.training.trainer_setup import FIXED, MANAGED, choose_precision, make_arguments
+from radq.training.trainer_setup import FIXED, MANAGED, PAPER, choose_precision, make_arguments
 
 COMMANDS = {"train": RewardTrainingConfig, "distill": RewardTrainingConfig, "train-experts": ExpertTrainingConfig}
 

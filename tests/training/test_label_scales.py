@@ -14,10 +14,9 @@ from radq.errors import DataError, OptionError
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
 from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
-from radq.training.data import scales_of_model
 from radq.training.experts import train_experts
 from radq.training.reward import train
-from radq.training.run_folder import FINGERPRINTS, LABELS
+from radq.training.run_folder import FINGERPRINTS, LABELS, scales_of_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:on the evaluation data the model does not beat a constant")
 

@@ -62,12 +62,12 @@ def test_missing_labels_have_no_loss_and_no_gradient(loss: str, known: list[list
     labels, weights = (torch.rand(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (3,)))
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [1, 0, 0, 0]])
     is_known = torch.tensor(known)
-    found = LOSSES[loss].compute(rewards, mask, torch.where(is_known, labels, torch.nan), weights)
+    found = LOSSES[loss](rewards, mask, torch.where(is_known, labels, torch.nan), weights)
     expected = rewards.new_zeros(())
     for a in range(2):
         rows = is_known[:, a]
         if rows.any():
-            part = LOSSES[loss].compute(rewards[rows][..., [a]], mask[rows], labels[rows][:, [a]], weights[rows])
+            part = LOSSES[loss](rewards[rows][..., [a]], mask[rows], labels[rows][:, [a]], weights[rows])
             expected = expected + part * rows.sum() / 3
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(found, rewards)
@@ -100,7 +100,7 @@ def batch(lengths: list[int], left: bool, width: int, filler: float, seed: int) 
 
 def losses(rewards: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     teacher = torch.zeros_like(rewards)
-    parts = [loss.compute(rewards, mask, labels) for loss in LOSSES.values()]
+    parts = [loss(rewards, mask, labels) for loss in LOSSES.values()]
     return torch.stack([*parts, distillation_loss(rewards, mask, teacher), baseline_loss(rewards, mask)])
 
 
@@ -117,7 +117,7 @@ def test_padding_never_enters_a_loss(lengths: list[int], left: bool, width: int,
 def test_weighted_losses_are_the_mean_over_utterances(lengths: list[int], seed: int) -> None:
     rewards, mask, labels = batch(lengths, False, 6, 0.0, seed)
     torch.testing.assert_close(prefix_weights(mask).sum(1), torch.ones(len(lengths)))
-    for loss in (known.compute for known in LOSSES.values()):
+    for loss in LOSSES.values():
         alone = [loss(rewards[i : i + 1], mask[i : i + 1], labels[i : i + 1]) for i in range(len(lengths))]
         torch.testing.assert_close(loss(rewards, mask, labels), torch.stack(alone).mean())
 

@@ -13,7 +13,8 @@ from training_runs import make_settings
 from radq.settings import check_values, read_yaml
 from radq.toy import make_reviews
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import (
+from radq.training.reward import train
+from radq.training.trainer_setup import (
     CPU_LAYERS,
     HIGHEST_LORA_RATE,
     LEAST_STEPS,
@@ -25,7 +26,6 @@ from radq.training.data import (
     held_out_share,
     num_steps,
 )
-from radq.training.reward import train
 
 SMOLLM = {"width": 576, "num_layers": 30}
 

@@ -35,7 +35,7 @@ from radq.judges.readers import TransformersReader
 from radq.models.kinds import RadV
 from radq.models.reward import RewardModel
 from radq.toy import make_reviews
-from radq.training.candidate_agreement import UNUSED, Prefix, score_places
+from radq.training.candidate_agreement import UNUSED, MarkedPrefix, score_places
 from radq.training.candidates import CandidateSet
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward import train
@@ -209,7 +209,7 @@ def test_prefixes_without_their_prompts(classifier: Path, toy_tokenizer: PreTrai
     direct = Direct(classifier)
     ids = toy_tokenizer("the film was very good", add_special_tokens=False).input_ids
     candidates = np.array([[[5, 9], [7, UNUSED]]], np.int32)
-    prefix = Prefix(ids, [2, 4], prompt_length=2)
+    prefix = MarkedPrefix(ids, [2, 4], prompt_length=2)
     for continuation in (False, True):
         teacher = Teacher([[make_source(classifier, toy_tokenizer, reads_continuations=continuation)]])
         targets = score_places(teacher, [prefix], candidates)

@@ -77,9 +77,8 @@ def rank_data(arguments: DataArguments) -> None:
     announce(f"loading {arguments.backbone or arguments.tokenizer or arguments.files[0]}", arguments.json)
     from radq.models.loading import find_device
     from radq.numerics import peak_memory
-    from radq.rank.analysis import complete_ranks, describe_matrix, read_matrix
+    from radq.rank.analysis import Backbone, complete_ranks, describe_matrix, give_verdict, read_matrix
     from radq.rank.embedding_bound import bound_by_backbone
-    from radq.rank.verdict import Backbone, give_verdict
 
     device, progress = find_device(arguments.device), not arguments.json
     name = arguments.backbone
@@ -148,7 +147,7 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
     from rich.table import Table
 
     from radq.commands.console import console
-    from radq.rank.verdict import quote_prefix
+    from radq.rank.analysis import quote_prefix
 
     out = console()
     out.print(

@@ -185,7 +185,7 @@ def _score_table(
     from radq.data.label_scale import LabelRules
     from radq.errors import DataError
     from radq.evaluation.table_scores import score_table
-    from radq.training.data import scales_of_model
+    from radq.training.run_folder import scales_of_model
 
     rules = LabelRules.parse(arguments.label_map, arguments.label_range)
     known = dict(zip(model.config.attributes, scales_of_model(model.config, arguments.reward), strict=True))

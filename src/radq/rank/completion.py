@@ -22,8 +22,7 @@ values in general position; for special ones (such as the identity) they need no
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from torch import Tensor
 from radq.errors import DataError, OptionError
 from radq.files import atomic_file
 from radq.numerics import require_memory
-from radq.rank.config import check_completion, check_seed
+from radq.rank.config import check_completion
 from radq.rank.matrix import Observed
 
 NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}  # gathered factors: as many as fit a cache, and as fill a GPU
@@ -202,44 +201,31 @@ def complete(
     reach: the error is above it and would fall to it within the remaining iterations at the pace of the last one. The
     penalty is most of the objective by then, so the error may halve while the objective hardly moves.
 
-    Args:
-        penalty: weight of the squared factors in the objective.
-        iterations: upper limit on the number of iterations.
-        tolerance: a share of the objective.
-        target: a mean squared error over the observed entries.
-        start: factors of this or another rank to start from, in place of those that peeling gives.
-        progress: called after every iteration with its mean squared error.
+    It begins with `start`, factors of this or another rank, or else with those that peeling gives. `target` is a mean
+    squared error over the observed entries, with which `progress` is called after every iteration.
     """
     n, m = observed.shape
-    check_completion(penalty, iterations, tolerance)
-    check_seed(seed)
+    check_completion(penalty, iterations, tolerance, seed)
     check_rank(observed, rank)
     began = time.perf_counter()
     if rank == 0:
         zero = Factors(torch.zeros(n, 0, dtype=dtype), torch.zeros(m, 0, dtype=dtype))
         return Completion(zero, zero.mse(observed), 0, time.perf_counter() - began)
     require_memory(4 * (n + m) * rank * dtype.itemsize, device, f"a completion of rank {rank} of a {n} × {m} matrix")
-    with _threads(1 if len(observed) * rank < NUMBERS_FOR_THREADS else torch.get_num_threads()):
-        random = _random_factors(n, m, rank, seed, device, dtype)
-        before = 0
+    threads = torch.get_num_threads()
+    if len(observed) * rank < NUMBERS_FOR_THREADS:  # faster on one, above all where other work uses the other cores
+        torch.set_num_threads(1)
+    try:
+        begin, before = _random_factors(n, m, rank, seed, device, dtype), 0
         if start is None:
-            begin, before = _fit_by_peeling(observed, random, penalty, iterations, tolerance, progress)
+            begin, before = _fit_by_peeling(observed, begin, penalty, iterations, tolerance, progress)
         else:
-            begin = Factors(torch.cat([start.a[:, :rank].to(random.a), random.a[:, start.rank :]], dim=1), random.b)
+            begin = Factors(torch.cat([start.a[:, :rank].to(begin.a), begin.a[:, start.rank :]], dim=1), begin.b)
         left = max(1, iterations - before)
         factors, after = _alternate(observed, begin, penalty, left, tolerance, target, progress)
-    return Completion(factors, factors.mse(observed), before + after, time.perf_counter() - began)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Set torch's number of threads: small steps are faster on one, above all where other work uses the other cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+    return Completion(factors, factors.mse(observed), before + after, time.perf_counter() - began)
 
 
 def _alternate(

@@ -2,26 +2,22 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from radq.data.tables import check_sources
 from radq.errors import OptionError
 from radq.sources.model_source import check_language_model, check_reward_model
-
-if TYPE_CHECKING:
-    from radq.data.label_scale import LabelRules
+from radq.training.config import DataConfig
 
 
 @dataclass
-class DataRankConfig:
-    """Settings of the analysis of a data set."""
+class DataRankConfig(DataConfig):
+    """Settings of the analysis of a data set; several labels share one stacked matrix."""
 
-    files: tyro.conf.Positional[list[str]]
+    files: tyro.conf.Positional[list[str]] = field(kw_only=True)
     """csv, tsv, jsonl or parquet files, compressed or not; or one .npz file that --save-matrix has written."""
-    labels: str = ""
-    """Columns with the labels, separated by commas; several attributes share one stacked matrix."""
     tokenizer: str = ""
     """Hub name, tokenizer.json, or folder (also with GPT-2's encoder.json and vocab.bpe); by default the backbone's."""
     backbone: str | None = None
@@ -36,26 +32,8 @@ class DataRankConfig:
     """Weight of the squared factors in the objective of a completion."""
     tolerance: float = 0.01
     """Stop when an iteration lowers the objective by less than this share, unless eps is still in reach."""
-    text: str = "text"
-    """Column with the texts."""
-    prompt: str | None = None
-    """Column with the context before each text."""
-    weight: str | None = None
-    """Column with the weight of each row."""
-    label_map: str = ""
-    """Numbers of words, such as bad=0,ok=0.5,good=1, for all label columns in which one of the words occurs. By default
-    well-known pairs of words, such as no and yes, become 0 and 1."""
-    label_range: tuple[float, float] | None = None
-    """Lowest and highest label, which are mapped to 0 and 1. By default numbers from 0 to 1 stay as they are, and other
-    numbers are mapped by their own range."""
-    keep_labels: bool = False
-    """Leave numbers as they are, also outside 0 to 1."""
-    skip_empty: bool = False
-    """Leave out rows with an empty text, which are an error otherwise."""
     max_length: int | None = None
     """Cut texts off after this number of tokens; by default texts stay whole."""
-    cache: str | None = None
-    """Folder for tokenised data; by default in the user's cache folder."""
     save_matrix: Path | None = None
     """Write the reward matrix to this npz file, which scipy.sparse.load_npz reads."""
     certificates: Path | None = None
@@ -68,17 +46,6 @@ class DataRankConfig:
     """Data type of the factors."""
 
     @property
-    def label_columns(self) -> list[str]:
-        return [label.strip() for label in self.labels.split(",")]
-
-    @property
-    def label_rules(self) -> "LabelRules":
-        """How labels become numbers, where radq is not to decide."""
-        from radq.data.label_scale import LabelRules
-
-        return LabelRules.parse(self.label_map, self.label_range, self.keep_labels)
-
-    @property
     def reads_matrix(self) -> bool:
         """Whether the reward matrix comes from a file, and not from texts and labels."""
         return len(self.files) == 1 and self.files[0].endswith(".npz")
@@ -89,8 +56,7 @@ class DataRankConfig:
 
     def check(self) -> None:
         """Refuse values outside their ranges, and files and models that are not there, before anything is loaded."""
-        check_completion(self.penalty, self.iterations, self.tolerance)
-        check_seed(self.seed)
+        check_completion(self.penalty, self.iterations, self.tolerance, self.seed)
         if not 0 <= self.eps < float("inf"):
             raise OptionError(
                 f"eps must be at least 0 and finite, got {self.eps}.", "give a mean squared error, such as 1e-6."
@@ -109,9 +75,9 @@ class DataRankConfig:
         if self.backbone is not None:
             check_language_model(self.backbone)
         if not self.reads_matrix:
-            self.check_data()
+            self._check_data()
 
-    def check_data(self) -> None:
+    def _check_data(self) -> None:
         """Refuse texts without a tokenizer, labels without names, and files that are not there or lack columns."""
         if not (self.tokenizer or self.backbone):
             raise OptionError(
@@ -119,13 +85,12 @@ class DataRankConfig:
                 "give --tokenizer, or --backbone to use the tokenizer of a model.",
             )
         labels = self.label_columns
-        if not all(labels) or len(set(labels)) < len(labels):
+        if not labels or len(set(labels)) < len(labels):
             raise OptionError(
                 f"labels must name one column, or different ones, got {self.labels!r}.",
                 "give --labels COLUMN, or several columns separated by commas.",
             )
-        columns = [name for name in (self.text, self.prompt, self.weight, *labels) if name is not None]
-        check_sources(self.files, columns)
+        check_sources(self.files, self.columns)
 
 
 @dataclass
@@ -177,7 +142,8 @@ class ModelRankConfig:
         check_sources(self.data, [self.text])
 
 
-def check_completion(penalty: float, iterations: int, tolerance: float) -> None:
+def check_completion(penalty: float, iterations: int, tolerance: float, seed: int) -> None:
+    """Refuse options of a completion that are out of their ranges."""
     if not 0 < penalty < float("inf"):
         raise OptionError(f"penalty must be positive and finite, got {penalty}.", "use a number such as 1e-4.")
     if not 1 <= iterations < 2**31:
@@ -186,6 +152,7 @@ def check_completion(penalty: float, iterations: int, tolerance: float) -> None:
         )
     if not 0 <= tolerance < float("inf"):
         raise OptionError(f"tolerance must be at least 0 and finite, got {tolerance}.", "use a number such as 0.01.")
+    check_seed(seed)
 
 
 def check_seed(seed: int) -> None:

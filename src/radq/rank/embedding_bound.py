@@ -136,25 +136,63 @@ def bound_by_embedding(
     max_rows: int = 100,
     progress: bool = False,
 ) -> EmbeddingBound:
-    """Lower bounds of the error of RAD-Q with a linear head and this output embedding.
+    """Lower bounds of the error of RAD-Q with a linear head and this embedding, and the `max_rows` worst rows."""
+    entries, a = _Continuations.of(matrix), len(matrix.attributes)
+    squares, weighted = _measure_rows(entries, embedding, progress)  # (n, a) each
+    losses = None if entries.weights is None else weighted / matrix.utterances
+    contradictions = None if matrix.contradictions is None else matrix.contradictions / matrix.utterances  # (a,)
+    in_omega2, in_omega = max(1, len(entries.tokens)), matrix.entries // a
+    costs = np.argsort(-squares, axis=None, kind="stable")[: min(max_rows, int((squares > 0).sum()))]
 
-    Args:
-        decode: turns the tokens of a prefix into text.
-        max_rows: the number of rows with the largest errors that are listed.
-    """
-    entries = _Continuations.of(matrix)
-    n, a = len(entries.starts) - 1, len(matrix.attributes)
-    squares, weighted = np.zeros((n, a)), np.zeros((n, a))
-    if n:
-        features, columns = _token_features(entries.tokens, embedding)
-        dependent = np.flatnonzero(~_independent_rows(entries.starts, columns, features))
-        for row in tqdm(dependent, desc="frozen embeddings", unit="prefix", disable=not progress, leave=False):
-            part = slice(entries.starts[row], entries.starts[row + 1])
-            x, y = features[torch.from_numpy(columns[part])], torch.from_numpy(entries.values[part])
-            squares[row] = least_squares(x, y)
-            if entries.weights is not None:
-                weighted[row] = least_squares(x, y, torch.from_numpy(entries.weights[part]))
-    return _summarise(matrix, entries, squares, weighted, embedding.shape[1], decode, max_rows)
+    def describe(row: int, column: int) -> BoundedRow:
+        values = entries.values[entries.starts[row] : entries.starts[row + 1], column]
+        return BoundedRow(
+            prefix=decode(matrix.omega2_prefix(row)),
+            attribute=matrix.attributes[column],
+            continuations=len(values),
+            variance=float(values.var()),
+            mse=float(squares[row, column]) / len(values),
+            weighted_loss=None if losses is None else float(losses[row, column]),
+        )
+
+    return EmbeddingBound(
+        hidden_size=embedding.shape[1],
+        mse_omega2=float(squares.sum()) / (a * in_omega2),
+        mse_omega=float(squares.sum()) / (a * in_omega),
+        weighted_loss=None if losses is None else float(losses.sum()),
+        contradiction_loss=None if contradictions is None else float(contradictions.sum()),
+        costly_rows=int((squares > 0).sum()),
+        attributes=[
+            AttributeBound(
+                attribute=name,
+                mse_omega2=float(squares[:, column].sum()) / in_omega2,
+                mse_omega=float(squares[:, column].sum()) / in_omega,
+                weighted_loss=None if losses is None else float(losses[:, column].sum()),
+                contradiction_loss=None if contradictions is None else float(contradictions[column]),
+            )
+            for column, name in enumerate(matrix.attributes)
+        ],
+        rows=[describe(*divmod(int(cell), a)) for cell in costs],
+    )
+
+
+def _measure_rows(
+    entries: _Continuations, embedding: Float[Tensor, "v d"], progress: bool
+) -> tuple[Float[np.ndarray, "n a"], Float[np.ndarray, "n a"]]:
+    """The squared residuals of each row and attribute, plain ones and those of the fit with the weights of entries."""
+    squares = np.zeros((len(entries.starts) - 1, entries.values.shape[1]))
+    weighted = np.zeros_like(squares)
+    if not len(squares):
+        return squares, weighted
+    features, columns = _token_features(entries.tokens, embedding)
+    dependent = np.flatnonzero(~_independent_rows(entries.starts, columns, features))
+    for row in tqdm(dependent, desc="frozen embeddings", unit="prefix", disable=not progress, leave=False):
+        part = slice(entries.starts[row], entries.starts[row + 1])
+        x, y = features[torch.from_numpy(columns[part])], torch.from_numpy(entries.values[part])
+        squares[row] = least_squares(x, y)
+        if entries.weights is not None:
+            weighted[row] = least_squares(x, y, torch.from_numpy(entries.weights[part]))
+    return squares, weighted
 
 
 def least_squares(
@@ -219,58 +257,3 @@ def _independent_rows(
             failed = torch.linalg.cholesky_ex(gram).info
             independent[group.rows[first : first + step].numpy()] = (failed == 0).numpy()
     return independent
-
-
-def _summarise(
-    matrix: RewardMatrix,
-    entries: _Continuations,
-    squares: Float[np.ndarray, "n a"],
-    weighted: Float[np.ndarray, "n a"],
-    hidden_size: int,
-    decode: Callable[[Sequence[int]], str],
-    max_rows: int,
-) -> EmbeddingBound:
-    a = len(matrix.attributes)
-    in_omega2, in_omega = max(1, len(entries.tokens)), matrix.entries // a
-    losses = None if entries.weights is None else weighted.sum(0) / matrix.utterances
-    contradictions = None if matrix.contradictions is None else matrix.contradictions / matrix.utterances
-    costs = np.argsort(-squares, axis=None, kind="stable")[: min(max_rows, int((squares > 0).sum()))]
-    return EmbeddingBound(
-        hidden_size=hidden_size,
-        mse_omega2=float(squares.sum()) / (a * in_omega2),
-        mse_omega=float(squares.sum()) / (a * in_omega),
-        weighted_loss=None if losses is None else float(losses.sum()),
-        contradiction_loss=None if contradictions is None else float(contradictions.sum()),
-        costly_rows=int((squares > 0).sum()),
-        attributes=[
-            AttributeBound(
-                attribute=name,
-                mse_omega2=float(squares[:, index].sum()) / in_omega2,
-                mse_omega=float(squares[:, index].sum()) / in_omega,
-                weighted_loss=None if losses is None else float(losses[index]),
-                contradiction_loss=None if contradictions is None else float(contradictions[index]),
-            )
-            for index, name in enumerate(matrix.attributes)
-        ],
-        rows=[_describe_row(matrix, entries, squares, weighted, *divmod(int(cell), a), decode) for cell in costs],
-    )
-
-
-def _describe_row(
-    matrix: RewardMatrix,
-    entries: _Continuations,
-    squares: Float[np.ndarray, "n a"],
-    weighted: Float[np.ndarray, "n a"],
-    row: int,
-    attribute: int,
-    decode: Callable[[Sequence[int]], str],
-) -> BoundedRow:
-    values = entries.values[entries.starts[row] : entries.starts[row + 1], attribute]
-    return BoundedRow(
-        prefix=decode(matrix.omega2_prefix(row)),
-        attribute=matrix.attributes[attribute],
-        continuations=len(values),
-        variance=float(values.var()),
-        mse=float(squares[row, attribute]) / len(values),
-        weighted_loss=None if entries.weights is None else float(weighted[row, attribute]) / matrix.utterances,
-    )

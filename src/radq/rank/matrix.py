@@ -12,15 +12,15 @@ each of its further prefixes is a row with one entry, its own label, and needs n
 are sorted, which are a small part of all tokens.
 """
 
-import copy
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import scipy.sparse
 from jaxtyping import Float, Int
 
 from radq.data.dataset import RewardData
@@ -104,12 +104,12 @@ class RewardMatrix:
         """The entries in rows with two or more continuations, without empty columns."""
         sizes = np.diff(self.starts)[self.omega2_rows]
         where = concatenate_ranges(self.starts[self.omega2_rows], sizes)
-        kept, columns = np.unique(self.columns[where], return_inverse=True)
+        used, columns = np.unique(self.columns[where], return_inverse=True)
         return Observed(
             rows=np.repeat(np.arange(len(sizes)), sizes),
             columns=columns.astype(np.int64),
             values=self.values[where],
-            shape=(len(sizes), len(kept)),
+            shape=(len(sizes), len(used)),
         )
 
     @property
@@ -130,14 +130,9 @@ class RewardMatrix:
 
     def save(self, file: str | Path) -> None:
         """Write an npz file, which `scipy.sparse.load_npz` reads as a sparse matrix."""
-        parts: dict[str, Any] = {
+        parts: dict[str, Any] = {stored: getattr(self, name) for stored, name in STORED_PARTS.items()} | {
             "format": np.array(b"csr"),
             "shape": np.array([self.prefixes, len(self.attributes) * self.vocab_size]),
-            "indptr": self.starts,
-            "indices": self.columns,
-            "data": self.values,
-            "prefix_utterance": self.prefix_utterance,
-            "prefix_length": self.prefix_length,
             "counts": np.array([self.utterances, self.ambiguous, self.contradicting]),
             "attributes": np.array(self.attributes),
         }
@@ -170,19 +165,16 @@ class RewardMatrix:
         if "vocabulary" in parts:
             num_tokens, fingerprint = parts["vocabulary"].tolist()
             vocabulary = Vocabulary(vocab_size, int(num_tokens), fingerprint)
+        arrays: dict[str, Any] = {name: parts[stored] for stored, name in STORED_PARTS.items()}
+        arrays |= {name: parts.get(name) for name in OPTIONAL_PARTS}
         return cls(
-            starts=parts["indptr"],
-            columns=parts["indices"],
-            values=parts["data"],
-            prefix_utterance=parts["prefix_utterance"],
-            prefix_length=parts["prefix_length"],
+            **arrays,
             vocab_size=vocab_size,
             utterances=utterances,
             ambiguous=ambiguous,
             contradicting=contradicting,
             attributes=attributes,
             vocabulary=vocabulary,
-            **{name: parts.get(name) for name in OPTIONAL_PARTS},
         )
 
     def _check_parts(self) -> None:
@@ -209,12 +201,21 @@ class RewardMatrix:
                 raise ValueError(f"its {name} do not fit its entries")
 
 
+STORED_PARTS = {  # names in a file, of which scipy prescribes the first three
+    "indptr": "starts",
+    "indices": "columns",
+    "data": "values",
+    "prefix_utterance": "prefix_utterance",
+    "prefix_length": "prefix_length",
+}
 OPTIONAL_PARTS = ("weights", "contradictions", "omega2_prefixes", "shuffled")
 
 
 @dataclass
 class _Rows:
     """Some rows of the matrix, and the entries of all of them in one array."""
+
+    ARRAYS: ClassVar = ("row_sizes", "prefix_utterance", "prefix_length", "tokens", "values", "weights")
 
     row_sizes: Array
     prefix_utterance: Array
@@ -242,10 +243,12 @@ def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = 
         depth += 1
     parts.append(_read_tails(utterances, np.concatenate(loners), np.concatenate(departures)))
     a = len(utterances.labels)
-    row_sizes = np.concatenate([part.row_sizes for part in parts])
-    prefix_utterance = np.concatenate([part.prefix_utterance for part in parts])
-    prefix_length = np.concatenate([part.prefix_length for part in parts])
-    starts, columns, values, weights = _stack(parts, row_sizes, vocab_size)
+    row_sizes, prefix_utterance, prefix_length, *entries = (
+        np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in _Rows.ARRAYS
+    )
+    starts, columns, values, weights = _stack(vocab_size, row_sizes, *entries)
+    in_omega2 = row_sizes >= 2
+    tokens = concatenate_ranges(data.offsets[prefix_utterance[in_omega2]], prefix_length[in_omega2].astype(np.int64))
     return RewardMatrix(
         starts=starts,
         columns=columns,
@@ -256,10 +259,10 @@ def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = 
         utterances=len(data),
         ambiguous=a * sum(part.ambiguous for part in parts),
         contradicting=sum(part.contradicting for part in parts),
-        attributes=tuple(attributes) or _number_attributes(a),
+        attributes=tuple(attributes or ([UNNAMED] if a == 1 else [f"{UNNAMED} {n + 1}" for n in range(a)])),
         weights=weights,
         contradictions=np.sum([part.contradictions + np.zeros(a) for part in parts], axis=0),
-        omega2_prefixes=_read_prefixes(data, prefix_utterance, prefix_length, row_sizes >= 2),
+        omega2_prefixes=data.token_ids[tokens].astype(np.int32),
     )
 
 
@@ -268,13 +271,7 @@ def shuffle_labels(data: RewardData, seed: int) -> RewardData:
     counting = _counting_rows(data)
     labels = np.array(data.labels)
     labels[counting] = labels[np.random.default_rng(seed).permutation(counting)]
-    shuffled = copy.copy(data)
-    shuffled.labels = labels
-    return shuffled
-
-
-def _number_attributes(count: int) -> tuple[str, ...]:
-    return (UNNAMED,) if count == 1 else tuple(f"{UNNAMED} {number + 1}" for number in range(count))
+    return data.with_labels(labels)
 
 
 def _counting_rows(data: RewardData) -> Int[Array, " u"]:
@@ -289,25 +286,19 @@ def _counting_rows(data: RewardData) -> Int[Array, " u"]:
     return counting
 
 
-def _read_prefixes(data: RewardData, utterances: Array, lengths: Array, chosen: Array) -> Int[Array, " p"]:
-    places = concatenate_ranges(data.offsets[utterances[chosen]], lengths[chosen].astype(np.int64))
-    return data.token_ids[places].astype(np.int32)
-
-
-def _stack(parts: list[_Rows], row_sizes: Array, vocab_size: int) -> tuple[Array, Array, Array, Array]:
+def _stack(
+    vocab_size: int, row_sizes: Array, tokens: Array, values: Array, weights: Array
+) -> tuple[Array, Array, Array, Array]:
     """Starts, columns, values and weights of [R_1 … R_a], from entries that hold the values of all attributes."""
-    tokens, weights = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "weights"))
-    values = np.concatenate([part.values for part in parts], axis=1)
-    starts = np.concatenate([[0], np.cumsum(row_sizes, dtype=np.int64)])
-    a = len(values)
-    if a == 1:
+    starts, shape = np.concatenate([[0], np.cumsum(row_sizes, dtype=np.int64)]), (len(row_sizes), vocab_size)
+    if len(values) == 1:
         return starts, tokens, values[0], weights
-    first = np.arange(len(tokens)) + (a - 1) * np.repeat(starts[:-1], row_sizes)  # places in the first attribute
-    places = first + np.arange(a)[:, None] * np.repeat(row_sizes, row_sizes)  # (a, e)
-    order = np.empty(places.size, np.int64)
-    order[places.ravel()] = np.arange(places.size)
-    columns = tokens + np.arange(a, dtype=np.int64)[:, None] * vocab_size
-    return a * starts, columns.ravel()[order], values.ravel()[order], np.tile(weights, a)[order]
+    matrix: Any
+    matrix, of_weights = (
+        scipy.sparse.hstack([scipy.sparse.csr_array((part, tokens, starts), shape) for part in parts], format="csr")
+        for parts in (values, np.broadcast_to(weights, values.shape))
+    )
+    return matrix.indptr.astype(np.int64), matrix.indices, matrix.data, of_weights.data
 
 
 class _Utterances:

@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from radq.data.dataset import NO_LIMIT, RewardData, load_data
 from radq.data.examples import DataColumns
-from radq.errors import DataError, ModelError, OptionError, UnknownAttributeError, require_package
+from radq.errors import DataError, ModelError, OptionError, require_package
 from radq.files import atomic_folder
-from radq.models.loading import find_device
+from radq.models.loading import find_device, hidden_size
 from radq.models.reward import RewardModel
-from radq.numerics import require_memory
+from radq.numerics import pad_left, require_memory
 from radq.rank.config import ModelRankConfig
 
 SHARES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the largest singular value
@@ -73,40 +73,35 @@ class ModelRanks:
 
     def _plot_ranks(self, file: Path) -> None:
         """Plot the rank against the number of prefixes, and the hidden size d, which no RAD-Q exceeds."""
-        figure, axes = _make_axes()
-        numbers = [rank.num_rows for rank in self.ranks]
-        axes.plot(numbers, [rank.rank for rank in self.ranks], marker="o", label=self._title)
-        axes.axhline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
-        axes.set_xlabel("prefixes (rows)")
-        axes.set_ylabel("numerical rank")
-        axes.set_xscale("log", base=2)
-        axes.legend()
-        figure.savefig(file, dpi=150)
+        with self._axes(file, "prefixes (rows)", "numerical rank") as axes:
+            numbers = [rank.num_rows for rank in self.ranks]
+            axes.plot(numbers, [rank.rank for rank in self.ranks], marker="o", label=self._title)
+            axes.axhline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
+            axes.set_xscale("log", base=2)
 
     def _plot_spectrum(self, file: Path) -> None:
         """Plot the singular values of all prefixes, divided by the largest, and the cutoff."""
-        figure, axes = _make_axes()
-        last = self.ranks[-1]
-        largest, places = last.spectrum[0] or 1.0, range(1, len(last.spectrum) + 1)
-        (line,) = axes.plot(places, [value / largest for value in last.spectrum], label=self._title)
-        axes.axhline(last.cutoff / largest, color=line.get_color(), linestyle=":", label=f"cutoff, {self._title}")
-        axes.axvline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
-        axes.set_xlabel("singular value")
-        axes.set_ylabel("σ / σ_1")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        with self._axes(file, "singular value", "σ / σ_1") as axes:
+            last = self.ranks[-1]
+            largest, numbers = last.spectrum[0] or 1.0, range(1, len(last.spectrum) + 1)
+            (line,) = axes.plot(numbers, [value / largest for value in last.spectrum], label=self._title)
+            axes.axhline(last.cutoff / largest, color=line.get_color(), linestyle=":", label=f"cutoff, {self._title}")
+            axes.axvline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
+            axes.set(xscale="log", yscale="log")
+
+    @contextmanager
+    def _axes(self, file: Path, x: str, y: str) -> Iterator[Any]:
+        """Save a figure with these axes, which needs no display and changes no global state of matplotlib."""
+        figure = require_package("matplotlib.figure", "report").Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel=x, ylabel=y)
+        yield axes
         axes.legend()
         figure.savefig(file, dpi=150)
 
     @property
     def _title(self) -> str:
         return f"RAD-{self.kind.upper()}, {self.attribute}"
-
-
-def _make_axes() -> tuple[Any, Any]:
-    """Make the axes of a new figure, which needs no display and changes no global state of matplotlib."""
-    figure = require_package("matplotlib.figure", "report").Figure(figsize=(6, 4), layout="constrained")
-    return figure, figure.subplots()
 
 
 def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks:
@@ -116,8 +111,8 @@ def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks
     model = RewardModel.from_pretrained(config.reward, device, dtype=dtype)
     if model.tokenizer is None:
         raise ModelError(f"{config.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
-    attribute, sizes = _find_attribute(model, config.attribute), config.sizes
-    require_memory_for_rows(sizes[-1], model.vocabulary.size)
+    attribute, sizes = config.attribute or model.config.attributes[0], config.sizes
+    _require_memory(sizes[-1], model.vocabulary.size)  # before the data are read
     columns = DataColumns(config.text, skip_empty=config.skip_empty)
     data = load_data(config.data, model.tokenizer, columns, NO_LIMIT, config.cache, progress)
     max_tokens = None if model.max_tokens is None else model.max_tokens - 1  # one position is left for a candidate
@@ -130,7 +125,7 @@ def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks
         reward=config.reward,
         kind=model.config.kind,
         attribute=attribute,
-        hidden_size=model.config.backbone.hidden_size,
+        hidden_size=hidden_size(model.config.backbone),
         vocabulary=rows.shape[1],
         dtype=config.dtype,
         tf32=config.dtype == "float32" and is_tf32_forced(device),
@@ -152,16 +147,6 @@ def without_tf32() -> Iterator[None]:
 def is_tf32_forced(device: str) -> bool:
     """Whether NVIDIA's libraries use TF32 whatever PyTorch asks for."""
     return device.startswith("cuda") and os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
-
-
-def _find_attribute(model: RewardModel, name: str | None) -> str:
-    """The attribute by that name, or the first."""
-    attributes = model.config.attributes
-    if name is not None and name not in attributes:
-        raise UnknownAttributeError(
-            f"the reward model has no attribute {name!r}.", f"choose one of {', '.join(attributes)}."
-        )
-    return name or attributes[0]
 
 
 def sample_prefixes(data: RewardData, n: int, max_tokens: int | None, seed: int, shortest: int = 0) -> list[np.ndarray]:
@@ -189,23 +174,17 @@ def reward_rows(
     column = model.config.attributes.index(attribute)
     n, v = len(prefixes), model.vocabulary.size
     dtype = torch.promote_types(model.dtype, torch.float32)
-    require_memory_for_rows(n, v)
+    _require_memory(n, v)
     rows = torch.empty(n, v, dtype=dtype)
     by_length = sorted(range(n), key=lambda index: len(prefixes[index]))  # so that batches need little padding
     for first in tqdm(range(0, n, batch_size), desc="rewards", unit="batch", disable=not progress):
         chosen = by_length[first : first + batch_size]
-        longest = max(len(prefixes[index]) for index in chosen)
-        input_ids = np.zeros((len(chosen), longest), np.int64)
-        attention_mask = np.zeros_like(input_ids)
-        for row, index in enumerate(chosen):
-            begin = longest - len(prefixes[index])
-            input_ids[row, begin:], attention_mask[row, begin:] = prefixes[index], 1
-        on_device = (torch.from_numpy(array).to(model.device) for array in (input_ids, attention_mask))
-        rows[chosen] = model.next_rewards(*on_device)[..., column].to("cpu", dtype)
+        texts = pad_left([prefixes[index].tolist() for index in chosen], device=model.device)
+        rows[chosen] = model.next_rewards(*texts)[..., column].to("cpu", dtype)
     return rows
 
 
-def require_memory_for_rows(n: int, v: int) -> None:
+def _require_memory(n: int, v: int) -> None:
     """Refuse more rows of rewards than fit into memory."""
     matrix = f"a matrix of {n} × {v} rewards and its factorisation"
     require_memory(3 * n * v * torch.float64.itemsize, "cpu", matrix, "use fewer --rows.")

@@ -27,7 +27,7 @@ TOKENS_PER_FORWARD = {"cpu": 8192, "cuda": 65536}  # that a teacher reads, prefi
 WIDTH = 768  # of hidden states, up to which so many tokens are read; wider teachers read fewer, to save memory
 
 
-class Prefix(NamedTuple):
+class MarkedPrefix(NamedTuple):
     """A text that begins with a prompt, and the places in it where candidates are compared.
 
     At place p, candidates stand in place of tokens[p], after the tokens before it. A place may be the end of the text.
@@ -38,35 +38,30 @@ class Prefix(NamedTuple):
     prompt_length: int = 0
 
 
+Prefixes = Sequence[MarkedPrefix]
+Candidates = Int[np.ndarray, "n p k"]
+
 # --- rewards of a teacher ---
 
 
-def score_places(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
-    """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used."""
-    read = _score_texts if _can_read_once(teacher, prefixes, candidates) else _score_prefixes
+def score_places(teacher: Teacher, prefixes: Prefixes, candidates: Candidates) -> Float[np.ndarray, "n p k a"]:
+    """Compute the teacher's rewards of the candidates at all places; 0 for those that are not used.
+
+    One forward over each text gives all of them, but what a model does not know would change how it reads.
+    """
+    tokens = (token for prefix in prefixes for token in _read_part(prefix))
+    highest = max(max(tokens, default=0), int(candidates.max(initial=0)))
+    read = _score_texts if teacher.reads_once and highest < teacher.num_known else _score_prefixes
     return np.where((candidates == UNUSED)[..., None], np.float32(0), read(teacher, prefixes, candidates))
 
 
-def _can_read_once(teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]) -> bool:
-    """Whether one forward over each text gives all rewards; what a model does not know changes how it reads."""
-    if not teacher.reads_once:
-        return False
-    known = min(vocabulary.num_known for source in teacher.sources for vocabulary in source.vocabularies)
-    tokens = [token for prefix in prefixes for token in _read_part(prefix)]
-    return max(tokens, default=0) < known and int(candidates.max(initial=0)) < known
-
-
-def _read_part(prefix: Prefix) -> list[int]:
+def _read_part(prefix: MarkedPrefix) -> list[int]:
     """The tokens before the last place of a prefix."""
     return prefix.tokens[: max(prefix.places, default=0)]
 
 
 @torch.no_grad()
-def _score_texts(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
+def _score_texts(teacher: Teacher, prefixes: Prefixes, candidates: Candidates) -> Float[np.ndarray, "n p k a"]:
     """Compute the rewards at all places by one forward over each text."""
     _, num_places, k = candidates.shape
     targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
@@ -81,9 +76,7 @@ def _score_texts(
     return targets
 
 
-def _score_prefixes(
-    teacher: Teacher, prefixes: Sequence[Prefix], candidates: Int[np.ndarray, "n p k"]
-) -> Float[np.ndarray, "n p k a"]:
+def _score_prefixes(teacher: Teacher, prefixes: Prefixes, candidates: Candidates) -> Float[np.ndarray, "n p k a"]:
     """Compute the rewards of each place by a forward over the tokens before it."""
     places = [(n, p) for n, prefix in enumerate(prefixes) for p in range(len(prefix.places))]
     starts = [prefix.prompt_length if teacher.reads_continuations else 0 for prefix in prefixes]
@@ -91,8 +84,8 @@ def _score_prefixes(
     rows = np.array([candidates[n, p] for n, p in places]).reshape(len(places), candidates.shape[2])
     rewards = score_rows(teacher, texts, rows)
     targets = np.zeros((*candidates.shape, len(teacher.attributes)), np.float32)
-    for (n, p), found in zip(places, rewards, strict=True):
-        targets[n, p] = found
+    for (n, p), reward in zip(places, rewards, strict=True):
+        targets[n, p] = reward
     return targets
 
 
@@ -163,8 +156,8 @@ def measure_candidate_agreement(
     sizes = [len(source.attributes) for source in sources]
     if sizes[0] != sizes[1]:
         raise OptionError(f"the student has {sizes[0]} attributes, the teacher {sizes[1]}.", "compare equal ones.")
-    one, two = (score_rows(source, prefixes, tokens) for source in sources)
-    return compare_rewards(one, two, tokens != UNUSED)
+    own, wanted = (score_rows(source, prefixes, tokens) for source in sources)
+    return compare_rewards(own, wanted, tokens != UNUSED)
 
 
 def _as_teacher(model: RewardModel | Guide) -> Teacher:
@@ -180,34 +173,37 @@ def compare_rewards(
 
     The correlation is 0 in a row where the student's rewards are all equal, and where no row of the teacher differs.
     """
-    one, two = (_subtract_mean(rewards.astype(np.float64), used) for rewards in (student, teacher))  # (n, k, a)
-    products, squares_one, squares_two = ((x * y).sum(1) for x, y in ((one, two), (one, one), (two, two)))  # (n, a)
-    product = np.sqrt(squares_one * squares_two)
-    each = np.divide(products, product, out=np.zeros_like(products), where=product > 0)
-    differs = squares_two > 0
+    own, wanted = (_subtract_mean(rewards.astype(np.float64), used) for rewards in (student, teacher))  # (n, k, a)
+    products, own_squares, wanted_squares = (
+        (x * y).sum(1)
+        for x, y in ((own, wanted), (own, own), (wanted, wanted))  # (n, a)
+    )
+    norms = np.sqrt(own_squares * wanted_squares)
+    each = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
+    differs = wanted_squares > 0
     number = max(1, int(used.sum()))
     return CandidateAgreement(
         ((each * differs).sum(0) / differs.sum(0).clip(min=1)).tolist(),
-        np.sqrt(np.square(one - two).sum((0, 1)) / number).tolist(),
-        np.sqrt(squares_two.sum(0) / number).tolist(),
+        np.sqrt(np.square(own - wanted).sum((0, 1)) / number).tolist(),
+        np.sqrt(wanted_squares.sum(0) / number).tolist(),
     )
 
 
 def _subtract_mean(rewards: Float[np.ndarray, "n k a"], used: Bool[np.ndarray, "n k"]) -> Float[np.ndarray, "n k a"]:
     """Subtract the mean of each row from its rewards; those that are not used become 0."""
-    kept = np.where(used[..., None], rewards, 0)
-    means = kept.sum(1, keepdims=True) / used.sum(1).clip(min=1)[:, None, None]
-    differences = np.where(used[..., None], kept - means, 0)
-    rounding = np.abs(kept).max(1, keepdims=True, initial=0) * 1e-6  # equal rewards must not differ by rounding
+    counted = np.where(used[..., None], rewards, 0)
+    means = counted.sum(1, keepdims=True) / used.sum(1).clip(min=1)[:, None, None]
+    differences = np.where(used[..., None], counted - means, 0)
+    rounding = np.abs(counted).max(1, keepdims=True, initial=0) * 1e-6  # equal rewards must not differ by rounding
     return np.where(np.abs(differences).max(1, keepdims=True, initial=0) > rounding, differences, 0)
 
 
-def metrics_of(found: CandidateAgreement, attributes: list[str]) -> dict[str, float]:
+def metrics_of(agreement: CandidateAgreement, attributes: list[str]) -> dict[str, float]:
     """Turn the agreement into metrics: means over attributes and, if there are several, the numbers of each."""
     values = {
-        "candidate_correlation": found.correlation,
-        "candidate_error": found.error,
-        "constant_candidate_error": found.constant_error,
+        "candidate_correlation": agreement.correlation,
+        "candidate_error": agreement.error,
+        "constant_candidate_error": agreement.constant_error,
     }
     metrics = {name: float(np.mean(numbers)) for name, numbers in values.items()}
     if len(attributes) > 1:

@@ -34,8 +34,8 @@ from radq.models.prefill import Turn, finish
 from radq.models.reading import Reader
 from radq.models.vocabulary import read_vocabulary
 from radq.numerics import pad_left, pad_right, texts_per_forward
-from radq.store.pieces import Piece, check_room, load_arrays, missing, save_arrays
-from radq.training.candidate_agreement import UNUSED, Prefix, chunks, fill, score_places
+from radq.store import StoredPiece, check_room, load_arrays, missing, save_arrays
+from radq.training.candidate_agreement import UNUSED, MarkedPrefix, chunks, fill, score_places
 from radq.training.config import RewardTrainingConfig
 from radq.training.teacher import Teacher
 from radq.training.trainer_setup import choose_precision, training_device
@@ -67,20 +67,27 @@ def choose_prompts(
     eval_data: RewardData | None,
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
+    context: int | None,
 ) -> Prompts:
     """Choose prompts to train on, and other prompts to measure with.
 
     They come from the file of prompts, or are the beginnings of texts. Beginnings to measure with are those of
-    `eval_data`. A tenth of all prompts is held out where this gives none.
+    `eval_data`. A tenth of all prompts is held out where this gives none. Prompts that leave no room for their
+    continuations in the `context` of teacher and student are refused.
     """
     held_out: list[str] = []
     if config.prompts:
-        train = _distinct(_read_file(config.prompts, tokenizer))
+        train = [prompt.text for prompt in read_prompts(config.prompts)]
+        rows = tokenizer(train, add_special_tokens=False, verbose=False).input_ids
+        if not all(rows):
+            number = 1 + [bool(row) for row in rows].index(False)
+            raise DataError(f"prompt {number} of {config.prompts} has no tokens.", "remove it, or write some words.")
     else:
         train = _beginnings(data, tokenizer, config.prompt_tokens)
         others = [] if eval_data is None else _beginnings(eval_data, tokenizer, config.prompt_tokens)
         known = set(train)
-        held_out = [text for text in others if text not in known]
+        held_out = [text for text in dict.fromkeys(others) if text not in known]
+    train = list(dict.fromkeys(train))
     rng = np.random.default_rng(config.seed)
     train = [train[index] for index in rng.permutation(len(train))]
     if not held_out:
@@ -88,17 +95,14 @@ def choose_prompts(
         train, held_out = train[cut:], train[:cut]
     if not train:
         raise DataError("there is one prompt alone, and some are held out.", "give two or more different --prompts.")
-    parts = [encode_prompts(lm.config, tokenizer, part, config.prefix_tokens) for part in (train, held_out)]
-    return Prompts(*parts)
-
-
-def _read_file(source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    texts = [prompt.text for prompt in read_prompts(source)]
-    rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-    for number, row in enumerate(rows, 1):
-        if not row:
-            raise DataError(f"prompt {number} of {source} has no tokens.", "remove it, or write some words.")
-    return texts
+    prompts = Prompts(*(encode_prompts(lm.config, tokenizer, part, config.prefix_tokens) for part in (train, held_out)))
+    if context is not None and prompts.longest + config.prefix_tokens > context:
+        raise ContextLengthError(
+            f"the longest prompt has {prompts.longest} tokens; with {config.prefix_tokens} new ones it exceeds the "
+            f"{context} tokens that teacher and student can read.",
+            "shorten the prompts, or lower --prefix-tokens.",
+        )
+    return prompts
 
 
 def _beginnings(data: RewardData, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> list[str]:
@@ -107,21 +111,7 @@ def _beginnings(data: RewardData, tokenizer: PreTrainedTokenizerBase, prompt_tok
     sizes = np.minimum(np.maximum(1, lengths // 2), prompt_tokens)
     rows: Any = [data.token_ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     texts = tokenizer.batch_decode(rows)
-    return _distinct([text for text in texts if tokenizer(text, add_special_tokens=False).input_ids])
-
-
-def _distinct(texts: list[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
-
-
-def check_context(prompts: Prompts, config: RewardTrainingConfig, context: int | None) -> None:
-    """Refuse prompts that leave no room for their continuations in the teacher or the student."""
-    if context is not None and prompts.longest + config.prefix_tokens > context:
-        raise ContextLengthError(
-            f"the longest prompt has {prompts.longest} tokens; with {config.prefix_tokens} new ones it exceeds the "
-            f"{context} tokens that teacher and student can read.",
-            "shorten the prompts, or lower --prefix-tokens.",
-        )
+    return [text for text in texts if tokenizer(text, add_special_tokens=False).input_ids]
 
 
 # --- continuations ---
@@ -136,40 +126,26 @@ def write_prefixes(
     num_known: int,
     numbers: range,
     guide: Guide | None = None,
-) -> list[Prefix]:
+) -> list[MarkedPrefix]:
     """Let the base model continue prompts.
 
     Prefix n depends on n, its prompt and the seed, but not on the other `numbers`. A prefix ends before a token from
     `num_known` on, which teacher or student do not know.
     """
+    options: dict[str, Any] = {"top_k": config.candidates, "max_new_tokens": config.prefix_tokens}
+    options |= {"seed": seed, "first_prompt": numbers.start, "kl_budget": None}  # rare prefixes are worth learning, too
     chosen = [prompts[number % len(prompts)] for number in numbers]
-    generations = generate(
-        lm,
-        tokenizer,
-        chosen,
-        guide,
-        top_k=config.candidates,
-        max_new_tokens=config.prefix_tokens,
-        seed=seed,
-        kl_budget=None,  # rare prefixes are worth learning from, too
-        first_prompt=numbers.start,
-    )
-    found = zip(numbers, chosen, generations, strict=True)
-    return [
-        _choose_places(prompt, generation.token_ids, config.prefix_positions, [seed, number], num_known)
-        for number, prompt, generation in found
-    ]
-
-
-def _choose_places(
-    prompt: list[int], continuation: list[int], num_places: int, seed: list[int], num_known: int
-) -> Prefix:
-    """Choose places at random among those where the base model has chosen a token."""
-    tokens = prompt + continuation
-    unknown = next((place for place, token in enumerate(tokens) if token >= num_known), len(tokens))
-    places = np.arange(len(prompt), min(len(tokens) - 1, unknown) + 1)
-    chosen = np.sort(np.random.default_rng(seed).permutation(places)[:num_places]).tolist()
-    return Prefix(tokens[: chosen[-1]] if chosen else prompt[:unknown] or [0], chosen, len(prompt))
+    prefixes = []
+    generations = generate(lm, tokenizer, chosen, guide, **options)
+    for number, prompt, generation in zip(numbers, chosen, generations, strict=True):
+        tokens = prompt + generation.token_ids
+        unknown = next((place for place, token in enumerate(tokens) if token >= num_known), len(tokens))
+        written = np.arange(len(prompt), min(len(tokens) - 1, unknown) + 1)  # where the base model has chosen a token
+        order = np.random.default_rng([seed, number]).permutation(written)
+        places = np.sort(order[: config.prefix_positions]).tolist()
+        text = tokens[: places[-1]] if places else prompt[:unknown] or [0]
+        prefixes.append(MarkedPrefix(text, places, len(prompt)))
+    return prefixes
 
 
 # --- candidates ---
@@ -205,8 +181,10 @@ class CandidateSet:
             "candidates": self.candidates[rows].astype(np.int64),
             "candidate_targets": self.targets[rows],
         }
-        missing = max(0, num_rows - len(rows))
-        return {name: torch.from_numpy(_add_rows(name, values, missing)) for name, values in arrays.items()}
+        for name, values in arrays.items():
+            widths = [(0, max(0, num_rows - len(rows))), *[(0, 0)] * (values.ndim - 1)]
+            arrays[name] = np.pad(values, widths, constant_values=UNUSED if name == "candidates" else 0)
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     @staticmethod
     def load(file: Path) -> "CandidateSet":
@@ -223,11 +201,6 @@ class CandidateSet:
             if field.name != "input_ids"
         }
         return CandidateSet(np.concatenate(ids), **rest)
-
-
-def _add_rows(name: str, values: np.ndarray, number: int) -> np.ndarray:
-    widths = [(0, number)] + [(0, 0)] * (values.ndim - 1)
-    return np.pad(values, widths, constant_values=UNUSED if name == "candidates" else 0)
 
 
 class CandidateFeed:
@@ -253,8 +226,8 @@ class CandidateFeed:
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.candidates))
         index = np.searchsorted(self.text_rows, texts[texts >= 0])
         first, after = (np.floor((index + n) * self.per_text + 1e-9).astype(np.int64) for n in (0, 1))
-        found = [np.arange(low, high) for low, high in zip(first, after, strict=True)]
-        return order[np.concatenate([np.zeros(0, np.int64), *found]) % len(order)]
+        ranges = [np.arange(low, high) for low, high in zip(first, after, strict=True)]
+        return order[np.concatenate([np.zeros(0, np.int64), *ranges]) % len(order)]
 
 
 class CandidateMaker:
@@ -270,7 +243,10 @@ class CandidateMaker:
         num_known: int,
         progress: bool = False,
     ):
-        """Tokens from `num_known` on are not known to teacher or student, and are no candidates."""
+        """Tokens from `num_known` on are not known to teacher or student, and are no candidates.
+
+        A disk without room for the candidates that are still to be made is refused.
+        """
         if config.candidates > (shared := min(num_known, num_logits(lm))):
             raise OptionError(
                 f"candidates must be at most {shared}, the number of tokens that base and student share, got "
@@ -292,28 +268,19 @@ class CandidateMaker:
             *(self.base_fingerprint, teacher.fingerprint, self.prompt_fingerprint),
             *(num_known, settings, self.piece, self.precision),
         )
+        self._num_positions = p = min(config.prefix_positions, config.prefix_tokens)
+        numbers_per_place = 1 + config.candidates * (1 + len(teacher.attributes))
+        self._bytes_per_prefix = 4 * (prompts.longest + config.prefix_tokens + 1 + p * numbers_per_place)
         self._work: dict[str, list[float]] = {}  # seconds and numbers of tokens or candidates
+        pieces = [piece for number in range(HELD_OUT, config.rounds + 1) for piece in self._pieces(number)]
+        hint = "make room on the disk, or lower --num-prefixes, --prefix-positions or --candidates."
+        check_room(self.folder, pieces, "the candidates", hint)
 
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers of tokens that the base model has written, and of candidates that the teacher has scored, per
         second."""
         return {name: round(number / seconds) for name, (seconds, number) in self._work.items()}
-
-    def check_disk(self) -> None:
-        """Refuse to begin if the disk has no room for the pieces that are still to be made."""
-        pieces = [piece for number in range(HELD_OUT, self.config.rounds + 1) for piece in self._pieces(number)]
-        hint = "make room on the disk, or lower --num-prefixes, --prefix-positions or --candidates."
-        check_room(self.folder, pieces, "the candidates", hint)
-
-    @property
-    def _num_positions(self) -> int:
-        return min(self.config.prefix_positions, self.config.prefix_tokens)
-
-    @property
-    def _bytes_per_prefix(self) -> int:
-        p, k, a = self._num_positions, self.config.candidates, len(self.teacher.attributes)
-        return 4 * (self.prompts.longest + self.config.prefix_tokens + 1 + p * (1 + k * (1 + a)))
 
     def is_made(self, round_number: int) -> bool:
         """Whether all candidates of a round are stored already."""
@@ -329,12 +296,12 @@ class CandidateMaker:
         unmade = missing(pieces)
         for piece in tqdm(unmade, desc="candidates", unit="piece", disable=not self.progress or not unmade):
             save_arrays(piece, **vars(self._make_piece(round_number, piece.contents, make_guide)))
-        found = CandidateSet.join([CandidateSet.load(piece.file) for piece in pieces])
-        if not (found.candidates != UNUSED).any():
+        candidates = CandidateSet.join([CandidateSet.load(piece.file) for piece in pieces])
+        if not (candidates.candidates != UNUSED).any():
             raise DataError("the base model ends every prompt at once.", "give other --prompts.")
-        return found
+        return candidates
 
-    def _pieces(self, round_number: int) -> list[Piece[range]]:
+    def _pieces(self, round_number: int) -> list[StoredPiece[range]]:
         """List the files of a round, with the numbers of their prefixes."""
         total = self.config.num_prefixes
         total = min(total, HELD_OUT_PREFIXES) if round_number == HELD_OUT else total
@@ -342,7 +309,7 @@ class CandidateMaker:
         parts = [range(start, min(start + self.piece, total)) for start in range(0, total, self.piece)]
         files = [self.folder / f"{self._key}-{name}-{n:04}.npz" for n in range(len(parts))]
         sizes = [len(part) * self._bytes_per_prefix for part in parts]
-        return [Piece(*piece, is_exact=False) for piece in zip(files, parts, sizes, strict=True)]
+        return [StoredPiece(*piece, is_exact=False) for piece in zip(files, parts, sizes, strict=True)]
 
     def _make_piece(
         self, round_number: int, numbers: range, make_guide: Callable[[float], Guide] | None
@@ -382,13 +349,13 @@ class CandidateMaker:
 
 @torch.no_grad()
 def find_candidates(
-    lm: Wrappable, prefixes: Sequence[Prefix], num_places: int, k: int, num_known: int
+    lm: Wrappable, prefixes: Sequence[MarkedPrefix], num_places: int, k: int, num_known: int
 ) -> Int[np.ndarray, "n p k"]:
     """Find the base model's k most likely tokens at the places of each prefix.
 
     UNUSED stands in place of tokens from `num_known` on, and at places that a prefix does not have.
     """
-    found = np.full((len(prefixes), num_places, k), UNUSED, np.int32)
+    candidates = np.full((len(prefixes), num_places, k), UNUSED, np.int32)
     reader = Reader(lm, "logits", "base model", read_vocabulary(num_logits(lm), None))
     order = sorted((n for n, prefix in enumerate(prefixes) if prefix.places), key=lambda n: len(prefixes[n].tokens))
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
@@ -400,5 +367,5 @@ def find_candidates(
         texts = np.repeat(np.arange(len(rows)), lengths)
         tokens = logits[texts, after].topk(k).indices.cpu().numpy()  # (places, k)
         numbers = np.concatenate([np.arange(length) for length in lengths])
-        found[np.asarray(rows)[texts], numbers] = np.where(tokens < num_known, tokens, UNUSED)
-    return found
+        candidates[np.asarray(rows)[texts], numbers] = np.where(tokens < num_known, tokens, UNUSED)
+    return candidates

@@ -1,7 +1,8 @@
-"""The settings of training runs, of reward models and of experts; docstrings are the help texts of the command line."""
+"""Settings of tables and of training runs; their docstrings are the help texts of the command line."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -26,13 +27,55 @@ Rule = tuple[Any, str, str]  # whether a rule is broken, what is wrong then, and
 
 
 @dataclass
-class TrainingConfig:
+class DataConfig:
+    """Settings of tables with texts and labels."""
+
+    labels: str = ""
+    """Columns with the labels, separated by commas."""
+    text: str = "text"
+    """Column with the texts, or with chats: lists of messages, of which the last one is the text and the others are a
+    context. The chat template of the tokenizer writes them."""
+    prompt: str | None = None
+    """Column with a context that is read before each text, but does not count, or with the first messages of a chat."""
+    weight: str | None = None
+    """Column with the weight of each row; weights are at least 0, and some are above 0."""
+    label_map: str = ""
+    """Numbers of words, such as bad=0,ok=0.5,good=1, for all label columns in which one of the words occurs. By default
+    well-known pairs of words, such as no and yes, become 0 and 1."""
+    label_range: tuple[float, float] | None = None
+    """Lowest and highest label, which are mapped to 0 and 1. By default numbers from 0 to 1 stay as they are, and other
+    numbers are mapped by their own range."""
+    keep_labels: bool = False
+    """Leave numbers as they are, also outside 0 to 1, which the loss mse allows."""
+    skip_empty: bool = False
+    """Skip rows with an empty text, or with equal texts in a pair, instead of stopping with an error."""
+    cache: str | None = None
+    """Folder for tokenised data; by default a folder in the user's cache."""
+
+    @property
+    def label_columns(self) -> list[str]:
+        """Names of the label columns."""
+        return [name.strip() for name in self.labels.split(",") if name.strip()]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that are read."""
+        return [name for name in (self.text, self.prompt, self.weight, *self.label_columns) if name is not None]
+
+    @property
+    def label_rules(self) -> "LabelRules":
+        """How labels become numbers, where radq is not to decide."""
+        from radq.data.label_scale import LabelRules
+
+        return LabelRules.parse(self.label_map, self.label_range, self.keep_labels)
+
+
+@dataclass
+class TrainingConfig(DataConfig):
     """Settings that all training runs have."""
 
     data: list[str] = field(default_factory=list)
     """Files (csv, tsv, jsonl or parquet, also compressed: .gz, .xz, .zst) or hub data sets (name or name:split)."""
-    labels: str = ""
-    """Columns with the labels, separated by commas."""
     out: str = ""
     """Folder to write: the trained model, config.yaml, metrics.jsonl and checkpoints."""
     backbone: str = ""
@@ -42,42 +85,20 @@ class TrainingConfig:
     LoRA or not, and CPU or GPU, and prints them; paper takes those of the paper, which need a GPU and many rows."""
     num_layers: Annotated[int | None, COUNT] = None
     """Number of the backbone's first layers to keep. By default all on a GPU; on a CPU 4 to 12, fewer for more data."""
-    text: str = "text"
-    """Column with the texts, or with chats: lists of messages, of which the last one is the text and the others are a
-    context. The chat template of the tokenizer writes them."""
-    prompt: str | None = None
-    """Column with a context that is read before each text, or with the first messages of a chat; the loss does not
-    count its tokens."""
-    weight: str | None = None
-    """Column with the weight of each row in the loss; weights are at least 0, and some are above 0."""
-    label_map: str = ""
-    """Numbers of words, such as bad=0,ok=0.5,good=1, for all label columns in which one of the words occurs. By default
-    well-known pairs of words, such as no and yes, become 0 and 1."""
-    label_range: tuple[float, float] | None = None
-    """Lowest and highest label, which are mapped to 0 and 1. By default numbers from 0 to 1 stay as they are, and other
-    numbers are mapped by their own range."""
-    keep_labels: bool = False
-    """Leave numbers as they are, also outside 0 to 1, which --loss mse allows."""
-    skip_empty: bool = False
-    """Skip rows with an empty text, or with equal texts in a pair, instead of stopping with an error."""
     max_length: Annotated[int | None, COUNT] = None
     """Largest number of tokens of a text; longer texts are cut off. By default 512; on a CPU 128 or 64."""
     eval_data: list[str] = field(default_factory=list)
     """Files or hub data sets to evaluate on during training."""
     eval_share: Annotated[float | None, BELOW_ONE] = None
     """Share of the rows that is kept for evaluation, if there is no --eval-data. By default 0.1, at most 1,000 rows."""
-    cache: str | None = None
-    """Folder for tokenised data; by default a folder in the user's cache."""
     epochs: Annotated[float | None, Range(0, 1_000_000, without_low=True)] = None
-    """Number of passes over the data. By default as many as take some minutes, at most 6 on a CPU and 3 on a GPU, or
-    more for a table of few rows."""
+    """Passes over the data. By default some minutes of them: at most 6 on a CPU and 3 on a GPU, more for few rows."""
     max_steps: Annotated[int, Range(1, 2**31 - 1, also=-1)] = -1
     """Number of optimizer steps after which training stops; -1 leaves this to --epochs."""
     batch_size: Annotated[int | None, COUNT] = None
     """Texts, or pairs, per optimizer step, in all processes together. By default 32 on a GPU, 16 or 8 on a CPU."""
     micro_batch_size: Annotated[int | None, COUNT] = None
-    """Number of texts, or of pairs, per forward pass of a process; gradients are accumulated up to --batch-size. By
-    default all."""
+    """Texts, or pairs, per forward pass of a process; gradients add up to those of --batch-size. By default all."""
     learning_rate: Annotated[float | None, RATE] = None
     """Learning rate of AdamW; it falls linearly to 0. By default smaller for wider and deeper backbones: 2e-4 for 12
     layers of width 576, and 1e-3 for LoRA adapters of that width."""
@@ -124,11 +145,6 @@ class TrainingConfig:
     """Fields of transformers' TrainingArguments that have no option here."""
 
     @property
-    def label_columns(self) -> list[str]:
-        """Names of the label columns."""
-        return [name.strip() for name in self.labels.split(",") if name.strip()]
-
-    @property
     def attributes(self) -> list[str]:
         """Names of what is learnt: those of the label columns."""
         return self.label_columns
@@ -139,21 +155,9 @@ class TrainingConfig:
         return False
 
     @property
-    def columns(self) -> list[str]:
-        """Names of the columns of the data that are read."""
-        return [name for name in (self.text, self.prompt, self.weight, *self.attributes) if name is not None]
-
-    @property
     def optional_columns(self) -> list[str]:
         """Names of those columns that a table may lack."""
         return []
-
-    @property
-    def label_rules(self) -> "LabelRules":
-        """How labels become numbers, where radq is not to decide."""
-        from radq.data.label_scale import LabelRules
-
-        return LabelRules.parse(self.label_map, self.label_range, self.keep_labels)
 
     @property
     def chooses_best(self) -> bool:
@@ -244,11 +248,9 @@ class RewardTrainingConfig(TrainingConfig):
     head: HeadName = "linear"
     """Head of a RAD-Q, which computes rewards from hidden states."""
     lora_rank: Annotated[int | None, Range(0, 2**31 - 1)] = None
-    """Rank of LoRA adapters that are trained beside a frozen backbone; 0 trains the backbone itself. By default 0, or
-    the rank of the --teacher."""
+    """Rank of LoRA adapters beside a frozen backbone; 0 trains it whole. By default 0, or that of the --teacher."""
     backbone_dtype: DType = "float32"
-    """Precision of the weights of a frozen backbone; what is trained stays float32. Only with --lora-rank
-    or --reads base."""
+    """Precision of a backbone that is frozen, by --lora-rank or --reads base; what is trained stays float32."""
     loss: LossName = "mse"
     """Loss on the labels: mse (squared error) takes any labels, ce (cross-entropy) takes labels from 0 to 1."""
     head_learning_rate: Annotated[float | None, RATE] = None
@@ -256,8 +258,7 @@ class RewardTrainingConfig(TrainingConfig):
     reg_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of the regulariser that keeps the marginal rewards of random tokens near 0, for RAD-Q only."""
     cache_targets: bool = False
-    """In distillation, compute the teacher's rewards of texts once and store them. By default this is done if texts are
-    read more than once."""
+    """In distillation, compute the teacher's rewards once and store them: the default if texts are read repeatedly."""
     online: bool = False
     """In distillation, compute the rewards of texts in every step, if a reward model or a guide teaches."""
     base: str = ""
@@ -281,8 +282,7 @@ class RewardTrainingConfig(TrainingConfig):
     candidate_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of the squared error of the candidates' rewards in the loss."""
     difference_weight: Annotated[float, NOT_NEGATIVE] = 10.0
-    """Weight of the squared error of the differences between candidates: of their rewards minus the mean of all
-    candidates for the same place."""
+    """Weight of the squared error of the rewards minus the mean of all candidates for the same place."""
     rounds: Annotated[int, Range(1, 1_000)] = 1
     """Number of rounds into which the steps are divided. In the first, the --base alone writes prefixes; before each
     later one it writes as many more, guided by the student."""
@@ -318,22 +318,16 @@ class RewardTrainingConfig(TrainingConfig):
 
     @property
     def columns(self) -> list[str]:
-        if not self.compares:
-            own = [name for name in (self.text, self.prompt, self.weight, self.spans or None) if name is not None]
-            return [*own, *self.label_columns]
-        others = [self.scores or None, self.prompt, self.weight]
-        return [*self.response_columns, *(name for name in others if name is not None)]
+        if self.compares:
+            return [*self.response_columns, *(name for name in (self.scores, self.prompt, self.weight) if name)]
+        return [*super().columns, *([self.spans] if self.spans else [])]
 
     def check(self) -> None:
         super().check()
-        parts = (
-            *(self._rules_of_pairs(), self._rules_of_spans(), self._rules_of_labels()),
-            *(self._rules_of_model(), self._rules_of_teacher(), self._rules_of_candidates()),
-        )
-        for rules in parts:
-            for wrong, message, hint in rules:
-                if wrong:
-                    raise OptionError(message, hint)
+        of_data = self._rules_of_pairs(), self._rules_of_spans(), self._rules_of_labels()
+        for wrong, message, hint in chain(*of_data, self._rules_of_model(), self._rules_of_teacher()):
+            if wrong:
+                raise OptionError(message, hint)
 
     def _rules_of_pairs(self) -> Iterator[Rule]:
         """Settings that contradict pairs, or that only pairs have."""
@@ -355,17 +349,15 @@ class RewardTrainingConfig(TrainingConfig):
         if not self.spans:
             return
         yield from self._exclude("spans", ("pairs", "responses", "teacher", "teacher_classifier"), "give one of them.")
-        yield (
-            len(self.label_columns) > 1 or self.spans in (self.text, *self.label_columns),
-            "spans needs a column of its own, beside at most one column of labels.",
-            f"give one column as --labels, or none, got {self.labels!r}.",
-        )
+        wrong = len(self.label_columns) > 1 or self.spans in (self.text, *self.label_columns)
+        hint = f"give one column as --labels, or none, got {self.labels!r}."
+        yield wrong, "spans needs a column of its own, beside at most one column of labels.", hint
 
     def _rules_of_labels(self) -> Iterator[Rule]:
         if self.missing_labels:
             for name in ("pairs", "responses", "spans"):
-                given = bool(getattr(self, name))
-                yield given, f"missing_labels and {name} exclude each other.", "leave --missing-labels out."
+                message = f"missing_labels and {name} exclude each other."
+                yield getattr(self, name), message, "leave --missing-labels out."
             yield not self.label_columns, "missing_labels needs labels, and there are none.", "give --labels, too."
         none = not self.attributes and not self.has_teacher
         yield none, "there are no labels.", "give --labels with one or more columns, or --pairs."
@@ -381,40 +373,31 @@ class RewardTrainingConfig(TrainingConfig):
         )
         lacks = self.teacher_reads == "continuation" and self.prompt is None and not self.base
         yield lacks, "teacher_reads is continuation, and there are no prompts.", "give --prompt COLUMN."
-        wrong = bool(self.base) and self.loss != "mse"
-        yield wrong, f"loss must be mse with a base, got {self.loss!r}.", "leave --loss out."
+        yield self.base and self.loss != "mse", f"loss must be mse with a base, got {self.loss!r}.", "leave --loss out."
 
     def _rules_of_model(self) -> Iterator[Rule]:
         """Settings of the model that contradict each other, or that only a readout has."""
         none = not (self.backbone or self.init or self.teacher)
         yield none, "there is no model to start from.", "give --backbone or --init."
-        yield (
-            bool(self.lora_rank) and not self.backbone and not self.teacher,
-            f"lora_rank must be 0 without a backbone, got {self.lora_rank}.",
-            "give the --backbone of the adapters.",
-        )
+        message = f"lora_rank must be 0 without a backbone, got {self.lora_rank}."
+        yield self.lora_rank and not (self.backbone or self.teacher), message, "give the --backbone of the adapters."
         if self.reads == "itself":
             for name in ("readout_layers", "readout_width", "cache_states"):
                 yield bool(getattr(self, name)), f"{name} is for readouts.", "give --reads base, too."
         else:
             yield not self.backbone, "reads is base, and there is no base model.", "name it by --backbone."
             yield from self._exclude("reads=base", ("lora_rank", "num_layers", "init"))
-        yield (
-            self.backbone_dtype != "float32" and not self.lora_rank and self.reads == "itself",
-            f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}.",
-            "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out.",
-        )
+        wrong = self.backbone_dtype != "float32" and not self.lora_rank and self.reads == "itself"
+        message = f"backbone_dtype must be float32 for a backbone that is trained, got {self.backbone_dtype!r}."
+        yield wrong, message, "give --lora-rank or --reads base to freeze the backbone, or leave --backbone-dtype out."
 
     def _rules_of_teacher(self) -> Iterator[Rule]:
-        both = self.online and self.cache_targets
-        yield both, "both --online and --cache-targets are given.", "choose one of them."
+        yield self.online and self.cache_targets, "both --online and --cache-targets are given.", "choose one of them."
         for name in ("cache_targets", "online"):
             lacks = getattr(self, name) and not self.learns_tokens
             yield lacks, f"{name} needs a teacher of tokens, and there is none.", "give --teacher."
         wrong = (self.learns_tokens or self.base) and self.kind != "q"
-        yield bool(wrong), f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out."
-
-    def _rules_of_candidates(self) -> Iterator[Rule]:
+        yield wrong, f"kind must be q in distillation, got {self.kind!r}.", "leave --kind out."
         lacks = bool(self.base) and not self.has_teacher
         yield lacks, "base needs a teacher, and there is none.", "give --teacher, or leave --base out."
         workers = self.base and self.trainer.get("dataloader_num_workers")

@@ -34,12 +34,11 @@ from radq.numerics import log_probabilities
 from radq.sources.hub import quiet
 from radq.sources.model_source import ModelSource
 from radq.training.config import ExpertTrainingConfig
-from radq.training.data import LONGEST, Start
 from radq.training.losses import gedi_loss, text_loss
-from radq.training.run import TrainingRun, first_process_first, write_results
+from radq.training.run import Start, TrainingRun, first_process_first, write_results
 from radq.training.run_folder import RESULTS, check_resumed, delete_run, find_checkpoints, find_resumed_checkpoint
 from radq.training.trainer import BatchTrainer
-from radq.training.trainer_setup import make_arguments
+from radq.training.trainer_setup import LONGEST, make_arguments
 
 EQUAL_PRIORS = (0.0, 0.0)  # logarithms, up to a constant
 
@@ -104,7 +103,7 @@ class ExpertTrainer(BatchTrainer):
     ) -> tuple[Tensor, "ClassScores"]:
         loss_mask, weights = inputs["loss_mask"], inputs["weights"]
         texts, positions = shares
-        output = self.score_texts(model, inputs)
+        output = self._score_texts(model, inputs)
         if output.log_posterior is None:
             loss = text_loss(output.log_probabilities, loss_mask, weights) * positions
         else:
@@ -112,7 +111,7 @@ class ExpertTrainer(BatchTrainer):
             loss = mean * len(loss_mask) / loss_mask.any(1).sum().clamp(min=1) * texts
         return loss, output
 
-    def score_texts(self, model: nn.Module, inputs: dict[str, Tensor]) -> "ClassScores":
+    def _score_texts(self, model: nn.Module, inputs: dict[str, Tensor]) -> "ClassScores":
         """Compute how likely each text is in its own class and, for GeDi, how likely its class is for the text."""
         scores = score_classes(model, self.text_format.beginnings, inputs["input_ids"])  # (c, b, t)
         if len(self.text_format.beginnings) == 1:
@@ -198,8 +197,8 @@ class ExpertRun(TrainingRun[ExpertTrainingConfig]):
         for part in parts:
             if self.shows:
                 print(f"{part.name or self.config.method}: {len(part.data)} texts")
-            found = self._train_part(part)
-            metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in found.items()}
+            measured = self._train_part(part)
+            metrics |= {f"{part.name}_{name}" if part.name else name: value for name, value in measured.items()}
         return metrics
 
     def _train_part(self, part: "_Part") -> dict[str, float]:
@@ -225,8 +224,7 @@ class ExpertRun(TrainingRun[ExpertTrainingConfig]):
         metrics = self.fit(trainer, checkpoint)
         if self.processes.is_main_process:
             model.config.use_cache = use_cache  # the Trainer has turned it off
-            with explained_writing(folder):
-                _save_model(trainer, folder, self.tokenizer)
+            _save_model(trainer, folder, self.tokenizer)
             write_results(folder, {"metrics": metrics})
             for finished in find_checkpoints(folder):  # three times a model's size, and the next part needs the room
                 shutil.rmtree(finished)
@@ -275,34 +273,29 @@ def _save_model(trainer: ExpertTrainer, folder: Path, tokenizer: PreTrainedToken
         codes = [beginning[1:] for beginning in trainer.text_format.beginnings]
         model.config.gedi = {"codes": codes, "scale": model.gedi_scale.item()}
         del model.gedi_scale
-    with atomic_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
+    with explained_writing(folder), atomic_folder(folder, replaces=MODEL_FILES) as temporary, quiet():
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
 
 def _make_format(config: ExpertTrainingConfig, source: ModelSource) -> TextFormat:
     backbone, tokenizer = load_config(source), source.tokenizer
-    bos = find_bos(backbone, tokenizer)
-    words = (config.code_high, config.code_low)
-    codes = [_encode_code(word, tokenizer) for word in words] if config.method == "gedi" else [[]]
-    if len(codes) == 2 and codes[0] == codes[1]:
+    codes: list[list[int]] = []
+    for word in (config.code_high, config.code_low) if config.method == "gedi" else ():
+        codes.append(tokenizer(word, add_special_tokens=False).input_ids)
+        if not codes[-1] or tokenizer.unk_token_id in codes[-1]:
+            raise OptionError(
+                f"the tokenizer does not know the control code {word!r}.",
+                "give words from its vocabulary as --code-high and --code-low.",
+            )
+    if codes and codes[0] == codes[1]:
         raise OptionError(
             f"the control codes {config.code_high!r} and {config.code_low!r} are the same tokens.",
             "give a --code-high and a --code-low with different tokens.",
         )
-    beginnings = [[bos, *code] for code in codes]
+    beginnings = [[find_bos(backbone, tokenizer), *code] for code in codes or [[]]]
     longest = max(map(len, beginnings))
     max_length = config.max_length or LONGEST
     positions = getattr(backbone, "max_position_embeddings", None) or max_length + longest
     end: Any = tokenizer.eos_token_id
     return TextFormat(beginnings, end, min(max_length, positions - longest))
-
-
-def _encode_code(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    if not ids or tokenizer.unk_token_id in ids:
-        raise OptionError(
-            f"the tokenizer does not know the control code {text!r}.",
-            "give words from its vocabulary as --code-high and --code-low.",
-        )
-    return ids

@@ -10,6 +10,7 @@ row.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,53 +24,51 @@ from radq.judges.agreement import area_under_curve, chance_accuracy, chance_auc,
 from radq.numerics import at_least_float32, take_last
 from radq.training.config import RewardTrainingConfig
 
+Rewards = Float[Tensor, "b t a"]  # or head outputs, of the tokens of texts
+Candidates = Float[Tensor, "b p k a"]  # the same of candidates at some places of texts
 Mask = Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Float[Tensor, "b t"]
 Labels = Float[Tensor, "b a"] | Float[Tensor, "b t a"]
+Weights = Float[Tensor, " b"]
+Loss = Float[Tensor, ""]
 
 # --- losses on labels ---
 
 
-def squared_loss(
-    rewards: Float[Tensor, "b t a"],
-    loss_mask: Mask,
-    labels: Labels,
-    weights: Float[Tensor, " b"] | None = None,
-    shares: Float[Tensor, "b t"] | None = None,
-) -> Float[Tensor, ""]:
-    """(1/B) Σ_i Σ_t λ_t Σ_a (r̂ − y)², where each text i is multiplied by its weight if there are weights.
+@dataclass(frozen=True)
+class LabelLoss:
+    """A loss on labels, as `--loss` names it: (1/B) Σ_i Σ_t λ_t Σ_a error(head output, label)."""
 
-    Labels are those of texts, or of each token. An attribute whose label is missing, NaN, has no error. If there are
-    `shares` of the tokens of a text, they replace λ.
-    """
-    return _label_loss(F.mse_loss, rewards, loss_mask, labels, weights, shares)
+    error: Callable[..., Tensor]  # elementwise, of head outputs and labels, as functions of torch compute it
+    head_output: Callable[[Tensor], Tensor]  # turns a reward into the head output that stands for it
+    label_range: tuple[float, float] | None  # labels outside this range are refused; None allows all
+
+    def __call__(
+        self,
+        rewards: Rewards,
+        loss_mask: Mask,
+        labels: Labels,
+        weights: Weights | None = None,
+        shares: Float[Tensor, "b t"] | None = None,
+    ) -> Loss:
+        """Compute the loss of a batch, where each text i is multiplied by its weight if there are weights.
+
+        Labels are those of texts, or of each token. An attribute whose label is missing, NaN, has no error. If there
+        are `shares` of the tokens of a text, they replace λ.
+        """
+        rewards = _zero_outside(rewards, loss_mask)
+        labels = (labels if labels.dim() == 3 else labels[:, None]).to(rewards.dtype).expand_as(rewards)
+        known = ~labels.isnan()
+        errors = self.error(rewards, torch.where(known, labels, 0), reduction="none") * known  # NaN has no gradient
+        shares = prefix_weights(loss_mask) if shares is None else shares
+        texts = (errors * shares[..., None]).sum((1, 2))  # (b,)
+        return (texts if weights is None else texts * weights).sum() / len(errors)
 
 
-def cross_entropy_loss(
-    rewards: Float[Tensor, "b t a"],
-    loss_mask: Mask,
-    labels: Labels,
-    weights: Float[Tensor, " b"] | None = None,
-    shares: Float[Tensor, "b t"] | None = None,
-) -> Float[Tensor, ""]:
-    """Binary cross-entropy of σ(r̂) against labels in [0, 1], summed over tokens and texts as in `squared_loss`."""
-    return _label_loss(F.binary_cross_entropy_with_logits, rewards, loss_mask, labels, weights, shares)
-
-
-def _label_loss(
-    find_errors: Callable[..., Tensor],
-    rewards: Float[Tensor, "b t a"],
-    loss_mask: Mask,
-    labels: Labels,
-    weights: Float[Tensor, " b"] | None,
-    shares: Float[Tensor, "b t"] | None,
-) -> Float[Tensor, ""]:
-    rewards = _zero_outside(rewards, loss_mask)
-    labels = (labels if labels.dim() == 3 else labels[:, None]).to(rewards.dtype).expand_as(rewards)
-    known = ~labels.isnan()
-    errors = find_errors(rewards, torch.where(known, labels, 0), reduction="none") * known  # NaN reaches no gradient
-    shares = prefix_weights(loss_mask) if shares is None else shares
-    texts = (errors * shares[..., None]).sum((1, 2))  # (b,)
-    return (texts if weights is None else texts * weights).sum() / len(errors)
+squared_loss = LabelLoss(F.mse_loss, lambda reward: reward, None)
+cross_entropy_loss = LabelLoss(  # of σ(head output), finite also for the rewards 0 and 1
+    F.binary_cross_entropy_with_logits, lambda reward: reward.logit(eps=1e-7), (0.0, 1.0)
+)
+LOSSES = {"mse": squared_loss, "ce": cross_entropy_loss}
 
 
 def prefix_weights(loss_mask: Mask) -> Float[Tensor, "b t"]:
@@ -111,9 +110,7 @@ def pair_prefixes(loss_mask: Mask) -> PrefixPairs:
     return PrefixPairs(chosen, rejected, weights * usable)
 
 
-def preference_loss(
-    rewards: Float[Tensor, "b t a"], loss_mask: Mask, weights: Float[Tensor, " p"] | None = None
-) -> Float[Tensor, ""]:
+def preference_loss(rewards: Rewards, loss_mask: Mask, weights: Float[Tensor, " p"] | None = None) -> Loss:
     """(1/P) Σ_i Σ_s w_s Σ_a −log σ(r̂(preferred prefix) − r̂(other prefix)), the loss of Bradley and Terry.
 
     Rows 2i and 2i + 1 are the preferred and the other text of pair i, which is multiplied by its weight if there are
@@ -133,24 +130,18 @@ def preference_loss(
 # --- distillation and regulariser ---
 
 
-def distillation_loss(
-    rewards: Float[Tensor, "b t a"], loss_mask: Mask, teacher_rewards: Float[Tensor, "b t a"]
-) -> Float[Tensor, ""]:
+def distillation_loss(rewards: Rewards, loss_mask: Mask, teacher_rewards: Rewards) -> Loss:
     """Mean of (r̂_student − r̂_teacher)² over the positions in the mask and over attributes."""
     differences = _zero_outside(rewards, loss_mask) - _zero_outside(teacher_rewards, loss_mask)
     return _mean_over_positions(differences.square(), loss_mask)
 
 
-def candidate_loss(
-    rewards: Float[Tensor, "b p k a"], targets: Float[Tensor, "b p k a"], used: Bool[Tensor, "b p k"]
-) -> Float[Tensor, ""]:
+def candidate_loss(rewards: Candidates, targets: Candidates, used: Bool[Tensor, "b p k"]) -> Loss:
     """Mean of (r̂_student − r̂_teacher)² over the candidates that are used and over attributes."""
     return _mean_over_candidates((at_least_float32(rewards) - at_least_float32(targets)).square(), used)
 
 
-def difference_loss(
-    rewards: Float[Tensor, "b p k a"], targets: Float[Tensor, "b p k a"], used: Bool[Tensor, "b p k"]
-) -> Float[Tensor, ""]:
+def difference_loss(rewards: Candidates, targets: Candidates, used: Bool[Tensor, "b p k"]) -> Loss:
     """Mean squared error of the differences between candidates: of rewards minus the mean of those at their place."""
     errors = subtract_mean(at_least_float32(rewards), used) - subtract_mean(at_least_float32(targets), used)
     return _mean_over_candidates(errors.square(), used)
@@ -158,15 +149,15 @@ def difference_loss(
 
 def subtract_mean(rewards: Float[Tensor, "*p k a"], used: Bool[Tensor, "*p k"]) -> Float[Tensor, "*p k a"]:
     """Subtract the mean over the candidates of a row that are used from its rewards."""
-    kept = torch.where(used[..., None], rewards, 0)
-    return rewards - kept.sum(-2, keepdim=True) / used.sum(-1).clamp(min=1)[..., None, None]
+    counted = torch.where(used[..., None], rewards, 0)
+    return rewards - counted.sum(-2, keepdim=True) / used.sum(-1).clamp(min=1)[..., None, None]
 
 
-def _mean_over_candidates(errors: Float[Tensor, "b p k a"], used: Bool[Tensor, "b p k"]) -> Float[Tensor, ""]:
+def _mean_over_candidates(errors: Candidates, used: Bool[Tensor, "b p k"]) -> Loss:
     return torch.where(used[..., None], errors, 0).sum() / (used.sum() * errors.shape[-1]).clamp(min=1)
 
 
-def baseline_loss(marginals: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[Tensor, ""]:
+def baseline_loss(marginals: Rewards, loss_mask: Mask) -> Loss:
     """Regulariser: mean over the positions in the mask of Σ_a Δr_a(v'|x)², for one random token v' per position.
 
     It sums over the attributes as the losses on labels do. Distillation, which averages over them, divides by their
@@ -175,21 +166,19 @@ def baseline_loss(marginals: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[T
     return _mean_over_positions(_zero_outside(marginals, loss_mask).square(), loss_mask) * marginals.shape[-1]
 
 
-def _zero_outside(rewards: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[Tensor, "b t a"]:
+def _zero_outside(rewards: Rewards, loss_mask: Mask) -> Rewards:
     """Upcast rewards with 0 outside the mask, where not even a NaN may reach loss or gradient."""
     return torch.where(loss_mask[..., None].bool(), at_least_float32(rewards), 0)
 
 
-def _mean_over_positions(errors: Float[Tensor, "b t a"], loss_mask: Mask) -> Float[Tensor, ""]:
+def _mean_over_positions(errors: Rewards, loss_mask: Mask) -> Loss:
     return (errors * loss_mask[..., None]).sum() / (loss_mask.float().sum() * errors.shape[-1]).clamp(min=1)
 
 
 # --- experts ---
 
 
-def text_loss(
-    log_probabilities: Float[Tensor, "b t"], loss_mask: Mask, weights: Float[Tensor, " b"]
-) -> Float[Tensor, ""]:
+def text_loss(log_probabilities: Float[Tensor, "b t"], loss_mask: Mask, weights: Weights) -> Loss:
     """Loss of the language models of DExperts: the mean of −log P over tokens, each text times its weight."""
     texts = torch.where(loss_mask.bool(), -log_probabilities, 0).sum(1)  # (b,)
     return (texts * weights).sum() / loss_mask.sum().clamp(min=1)
@@ -199,9 +188,9 @@ def gedi_loss(
     log_probabilities: Float[Tensor, "b t"],
     log_posterior: Float[Tensor, " b"],
     loss_mask: Mask,
-    weights: Float[Tensor, " b"],
+    weights: Weights,
     gen_weight: float,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """Loss of GeDi: the mean over texts of λ · generative + (1 − λ) · discriminative, with λ = `gen_weight`.
 
     For a text x of class c, the generative part is the mean of −log P(x_t | x_<t, c) over its tokens, and the
@@ -212,25 +201,9 @@ def gedi_loss(
     return (losses * loss_mask.any(1) * weights).sum() / len(losses)
 
 
-class LabelLoss(NamedTuple):
-    """A loss between rewards and labels, as `--loss` names it."""
-
-    compute: Callable[..., Float[Tensor, ""]]  # of head outputs (b, t, a), loss_mask, labels (b, a) and weights (b,)
-    head_output: Callable[[Tensor], Tensor]  # turns a reward into the head output that stands for it
-    label_range: tuple[float, float] | None  # labels outside this range are refused; None allows all
-
-
-LOSSES = {
-    "mse": LabelLoss(squared_loss, lambda reward: reward, None),
-    "ce": LabelLoss(cross_entropy_loss, lambda reward: reward.logit(eps=1e-7), (0.0, 1.0)),  # finite also for 0 and 1
-}
-
-
 # --- objectives ---
 
-
 Inputs = dict[str, Tensor]  # a batch of rows
-Share = Float[Tensor, ""]  # of a batch in the rows, or positions, of the whole optimizer step
 
 
 def count_items(loss_mask: Tensor) -> Float[Tensor, "2"]:
@@ -253,20 +226,20 @@ class Objective:
         """Numbers of rows that have tokens, and of positions."""
         return count_items(batch["loss_mask"])
 
-    def loss(self, rewards: Float[Tensor, "b t a"], inputs: Inputs, rows: Share, positions: Share) -> Share:
+    def loss(self, rewards: Rewards, inputs: Inputs, rows: Loss, positions: Loss) -> Loss:
         """The part of a batch in the loss of the optimizer step: its mean over rows or positions, times its share."""
         num_rows, _ = self.count_items(inputs)
         return self.row_loss(rewards, inputs) * len(inputs["weights"]) / num_rows.clamp(min=1) * rows
 
-    def row_loss(self, rewards: Float[Tensor, "b t a"], inputs: Inputs) -> Share:
+    def row_loss(self, rewards: Rewards, inputs: Inputs) -> Loss:
         """The sum of the losses of all rows, divided by the number of rows in the batch."""
-        return LOSSES[self.config.loss].compute(rewards, inputs["loss_mask"], inputs["labels"], inputs["weights"])
+        return LOSSES[self.config.loss](rewards, inputs["loss_mask"], inputs["labels"], inputs["weights"])
 
-    def regulariser(self, marginals: Float[Tensor, "b t a"], inputs: Inputs, positions: Share) -> Share:
+    def regulariser(self, marginals: Rewards, inputs: Inputs, positions: Loss) -> Loss:
         """The part of a batch in the regulariser of the optimizer step."""
         return baseline_loss(marginals, inputs["loss_mask"]) * positions
 
-    def statistics(self, rewards: Float[Tensor, "b t a"], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def statistics(self, rewards: Rewards, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Compute what the metrics need of a batch: numbers of each text or token, and labels beside them.
 
         Of a text these are the rewards at its last token and, if there are labels, its weighted squared errors; labels
@@ -281,12 +254,10 @@ class Objective:
 
     def metrics(self, statistics: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Compute the metrics from the statistics of all batches, and from the labels beside them."""
-        return self._measure(statistics, labels, self.config.loss)
-
-    def _measure(self, statistics: np.ndarray, labels: np.ndarray, loss: str | None) -> dict[str, float]:
         labels, weights = np.split(labels, [-1], axis=1)
         metrics = compute_metrics(statistics, labels, self.attributes)
         if labels.shape[1]:
+            loss = None if self.config.learns_tokens else self.config.loss  # which is about labels
             metrics |= constant_metrics(labels, weights[:, 0], self.data.mean_labels, self.attributes, loss)
         return metrics
 
@@ -304,13 +275,13 @@ class Objective:
 class Distillation(Objective):
     """Rewards of a teacher, one for each token; labels, if there are any, are used in the evaluation."""
 
-    def loss(self, rewards: Float[Tensor, "b t a"], inputs: Inputs, rows: Share, positions: Share) -> Share:
+    def loss(self, rewards: Rewards, inputs: Inputs, rows: Loss, positions: Loss) -> Loss:
         return distillation_loss(rewards, inputs["loss_mask"], inputs["targets"]) * positions
 
-    def regulariser(self, marginals: Float[Tensor, "b t a"], inputs: Inputs, positions: Share) -> Share:
+    def regulariser(self, marginals: Rewards, inputs: Inputs, positions: Loss) -> Loss:
         return super().regulariser(marginals, inputs, positions) / marginals.shape[-1]  # a mean, as the loss is
 
-    def statistics(self, rewards: Float[Tensor, "b t a"], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def statistics(self, rewards: Rewards, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Add to the numbers of a text the squared distance to the teacher, the number of tokens, and the sums of the
         teacher's rewards and of their squares.
         """
@@ -321,9 +292,6 @@ class Distillation(Objective):
         columns += [(values * loss_mask[..., None]).sum(1) for values in (targets, targets.square())]
         return torch.cat([numbers, *columns], dim=1), labels
 
-    def metrics(self, statistics: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        return self._measure(statistics, labels, None)
-
     def example(self, data: RewardData) -> tuple[np.ndarray, np.ndarray]:
         numbers, labels = super().example(data)
         return np.pad(numbers, ((0, 0), (0, 2 + 2 * len(self.attributes))), constant_values=1), labels
@@ -332,12 +300,12 @@ class Distillation(Objective):
 class SpanObjective(Objective):
     """Labels of single tokens; a token without one has no loss. Batches are those of `radq.data.spans`."""
 
-    def row_loss(self, rewards: Float[Tensor, "b t a"], inputs: Inputs) -> Share:
+    def row_loss(self, rewards: Rewards, inputs: Inputs) -> Loss:
         loss_mask = inputs["loss_mask"]
         shares = loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1)
-        return LOSSES[self.config.loss].compute(rewards, loss_mask, inputs["token_labels"], inputs["weights"], shares)
+        return LOSSES[self.config.loss](rewards, loss_mask, inputs["token_labels"], inputs["weights"], shares)
 
-    def statistics(self, rewards: Float[Tensor, "b t a"], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def statistics(self, rewards: Rewards, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Take the reward of each token, and beside its label whether it has one."""
         counted = inputs["loss_mask"][..., None].float()
         return rewards.float(), torch.cat([inputs["token_labels"], counted], dim=-1)
@@ -345,13 +313,13 @@ class SpanObjective(Objective):
     def metrics(self, statistics: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Compute the metrics of tokens as of texts that end with them; no metrics if no token has a label."""
         values, counted = np.moveaxis(labels, -1, 0)  # (n, t) each; padding is −100
-        rewards, found = statistics[..., 0][counted == 1], values[counted == 1]
-        if not len(found):
+        rewards, wanted = statistics[..., 0][counted == 1], values[counted == 1]
+        if not len(wanted):
             return {}
-        column = found[:, None]
-        metrics = compute_metrics(np.stack([rewards, (rewards - found) ** 2], axis=1), column, self.attributes)
+        column = wanted[:, None]
+        metrics = compute_metrics(np.stack([rewards, (rewards - wanted) ** 2], axis=1), column, self.attributes)
         del metrics["last_token_mse"]  # the same
-        return metrics | constant_metrics(column, np.ones(len(found)), self.data.mean_labels, self.attributes, None)
+        return metrics | constant_metrics(column, np.ones(len(wanted)), self.data.mean_labels, self.attributes, None)
 
     def example(self, data: RewardData) -> tuple[np.ndarray, np.ndarray]:
         labels: np.ndarray = data.token_labels  # pyright: ignore[reportAttributeAccessIssue]
@@ -367,10 +335,10 @@ class PairObjective(Objective):
         pairs = loss_mask.any(1).view(-1, 2).all(1)
         return torch.stack([pairs.sum(), loss_mask.sum()]).float()
 
-    def row_loss(self, rewards: Float[Tensor, "b t a"], inputs: Inputs) -> Share:
+    def row_loss(self, rewards: Rewards, inputs: Inputs) -> Loss:
         return preference_loss(rewards, inputs["loss_mask"], inputs["weights"])
 
-    def statistics(self, rewards: Float[Tensor, "b t a"], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def statistics(self, rewards: Rewards, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Take the rewards of both whole texts of each pair, and the weight of the pair."""
         return take_last(rewards, inputs["loss_mask"]).view(-1, 2), inputs["weights"][:, None]
 
@@ -439,18 +407,18 @@ def constant_metrics(
     if loss is not None:
         outputs = LOSSES[loss].head_output(torch.from_numpy(constant)).expand(len(labels), 1, -1)
         one_token = torch.ones(len(labels), 1)
-        found = LOSSES[loss].compute(outputs, one_token, torch.from_numpy(labels), torch.from_numpy(weights))
-        metrics["constant_loss"] = float(found)
+        constant_loss = LOSSES[loss](outputs, one_token, torch.from_numpy(labels), torch.from_numpy(weights))
+        metrics["constant_loss"] = float(constant_loss)
     return metrics
 
 
 def _with_each(name: str, errors: np.ndarray, known: np.ndarray, attributes: list[str]) -> dict[str, float]:
     """Average the known errors, both (n, a), over all under `name` and, if there are several attributes, of each."""
-    found = {name: float(errors[known].mean())} if known.any() else {}
+    means = {name: float(errors[known].mean())} if known.any() else {}
     if len(attributes) > 1:
         each = zip(attributes, errors.T, known.T, strict=True)
-        found |= {f"{name}_{attribute}": float(e[k].mean()) for attribute, e, k in each if k.any()}
-    return found
+        means |= {f"{name}_{attribute}": float(e[k].mean()) for attribute, e, k in each if k.any()}
+    return means
 
 
 def pair_metrics(rewards: Float[np.ndarray, "p 2"]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,17 @@ SHOWN = (  # settings that a card names
     *("kind", "reads", "head", "num_layers", "lora_rank", "loss", "epochs", "max_steps", "batch_size"),
     *("learning_rate", "max_length", "reg_weight", "seed", "teacher", "teacher_classifier", "base"),
 )
+INTRODUCTION = """# {title}
+
+A {kind} reward model of radq{origin}. It gives each token of a text a reward for {attributes}, and steers a language \
+model with the same vocabulary. Rewards are clamped to {limits}.
+
+```python
+from radq import RewardGuide, RewardModel
+
+reward = RewardModel.from_pretrained("{name}")
+guide = RewardGuide(reward, {{"{attribute}": 20.0}})  # a negative strength steers away
+```"""
 LIMITS = """- Rewards are meant for language models with the vocabulary of the base above; radq refuses others.
 - It repeats what its labels say, with their mistakes and prejudices, and was measured on texts like those alone.
 - Guidance shifts probabilities and guarantees nothing: check texts with a judge that was not trained on the same data.
@@ -125,7 +136,7 @@ def _find_problems(metrics: dict[str, float], attributes: list[str]) -> Iterator
 def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: float = BETA) -> list[str]:
     """List commands that use the model: to score, to generate, and to distil a RAD-V into a faster RAD-Q."""
     first = _find_first_run(config)
-    base = config.base or find_language_model(config)
+    base = config.base or ("BASE" if first is None else first.backbone)
     out, data = shlex.quote(config.out), shlex.quote(config.data[0])
     text = config.response_columns[0] if config.compares else config.text
     column = "" if text == "text" else f" --text {shlex.quote(text)}"
@@ -137,18 +148,11 @@ def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: flo
         f'radq generate --base {shlex.quote(base)} --guide {guide} --prompt "I think that"',
     ]
     if config.kind == "v" and not config.responses:
-        column = "" if text == "text" else f" --text {shlex.quote(text)}"
         # a readout has no transformer that the student could begin as a copy of
         reads = f" --backbone {shlex.quote(base)} --reads base" if first and first.reads == "base" else ""
         student = f"{reads} --out {shlex.quote(config.out + '-q')}"
         commands.append(f"radq distill --teacher {out} --data {data}{column}{student}")
     return commands
-
-
-def find_language_model(config: RewardTrainingConfig) -> str:
-    """Find the language model that the reward model began as, perhaps several runs ago; BASE if no run folder says."""
-    first = _find_first_run(config)
-    return "BASE" if first is None else first.backbone
 
 
 def _find_first_run(config: RewardTrainingConfig) -> RewardTrainingConfig | None:
@@ -190,8 +194,17 @@ def push_to_hub(
     if not folder.is_dir():
         raise ModelError(f"there is no folder {str(folder)!r}.", "give the folder of a reward model.")
     check_reward_model(folder)
-    _warn_of_local_backbone(folder)
-    files: dict[str, Path | bytes] = {file.relative_to(folder).as_posix(): file for file in _find_files(folder)}
+    stored = ModelSource.find(folder).config
+    backbone = stored.get("backbone_name")
+    if backbone and backbone != EMBEDDED and not stored.get("backbone_revision"):
+        warnings.warn(
+            f"the backbone {Path(backbone).name!r} of this model is a folder, which is not uploaded: others have to "
+            "name it by from_pretrained(…, backbone=FOLDER).",
+            stacklevel=2,
+        )
+    paths = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}  # without those of a run
+    inside = sorted(file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    files: dict[str, Path | bytes] = {file.relative_to(folder).as_posix(): file for file in inside}
     card = folder / CARD
     files[CARD] = card if card.is_file() else write_card(folder, name, license).encode()
     import httpx
@@ -209,23 +222,6 @@ def push_to_hub(
         ) from error
 
 
-def _find_files(folder: Path) -> list[Path]:
-    """The files of the model in a folder, without those of its run."""
-    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
-    return sorted(file for path in found for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
-
-
-def _warn_of_local_backbone(folder: Path) -> None:
-    stored = ModelSource.find(folder).config
-    name, revision = stored.get("backbone_name"), stored.get("backbone_revision")
-    if name and name != EMBEDDED and not revision:
-        warnings.warn(
-            f"the backbone {Path(name).name!r} of this model is a folder, which is not uploaded: others have to name "
-            "it by from_pretrained(…, backbone=FOLDER).",
-            stacklevel=3,
-        )
-
-
 # --- the card ---
 
 
@@ -233,15 +229,28 @@ def write_card(folder: str | Path, name: str, license: str | None = None) -> str
     """Write the card of a reward model that will be called `name` on the hub, as markdown with a YAML header."""
     folder = Path(folder)
     model, run, results = ModelSource.find(folder).config, _read_run(folder), _read_json(folder / RESULTS)
-    base = _describe_base(model, run)
-    title = f"# {name.rpartition('/')[2]}"
-    parts = [_write_header(run, base, license), title, _describe_model(model, base), _show_use(name, model)]
+    base, commit = _describe_base(model, run)
+    header: dict[str, Any] = {"library_name": "radq", "tags": ["radq", "reward-model", "controlled-generation"]}
+    if license:
+        header["license"] = license
+    if "/" in base or commit:
+        header["base_model"] = base
+    if run is not None and (datasets := [name.partition(":")[0] for name in run.data if not _is_file(name)]):
+        header["datasets"] = datasets
+    introduction = INTRODUCTION.format(
+        title=name.rpartition("/")[2],
+        kind=f"RAD-{model['kind'].upper()}",
+        origin=(f", trained from {base}" if base else "") + (f" at commit {commit}" if commit else ""),
+        attributes=", ".join(f"`{attribute}`" for attribute in model["attributes"]),
+        limits=model.get("response_range"),
+        name=name,
+        attribute=model["attributes"][0],
+    )
+    parts = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---", introduction]
     if run is not None:
         parts += ["## Training", _describe_training(folder, run)]
-    figures = {key.removeprefix("eval_"): value for key, value in results.items() if key.startswith("eval_")}
-    parts += ["## Evaluation", _write_figures(figures) if figures else "No texts were held out, so nothing is known."]
-    calibrations = read_calibrations(folder)
-    if calibrations:
+    parts += ["## Evaluation", _write_figures(results)]
+    if calibrations := read_calibrations(folder):
         parts += ["## Strengths", _write_strengths(calibrations)]
     licence = f"The licence is {license}." if license else "No licence is stated; those of the base and the data apply."
     return "\n\n".join([*parts, "## Limits", LIMITS, "## Licence", licence]) + "\n"
@@ -262,87 +271,63 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _describe_base(model: dict[str, Any], run: RewardTrainingConfig | None) -> tuple[str, str | None]:
     """The name of the language model that a reward model began as, and its commit if it comes from the hub."""
-    found = model.get("backbone_name") or (None if run is None else find_language_model(run))
-    if found == EMBEDDED:
-        return HUB_NAME, None
-    if found in (None, "BASE"):
-        return "", None
-    if looks_like_path(str(found)) or Path(str(found)).is_dir():
-        return Path(str(found)).name, None
-    return str(found), model.get("backbone_revision") or ModelSource.find(found).snapshot.name
-
-
-def _write_header(run: RewardTrainingConfig | None, base: tuple[str, str | None], license: str | None) -> str:  # noqa: A002
-    header: dict[str, Any] = {"library_name": "radq", "tags": ["radq", "reward-model", "controlled-generation"]}
-    if license:
-        header["license"] = license
-    if "/" in base[0] or base[1]:
-        header["base_model"] = base[0]
-    datasets = [] if run is None else [name.partition(":")[0] for name in run.data if not _is_file(name)]
-    if datasets:
-        header["datasets"] = datasets
-    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---"
+    first = None if run is None else _find_first_run(run)
+    name = model.get("backbone_name") or ("" if first is None else first.backbone)
+    if name in ("", EMBEDDED):
+        return HUB_NAME if name else "", None
+    if looks_like_path(name) or Path(name).is_dir():
+        return Path(name).name, None
+    return name, model.get("backbone_revision") or ModelSource.find(name).snapshot.name
 
 
 def _is_file(name: str) -> bool:
     return looks_like_path(name) or Path(name).exists() or bool(Path(name).suffix)
 
 
-def _describe_model(model: dict[str, Any], base: tuple[str, str | None]) -> str:
-    kind = "RAD-Q" if model["kind"] == "q" else "RAD-V"
-    of = f", trained from {base[0]}" if base[0] else ""
-    commit = f" at commit {base[1]}" if base[1] else ""
-    attributes = ", ".join(f"`{name}`" for name in model["attributes"])
-    return (
-        f"A {kind} reward model of radq{of}{commit}. It gives each token of a text a reward for {attributes}, and "
-        f"steers a language model with the same vocabulary. Rewards are clamped to {model.get('response_range')}."
-    )
+def _shorten(name: Any) -> Any:
+    """The name of a file or folder without its path; other values as they are."""
+    return Path(name).name if isinstance(name, str) and _is_file(name) else name
 
 
-def _show_use(name: str, model: dict[str, Any]) -> str:
-    attribute = model["attributes"][0]
-    return (
-        f'```python\nfrom radq import RewardGuide, RewardModel\n\nreward = RewardModel.from_pretrained("{name}")\n'
-        f'guide = RewardGuide(reward, {{"{attribute}": 20.0}})  # a negative strength steers away\n```'
-    )
+def _write_table(*rows: Sequence[Any]) -> str:
+    """A table in markdown, of which the first row is the header."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def _describe_training(folder: Path, run: RewardTrainingConfig) -> str:
-    names = [Path(name).name if _is_file(name) else name for name in run.data]
-    lines = [f"Data: {', '.join(names)}."]
+    lines = [f"Data: {', '.join(map(_shorten, run.data))}."]
     for attribute, stored in _read_json(folder / LABELS).items():
         sentence = read_scale(stored, str(folder)).describe(attribute).partition(" (change")[0]
         lines.append(f"{sentence[0].upper()}{sentence[1:]}.")
-    settings = {name: getattr(run, name) for name in SHOWN}
-    shown = {name: value for name, value in settings.items() if value not in (None, "", -1, 0)}
-    for name in ("teacher", "teacher_classifier", "base"):
-        if name in shown:
-            shown[name] = Path(str(shown[name])).name if _is_file(str(shown[name])) else shown[name]
-    return "\n".join([*lines, "", "| setting | value |", "|---|---|", *(f"| {n} | {v} |" for n, v in shown.items())])
+    settings = {name: _shorten(getattr(run, name)) for name in SHOWN}
+    shown = [(name, value) for name, value in settings.items() if value not in (None, "", -1, 0)]
+    return "\n".join([*lines, "", _write_table(("setting", "value"), *shown)])
 
 
-def _write_figures(figures: dict[str, Any]) -> str:
+def _write_figures(results: dict[str, Any]) -> str:
     """A table of the figures on held-out texts, without those of speed."""
+    figures = {name.removeprefix("eval_"): value for name, value in results.items() if name.startswith("eval_")}
+    if not figures:
+        return "No texts were held out, so nothing is known."
     ignored = ("runtime", "samples_per_second", "steps_per_second")
-    rows = [f"| {name} | {value:.4g} |" for name, value in figures.items() if name not in ignored]
+    rows = [(name, f"{value:.4g}") for name, value in figures.items() if name not in ignored]
     intro = "On held-out texts; `constant_…` and `chance_…` are what a constant and random answers reach."
-    return "\n".join([intro, "", "| figure | value |", "|---|---|", *rows])
+    return f"{intro}\n\n{_write_table(('figure', 'value'), *rows)}"
 
 
 def _write_strengths(calibrations: list[Calibration]) -> str:
     """A table of measured strengths, for each attribute and base model."""
-    lines = [
+    intro = (
         "These were measured with `radq calibrate`: 1 is the strength beyond which the judge improves no further, or "
-        "the perplexity leaves its bound.",
-        "",
-        "| attribute | base | judge | strength | β | KL budget | judge's score | perplexity ratio |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for one in calibrations:
-        base = Path(one.base).name if _is_file(one.base) else one.base
-        judge = Path(one.judge).name if _is_file(one.judge.rpartition(":")[2]) else one.judge
-        for point in one.table:
+        "the perplexity leaves its bound."
+    )
+    rows = [("attribute", "base", "judge", "strength", "β", "KL budget", "judge's score", "perplexity ratio")]
+    for calibration in calibrations:
+        base, judge = _shorten(calibration.base), calibration.judge
+        judge = Path(judge).name if _is_file(judge.rpartition(":")[2]) else judge
+        for point in calibration.table:
             budget = "none" if point.kl_budget is None else f"{point.kl_budget:.3g}"
-            numbers = f"{point.beta:.3g} | {budget} | {point.score:.3g} | {point.perplexity_ratio:.3g}"
-            lines.append(f"| {one.attribute} | {base} | {judge} | {point.strength:.2g} | {numbers} |")
-    return "\n".join(lines)
+            numbers = f"{point.beta:.3g}", budget, f"{point.score:.3g}", f"{point.perplexity_ratio:.3g}"
+            rows.append((calibration.attribute, base, judge, f"{point.strength:.2g}", *numbers))
+    return f"{intro}\n\n{_write_table(*rows)}"

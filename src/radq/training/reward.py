@@ -5,6 +5,7 @@
 If several processes are launched, each of them calls `train`, and the first one writes.
 """
 
+import warnings
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
 from radq.data.rows import Rows
-from radq.errors import ModelError, OptionError
+from radq.errors import DataError, ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges
 from radq.models.kinds import RadQ, RadV
@@ -22,22 +23,16 @@ from radq.models.loading import find_backbone, load_causal_lm, load_config, max_
 from radq.models.readout import check_base
 from radq.models.reward import RewardModel
 from radq.sources.model_source import ModelSource
-from radq.training.candidates import CandidateMaker, check_context, choose_prompts
+from radq.training.candidates import CandidateMaker, choose_prompts
 from radq.training.config import RewardTrainingConfig
-from radq.training.data import Start, check_labels, num_steps, scales_of_model
+from radq.training.losses import LOSSES
 from radq.training.outcome import warn_of_chance
 from radq.training.reward_trainer import RewardTrainer, RoundsCallback
-from radq.training.run import TrainingRun, first_process_first, write_results
-from radq.training.run_folder import check_resumed, find_resumed_checkpoint
-from radq.training.teacher import Teacher, check_teacher, label_data, load_teacher, load_text_teacher, measure_teacher
-from radq.training.token_cache import (
-    StateCache,
-    cache_targets,
-    measure_states,
-    prepare_states,
-    target_ranges,
-)
-from radq.training.trainer_setup import training_precision
+from radq.training.run import Start, TrainingRun, first_process_first, write_results
+from radq.training.run_folder import check_resumed, find_resumed_checkpoint, scales_of_model
+from radq.training.teacher import Teacher, TextSource, check_teacher, load_teacher, load_text_teacher
+from radq.training.token_cache import StateCache, cache_targets, measure_states, prepare_states, target_ranges
+from radq.training.trainer_setup import num_steps, training_precision
 
 
 def train(
@@ -78,20 +73,19 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         maker = self._prepare_candidates()
         if maker is not None:
             contents |= {"base": maker.base_fingerprint, "prompts": maker.prompt_fingerprint}
-            contents["base_files"] = ModelSource.find(self.config.base).fingerprint
         states = self._prepare_states(contents["backbone"])
         check_resumed(self.out, self.config, contents, self.resume)
         checkpoint = find_resumed_checkpoint(self.out, self.resume)
         trainer = RewardTrainer(self.model, self.config, self.data, self.eval_data, self.teacher, self.progress)
         self.begin(contents)
         if maker is not None:
-            _make_candidates(trainer, maker)
+            trainer.add_callback(RoundsCallback(trainer, maker))
         self._store_targets(trainer, contents.get("teacher") or contents.get("teacher_classifier"))
         with first_process_first():
             for part in states:
                 part.make(self.shows)
         metrics = self.fit(trainer, checkpoint) | ({} if maker is None else maker.metrics)
-        metrics |= measure_teacher(self.teacher) | measure_states(states)
+        metrics |= ({} if self.teacher is None else self.teacher.metrics) | measure_states(states)
         self._finish(trainer, metrics)
         return metrics
 
@@ -103,10 +97,9 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         self.teacher = load_teacher(config.teacher) if config.teacher else None
         if self.teacher is not None and self.shows and (note := self.teacher.describe_ranges()):
             print(note)
-        copied = _find_copied(config, self.teacher)
-        rank = config.lora_rank or 0 if copied is None else copied.config.lora_rank
+        trained = _load_trained(config, self.teacher)
+        rank = config.lora_rank or 0 if trained is None or config.init else trained.config.lora_rank  # that of a copy
         self.config = config = replace(config, lora_rank=rank)
-        trained = _start_from_trained(config, copied)
         if config.teacher_classifier:
             self.teacher = load_text_teacher(config, _describe_start(config, trained).tokenizer)
         return trained
@@ -121,10 +114,18 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         if config.compares:
             return
         if teacher is None or config.learns_tokens:
-            check_labels(self.data, self.config.attributes, config.loss)
+            _check_labels(self.data, self.config.attributes, config.loss)
             return
-        self.data, self.eval_data = label_data(teacher, self.data, self.eval_data, self.config, self.shows)
-        check_labels(self.data, teacher.attributes, config.loss)
+        (source,) = teacher.sources
+        assert isinstance(source, TextSource)
+        parts = {part.folder: part for part in (self.data, self.eval_data) if part is not None}  # two may share texts
+        scores = {folder: source.score_data(part, self.shows) for folder, part in parts.items()}
+        if not config.base:
+            source.release()
+        self.data = self.data.with_labels(scores[self.data.folder])
+        if self.eval_data is not None:
+            self.eval_data = self.eval_data.with_labels(scores[self.eval_data.folder])
+        _check_labels(self.data, teacher.attributes, config.loss)
 
     def _note_labels(self) -> None:
         """Store the range and the scales of the labels with the model; a student has those of its teacher.
@@ -147,7 +148,7 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         """
         config = self.config
         frozen = {name: value for name, value in self.model.named_parameters() if not value.requires_grad}
-        named = {"init": config.init, "backbone_files": config.backbone}
+        named = {"init": config.init, "backbone_files": config.backbone, "base_files": config.base}
         files = {name: ModelSource.find(given).fingerprint for name, given in named.items() if given}
         contents = self.fingerprint_data(backbone=fingerprint_tensors(sorted(frozen.items())), **files)
         if self.teacher is not None:
@@ -166,21 +167,16 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
         if student.readout is not None:
             check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))
-        prompts = choose_prompts(config, self.data, self.eval_data, lm, tokenizer)
-        room = [context for context in (teacher.context, student.max_tokens) if context is not None]
-        check_context(prompts, config, min(room, default=None))
-        vocabularies = [vocabulary for source in teacher.sources for vocabulary in source.vocabularies]
-        known = min(vocabulary.num_known for vocabulary in [student.vocabulary, *vocabularies])
-        maker = CandidateMaker(lm, tokenizer, teacher, prompts, config, known, self.shows)
-        maker.check_disk()
-        return maker
+        contexts = [context for context in (teacher.context, student.max_tokens) if context is not None]
+        prompts = choose_prompts(config, self.data, self.eval_data, lm, tokenizer, min(contexts, default=None))
+        known = min(student.num_known, teacher.num_known)
+        return CandidateMaker(lm, tokenizer, teacher, prompts, config, known, self.shows)
 
     def _prepare_states(self, base_fingerprint: str) -> list[StateCache]:
         """Find the stored states of the data, if they are wanted, and say how much room they take."""
-        config = self.config
+        config, parts = self.config, [part for part in (self.data, self.eval_data) if part is not None]
         if not config.cache_states:
             return []
-        parts = [part for part in (self.data, self.eval_data) if part is not None]
         states = prepare_states(self.model, parts, config.cache, base_fingerprint, training_precision(config))
         if self.shows:
             print(*(part.describe() for part in states), sep="\n")
@@ -195,7 +191,9 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         config, teacher = self.config, self.teacher
         if teacher is None or fingerprint is None or not config.learns_tokens:
             return
-        if not (teacher.is_slow or _wants_stored_targets(config, len(self.data))):
+        steps = [num_steps(part, len(self.data)) for part in (config, replace(config, epochs=1.0, max_steps=-1))]
+        reads_again = steps[0] > steps[1]
+        if not (teacher.is_slow or config.cache_targets or (reads_again and not config.online)):
             return
         for part in (self.data, self.eval_data):
             if part is not None:
@@ -220,9 +218,20 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
 # --- the model ---
 
 
-def _find_copied(config: RewardTrainingConfig, teacher: Teacher | None) -> RadV | None:
-    """Find the teacher of which the student begins as a copy, with its adapters; None if it begins otherwise."""
-    if teacher is None or config.backbone or config.init:
+def _load_trained(config: RewardTrainingConfig, teacher: Teacher | None) -> RewardModel | None:
+    """Load a reward model to train further, or copy the teacher, with its adapters and a new head.
+
+    The result is None if a backbone is to be loaded.
+    """
+    torch.manual_seed(config.seed)
+    if config.init:
+        model = RewardModel.from_pretrained(config.init, dtype=torch.float32)
+        if isinstance(model, RadQ) != (config.kind == "q"):
+            raise OptionError(
+                f"kind is {config.kind!r}, but {config.init!r} is a {type(model).__name__}.", "change --kind or --init."
+            )
+        return model
+    if teacher is None or config.backbone:
         return None
     if not isinstance(teacher.model, RadV):
         raise OptionError(
@@ -238,20 +247,7 @@ def _find_copied(config: RewardTrainingConfig, teacher: Teacher | None) -> RadV 
                 f"{name} is {given}, but the student starts as a copy of {config.teacher!r}, where it is {own}.",
                 f"leave --{name.replace('_', '-')} out, or name the --backbone of another student.",
             )
-    return teacher.model
-
-
-def _start_from_trained(config: RewardTrainingConfig, teacher: RadV | None) -> RewardModel | None:
-    """Load a reward model to train further, or copy the teacher with a new head; None if a backbone is to be loaded."""
-    torch.manual_seed(config.seed)
-    if config.init:
-        model = RewardModel.from_pretrained(config.init, dtype=torch.float32)
-        if isinstance(model, RadQ) != (config.kind == "q"):
-            raise OptionError(
-                f"kind is {config.kind!r}, but {config.init!r} is a {type(model).__name__}.", "change --kind or --init."
-            )
-        return model
-    return None if teacher is None else RadQ.from_teacher(teacher, config.head).float()
+    return RadQ.from_teacher(teacher.model, config.head).float()
 
 
 def _make_model(config: RewardTrainingConfig, trained: RewardModel | None, teacher: Teacher | None) -> RewardModel:
@@ -300,8 +296,8 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
         tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.max_tokens
         rank = model.config.lora_rank
     else:
-        found = ModelSource.find(config.backbone)
-        tokenizer, backbone = found.find_tokenizer(), load_config(found)
+        source = ModelSource.find(config.backbone)
+        tokenizer, backbone = source.find_tokenizer(), load_config(source)
         positions = max_positions(backbone)
         max_tokens = None if positions is None else positions - 1  # a BOS stands before each text
     tokenizer = _require_tokenizer(tokenizer, config.backbone or config.init or config.teacher)
@@ -309,31 +305,21 @@ def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> 
     return Start(tokenizer, backbone, max_tokens, model is None, lora=bool(rank), readout=config.reads == "base")
 
 
+def _check_labels(data: RewardData, attributes: list[str], loss: str) -> None:
+    """Refuse labels that the loss does not allow, and warn of labels that are the same in every row."""
+    allowed = LOSSES[loss].label_range
+    for attribute, (low, high) in zip(attributes, data.label_limits, strict=True):
+        if low == high:
+            warnings.warn(f"label {attribute!r} is {low:g} in every row: there is nothing to learn.", stacklevel=2)
+        if allowed is not None and not allowed[0] <= low <= high <= allowed[1]:
+            raise DataError(
+                f"the loss {loss!r} needs labels from {allowed[0]:g} to {allowed[1]:g}, but {attribute!r} runs from "
+                f"{low:g} to {high:g}.",
+                "leave --keep-labels out, or choose another --loss.",
+            )
+
+
 def _require_tokenizer(tokenizer: PreTrainedTokenizerBase | None, name: str) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         raise ModelError(f"{name!r} has no tokenizer.", "put the files of its tokenizer into the folder.")
     return tokenizer
-
-
-# --- what is computed before training ---
-
-
-def _wants_stored_targets(config: RewardTrainingConfig, num_texts: int) -> bool:
-    """Whether the teacher's rewards are computed once: unless settings say otherwise, if texts are read repeatedly."""
-    once = replace(config, epochs=1.0, max_steps=-1)
-    return config.cache_targets or (num_steps(config, num_texts) > num_steps(once, num_texts) and not config.online)
-
-
-def _make_candidates(trainer: RewardTrainer, maker: CandidateMaker) -> None:
-    """Make the candidates of the first round.
-
-    Where the range of the teacher's rewards is not known, the student gets the range of their rewards.
-    """
-    rounds = RoundsCallback(trainer, maker)
-    trainer.add_callback(rounds)
-    if maker.teacher.ranges is None:
-        ranges, data = rounds.candidates.ranges, trainer.train_dataset
-        if isinstance(data, RewardData) and not trainer.config.learns_tokens:
-            both = zip(ranges, data.label_limits, strict=True)
-            ranges = [(min(lows), max(highs)) for lows, highs in (zip(*pair, strict=True) for pair in both)]
-        trainer.reward_model.config.response_range = simplify_ranges(ranges, len(ranges))

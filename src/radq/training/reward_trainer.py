@@ -66,33 +66,26 @@ class RewardTrainer(BatchTrainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)
-        if self.config.head_learning_rate is not None:
-            head: Any = self.model.head  # pyright: ignore[reportOptionalMemberAccess]
-            set_learning_rate(optimizer, list(head.parameters()), self.config.head_learning_rate)
+        if self.config.head_learning_rate is None:
+            return optimizer
+        model: Any = self.model
+        head = {id(parameter) for parameter in model.head.parameters()}
+        for group in list(optimizer.param_groups):  # those of the head get their rate, and keep their other settings
+            moved = [parameter for parameter in group["params"] if id(parameter) in head]
+            if moved:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in head]
+                optimizer.add_param_group({**group, "params": moved, "lr": self.config.head_learning_rate})
         return optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._saves_adapters:
-            self._load_adapters(resume_from_checkpoint)
+        """Load a whole model, or adapters, or a readout, and the head, with which transformers' Trainer cannot deal.
+
+        Checkpoints of FSDP always hold whole models.
+        """
+        if self.reward_model.config.beside_backbone and not self.is_fsdp_enabled:
+            self.reward_model.load_trained(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self._saves_adapters and self.state.best_model_checkpoint is not None:
-            self._load_adapters(self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
-
-    @property
-    def _saves_adapters(self) -> bool:
-        """Whether checkpoints hold only adapters, or a readout, and the head; those of FSDP also hold whole models."""
-        model: Any = self.model
-        return model.config.beside_backbone and not self.is_fsdp_enabled
-
-    def _load_adapters(self, checkpoint: str) -> None:
-        """Load adapters from a checkpoint, which transformers' Trainer cannot do: it expects whole models."""
-        model: Any = self.model
-        model.load_trained(checkpoint)
 
     # --- batches ---
 
@@ -141,10 +134,10 @@ class RewardTrainer(BatchTrainer):
 
     def _random_tokens(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make the model's argument with random tokens for the regulariser; no argument if there is no regulariser."""
-        model: Any = self.model
-        if self.config.kind == "v" or self.config.reg_weight == 0 or not model.training:
+        if self.config.kind == "v" or self.config.reg_weight == 0 or not self.reward_model.training:
             return {}
-        return {"random_tokens": random_tokens(inputs, model.vocabulary.size, self.config.seed, inputs["epoch"])}
+        size = self.reward_model.vocabulary.size
+        return {"random_tokens": random_tokens(inputs, size, self.config.seed, inputs["epoch"])}
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device, and compute the teacher's rewards if that was not done before training."""
@@ -162,8 +155,8 @@ class RewardTrainer(BatchTrainer):
         return self.objective.statistics(self.reward_model.link(output.rewards), inputs)
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        found = self.objective.metrics(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
-        return found | self.measure_candidates()
+        metrics = self.objective.metrics(np.asarray(prediction.predictions), np.asarray(prediction.label_ids))
+        return metrics | self.measure_candidates()
 
     def metric_names(self) -> list[str]:
         data: Any = self.eval_dataset
@@ -183,20 +176,18 @@ class RewardTrainer(BatchTrainer):
                 batch = held_out.batch(range(first, min(first + size, len(held_out))))
                 inputs = {name: values.to(self.args.device) for name, values in batch.items()}
                 rewards.append(model.link(self._compare(wrapped, inputs)).double().cpu().numpy())
-        found, k = np.concatenate(rewards), held_out.candidates.shape[2]
-        a = len(model.config.attributes)
-        used = held_out.candidates.reshape(-1, k) != UNUSED
-        return metrics_of(
-            compare_rewards(found.reshape(-1, k, a), held_out.targets.reshape(-1, k, a), used), model.config.attributes
-        )
+        n, p, k, a = held_out.targets.shape
+        own, wanted = (values.reshape(n * p, k, a) for values in (np.concatenate(rewards), held_out.targets))
+        used = held_out.candidates.reshape(n * p, k) != UNUSED
+        return metrics_of(compare_rewards(own, wanted, used), model.config.attributes)
 
     def _evaluate_end(self) -> dict[str, float]:
         """Compute the metrics of the last weights. The agreement is measured also if no texts are held out."""
         metrics = super()._evaluate_end()
         if self.held_out is not None and "eval_candidate_error" not in metrics:
-            found = {f"eval_{name}": value for name, value in self.measure_candidates().items()}
-            self.log(dict(found))
-            metrics |= found
+            measured = {f"eval_{name}": value for name, value in self.measure_candidates().items()}
+            self.log(dict(measured))
+            metrics |= measured
         return metrics
 
     @property
@@ -241,6 +232,16 @@ class RoundsCallback(TrainerCallback):
         with first_process_first(), torch.random.fork_rng():
             trainer.held_out = maker.make(HELD_OUT)
         self._begin_round()
+        if maker.teacher.ranges is None:
+            self._widen_range()
+
+    def _widen_range(self) -> None:
+        """Let the student give all rewards of the teacher, whose range was not known before, and the labels."""
+        ranges, data = self.candidates.ranges, self.trainer.train_dataset
+        if isinstance(data, RewardData) and not self.trainer.config.learns_tokens:
+            both = zip(ranges, data.label_limits, strict=True)
+            ranges = [(min(lows), max(highs)) for lows, highs in (zip(*pair, strict=True) for pair in both)]
+        self.trainer.reward_model.config.response_range = simplify_ranges(ranges, len(ranges))
 
     @property
     def candidates(self) -> CandidateSet:
@@ -291,16 +292,6 @@ class RoundsCallback(TrainerCallback):
 def read_texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take from a batch the arguments with which a model reads its texts, with stored states where there are some."""
     return {name: inputs[name] for name in ("input_ids", "attention_mask", "states") if name in inputs}
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], rate: float) -> None:
-    """Move parameters into groups of the optimizer with another learning rate; their other settings stay."""
-    chosen = {id(parameter) for parameter in parameters}
-    for group in list(optimizer.param_groups):
-        moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
-        if moved:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
-            optimizer.add_param_group({**group, "params": moved, "lr": rate})
 
 
 def random_tokens(

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
@@ -30,6 +30,9 @@ from radq.settings import read_yaml
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import check_language_model, check_reward_model
 from radq.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from radq.models.config import RewardModelConfig
 
 Config = TypeVar("Config", bound=TrainingConfig)
 
@@ -58,28 +61,6 @@ def is_run(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False
     return isinstance(stored, dict) and stored.keys() >= KEY_SETTINGS
-
-
-def check_run_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that holds other files, or a run that is neither to be resumed nor to be overwritten."""
-    if resume and overwrite:
-        raise OptionError("both --resume and --overwrite are given.", "give one of them.")
-    require_own_folder(out, is_run, "a radq run")
-    if is_run(out) and not (resume or overwrite):
-        raise OptionError(
-            f"{str(out)!r} holds a run already.", "continue it with --resume, or delete it with --overwrite."
-        )
-
-
-def find_resumed_checkpoint(out: Path, resume: bool) -> Path | None:
-    """Find the checkpoint from which a run goes on; None if it starts at the beginning.
-
-    A run that is to be resumed but has no checkpoint warns of this.
-    """
-    checkpoint = find_newest_undamaged(out) if resume else None
-    if resume and checkpoint is None:
-        warnings.warn(f"{str(out)!r} has no checkpoint to go on from: training starts at the beginning.", stacklevel=2)
-    return checkpoint
 
 
 def take_settings_of_run(out: Path, config: Config) -> Config:
@@ -123,8 +104,9 @@ def check_resumed(out: Path, config: TrainingConfig, contents: dict[str, str], r
     """Refuse to resume a run with other data or other settings; the error names the changes."""
     if not resume or not is_run(out):
         return
-    begun = _read_settings(out, type(config))
-    known = _read_fingerprints(out)
+    begun, known = _read_settings(out, type(config)), {}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # a run that an older radq began
+        known = dict(json.loads((out / FINGERPRINTS).read_text()))
     changed = [
         f"{option.name} from {getattr(begun, option.name)!r} to {getattr(config, option.name)!r}"
         for option in fields(config)
@@ -167,12 +149,16 @@ def read_scales(out: Path, config: TrainingConfig) -> list[LabelScale] | None:
         return None  # other columns or a damaged file; fingerprints tell if the labels are others
 
 
-def _read_fingerprints(out: Path) -> dict[str, Any]:
-    """Read the fingerprints of a run; an empty dictionary for a run that an older radq began."""
-    try:
-        return dict(json.loads((out / FINGERPRINTS).read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
+def scales_of_model(config: "RewardModelConfig", source: str) -> list[LabelScale | None]:
+    """The scales of the labels that a reward model was trained on, one per attribute; None for an unknown one.
+
+    Models of earlier versions store none; where their labels lay outside [0, 1], they were used as they were.
+    """
+    if config.label_scales is None:
+        return [None if limits == (0.0, 1.0) else KEPT for limits in config.attribute_ranges]
+    if len(config.label_scales) != len(config.attributes):
+        raise ModelError(f"{source!r} has scales for other labels than its attributes.", "train the model again.")
+    return [read_scale(stored, source) for stored in config.label_scales]
 
 
 # --- checkpoints ---
@@ -180,13 +166,14 @@ def _read_fingerprints(out: Path) -> dict[str, Any]:
 
 def find_checkpoints(run: str | Path) -> list[Path]:
     """Find the checkpoints of a run, oldest first."""
-    found = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    checkpoints = [path for path in Path(run).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def write_checksums(checkpoint: Path) -> None:
     """Write the checksums of all files of a checkpoint, with which `find_damage` compares them later."""
-    sums = {file.relative_to(checkpoint).as_posix(): _checksum(file) for file in _files(checkpoint)}
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
+    sums = {file.relative_to(checkpoint).as_posix(): _checksum(file) for file in files}
     (checkpoint / CHECKSUMS).write_text(json.dumps(sums))
 
 
@@ -200,16 +187,20 @@ def find_damage(checkpoint: Path) -> str | None:
         return str(error)
     if wrong:
         return f"{wrong[0]} has changed since it was written"
-    best = _best_of(checkpoint, state)
-    if best is not None and best != checkpoint and (damage := find_damage(best)):
-        return f"its best checkpoint so far, {best.name}, is damaged: {damage}"
+    if step := state.get("best_global_step"):
+        best = checkpoint.with_name(f"checkpoint-{step}")
+        if best != checkpoint and (damage := find_damage(best)):
+            return f"its best checkpoint so far, {best.name}, is damaged: {damage}"
     return None
 
 
-def find_newest_undamaged(run: str | Path) -> Path | None:
-    """The newest checkpoint without damage; None if there are no checkpoints. Damaged ones are named in a warning."""
+def find_resumed_checkpoint(out: Path, resume: bool) -> Path | None:
+    """Find the newest checkpoint without damage, from which a run goes on; None if it starts at the beginning.
+
+    A warning names damaged checkpoints, or says that a run that is to be resumed has none.
+    """
     damaged: list[str] = []
-    for checkpoint in reversed(find_checkpoints(run)):
+    for checkpoint in reversed(find_checkpoints(out)) if resume else ():
         damage = find_damage(checkpoint)
         if damage is None:
             if damaged:
@@ -218,16 +209,9 @@ def find_newest_undamaged(run: str | Path) -> Path | None:
         damaged.append(f"{checkpoint} is damaged ({damage})")
     if damaged:
         raise ModelError(f"{'; '.join(damaged)}.", "no checkpoint is left to go on from; start again with --overwrite.")
+    if resume:
+        warnings.warn(f"{str(out)!r} has no checkpoint to go on from: training starts at the beginning.", stacklevel=2)
     return None
-
-
-def _best_of(checkpoint: Path, state: dict[str, Any]) -> Path | None:
-    step = state.get("best_global_step")
-    return checkpoint.parent / f"checkpoint-{step}" if step else None
-
-
-def _files(checkpoint: Path) -> list[Path]:
-    return sorted(file for file in checkpoint.rglob("*") if file.is_file())
 
 
 def _checksum(file: Path) -> int:
@@ -300,7 +284,14 @@ CHECKS = {
 def check_run(config: TrainingConfig, resume: bool, overwrite: bool) -> None:
     """Refuse a run that cannot begin, because of its settings, folder, models, or the columns of its data."""
     config.check()
-    check_run_folder(Path(config.out), resume, overwrite)
+    out = Path(config.out)
+    if resume and overwrite:
+        raise OptionError("both --resume and --overwrite are given.", "give one of them.")
+    require_own_folder(out, is_run, "a radq run")
+    if is_run(out) and not (resume or overwrite):
+        raise OptionError(
+            f"{str(out)!r} holds a run already.", "continue it with --resume, or delete it with --overwrite."
+        )
     for option, check in CHECKS.items():
         name = getattr(config, option, "")  # runs of experts have neither teachers nor `init`, `base` and `prompts`
         if name:

@@ -7,6 +7,7 @@ A teacher has one or more members, and its reward is the mean of theirs; members
 mapped to its range before. Axes: b batch, t time, p positions, k candidates, a attributes, m members, n texts.
 """
 
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -41,8 +42,9 @@ from radq.training.trainer_setup import in_precision
 Limits = tuple[float, float]
 Texts = Int[Tensor, "b t"]  # their token ids, or a mask
 Tokens = Int[Tensor, "b k"]  # candidates for the next token of each text
-Positions = Int[Tensor, "b p"]
-Places = Int[Tensor, "b p k"]  # candidates for some places of each text
+Columns = Int[Tensor, "b p"]
+Places = Int[Tensor, "b p k"]  # candidates in place of the tokens in these columns
+Rewards = Float[Tensor, "b p k a"]
 
 
 class Source(nn.Module):
@@ -56,6 +58,7 @@ class Source(nn.Module):
     label_scales: list[dict[str, Any]] | None  # how the labels that it was trained on became numbers; None if unknown
     vocabularies: list[Vocabulary]  # of the models
     context: int | None  # the largest number of tokens of a text that can be read; None if there is no limit
+    metrics: dict[str, float] = {}  # noqa: RUF012 - of the speed of sources that read texts
 
     @property
     @abstractmethod
@@ -70,9 +73,7 @@ class Source(nn.Module):
     def candidate_rewards(self, input_ids: Texts, attention_mask: Texts, candidates: Tokens) -> Float[Tensor, "b k a"]:
         """Compute the rewards of candidates for the next token of each prefix."""
 
-    def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
-    ) -> Float[Tensor, "b p k a"]:
+    def place_rewards(self, input_ids: Texts, attention_mask: Texts, positions: Columns, candidates: Places) -> Rewards:
         """Compute the rewards of candidates in place of the tokens at some positions; by default, read each anew."""
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         anew = [
@@ -111,9 +112,7 @@ class RewardSource(Source):
     def candidate_rewards(self, input_ids: Texts, attention_mask: Texts, candidates: Tokens) -> Float[Tensor, "b k a"]:
         return self._choose(self.model.next_rewards(input_ids, attention_mask, candidates))
 
-    def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
-    ) -> Float[Tensor, "b p k a"]:
+    def place_rewards(self, input_ids: Texts, attention_mask: Texts, positions: Columns, candidates: Places) -> Rewards:
         return self._choose(self.model.place_rewards(input_ids, attention_mask, positions, candidates))
 
     def _choose(self, rewards: Float[Tensor, "*p m"]) -> Float[Tensor, "*p a"]:
@@ -150,9 +149,7 @@ class GuideSource(Source):
         rewards = self.place_rewards(input_ids, attention_mask, everywhere, input_ids[..., None])  # (b, t, 1, a)
         return rewards[:, :, 0] * attention_mask[..., None]
 
-    def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
-    ) -> Float[Tensor, "b p k a"]:
+    def place_rewards(self, input_ids: Texts, attention_mask: Texts, positions: Columns, candidates: Places) -> Rewards:
         if isinstance(self.guide, ReadsOnce):
             return self.guide.place_rewards(input_ids, attention_mask, positions, candidates)
         return super().place_rewards(input_ids, attention_mask, positions, candidates)
@@ -187,6 +184,8 @@ class Teacher(nn.Module):
         self.attributes = named[0]
         self.context = min((source.context for source in self.sources if source.context is not None), default=None)
         self.is_slow = any(source.is_slow for source in self.sources)
+        vocabularies = [vocabulary for source in self.sources for vocabulary in source.vocabularies]
+        self.num_known = min((vocabulary.num_known for vocabulary in vocabularies), default=sys.maxsize)
         self.reads_continuations = any(source.reads_continuations for source in self.sources)
         self.member_ranges = _join([[source.ranges for source in member] for member in self.members])
         self.ranges = None if self.member_ranges is None else self.member_ranges[0]
@@ -229,6 +228,15 @@ class Teacher(nn.Module):
         return f"the teachers' rewards have different ranges ({'; '.join(shown)}): all are mapped to that of the first"
 
     @property
+    def reads_once(self) -> bool:
+        """Whether one forward over a text gives the rewards of candidates at all its positions."""
+        return all(source.reads_once for source in self.sources)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: value for source in self.sources for name, value in source.metrics.items()}
+
+    @property
     def fingerprint(self) -> str:
         parts = [[source.fingerprint for source in member] for member in self.members]
         if len(self.sources) == 1:
@@ -241,15 +249,8 @@ class Teacher(nn.Module):
     def candidate_rewards(self, input_ids: Texts, attention_mask: Texts, candidates: Tokens) -> Float[Tensor, "b k a"]:
         return self._mean(lambda source: source.candidate_rewards(input_ids, attention_mask, candidates))
 
-    def place_rewards(
-        self, input_ids: Texts, attention_mask: Texts, positions: Positions, candidates: Places
-    ) -> Float[Tensor, "b p k a"]:
+    def place_rewards(self, input_ids: Texts, attention_mask: Texts, positions: Columns, candidates: Places) -> Rewards:
         return self._mean(lambda source: source.place_rewards(input_ids, attention_mask, positions, candidates))
-
-    @property
-    def reads_once(self) -> bool:
-        """Whether one forward over a text gives the rewards of candidates at all its positions."""
-        return all(source.reads_once for source in self.sources)
 
     def _mean(self, score: Callable[[Source], Float[Tensor, "*p m"]]) -> Float[Tensor, "*p a"]:
         """Put the rewards of a member's sources side by side, and take the mean of all members."""
@@ -268,18 +269,19 @@ def _join(members: list[list[list[Any] | None]]) -> list[list[Any]] | None:
 
 def load_teacher(text: str) -> Teacher:
     """Load a teacher that is written as text: folders or guides, separated by commas."""
-    return Teacher([_load_member(name) for name in split_teachers(text)])
-
-
-def _load_member(name: str) -> list[Source]:
-    models = find_reward_models(name)
-    if models is not None:
-        return [RewardSource(RewardModel.from_pretrained(folder), attributes) for folder, attributes in models]
-    guide = GuideSpec.parse(name)
-    options = {option: guide.numbers[option] for option in guide.kind.options if option in guide.numbers}
-    attributes = [name for name in guide.numbers if name not in options]
-    codes = None if holds_experts(guide.folder) else read_codes(guide.folder)
-    return [GuideSource(guide.load(), attributes, [options, codes])]
+    members: list[list[Source]] = []
+    for name in split_teachers(text):
+        models = find_reward_models(name)
+        if models is not None:
+            loaded = ((RewardModel.from_pretrained(folder), attributes) for folder, attributes in models)
+            members.append([RewardSource(model, attributes) for model, attributes in loaded])
+            continue
+        guide = GuideSpec.parse(name)
+        options = {option: guide.numbers[option] for option in guide.kind.options if option in guide.numbers}
+        strengths = [strength for strength in guide.numbers if strength not in options]
+        codes = None if holds_experts(guide.folder) else read_codes(guide.folder)
+        members.append([GuideSource(guide.load(), strengths, [options, codes])])
+    return Teacher(members)
 
 
 def check_teacher(teacher: Teacher, student: RewardModel, teacher_name: str, student_name: str) -> None:
@@ -314,12 +316,9 @@ def fingerprint_model(model: RewardModel) -> str:
 
 @final
 class TextSource(Source):
-    """Judges of texts, one for each attribute.
+    """Judges of texts, one for each attribute, which read what the student's tokenizer decodes.
 
-    Args:
-        tokenizer: that of the student, whose token ids are decoded.
-        reads_continuations: whether prompts are left out; callers then pass tokens or masks without them.
-        cache: folder in which scores are kept; by default in the user's cache.
+    With `reads_continuations`, callers pass tokens or masks without prompts.
     """
 
     is_slow = True
@@ -340,7 +339,7 @@ class TextSource(Source):
         self.label_scales = self.context = None
         self.vocabularies = []
         self.seconds, self.num_texts = 0.0, 0  # spent on texts that were not known
-        self._truncated = 0
+        self.truncated = 0  # texts that were longer than the judges can read
         self._fingerprint = fingerprint_values(
             [judge.name for judge in judges], self.attributes, self.reads_continuations
         )
@@ -350,23 +349,21 @@ class TextSource(Source):
         return self._fingerprint
 
     @property
-    def texts_per_second(self) -> float | None:
-        """How many texts a second it has scored; None if all scores were known."""
-        return self.num_texts / self.seconds if self.num_texts else None
-
-    @property
-    def truncated(self) -> int:
-        """The number of texts that were longer than the judges can read."""
-        return max((judge.truncated for judge in self.judges), default=self._truncated)
+    def metrics(self) -> dict[str, float]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The texts per second that it has scored, if not all scores were known, and how many were too long for it."""
+        if not self.num_texts:
+            return {}
+        return {"teacher_texts_per_second": self.num_texts / self.seconds, "teacher_truncated": self.truncated}
 
     def release(self) -> None:
         """Forget the judges and their memory, when all texts are scored."""
-        self._truncated, self.judges = self.truncated, []
+        self.judges = []
 
     def score_texts(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, "n a"]:
         """The scores of texts; NaN for blank ones."""
         began, known = time.perf_counter(), self.judges[0].kept
         scores = np.stack([judge.score(texts, progress) for judge in self.judges], axis=1)
+        self.truncated = max(judge.truncated for judge in self.judges)
         unknown = len(texts) - (self.judges[0].kept - known)
         if unknown:
             self.seconds += time.perf_counter() - began
@@ -423,26 +420,3 @@ def load_text_teacher(config: RewardTrainingConfig, tokenizer: PreTrainedTokeniz
     """Load the classifier that teaches, on a GPU if there is one. `tokenizer` is that of the student."""
     judges = load_classifier(config.teacher_classifier, find_device("auto"))
     return Teacher([[TextSource(judges, tokenizer, config.teacher_reads == "continuation", config.cache)]])
-
-
-def label_data(
-    teacher: Teacher, data: RewardData, eval_data: RewardData | None, config: RewardTrainingConfig, progress: bool
-) -> tuple[RewardData, RewardData | None]:
-    """Make the scores of whole texts their labels, in the rows to train on and in those to evaluate on."""
-    (source,) = teacher.sources
-    assert isinstance(source, TextSource)
-    scores = {part.folder: part for part in (data, eval_data) if part is not None}  # two parts may share their texts
-    scores = {folder: source.score_data(part, progress) for folder, part in scores.items()}
-    if not config.base:
-        source.release()
-    labelled = eval_data if eval_data is None else eval_data.with_labels(scores[eval_data.folder])
-    return data.with_labels(scores[data.folder]), labelled
-
-
-def measure_teacher(teacher: Teacher | None) -> dict[str, float]:
-    """The speed of a teacher that reads texts, and the number of texts that were too long for it."""
-    found: dict[str, float] = {}
-    for source in [] if teacher is None else teacher.sources:
-        if isinstance(source, TextSource) and source.texts_per_second is not None:
-            found |= {"teacher_texts_per_second": source.texts_per_second, "teacher_truncated": source.truncated}
-    return found

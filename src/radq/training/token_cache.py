@@ -25,7 +25,7 @@ from radq.data.dataset import RewardData
 from radq.files import default_cache_folder, fingerprint_arrays, fingerprint_values, format_bytes
 from radq.models.kv_cache import known_positions
 from radq.models.reward import RewardModel
-from radq.store.pieces import Piece, check_room, missing
+from radq.store import StoredPiece, check_room, missing
 from radq.training.teacher import Limits, Teacher
 from radq.training.trainer_setup import in_precision
 
@@ -37,11 +37,7 @@ TARGET_BYTES = 4  # targets are stored in float32
 class StateCache:
     """The stored states of all texts of a data set, in the order of their tokens.
 
-    Args:
-        folder: folder of all stored states; those of this data set lie in a folder of its own, whose name is made of
-            all that they depend on.
-        base_fingerprint: fingerprint of the weights of the base model.
-        precision: that of the forward passes of the training.
+    They lie in a folder of their own inside `folder`, whose name is made of all that they depend on.
     """
 
     def __init__(self, model: RewardModel, data: RewardData, folder: Path, base_fingerprint: str, precision: str):
@@ -49,6 +45,7 @@ class StateCache:
         assert model.config.backbone is not None
         self.model, self.data, self.precision = model, copy.copy(data), precision
         self.data.read_states = None
+        self.num_tokens, self.lengths = len(data.token_ids), np.diff(data.offsets)
         self.parts = [data]  # data sets with these tokens, whose batches get the states
         example = self._compute(np.ones((1, 1), np.int64), np.ones((1, 1), np.int64))
         self.dtype, self.token_bytes = example.dtype, example.element_size() * example.shape[-1]
@@ -62,10 +59,6 @@ class StateCache:
         self.seconds, self.num_computed = 0.0, 0  # of tokens whose states were not stored before
         pieces = np.minimum(data.offsets[:-1], self.num_tokens - 1) * self.token_bytes // PIECE_BYTES
         self._first_texts = np.flatnonzero(np.diff(pieces, prepend=-1))  # of each piece
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.data.token_ids)
 
     def describe(self) -> str:
         """Say how many bytes the states take, and where they are."""
@@ -97,44 +90,41 @@ class StateCache:
 
     def read(self, texts: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b t n"]:
         """Read the states of texts, with zeros after the end of each."""
-        lengths = self._lengths(texts)
-        found = np.zeros((len(texts), max(1, lengths.max(initial=1)), self.token_bytes), np.uint8)
+        lengths = self.lengths[texts]
+        states = np.zeros((len(texts), max(1, lengths.max(initial=1)), self.token_bytes), np.uint8)
         pieces = np.searchsorted(self._first_texts, texts, side="right") - 1
         starts = self.data.offsets[texts] - self.data.offsets[self._first_texts[pieces]]
         for row, (piece, start, length) in enumerate(zip(pieces, starts, lengths, strict=True)):
-            found[row, :length] = self._maps[piece][start : start + length]
-        return torch.from_numpy(found).view(self.dtype).float().numpy()  # numpy has no bfloat16
+            states[row, :length] = self._maps[piece][start : start + length]
+        return torch.from_numpy(states).view(self.dtype).float().numpy()  # numpy has no bfloat16
 
     @cached_property
     def _maps(self) -> list[np.ndarray]:
         shape = (-1, self.token_bytes)
         return [np.memmap(piece.file, np.uint8, "r").reshape(shape) for piece in self.pieces()]
 
-    def pieces(self) -> Iterator[Piece[np.ndarray]]:
+    def pieces(self) -> Iterator[StoredPiece[np.ndarray]]:
         """List the files, with the numbers of their texts."""
         ends = [*self._first_texts[1:], len(self.data.offsets) - 1]
         for n, (first, end) in enumerate(zip(self._first_texts, ends, strict=True)):
             size = int(self.data.offsets[end] - self.data.offsets[first]) * self.token_bytes
-            yield Piece(self.folder / f"{n:05}.bin", np.arange(first, end), size)
-
-    def _lengths(self, texts: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
-        return self.data.offsets[texts + 1] - self.data.offsets[texts]
+            yield StoredPiece(self.folder / f"{n:05}.bin", np.arange(first, end), size)
 
     def _read_base(self, texts: Int[np.ndarray, " b"], bar: tqdm) -> np.ndarray:
         """Compute the states of consecutive texts, of which those of similar length are read together."""
-        found = np.empty((int(self._lengths(texts).sum()), self.token_bytes), np.uint8)
+        stored = np.empty((int(self.lengths[texts].sum()), self.token_bytes), np.uint8)
         begin = self.data.offsets[texts[0]]
-        ordered = texts[np.argsort(self._lengths(texts), kind="stable")]
-        per_forward = max(1, TOKENS_PER_FORWARD // max(1, int(self._lengths(texts).max())))
+        ordered = texts[np.argsort(self.lengths[texts], kind="stable")]
+        per_forward = max(1, TOKENS_PER_FORWARD // max(1, int(self.lengths[texts].max())))
         for first in range(0, len(ordered), per_forward):
             chunk = ordered[first : first + per_forward]
             batch = self.data.cut_out(chunk)
             states = self._compute(batch["input_ids"], batch["attention_mask"]).to("cpu", self.dtype)
             rows = states.contiguous().view(torch.uint8).numpy()
-            for start, length, row in zip(self.data.offsets[chunk] - begin, self._lengths(chunk), rows, strict=True):
-                found[start : start + length] = row[:length]
-            bar.update(int(self._lengths(chunk).sum()))
-        return found
+            for start, length, row in zip(self.data.offsets[chunk] - begin, self.lengths[chunk], rows, strict=True):
+                stored[start : start + length] = row[:length]
+            bar.update(int(self.lengths[chunk].sum()))
+        return stored
 
     def _compute(self, input_ids: Int[np.ndarray, "b t"], mask: Int[np.ndarray, "b t"]) -> Float[torch.Tensor, "b t n"]:
         device = self.model.device
@@ -144,28 +134,24 @@ class StateCache:
 
 
 def prepare_states(
-    model: RewardModel,
-    parts: list[RewardData],
-    cache: str | None,
-    base_fingerprint: str,
-    precision: str,
+    model: RewardModel, parts: list[RewardData], cache: str | None, base_fingerprint: str, precision: str
 ) -> list[StateCache]:
     """Find the states of data sets, which are still to be made; refuse to begin if the disk is too small.
 
     Parts of one data set share their states.
     """
     folder = Path(cache or default_cache_folder()) / "states"
-    found: dict[Path, StateCache] = {}
+    caches: dict[Path, StateCache] = {}
     for part in parts:
         states = StateCache(model, part, folder, base_fingerprint, precision)
-        if states.folder in found:
-            found[states.folder].parts.append(part)
+        if states.folder in caches:
+            caches[states.folder].parts.append(part)
         else:
-            found[states.folder] = states
+            caches[states.folder] = states
     hint = "make room, name a folder on another disk by --cache, or leave --cache-states out"
     hint += "; fewer --readout-layers and --backbone-dtype bfloat16 need less."
-    check_room(folder, (piece for states in found.values() for piece in states.pieces()), "the hidden states", hint)
-    return list(found.values())
+    check_room(folder, (piece for states in caches.values() for piece in states.pieces()), "the hidden states", hint)
+    return list(caches.values())
 
 
 def measure_states(caches: list[StateCache]) -> dict[str, float]:
@@ -186,7 +172,7 @@ def cache_targets(
     """
     shape = len(data.token_ids), len(teacher.attributes)
     size = TARGET_BYTES * math.prod(shape)
-    piece = Piece(folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin", data, size)
+    piece = StoredPiece(folder / f"{fingerprint_values(fingerprint, data.fingerprint)}.bin", data, size)
     if not piece.is_made:
         online = "" if teacher.is_slow else ", or compute them in every step (--online)"
         check_room(folder, [piece], "the teacher's rewards", f"make room on the disk{online}.")
@@ -212,9 +198,9 @@ def _write_targets(file: Path, size: int, data: RewardData, teacher: Teacher, ba
             rewards = teacher.token_rewards(batch["input_ids"].to(teacher.device), read.to(teacher.device))
             rewards = rewards.float().cpu().numpy()
             lengths = batch["attention_mask"].sum(1).tolist()
-            for row, length, found in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
+            for row, length, reward in zip(batch["rows"].tolist(), lengths, rewards, strict=True):
                 stream.seek(token_bytes * int(data.offsets[row]))
-                stream.write(found[:length].tobytes())
+                stream.write(reward[:length].tobytes())
 
 
 def target_ranges(data: RewardData) -> list[Limits]:

@@ -10,7 +10,6 @@ import shutil
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -31,7 +30,7 @@ from radq.training.capture import CapturedSteps, can_capture
 from radq.training.config import TrainingConfig
 from radq.training.losses import count_items
 from radq.training.run_folder import STATE, find_checkpoints, write_checksums
-from radq.training.trainer_setup import MetricsCallback, RunCallback, SavingCallback, make_arguments, point_to_best
+from radq.training.trainer_setup import RunCallback, SavingCallback, make_arguments, point_to_best
 
 CHECKPOINTS_KEPT = 2  # beside the best one, if the settings ask for the best
 STEPS_UNCHECKED = 100  # losses are read at the latest after so many micro-batches
@@ -94,8 +93,6 @@ class BatchTrainer(Trainer):
             self.add_callback(self.saving)
         if not progress:
             self.remove_callback(PrinterCallback)
-        if self.is_world_process_zero():
-            self.add_callback(MetricsCallback(Path(config.out) / "metrics.jsonl"))
         if config.chooses_best and config.best_metric not in (names := ["loss", *self.metric_names()]):
             raise OptionError(
                 f"metric must be one of {', '.join(names)}, got {config.best_metric!r}.", "choose one of these."
@@ -105,8 +102,14 @@ class BatchTrainer(Trainer):
         """Train, from a checkpoint if one is given, evaluate the weights at the end, and return the metrics of both."""
         with without_emulation_notice():
             try:
-                with self._stopped_by_signals():
+                with self.saving.stopped_by_signals() if self.args.world_size == 1 else contextlib.nullcontext():
                     result = self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+                if self.saving.stop and self.state.global_step < self.state.max_steps:
+                    raise StoppedError(
+                        f"stopped after step {self.state.global_step} of {self.state.max_steps}; "
+                        f"{self._last_checkpoint()}.",
+                        f"go on with --resume --out {self.run_folder}.",
+                    )
                 self.forget_captures()
                 self._check_losses()
                 metrics = dict(result.metrics) | self._evaluate_end()
@@ -121,20 +124,6 @@ class BatchTrainer(Trainer):
         if self.settings.chooses_best and self.state.best_global_step:
             metrics["best_step"] = self.state.best_global_step
         return metrics
-
-    @contextlib.contextmanager
-    def _stopped_by_signals(self) -> Iterator[None]:
-        """Let Ctrl-C inside the block stop the run with a checkpoint; then say so, instead of going on."""
-        if self.args.world_size > 1:
-            yield
-            return
-        with self.saving.stopped_by_signals():
-            yield
-        if self.saving.stop and self.state.global_step < self.state.max_steps:
-            raise StoppedError(
-                f"stopped after step {self.state.global_step} of {self.state.max_steps}; {self._last_checkpoint()}.",
-                f"go on with --resume --out {self.run_folder}.",
-            )
 
     def _evaluate_end(self) -> dict[str, float]:
         """Metrics of the weights at the end, from the log if an evaluation in the run was about these weights."""
@@ -357,8 +346,8 @@ class BatchTrainer(Trainer):
             )
 
     def _last_checkpoint(self) -> str:
-        kept = find_checkpoints(self.settings.out)
-        return f"the last good checkpoint is {str(kept[-1])!r}" if kept else "there is no checkpoint yet"
+        checkpoints = find_checkpoints(self.settings.out)
+        return f"the last good checkpoint is {str(checkpoints[-1])!r}" if checkpoints else "there is no checkpoint yet"
 
     # --- logs and checkpoints ---
 
@@ -391,35 +380,28 @@ class BatchTrainer(Trainer):
         finally:
             if self.is_world_process_zero():
                 shutil.rmtree(saving, ignore_errors=True)
-        if self.is_world_process_zero():
-            self._delete_old_checkpoints(out)
-        self.accelerator.wait_for_everyone()
-
-    def _delete_old_checkpoints(self, out: Path) -> None:
-        for old in find_checkpoints(out)[:-CHECKPOINTS_KEPT]:
+        for old in find_checkpoints(out)[:-CHECKPOINTS_KEPT] if self.is_world_process_zero() else ():
             if str(old) != self.state.best_model_checkpoint:
                 shutil.rmtree(old, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
 
     # --- the best evaluation ---
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Ask for a checkpoint if this evaluation is the best; stop after too many evaluations without a new best."""
         better = super()._determine_best_metric(metrics, trial)
+        name, best = f"eval_{self.settings.best_metric}", self.state.best_global_step or 0
+        worse = sum(name in line and line["step"] > best for line in self.state.log_history)
         if self.settings.chooses_best and better:
             self.control.should_save = True
-        elif self.settings.early_stopping and self._evaluations_since_best() >= self.settings.early_stopping:
+        elif self.settings.early_stopping and worse >= self.settings.early_stopping:
             self.control.should_training_stop = True
             self.control.should_save = False  # a resumed run repeats these steps and stops here again
         return better
 
-    def _evaluations_since_best(self) -> int:
-        name, best = f"eval_{self.settings.best_metric}", self.state.best_global_step or 0
-        return sum(name in line and line["step"] > best for line in self.state.log_history)
-
     def _load_best_model(self) -> None:
-        with quiet():  # transformers would report the weights of a frozen backbone, which no checkpoint holds
-            super()._load_best_model()
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with quiet():  # transformers would report these weights and tied weights, which are stored once
+        with quiet():  # transformers would report tied weights, which are stored once, and weights of frozen backbones
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 
 from radq.errors import DataError, WriteError
-from radq.store.pieces import Piece, check_room, load_arrays, missing, save_arrays
+from radq.store import StoredPiece, check_room, load_arrays, missing, save_arrays
 
 
 def test_a_piece_is_there_when_its_file_has_the_whole_size(tmp_path: Path) -> None:
-    whole, part, none = (Piece(tmp_path / name, n, 4) for n, name in enumerate(("whole", "part", "none")))
+    whole, part, none = (StoredPiece(tmp_path / name, n, 4) for n, name in enumerate(("whole", "part", "none")))
     whole.file.write_bytes(b"1234")
     part.file.write_bytes(b"123")
     assert missing([whole, part, none]) == [part, none]
-    assert Piece(part.file, 1, 4, is_exact=False).is_made  # an estimate says nothing about the file
+    assert StoredPiece(part.file, 1, 4, is_exact=False).is_made  # an estimate says nothing about the file
 
 
 def test_only_missing_pieces_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = [Piece(tmp_path / str(n), n, 60) for n in range(3)]
+    pieces = [StoredPiece(tmp_path / str(n), n, 60) for n in range(3)]
     pieces[0].file.write_bytes(bytes(60))
     full = shutil.disk_usage(tmp_path)._replace(free=120)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: full)
@@ -30,7 +30,7 @@ def test_only_missing_pieces_need_room(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_failed_piece_leaves_no_file(tmp_path: Path) -> None:
-    piece = Piece(tmp_path / "folder" / "piece", None, 4)
+    piece = StoredPiece(tmp_path / "folder" / "piece", None, 4)
 
     def write_half() -> None:
         with piece.writing() as temporary:
@@ -43,7 +43,7 @@ def test_a_failed_piece_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_arrays_are_read_as_they_were_written(tmp_path: Path) -> None:
-    piece = Piece(tmp_path / "piece.npz", None, 0, is_exact=False)
+    piece = StoredPiece(tmp_path / "piece.npz", None, 0, is_exact=False)
     save_arrays(piece, one=np.arange(3), two=np.ones((2, 2)))
     found = load_arrays(piece.file, ["two", "one"])
     np.testing.assert_array_equal(found["one"], np.arange(3))
