@@ -187,25 +187,25 @@ def _wrong(place: str, value: Any, allowed: str, hint: str) -> OptionError:
     return OptionError(f"{place} must be {allowed}, got {value!r}.", hint)
 
 
-def _finite(value: Any) -> float:
+def read_number(value: Any) -> float:
     """The value as a float; NaN where it is no finite number."""
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if "_" in str(value) else float(value)  # Python would read 1_0 as 10
     except (OverflowError, TypeError, ValueError):
         return math.nan
     return number if math.isfinite(number) else math.nan
 
 
 def _number(value: Any, parts: Any, place: str) -> float:
-    number = _finite(value)
+    number = math.nan if isinstance(value, bool) else read_number(value)
     if math.isnan(number):
         raise _wrong(place, value, "a finite number", "give a number such as 0.5.")
     return number
 
 
 def _integer(value: Any, parts: Any, place: str) -> int:
-    number = _finite(value)
-    if math.isnan(number) or number != int(number):
+    number = math.nan if isinstance(value, bool) else read_number(value)
+    if not number.is_integer():  # as NaN is none
         raise _wrong(place, value, "a whole number", "give a number such as 3.")
     return value if isinstance(value, int) else int(number)
 

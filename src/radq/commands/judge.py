@@ -318,9 +318,8 @@ def _read_labelled_texts(arguments: Train) -> "tuple[list[str], np.ndarray, int]
     """Read texts and their labels, and count the rows that are left out because their text is blank."""
     import numpy as np
 
-    from radq.data.examples import DataColumns, read_examples
-    from radq.data.label_cells import join_cells
-    from radq.data.label_scale import LabelRules, find_scales, scale_labels
+    from radq.data.examples import DataColumns
+    from radq.data.label_scale import LabelRules, find_scales, join_cells, scale_labels
     from radq.errors import DataError, OptionError
 
     if arguments.limit is not None and arguments.limit < 1:
@@ -329,7 +328,7 @@ def _read_labelled_texts(arguments: Train) -> "tuple[list[str], np.ndarray, int]
         raise OptionError(f"seed must be at least 0, got {arguments.seed}.", "give another seed.")
     rules = LabelRules.parse(arguments.label_map, arguments.label_range)
     columns = DataColumns(arguments.text, [arguments.labels], skip_empty=True)
-    pieces = [piece for source in arguments.data for piece in read_examples(source, columns)]
+    pieces = [piece for source in arguments.data for piece in columns.read(source)]
     texts = [text for piece in pieces for text in piece.texts]
     if not texts:
         raise DataError(f"{', '.join(arguments.data)}: there are no texts.", "give a file with texts and labels.")

@@ -18,8 +18,7 @@ from radq.data.dataset import RewardData, load_data
 from radq.data.examples import DataColumns
 from radq.data.label_scale import KEPT, LabelScale, read_scale
 from radq.data.pairs import ResponseColumns, load_pairs
-from radq.data.rows import Rows, store_rows
-from radq.data.spans import load_spans
+from radq.data.tables import Rows, store_rows
 from radq.errors import DataError, ModelError
 from radq.models.config import RewardModelConfig
 from radq.training.config import RewardTrainingConfig, TrainingConfig
@@ -249,8 +248,7 @@ def _load_parts(config: Config, start: Start, scales: Scales, progress: bool) ->
         named = config.text, config.label_columns, config.prompt, config.weight
         rest = config.label_rules, config.skip_empty, spans
         columns = DataColumns(*named, *rest, missing_labels=bool(config.optional_columns))
-        load_rows = load_data if spans is None else load_spans
-        return load_rows(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
+        return load_data(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
     data = _leave_out_unlabelled(load(config.data, scales), config, progress)
     config = replace(config, eval_share=held_out_share(config, len(data)))

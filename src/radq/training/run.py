@@ -19,7 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from radq.data.dataset import RewardData
-from radq.data.rows import Rows
+from radq.data.tables import Rows
 from radq.errors import OptionError, RadqError
 from radq.files import atomic_file, explained_writing
 from radq.training.config import TrainingConfig
