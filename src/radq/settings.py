@@ -137,6 +137,13 @@ def check_values(settings: Any) -> None:
         object.__setattr__(settings, name, _convert(getattr(settings, name), wanted, name))  # it may be frozen
 
 
+def check_ranges(settings: Any) -> None:
+    """Refuse numbers outside the ranges of their fields in a dataclass; other values are not looked at."""
+    for name, wanted in get_type_hints(type(settings), include_extras=True).items():
+        if any(isinstance(mark, Range) for mark in getattr(wanted, "__metadata__", ())):
+            _convert(getattr(settings, name), wanted, name)
+
+
 def build(value: Any, kind: type[T], place: str) -> T:
     """Make a dataclass from names with values; `place` says in errors where these stand."""
     if isinstance(value, kind):
@@ -167,7 +174,9 @@ def _convert(value: Any, wanted: Any, place: str) -> Any:
                 raise _wrong(place, value, str(limits), "choose a number in this range.")
         return value
     if origin in (Union, UnionType):
-        (rest,) = (part for part in parts if part is not NoneType)
+        rest, *words = (part for part in parts if part is not NoneType)
+        if any(value in get_args(part) for part in words):  # float | Literal["auto", "none"]
+            return value
         number = (get_args(rest)[0] if get_origin(rest) is Annotated else rest) in (int, float)
         nothing = value is None or (number and value == "none")
         return None if nothing else _convert(value, rest, place)

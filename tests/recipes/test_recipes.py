@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from radq import RadQ
+from radq.cli import find_command
 from radq.data.examples import DataColumns
 from radq.evaluation.sweep.config import load_sweep
 from radq.settings import read_yaml
@@ -80,9 +81,9 @@ def test_a_recipe_holds_what_differs_from_the_defaults(name: str) -> None:
 def test_the_command_in_its_comment_runs_it(name: str) -> None:
     command = command_of(name)
     assert (command == "distill") == bool(RECIPES[name].teacher)
-    module = importlib.import_module(f"radq.commands.{command}")
+    kind, _, module = find_command(command)
     argv = ["--config", str(FOLDER / f"{name}.yaml")]
-    arguments = tyro.cli(module.Arguments, args=argv, default=module.defaults(argv))
+    arguments = tyro.cli(kind, args=argv, default=module.defaults(kind, argv))
     for option in fields(RewardTrainingConfig):
         assert getattr(arguments, option.name) == getattr(RECIPES[name], option.name)
 

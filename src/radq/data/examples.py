@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.label_scale import LabelCells, LabelRules, join_cells, read_cells
+from radq.data.label_scale import LabelCells, LabelRules, read_cells
 from radq.data.tables import Table, cell_text, check_columns, in_row, read_table, refuse_rows
 from radq.errors import DataError, first_line
 from radq.settings import read_number
@@ -258,26 +258,3 @@ def mark_tokens(
             first += 1
         marks.append(numbers)
     return marks
-
-
-class SpanWriter:
-    """Writes the spans of all rows beside their tokens."""
-
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase):
-        self.folder, self.tokenizer = folder, tokenizer
-        self.labels: list[LabelCells] = []
-        self.count = 0
-
-    def write(self, cells: SpanCells, texts: Sequence[str], lengths: Sequence[tuple[int, int]]) -> None:
-        """Append the spans of texts, of which prompt and text have so many tokens after they were cut off."""
-        marks = mark_tokens(self.tokenizer, texts, cells.limits, self.count)
-        with (self.folder / SPAN_NUMBERS).open("ab") as stream:
-            for numbers, (prompt, text) in zip(marks, lengths, strict=True):
-                np.concatenate([np.full(prompt, NO_SPAN, np.int32), numbers[:text]]).tofile(stream)
-        self.labels.append(cells.labels)
-        self.count += len(cells.labels.rows)
-
-    def close(self) -> None:
-        if self.labels:
-            (self.folder / SPAN_FOLDER).mkdir()
-            join_cells(self.labels).save(self.folder / SPAN_FOLDER)

@@ -59,16 +59,16 @@ class ResponseColumns:
         for table in read_table(source):
             check_columns(source, table.columns, names)
             rows = table[list(dict.fromkeys(names))].to_dict("records")
-            found = [
+            responses = [
                 self._read_row(source, number, row, tokenizer) for number, row in zip(table.index, rows, strict=True)
             ]
-            counts = np.array([len(row.texts) for row in found], np.int64)  # 0 for a row that is left out
-            scores = np.array([score for row in found for score in row.scores], np.float64)[:, None]
+            counts = np.array([len(row.texts) for row in responses], np.int64)  # 0 for a row that is left out
+            scores = np.array([score for row in responses for score in row.scores], np.float64)[:, None]
             numbers = np.repeat(np.asarray(table.index, np.int64), counts)
             kinds = np.full(scores.shape, NUMBER, np.uint8)
             yield Piece(
-                texts=[text for row in found for text in row.texts],
-                prompts=[row.prompt for row in found for _ in row.texts],
+                texts=[text for row in responses for text in row.texts],
+                prompts=[row.prompt for row in responses for _ in row.texts],
                 labels=LabelCells(kinds, scores, [[]], numbers, [(str(source), len(numbers))]),
                 weights=np.repeat(column_weights(source, table, self.weight), counts),
                 empty=int((counts == 0).sum()),
@@ -209,13 +209,13 @@ def find_pairs(groups: np.ndarray, scores: np.ndarray, max_pairs: int, seed: int
         max_pairs: largest number of pairs of a group, chosen at random.
     """
     _, starts, sizes = np.unique(groups, return_index=True, return_counts=True)
-    found = [np.empty((0, 2), np.int64)]
+    parts = [np.empty((0, 2), np.int64)]
     for size in np.unique(sizes):
         members = starts[sizes == size][:, None] + np.arange(size)  # (groups of this size, size)
         higher = scores[members][:, :, None] > scores[members][:, None, :]
         group, better, worse = np.nonzero(higher)
-        found.append(np.stack([members[group, better], members[group, worse]], axis=1))
-    pairs = np.concatenate(found)
+        parts.append(np.stack([members[group, better], members[group, worse]], axis=1))
+    pairs = np.concatenate(parts)
     pairs = pairs[np.random.default_rng(seed).permutation(len(pairs))]
     pairs = pairs[np.argsort(groups[pairs[:, 0]], kind="stable")]
     _, firsts, counts = np.unique(groups[pairs[:, 0]], return_index=True, return_counts=True)

@@ -15,8 +15,9 @@ import lzma
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from numbers import Number
@@ -247,17 +248,22 @@ def split_hub_name(source: str) -> tuple[str, str]:
 
 def find_revision(name: str) -> str:
     """The revision of a hub data set that would be read now; without a network, that of the copy in the cache."""
+    return _ask_hub(name, lambda datasets: str(datasets.load_dataset_builder(name).hash))
+
+
+def _read_hub(source: str) -> Iterator[Table]:
+    """Read a data set from the hub, or from a folder that the package `datasets` can read."""
+    name, split = split_hub_name(source)
+    table = _ask_hub(name, lambda datasets: datasets.load_dataset(name, split=split))
+    for first in range(0, len(table), ROWS_PER_PIECE):
+        yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
+
+
+def _ask_hub(name: str, ask: Callable[[Any], Any]) -> Any:
+    """Ask the package `datasets` for a data set."""
     _require_hub(name)
-    import datasets  # pyright: ignore[reportMissingImports]
-
-    with _explained_hub(name):
-        return str(datasets.load_dataset_builder(name).hash)
-
-
-@contextmanager
-def _explained_hub(name: str) -> Iterator[None]:
     try:
-        yield
+        return ask(import_module("datasets"))
     except Exception as error:  # the library raises errors of many types
         raise DataError(f"there is neither a file nor a data set {name!r}: {error}.", "check the name.") from error
 
@@ -266,18 +272,6 @@ def _require_hub(source: str) -> None:
     """Refuse a file that is not there: a source that cannot be a data set, or where `datasets` is not installed."""
     if Path(source).suffix.lower() in (*FORMATS, *COMPRESSIONS) or find_spec("datasets") is None:
         raise DataError(f"there is no file {source!r}.", f"check the path; for a hub data set, {install_hint('data')}")
-
-
-def _read_hub(source: str) -> Iterator[Table]:
-    """Read a data set from the hub, or from a folder that the package `datasets` can read."""
-    _require_hub(source)
-    import datasets  # pyright: ignore[reportMissingImports]
-
-    name, split = split_hub_name(source)
-    with _explained_hub(name):
-        table = datasets.load_dataset(name, split=split)
-    for first in range(0, len(table), ROWS_PER_PIECE):
-        yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
 
 
 # --- rows of a program ---
