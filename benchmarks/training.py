@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from radq import RadQ
 from radq.benchmark.measure import describe_machine, read_clock
 from radq.data.dataset import RewardData
-from radq.data.label_cells import NUMBER, LabelCells
-from radq.data.label_scale import LabelRules
+from radq.data.label_scale import NUMBER, LabelCells, LabelRules
 from radq.sources.hub import quiet
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward_trainer import RewardTrainer

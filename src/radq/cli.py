@@ -10,13 +10,15 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import get_args
+from functools import reduce
+from operator import or_
+from types import ModuleType
+from typing import Annotated, Any
 
 import radq
-from radq.commands.threads import limit_threads
 from radq.errors import explain
 
-COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
+COMMANDS = {
     "demo": "compare texts of a small language model with and without steering",
     "generate": "steer a language model with reward models",
     "serve": "serve a language model over HTTP, steered in each request, with a page",
@@ -32,8 +34,7 @@ COMMANDS = {  # the module of a command is radq.commands.<name>, with _ for -
     "bench": "measure the time per token of all guides",
     "convert": "turn a checkpoint of the public RAD or rad-q code into a reward model",
 }
-
-
+HOMES = {"distill": "train:DistillArguments", "train-experts": "train:ExpertArguments"}  # others: <name>:Arguments
 # Words of the last release, which go on working with a note.
 OLD_COMMANDS = {"label": "judge score", "measure": "eval measure", "choices": "eval choices"}
 OLD_OPTIONS = {
@@ -79,6 +80,8 @@ def _dispatch(argv: list[str]) -> int:
         # These characters stand for bytes that are not UTF-8.
         if any("\ud800" <= character <= "\udfff" for character in argument):
             return _fail(f"arguments must be UTF-8, got {argument!r}. hint: write it in UTF-8, or rename the file.")
+    from radq.commands.console import limit_threads  # not for `radq --help`
+
     # By default, threads of torch that wait for a busy core spin, and small steps then take ten times as long. OpenMP
     # reads this variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -99,15 +102,31 @@ def _dispatch(argv: list[str]) -> int:
     return 0
 
 
+def find_command(name: str) -> tuple[Any, Any, ModuleType]:
+    """The arguments of a command, which are a union where it has subcommands, the function that runs it, its module."""
+    module, _, arguments = HOMES.get(name, f"{name}:Arguments").partition(":")
+    command = importlib.import_module(f"radq.commands.{module}")
+    if not hasattr(command, "SUBCOMMANDS"):
+        return getattr(command, arguments), command.run, command
+    import tyro
+
+    parts: Any = [Annotated[kind, tyro.conf.subcommand(word)] for word, (kind, _) in command.SUBCOMMANDS.items()]
+    runs = dict(command.SUBCOMMANDS.values())
+    return reduce(or_, parts), lambda arguments: runs[type(arguments)](arguments), command
+
+
 def _run_command(name: str, argv: list[str]) -> None:
     import tyro
 
-    command = importlib.import_module(f"radq.commands.{name.replace('-', '_')}")
-    kinds = get_args(command.Arguments)
-    if kinds and argv and argv[0].startswith("--") and argv[0] != "--help":
-        argv = [get_args(kinds[0])[1].name, *argv]  # `radq eval --config` is `radq eval sweep --config`
-    options = {"default": command.defaults(argv)} if hasattr(command, "defaults") else {}
-    command.run(tyro.cli(command.Arguments, prog=f"radq {name}", args=argv, **options))
+    from radq.settings import check_ranges
+
+    kind, run, command = find_command(name)
+    if hasattr(command, "SUBCOMMANDS") and argv and argv[0].startswith("--") and argv[0] != "--help":
+        argv = [next(iter(command.SUBCOMMANDS)), *argv]  # `radq eval --config` is `radq eval sweep --config`
+    options = {"default": command.defaults(kind, argv)} if hasattr(command, "defaults") else {}
+    arguments = tyro.cli(kind, prog=f"radq {name}", args=argv, **options)
+    check_ranges(arguments)
+    run(arguments)
 
 
 def rename_old_words(argv: list[str]) -> list[str]:

@@ -137,6 +137,13 @@ def check_values(settings: Any) -> None:
         object.__setattr__(settings, name, _convert(getattr(settings, name), wanted, name))  # it may be frozen
 
 
+def check_ranges(settings: Any) -> None:
+    """Refuse numbers outside the ranges of their fields in a dataclass; other values are not looked at."""
+    for name, wanted in get_type_hints(type(settings), include_extras=True).items():
+        if any(isinstance(mark, Range) for mark in getattr(wanted, "__metadata__", ())):
+            _convert(getattr(settings, name), wanted, name)
+
+
 def build(value: Any, kind: type[T], place: str) -> T:
     """Make a dataclass from names with values; `place` says in errors where these stand."""
     if isinstance(value, kind):
@@ -167,7 +174,9 @@ def _convert(value: Any, wanted: Any, place: str) -> Any:
                 raise _wrong(place, value, str(limits), "choose a number in this range.")
         return value
     if origin in (Union, UnionType):
-        (rest,) = (part for part in parts if part is not NoneType)
+        rest, *words = (part for part in parts if part is not NoneType)
+        if any(value in get_args(part) for part in words):  # float | Literal["auto", "none"]
+            return value
         number = (get_args(rest)[0] if get_origin(rest) is Annotated else rest) in (int, float)
         nothing = value is None or (number and value == "none")
         return None if nothing else _convert(value, rest, place)
@@ -187,25 +196,25 @@ def _wrong(place: str, value: Any, allowed: str, hint: str) -> OptionError:
     return OptionError(f"{place} must be {allowed}, got {value!r}.", hint)
 
 
-def _finite(value: Any) -> float:
+def read_number(value: Any) -> float:
     """The value as a float; NaN where it is no finite number."""
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if "_" in str(value) else float(value)  # Python would read 1_0 as 10
     except (OverflowError, TypeError, ValueError):
         return math.nan
     return number if math.isfinite(number) else math.nan
 
 
 def _number(value: Any, parts: Any, place: str) -> float:
-    number = _finite(value)
+    number = math.nan if isinstance(value, bool) else read_number(value)
     if math.isnan(number):
         raise _wrong(place, value, "a finite number", "give a number such as 0.5.")
     return number
 
 
 def _integer(value: Any, parts: Any, place: str) -> int:
-    number = _finite(value)
-    if math.isnan(number) or number != int(number):
+    number = math.nan if isinstance(value, bool) else read_number(value)
+    if not number.is_integer():  # as NaN is none
         raise _wrong(place, value, "a whole number", "give a number such as 3.")
     return value if isinstance(value, int) else int(number)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radq.cli import main
-from radq.commands.threads import CoreTimes, describe_contention, limit_threads, read_quota, usable_cores
+from radq.commands.console import CoreTimes, describe_contention, limit_threads, read_quota, usable_cores
 
 
 def write(file: Path, text: str) -> None:
@@ -41,7 +41,7 @@ def test_quotas_of_the_first_version_and_of_no_version(tmp_path: Path) -> None:
 
 
 def test_who_decides_on_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radq.commands.threads.read_quota", lambda: 1.9)
+    monkeypatch.setattr("radq.commands.console.read_quota", lambda: 1.9)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert usable_cores() == 1
@@ -54,7 +54,7 @@ def test_who_decides_on_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         limit_threads()
         assert os.environ["OMP_NUM_THREADS"] == expected
-    monkeypatch.setattr("radq.commands.threads.read_quota", lambda: float("inf"))
+    monkeypatch.setattr("radq.commands.console.read_quota", lambda: float("inf"))
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.delenv("RADQ_THREADS")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

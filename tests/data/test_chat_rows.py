@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData, load_data
-from radq.data.examples import DataColumns, read_examples
+from radq.data.examples import DataColumns
 from radq.errors import DataError
 
 TEMPLATE = (
@@ -112,4 +112,4 @@ def test_another_template_writes_other_tokens(tokenizer: PreTrainedTokenizerBase
 def test_without_a_tokenizer_chats_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "chats.jsonl", [{"messages": [ASKED, GOOD], "y": 1}])
     with pytest.raises(DataError, match="row 1: 'messages' is a list, not a text"):
-        list(read_examples(file, DataColumns("messages", ["y"])))
+        list(DataColumns("messages", ["y"]).read(file))

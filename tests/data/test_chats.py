@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.chats import read_chat, render_chats
+from radq.data.examples import read_chat, render_chats
 from radq.errors import DataError
 from radq.toy import make_tokenizer
 

@@ -15,8 +15,18 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import load_data
 from radq.data.examples import DataColumns
-from radq.data.label_cells import LabelCells, join_cells, read_cells
-from radq.data.label_scale import LabelRules, LabelScale, find_scales, parse_map, read_scale, scale_labels, suggest_map
+from radq.data.label_scale import (
+    LabelCells,
+    LabelRules,
+    LabelScale,
+    find_scales,
+    join_cells,
+    parse_map,
+    read_cells,
+    read_scale,
+    scale_labels,
+    suggest_map,
+)
 from radq.errors import DataError, ModelError, OptionError
 
 

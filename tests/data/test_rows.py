@@ -9,8 +9,7 @@ import numpy as np
 import pandas
 import pytest
 
-from radq.data.rows import store_rows
-from radq.data.tables import read_table
+from radq.data.tables import read_table, store_rows
 from radq.errors import DataError, OptionError
 from radq.toy import make_reviews
 

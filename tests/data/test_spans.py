@@ -14,10 +14,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from radq.data.dataset import pad_batch
+from radq.data.dataset import SpanData, load_data, pad_batch
 from radq.data.examples import NO_SPAN, DataColumns, mark_tokens
 from radq.data.label_scale import LabelRules
-from radq.data.spans import SpanData, load_spans
 from radq.errors import DataError
 
 SPANS = DataColumns(spans="marks")
@@ -37,7 +36,9 @@ def load(
         pandas.DataFrame(rows).to_parquet(file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_spans([file], tokenizer, columns, cache_folder=folder / "cache", **more)
+    data = load_data([file], tokenizer, columns, cache_folder=folder / "cache", **more)
+    assert isinstance(data, SpanData)
+    return data
 
 
 def make_bytes() -> PreTrainedTokenizerFast:

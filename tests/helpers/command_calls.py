@@ -5,7 +5,6 @@ with toy models and data, made once, and {here} an empty folder, made anew for e
 """
 
 import dataclasses
-import importlib
 import json
 import types
 import typing
@@ -20,7 +19,7 @@ from classifiers import WORDS, make_classifier
 from public_checkpoints import PublicRad, config_folder
 from sweep_folders import make_run
 
-from radq.cli import COMMANDS, main
+from radq.cli import COMMANDS, find_command, main
 from radq.models.kinds import RadQ, RadV
 from radq.toy import make_reviews
 
@@ -74,7 +73,7 @@ CALLS: dict[tuple[str, ...], Call] = {
     ("train-experts",): _TRAINING,
     ("eval", "sweep"): {"config": ["{world}/sweep.yaml"], "out": ["{here}/out"], "cache": ["{here}/cache"]},
     ("calibrate",): {
-        "model": ["{world}/strong"],
+        "folder": ["{world}/strong"],
         "base": ["{world}/toy"],
         "prompts": ["{world}/openings.txt"],
         "judge": ["reward:{world}/strong"],
@@ -143,7 +142,7 @@ def find_commands() -> dict[tuple[str, ...], list[Option]]:
     """All commands and subcommands of the program, as words, with their options."""
     found = {}
     for name in COMMANDS:
-        arguments = importlib.import_module(f"radq.commands.{name.replace('-', '_')}").Arguments
+        arguments, *_ = find_command(name)
         if dataclasses.is_dataclass(arguments):
             found[name,] = list(_options(arguments))
             continue

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from radq.data.dataset import RewardData
-from radq.data.label_cells import NUMBER, LabelCells
-from radq.data.label_scale import LabelRules
+from radq.data.label_scale import NUMBER, LabelCells, LabelRules
 
 
 def make_data(

@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from radq import RadQ
-from radq.data.examples import DataColumns, read_examples
+from radq.cli import find_command
+from radq.data.examples import DataColumns
 from radq.evaluation.sweep.config import load_sweep
 from radq.settings import read_yaml
 from radq.sources.hub import quiet
@@ -80,9 +81,9 @@ def test_a_recipe_holds_what_differs_from_the_defaults(name: str) -> None:
 def test_the_command_in_its_comment_runs_it(name: str) -> None:
     command = command_of(name)
     assert (command == "distill") == bool(RECIPES[name].teacher)
-    module = importlib.import_module(f"radq.commands.{command}")
+    kind, _, module = find_command(command)
     argv = ["--config", str(FOLDER / f"{name}.yaml")]
-    arguments = tyro.cli(module.Arguments, args=argv, default=module.defaults(argv))
+    arguments = tyro.cli(kind, args=argv, default=module.defaults(kind, argv))
     for option in fields(RewardTrainingConfig):
         assert getattr(arguments, option.name) == getattr(RECIPES[name], option.name)
 
@@ -155,7 +156,7 @@ def test_the_command_for_jigsaw_renames_a_column_and_keeps_the_rest(tmp_path: Pa
     subprocess.run([sys.executable, *arguments], cwd=tmp_path, check=True)
     settings = RECIPES["detox-q"]
     columns = DataColumns(settings.text, settings.attributes, skip_empty=settings.skip_empty)
-    (piece,) = read_examples(tmp_path / settings.data[0], columns)
+    (piece,) = columns.read(tmp_path / settings.data[0])
     assert piece.texts == ['a "quoted", long\ncomment', "NA", "null"]
     assert piece.labels.values[:, 0].tolist() == pytest.approx([0.0, 0.1, 0.3])
     assert (piece.labels.values[:, 1:] == 0.5).all()

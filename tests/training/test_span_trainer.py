@@ -11,9 +11,8 @@ from training_runs import SMALL, changed, losses, run_in_two_processes
 
 import radq
 from radq.cli import main
-from radq.data.dataset import GlobalBatches
+from radq.data.dataset import GlobalBatches, load_data
 from radq.data.examples import DataColumns
-from radq.data.spans import load_spans
 from radq.errors import OptionError
 from radq.models.reward import RewardModel
 from radq.toy import BAD, GOOD, make_reviews
@@ -76,7 +75,7 @@ def test_the_first_loss_is_the_mean_over_texts_of_the_mean_over_their_marked_tok
     spans = changed(spans, loss=loss, kind="v", eval_share=0, micro_batch_size=5, max_steps=1)
     torch.manual_seed(spans.seed)
     model = radq.RadV.from_backbone(spans.backbone, ["marks"])
-    data = load_spans(spans.data, model.tokenizer, DataColumns(spans="marks"), 512, spans.cache)  # pyright: ignore
+    data = load_data(spans.data, model.tokenizer, DataColumns(spans="marks"), 512, spans.cache)  # pyright: ignore
     rows = GlobalBatches(data.lengths, 16, seed=spans.seed).plan()[0]
     total = []
     for row in rows.tolist():

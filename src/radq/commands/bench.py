@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radq.benchmark.config import BenchConfig, check_folder
+from radq.commands.console import announce, print_json, print_table
+from radq.errors import require_package
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from radq.benchmark.measure import BenchResult, Timing
 
@@ -24,9 +26,10 @@ class Arguments(BenchConfig):
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import announce, print_json
-
-    _check(arguments)
+    arguments.check()
+    if arguments.out is not None:
+        check_folder(arguments.out)
+        require_package("matplotlib", "report")
     announce(f"loading {arguments.lm}", arguments.json)
     from radq.benchmark.measure import measure
     from radq.benchmark.plot import plot_bench
@@ -42,19 +45,9 @@ def run(arguments: Arguments) -> None:
         print(f"  {file}")
 
 
-def _check(arguments: Arguments) -> None:
-    from radq.errors import require_package
-
-    arguments.check()
-    if arguments.out is not None:
-        check_folder(arguments.out)
-        require_package("matplotlib", "report")
-
-
-# --- tables for people ---
-
-
 def _print_result(result: "BenchResult") -> None:
+    from radq.benchmark.guides import GUIDES
+
     reward = "a random reward model" if result.reward is None else result.reward
     print(f"{result.lm} with {reward} in {result.dtype} on {result.machine}, torch {result.torch}")
     print(f"medians of {result.rounds} rounds with {result.new_tokens} tokens each")
@@ -62,30 +55,26 @@ def _print_result(result: "BenchResult") -> None:
     _print_timings(result, lambda timing: f"{timing.ratio.median:.2f}")
     print("\nmilliseconds per token of all rows together")
     _print_timings(result, lambda timing: f"{timing.milliseconds.median:.1f}")
-    for reason in dict.fromkeys(_describe_left_out(result)):
+    reasons = (
+        f"{GUIDES[part.guide].title}, rows {part.rows}, k {part.top_k or 'all'}: {part.reason}"
+        for part in result.left_out
+    )
+    for reason in dict.fromkeys(reasons):
         print(f"not measured: {reason}")
 
 
 def _print_timings(result: "BenchResult", write: "Callable[[Timing], str]") -> None:
     """Print a table with a row for each point, and a column for each guide."""
     from radq.benchmark.guides import GUIDES
-    from radq.commands.console import print_table
 
+    is_gpu = result.device.startswith("cuda")
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for timing in result.timings:
-        steps = ("captured" if timing.captured else "eager",) if result.device.startswith("cuda") else ()
+        steps = ("captured" if timing.captured else "eager",) if is_gpu else ()
         k = "all" if timing.top_k is None else str(timing.top_k)
         point = (*steps, str(timing.rows), k, str(timing.prompt_tokens))
         cells.setdefault(point, {})[timing.guide] = write(timing)
     guides = list(dict.fromkeys(timing.guide for timing in result.timings))
-    steps = ["steps"] if result.device.startswith("cuda") else []
-    header = [*steps, "rows", "k", "prompt", *(GUIDES[guide].title for guide in guides)]
+    header = [*["steps"] * is_gpu, "rows", "k", "prompt", *(GUIDES[guide].title for guide in guides)]
     lines = [[*point, *(row.get(guide, "-") for guide in guides)] for point, row in cells.items()]
-    print_table(header, lines, words=len(steps))
-
-
-def _describe_left_out(result: "BenchResult") -> "Iterator[str]":
-    from radq.benchmark.guides import GUIDES
-
-    for one in result.left_out:
-        yield f"{GUIDES[one.guide].title}, rows {one.rows}, k {one.top_k or 'all'}: {one.reason}"
+    print_table(header, lines, words=int(is_gpu))

@@ -6,6 +6,11 @@ from typing import Annotated
 
 import tyro
 
+from radq.commands.console import announce, print_json
+from radq.errors import OptionError
+from radq.files import require_own_folder
+from radq.sources.embedded import EMBEDDED
+from radq.sources.model_source import ModelSource, holds_reward_model
 from radq.training.config import LossName
 
 
@@ -32,12 +37,6 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import announce, print_json
-    from radq.errors import OptionError
-    from radq.files import require_own_folder
-    from radq.sources.embedded import EMBEDDED
-    from radq.sources.model_source import ModelSource, holds_reward_model
-
     require_own_folder(arguments.out, holds_reward_model, "a reward model")
     if arguments.out.exists() and not arguments.overwrite:
         raise OptionError(

@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from radq.evaluation.metrics import METRICS
+from radq.commands import AsJson, Base, Cache, Device, Guides, Limit
+from radq.commands.console import announce, print_facts, print_json, print_metrics
+from radq.commands.generate import check_guides, choose_budget
+from radq.data.prompts import read_generations
+from radq.errors import OptionError
+from radq.evaluation.estimates import Bootstrap, estimate, estimate_change
+from radq.evaluation.metrics import METRICS, check_metric
+from radq.evaluation.sweep.config import JudgeUse, SweepCell, list_judged, load_sweep
+from radq.files import fingerprint_values, read_lines
+from radq.guides.spec import GuideSpec
+from radq.sources.model_source import ModelSource, check_language_model
 
 if TYPE_CHECKING:
     from radq.evaluation.choices import Question
-    from radq.evaluation.sweep.config import JudgeUse
-    from radq.guides.spec import GuideSpec
 
 
 @dataclass
@@ -39,12 +47,9 @@ class Sweep:
     """Write the generations, and leave the judging to a later call."""
     only_measure: bool = False
     """Generate nothing: judge and compare the complete cells of a sweep that was stopped."""
-    cache: Path | None = None
-    """Folder in which the scores of judges are kept; by default in the user's cache."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
-    json: bool = False
-    """Print the metrics as JSON, without progress bars."""
+    cache: Cache = None
+    device: Device = "auto"
+    json: AsJson = False
 
 
 @dataclass
@@ -68,12 +73,9 @@ class Measure:
     """jsonl file with generations for the same prompts, which MAUVE compares with."""
     resamples: int = 1000
     """Number of resamples of the prompts that confidence intervals are made from."""
-    cache: Path | None = None
-    """Folder in which the scores of judges are kept; by default in the user's cache."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
-    json: bool = False
-    """Print the metrics as JSON."""
+    cache: Cache = None
+    device: Device = "auto"
+    json: AsJson = False
 
 
 @dataclass
@@ -83,49 +85,24 @@ class Choices:
     data: Path
     """Questions (jsonl or parquet) with the fields question, choices and answer, which is the number of the right
     choice, from 0 on, or the choice itself."""
-    base: str = "embedded"
-    """Language model to steer: a hub name, a folder, or embedded."""
-    guide: Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR:ATTR=BETA,…")] = field(
-        default_factory=list
-    )
+    base: Base = "embedded"
+    guide: Guides = field(default_factory=list)
     """Guide as in `radq generate`; repeat the option to add guides."""
     kl_budget: float | Literal["auto", "none"] = "auto"
     """Largest KL divergence per token, as in `radq generate`."""
     out: Path | None = None
     """Folder for the answers; the same command with the same folder goes on where it was stopped."""
-    limit: int | None = None
+    limit: Limit = None
     """Number of questions, from the beginning of the file; by default all."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON, without progress bars."""
-
-
-Arguments = (
-    Annotated[Sweep, tyro.conf.subcommand("sweep")]
-    | Annotated[Measure, tyro.conf.subcommand("measure")]
-    | Annotated[Choices, tyro.conf.subcommand("choices")]
-)
-
-
-def run(arguments: Sweep | Measure | Choices) -> None:
-    if isinstance(arguments, Sweep):
-        _sweep(arguments)
-    elif isinstance(arguments, Measure):
-        _measure(arguments)
-    else:
-        _answer(arguments)
+    device: Device = "auto"
+    json: AsJson = False
 
 
 # --- radq eval sweep ---
 
 
 def _sweep(arguments: Sweep) -> None:
-    from radq.commands.console import announce, print_facts, print_json, print_metrics
-    from radq.errors import OptionError
-    from radq.evaluation.sweep.config import load_sweep
     from radq.evaluation.sweep.folder import open_sweep, read_costs, require_same_instruments, require_same_writers
-    from radq.files import read_lines
     from radq.report.curves import describe_changes, describe_run, find_changes, warn_of_few_prompts
     from radq.report.results import read_runs
 
@@ -175,12 +152,6 @@ def _sweep(arguments: Sweep) -> None:
 
 
 def _measure(arguments: Measure) -> None:
-    from radq.commands.console import announce, print_facts, print_json, print_metrics
-    from radq.data.prompts import read_generations
-    from radq.evaluation.estimates import Bootstrap
-    from radq.evaluation.sweep.config import SweepCell, list_judged
-    from radq.sources.model_source import check_language_model
-
     judges, plain = _sort_metrics(arguments)
     bootstrap = Bootstrap(arguments.resamples)
     parts = read_generations(arguments.files)
@@ -202,12 +173,11 @@ def _measure(arguments: Measure) -> None:
         measured = MeasuredCell(SweepCell(cell, None, None, None, None, 0), texts.continuations, arrays)
         features: list[Any] = []
         if encoder is not None:
-            other = next((part for (_, name), part in reference.items() if name == group), None)
-            features = [
-                None if one is None else encode_samples(encoder, one.continuations, progress) for one in (texts, other)
-            ]
-        found = measured.estimate([*list_judged(judges), *plain], range(len(texts.prompts)), bootstrap, *features)
-        rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": found})
+            references = [part for (_, name), part in reference.items() if name == group]
+            features = [encode_samples(encoder, part.continuations, progress) for part in (texts, *references[:1])]
+            features += [None] * (not references)
+        metrics = measured.estimate([*list_judged(judges), *plain], range(len(texts.prompts)), bootstrap, *features)
+        rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": metrics})
     if arguments.json:
         print_json({"metrics": rows})
         return
@@ -216,12 +186,8 @@ def _measure(arguments: Measure) -> None:
     print_metrics(rows)
 
 
-def _sort_metrics(arguments: Measure) -> "tuple[dict[str, JudgeUse], list[str]]":
+def _sort_metrics(arguments: Measure) -> tuple[dict[str, JudgeUse], list[str]]:
     """Split the metrics into those of each judge and those without; refuse those that nothing measures."""
-    from radq.errors import OptionError
-    from radq.evaluation.metrics import check_metric
-    from radq.evaluation.sweep.config import JudgeUse
-
     names = [name.strip() for name in arguments.metrics.split(",") if name.strip()]
     for name in names:
         check_metric(name)
@@ -248,26 +214,12 @@ def _sort_metrics(arguments: Measure) -> "tuple[dict[str, JudgeUse], list[str]]"
 
 
 def _answer(arguments: Choices) -> None:
-    from radq.commands.console import announce, print_json
-    from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
-    from radq.errors import OptionError
-    from radq.guides.spec import GuideSpec, find_budget
-    from radq.sources.model_source import ModelSource, check_language_model
-
-    if arguments.limit is not None and arguments.limit < 1:
-        raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all questions.")
     if not arguments.data.is_file():
         raise OptionError(f"there is no file {str(arguments.data)!r}.", "give a file of questions.")
-    base = ModelSource.find(arguments.base)
-    guides = [GuideSpec.parse(text, base) for text in arguments.guide]
-    for one in guides:
-        one.check()
-    check_language_model(base)
-    asked = arguments.kl_budget
-    budget = find_budget(guides, DEFAULT_KL_BUDGET) if asked == "auto" else read_budget(asked)
+    base, guides = check_guides(arguments.base, arguments.guide)
+    budget = choose_budget(arguments.kl_budget, guides)
     announce(f"loading {' and '.join([arguments.base, *arguments.guide])}", arguments.json)
     from radq.evaluation.choices import KeptAnswers, count_right, find_answers, read_questions
-    from radq.evaluation.estimates import estimate, estimate_change
     from radq.guides.spec import load_guides
     from radq.models.loading import find_device, load
 
@@ -275,37 +227,36 @@ def _answer(arguments: Choices) -> None:
     device = find_device(arguments.device)
     lm, tokenizer = load(base, device)
     guide = load_guides(guides, device, lm=lm)
-    limit = None if budget == "none" else budget
-    runs = {"unguided": (None, None)} | ({} if guide is None else {"guided": (guide, limit)})
     answers = {}
-    for name, (one, most) in runs.items():
+    for name in ("unguided",) if guide is None else ("unguided", "guided"):
+        used = (None, None) if name == "unguided" else (guide, budget)
         kept = None
         if arguments.out is not None:
-            asked = describe_answers(questions, arguments.base, guides if one else [], most)
-            kept = KeptAnswers(arguments.out / f"{name}.jsonl", asked)
-        answers[name] = find_answers(lm, tokenizer, questions, one, most, not arguments.json, kept)
-    sums = {name: count_right(questions, found) for name, found in answers.items()}
-    result = {name: asdict(estimate(one)) for name, one in sums.items()}
+            depends = describe_answers(questions, base, guides if name == "guided" else [], used[1])
+            kept = KeptAnswers(arguments.out / f"{name}.jsonl", depends)
+        answers[name] = find_answers(lm, tokenizer, questions, *used, not arguments.json, kept)
+    sums = {name: count_right(questions, given) for name, given in answers.items()}
+    result = {name: asdict(estimate(right)) for name, right in sums.items()}
     if guide is not None:
         result["change"] = asdict(estimate_change(sums["guided"], sums["unguided"]))
     if arguments.json:
         print_json({"questions": len(questions), "accuracy": result, "answers": answers})
         return
     print(f"accuracy on {len(questions)} questions:")
-    for name, one in result.items():
-        print(f"  {name:<9} {one['value']:.3f} ({one['low']:.3f} to {one['high']:.3f})")
+    for name, accuracy in result.items():
+        print(f"  {name:<9} {accuracy['value']:.3f} ({accuracy['low']:.3f} to {accuracy['high']:.3f})")
 
 
 def describe_answers(
-    questions: "Sequence[Question]", base: str, guides: "Sequence[GuideSpec]", kl_budget: float | None
+    questions: "Sequence[Question]", base: ModelSource, guides: Sequence[GuideSpec], kl_budget: float | None
 ) -> dict[str, object]:
     """All that answers depend on: fingerprints of the questions and of the models, and the numbers."""
-    from radq.files import fingerprint_values
-    from radq.sources.model_source import ModelSource
-
     return {
         "questions": fingerprint_values([asdict(question) for question in questions]),
-        "base": ModelSource.find(base).fingerprint,
-        "guides": [{"model": one.fingerprint, "numbers": one.numbers} for one in guides],
+        "base": base.fingerprint,
+        "guides": [{"model": guide.fingerprint, "numbers": guide.numbers} for guide in guides],
         "kl_budget": kl_budget,
     }
+
+
+SUBCOMMANDS = {"sweep": (Sweep, _sweep), "measure": (Measure, _measure), "choices": (Choices, _answer)}

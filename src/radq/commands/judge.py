@@ -3,20 +3,27 @@
 Also `radq judge train --data FILE --labels COLUMN --out FOLDER`.
 """
 
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import tyro
+from rich.table import Table
+from rich.text import Text
 
-from radq.settings import COUNT, Range
+from radq.commands import AsJson, Cache, Device, Files, LabelMap, LabelRange, Limit
+from radq.commands.console import announce, console, print_json
+from radq.data.label_scale import LabelRules, find_scales, join_cells, scale_labels
+from radq.data.table_copy import check_copy, copy_with_columns
+from radq.data.tables import check_sources, read_text_column
+from radq.errors import DataError, OptionError
+from radq.files import require_own_folder
+from radq.settings import COUNT, Range, names_in_table
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from radq.judges.base import CachedJudge, Judge
-
-RANGES = {"jobs": Range(1, 256), "timeout": Range(0, 86_400, without_low=True), "max_tokens": COUNT}
 
 
 @dataclass
@@ -35,8 +42,7 @@ class Score:
     """For openai: a file of text that says what is scored and on which scale, with a line such as "Scale: 1 to 5"."""
     texts: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="TEXT")] = field(default_factory=list)
     """Texts to score."""
-    data: list[str] = field(default_factory=list)
-    """Files with texts (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
+    data: Files = field(default_factory=list)
     out: Path | None = None
     """Copy of the file of --data with a column of scores; by default the scores are printed."""
     text: str = "text"
@@ -45,133 +51,103 @@ class Score:
     """Name of the column of scores."""
     overwrite: bool = False
     """Replace the file --out."""
-    jobs: int = 8
+    jobs: Annotated[int, Range(1, 256)] = 8
     """For openai: number of texts that are judged at the same time."""
-    timeout: float = 120.0
+    timeout: Annotated[float, Range(0, 86_400, without_low=True)] = 120.0
     """For openai: seconds to wait for an answer before the question is repeated."""
-    max_tokens: int = 64
+    max_tokens: Annotated[int, COUNT] = 64
     """For openai: most tokens of an answer. A model that thinks before it answers needs more."""
-    cache: Path | None = None
-    """Folder in which scores are kept; by default in the user's cache."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON, without progress bars."""
+    cache: Cache = None
+    device: Device = "auto"
+    json: AsJson = False
 
 
 @dataclass
 class Train:
     """Train a linear judge: a logistic regression on sentence embeddings of labelled texts."""
 
-    data: list[str]
-    """Files (csv, tsv, jsonl, parquet, each also .gz .xz .zst) or hub data sets (name or name:split)."""
+    data: Files
     labels: str
-    """Column with the labels. Pairs of words such as no and yes become 0 and 1; numbers outside 0 to 1 are mapped by
-    their own range."""
+    """Column with the labels."""
     out: Path
     """Folder to write the judge into."""
     encoder: str = "minilm"
     """Sentence encoder: a hub name, a folder (safetensors or ONNX), or minilm or embedded, which pip installs."""
     text: str = "text"
     """Column with the texts."""
-    label_map: str = ""
-    """Numbers of words, such as bad=0,ok=0.5,good=1."""
-    label_range: tuple[float, float] | None = None
-    """Lowest and highest label, which are mapped to 0 and 1."""
+    label_map: LabelMap = ""
+    label_range: LabelRange = None
     held_out: float = 0.1
     """Share of the rows on which the penalty is chosen; the result is measured on as many more rows."""
-    limit: int | None = None
+    limit: Limit = None
     """Number of rows to use, drawn at random; by default all."""
-    seed: int = 0
+    seed: Annotated[int, Range(0)] = 0
     """Random seed of that draw, and of the rows that are held out."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
+    device: Device = "auto"
     overwrite: bool = False
     """Replace the judge that the folder holds."""
-    json: bool = False
-    """Print the judge's card as JSON, without progress bars."""
-
-
-Arguments = Annotated[Score, tyro.conf.subcommand("score")] | Annotated[Train, tyro.conf.subcommand("train")]
-
-
-def run(arguments: Score | Train) -> None:
-    if isinstance(arguments, Score):
-        _score(arguments)
-    else:
-        _train(arguments)
+    json: AsJson = False
 
 
 # --- radq judge score ---
 
 
 def _score(arguments: Score) -> None:
-    from radq.commands.console import announce
-    from radq.data.tables import check_sources, read_text_column
-    from radq.errors import OptionError
-
-    _check_options(arguments)
-    asked = _check_judge(arguments)
-    check_sources(arguments.data, [arguments.text])
-    texts = [
-        *arguments.texts,
-        *(text for source in arguments.data for text in read_text_column(source, arguments.text)),
-    ]
-    if not texts:
-        raise OptionError("there is no text to score.", "give texts, or --data FILE.")
-    announce(f"loading {arguments.judge}", arguments.json)
-    from radq.judges.base import CachedJudge
-
-    judge = CachedJudge(asked or _load_judge(arguments), arguments.cache)
-    scores = judge.score(texts, progress=not arguments.json)
-    result = _summarise(judge, texts, scores)
-    if arguments.out is not None:
-        _write(arguments, arguments.out, scores)
-        result = {"data": arguments.data[0], "out": str(arguments.out)} | result
-    _warn_of_missing(judge.inner, result)
-    _show(arguments, judge, texts, scores, result)
-
-
-# --- checks ---
-
-
-def _check_options(arguments: Score) -> None:
-    from radq.data.table_copy import check_copy
-    from radq.errors import OptionError
-
-    for name, allowed in RANGES.items():
-        if getattr(arguments, name) not in allowed:
-            raise OptionError(f"{name} must be {allowed}, got {getattr(arguments, name)}.", "give such a number.")
     if not arguments.name.strip():
         raise OptionError("name must not be empty.", "give the name of a column.")
     if arguments.out is not None:
         if len(arguments.data) != 1 or arguments.texts:
             raise OptionError("out is a copy of one file of texts.", "give one --data FILE, and no other texts.")
         check_copy(Path(arguments.data[0]), arguments.out, [arguments.name], arguments.overwrite)
+    asked = _check_judge(arguments)
+    check_sources(arguments.data, [arguments.text])
+    columns = (read_text_column(source, arguments.text) for source in arguments.data)
+    texts = [*arguments.texts, *(text for column in columns for text in column)]
+    if not texts:
+        raise OptionError("there is no text to score.", "give texts, or --data FILE.")
+    announce(f"loading {arguments.judge}", arguments.json)
+    from radq.judges.base import CachedJudge
+    from radq.judges.models import load_judge
+    from radq.models.loading import find_device
+
+    judge = CachedJudge(asked or load_judge(arguments.judge, find_device(arguments.device)), arguments.cache)
+    scores = judge.score(texts, progress=not arguments.json)
+    column = [None if score != score else float(score) for score in scores]
+    result = _summarise(judge, texts, scores)
+    if arguments.out is not None:
+        copy_with_columns(Path(arguments.data[0]), arguments.out, {arguments.name: column})
+        result = {"data": arguments.data[0], "out": str(arguments.out)} | result
+    if result["missing"]:
+        warnings.warn(
+            f"{result['missing']} of {result['missing'] + result['scored']} texts have no score: "
+            f"{getattr(judge.inner, 'problem', '')}. hint: the same command asks for them again.",
+            stacklevel=2,
+        )
+    rows = [{"text": text, "score": score} for text, score in zip(texts, column, strict=True)]
+    if arguments.json:
+        print_json(result | ({} if arguments.out is not None else {"texts": rows}))
+    else:
+        _print_result(judge, rows, result)
+
+
+def check_judge_kind(judge: str) -> str:
+    """The kind of a judge that is written as KIND:SOURCE; an error if there is none."""
+    kind, kinds = judge.partition(":")[0], names_in_table("radq.judges.models:JUDGES")
+    if kind not in kinds:
+        raise OptionError(f"there is no judge {judge!r}.", f"begin with one of {', '.join(kinds)}.")
+    return kind
 
 
 def _check_judge(arguments: Score) -> "Judge | None":
     """Refuse a judge that is none, before torch is imported. A judge that asks a server needs no torch: it is made."""
-    from radq.errors import OptionError
-    from radq.settings import names_in_table
-
-    kind, _, source = arguments.judge.partition(":")
-    kinds = names_in_table("radq.judges.models:JUDGES")
-    if kind not in kinds:
-        raise OptionError(f"there is no judge {arguments.judge!r}.", f"begin with one of {', '.join(kinds)}.")
-    if kind == "openai":
-        return _make_rubric_judge(arguments, source)
-    if arguments.rubric is not None:
-        raise OptionError(f"rubric is for the judge openai:MODEL, got {arguments.judge!r}.", "leave --rubric out.")
-    return None
-
-
-def _make_rubric_judge(arguments: Score, source: str) -> "Judge":
-    from radq.errors import OptionError
+    if check_judge_kind(arguments.judge) != "openai":
+        if arguments.rubric is not None:
+            raise OptionError(f"rubric is for the judge openai:MODEL, got {arguments.judge!r}.", "leave --rubric out.")
+        return None
     from radq.judges.chat import find_server
     from radq.judges.llm import RubricJudge, read_rubric, split_rubric
 
-    model, file = split_rubric(source)
+    model, file = split_rubric(arguments.judge.partition(":")[2])
     if bool(file) == (arguments.rubric is not None):
         number = "two rubrics" if file else "no rubric"
         raise OptionError(f"the judge {arguments.judge!r} has {number}.", "give one --rubric FILE.")
@@ -179,21 +155,7 @@ def _make_rubric_judge(arguments: Score, source: str) -> "Judge":
     return RubricJudge(find_server(model, arguments.timeout, arguments.max_tokens), rubric, arguments.jobs)
 
 
-def _load_judge(arguments: Score) -> "Judge":
-    from radq.judges.models import load_judge
-    from radq.models.loading import find_device
-
-    return load_judge(arguments.judge, find_device(arguments.device))
-
-
-# --- results ---
-
-
-def _summarise(judge: "CachedJudge", texts: list[str], scores: "np.ndarray") -> dict[str, Any]:
-    from dataclasses import asdict
-
-    import numpy as np
-
+def _summarise(judge: "CachedJudge", texts: list[str], scores: np.ndarray) -> dict[str, Any]:
     blank = sum(not text.strip() for text in texts)
     scored = int((~np.isnan(scores)).sum())
     server = getattr(judge.inner, "server", None)
@@ -208,80 +170,42 @@ def _summarise(judge: "CachedJudge", texts: list[str], scores: "np.ndarray") -> 
     }
 
 
-def _write(arguments: Score, target: Path, scores: "np.ndarray") -> None:
-    from radq.data.table_copy import copy_with_columns
-
-    column = [None if score != score else float(score) for score in scores]
-    copy_with_columns(Path(arguments.data[0]), target, {arguments.name: column})
-
-
-def _warn_of_missing(judge: "Judge", result: dict[str, Any]) -> None:
-    import warnings
-
-    if result["missing"]:
-        reason = getattr(judge, "problem", "")
-        warnings.warn(
-            f"{result['missing']} of {result['missing'] + result['scored']} texts have no score: {reason}. "
-            "hint: the same command asks for them again.",
-            stacklevel=2,
-        )
-
-
-def _show(arguments: Score, judge: "Judge", texts: list[str], scores: "np.ndarray", result: dict[str, Any]) -> None:
-    from radq.commands.console import print_json
-
-    if arguments.json:
-        rows = [{"text": t, "score": None if s != s else float(s)} for t, s in zip(texts, scores, strict=True)]
-        print_json(result | ({} if arguments.out is not None else {"texts": rows}))
-        return
+def _print_result(judge: "Judge", rows: list[dict[str, Any]], result: dict[str, Any]) -> None:
     print(result["judge"])
-    if arguments.out is None:
-        _print_scores(judge, texts, scores)
+    if "out" not in result:
+        _print_scores(judge, rows)
     print(f"{result['scored']} texts scored, {result['kept']} of them before; ", end="")
     print(f"{result['missing']} missing, {result['blank']} blank")
     if result["truncated"]:
         print(f"note: {result['truncated']} texts were too long, and were judged by their beginnings.")
-    if result["usage"] is not None:
-        _print_usage(result["usage"])
-    if arguments.out is not None:
-        print(f"→ {arguments.out}")
+    if usage := result["usage"]:
+        print(
+            f"{usage['calls']} answers, after {usage['failures']} failures: {usage['prompt_tokens']:,} tokens read, "
+            f"{usage['completion_tokens']:,} written"
+        )
+    if "out" in result:
+        print(f"→ {result['out']}")
 
 
-def _print_scores(judge: "Judge", texts: list[str], scores: "np.ndarray") -> None:
-    import numpy as np
-    from rich.table import Table
-
-    from radq.commands.console import console
+def _print_scores(judge: "Judge", rows: list[dict[str, Any]]) -> None:
     from radq.report.tokens import coloured
 
-    found = scores[~np.isnan(scores)]
-    low, high = judge.limits if np.isfinite(judge.limits).all() else (found.min(initial=0), found.max(initial=1))
+    known = [row["score"] for row in rows if row["score"] is not None]
+    low, high = judge.limits if np.isfinite(judge.limits).all() else (min([0, *known]), max([1, *known]))
     table = Table()
     table.add_column("score", justify="right", no_wrap=True)
     table.add_column("text", overflow="fold")
-    for text, score in zip(texts, scores, strict=True):
-        unknown = "missing" if text.strip() else "blank"
-        table.add_row(unknown if score != score else coloured([(f"{score:.3f}", score)], low, high), text)
+    for row in rows:
+        unknown = "missing" if row["text"].strip() else "blank"
+        score = row["score"]
+        table.add_row(unknown if score is None else coloured([(f"{score:.3f}", score)], low, high), Text(row["text"]))
     console().print(table)
-
-
-def _print_usage(usage: dict[str, int]) -> None:
-    print(
-        f"{usage['calls']} answers, after {usage['failures']} failures: {usage['prompt_tokens']:,} tokens read, "
-        f"{usage['completion_tokens']:,} written"
-    )
 
 
 # --- radq judge train ---
 
 
 def _train(arguments: Train) -> None:
-    from dataclasses import asdict
-
-    from radq.commands.console import announce, print_json
-    from radq.data.tables import check_sources
-    from radq.errors import OptionError
-    from radq.files import require_own_folder
     from radq.judges.base import CARD
 
     require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
@@ -314,22 +238,13 @@ def _train(arguments: Train) -> None:
         print(f"  {encoder.truncated} texts were too long, and were cut; {blank} blank ones are left out")
 
 
-def _read_labelled_texts(arguments: Train) -> "tuple[list[str], np.ndarray, int]":
+def _read_labelled_texts(arguments: Train) -> tuple[list[str], np.ndarray, int]:
     """Read texts and their labels, and count the rows that are left out because their text is blank."""
-    import numpy as np
+    from radq.data.examples import DataColumns
 
-    from radq.data.examples import DataColumns, read_examples
-    from radq.data.label_cells import join_cells
-    from radq.data.label_scale import LabelRules, find_scales, scale_labels
-    from radq.errors import DataError, OptionError
-
-    if arguments.limit is not None and arguments.limit < 1:
-        raise OptionError(f"limit must be at least 1, got {arguments.limit}.", "leave it out to use all rows.")
-    if arguments.seed < 0:
-        raise OptionError(f"seed must be at least 0, got {arguments.seed}.", "give another seed.")
     rules = LabelRules.parse(arguments.label_map, arguments.label_range)
     columns = DataColumns(arguments.text, [arguments.labels], skip_empty=True)
-    pieces = [piece for source in arguments.data for piece in read_examples(source, columns)]
+    pieces = [piece for source in arguments.data for piece in columns.read(source)]
     texts = [text for piece in pieces for text in piece.texts]
     if not texts:
         raise DataError(f"{', '.join(arguments.data)}: there are no texts.", "give a file with texts and labels.")
@@ -343,3 +258,6 @@ def _read_labelled_texts(arguments: Train) -> "tuple[list[str], np.ndarray, int]
         return texts, labels, blank
     rows = np.random.default_rng(arguments.seed).choice(len(texts), size=arguments.limit, replace=False)
     return [texts[row] for row in rows], labels[rows], blank
+
+
+SUBCOMMANDS = {"score": (Score, _score), "train": (Train, _train)}

@@ -5,10 +5,12 @@ Also `radq rank model DIR --data reviews.csv` and `radq rank verify MATRIX CERTI
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from radq.commands import AsJson
+from radq.commands.console import announce, console, print_json, print_table
 from radq.rank.config import DataRankConfig, ModelRankConfig
 
 if TYPE_CHECKING:
@@ -27,16 +29,14 @@ class DataArguments(DataRankConfig):
     the error that its frozen output embedding leaves.
     """
 
-    json: bool = False
-    """Print the result as JSON, without progress bars."""
+    json: AsJson = False
 
 
 @dataclass
 class ModelArguments(ModelRankConfig):
     """Measure the numerical rank of the rewards that a trained model gives."""
 
-    json: bool = False
-    """Print the result as JSON, without progress bars."""
+    json: AsJson = False
 
 
 @dataclass
@@ -47,32 +47,13 @@ class VerifyArguments:
     """File that `radq rank data --save-matrix` has written."""
     certificate: tyro.conf.Positional[Path]
     """File that `radq rank data --certificates` has written."""
-    json: bool = False
-    """Print the result as JSON."""
-
-
-Arguments = (
-    Annotated[DataArguments, tyro.conf.subcommand("data")]
-    | Annotated[ModelArguments, tyro.conf.subcommand("model")]
-    | Annotated[VerifyArguments, tyro.conf.subcommand("verify")]
-)
-
-
-def run(arguments: DataArguments | ModelArguments | VerifyArguments) -> None:
-    if isinstance(arguments, DataArguments):
-        rank_data(arguments)
-    elif isinstance(arguments, ModelArguments):
-        rank_model(arguments)
-    else:
-        verify(arguments)
+    json: AsJson = False
 
 
 # --- radq rank data ---
 
 
 def rank_data(arguments: DataArguments) -> None:
-    from radq.commands.console import announce, console, print_json
-
     arguments.check()
     announce(f"loading {arguments.backbone or arguments.tokenizer or arguments.files[0]}", arguments.json)
     from radq.models.loading import find_device
@@ -110,8 +91,6 @@ def rank_data(arguments: DataArguments) -> None:
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    from radq.commands.console import console
-
     ambiguous, contradicting = (
         f"{facts[name] / max(1, facts['entries']):.2%}" for name in ("ambiguous_entries", "contradicting_entries")
     )
@@ -126,11 +105,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _print_results(results: "list[RankResult]", shuffled: "list[RankResult] | None") -> None:
-    from radq.commands.console import console, make_table
-
-    table = make_table("rank", "MSE over Ω_2", "shuffled", "over nm", "ε-rank", "iterations", "seconds")
-    for index, result in enumerate(results):
-        table.add_row(
+    header = ["rank", "MSE over Ω_2", "shuffled", "over nm", "ε-rank", "iterations", "seconds"]
+    rows = [
+        [
             str(result.rank),
             f"{result.mse:.3g}",
             "?" if shuffled is None else f"{shuffled[index].mse:.3g}",
@@ -138,15 +115,13 @@ def _print_results(results: "list[RankResult]", shuffled: "list[RankResult] | No
             "?" if result.bound is None else f"≤ {result.bound}",
             str(result.iterations),
             f"{result.seconds:.2f}",
-        )
-    console().print(table)
+        ]
+        for index, result in enumerate(results)
+    ]
+    print_table(header, rows)
 
 
 def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from radq.commands.console import console
     from radq.rank.analysis import quote_prefix
 
     out = console()
@@ -164,21 +139,18 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
         out.print(line, markup=False)
     if not bound.rows:
         return
-    table = Table(title=f"{bound.costly_rows} rows that the embedding cannot meet; those with the largest errors")
-    for column in ("after", "attribute", "continuations", "variance", "best fit"):
-        table.add_column(column, justify="left" if column in ("after", "attribute") else "right")
-    for row in bound.rows[:ROWS_PRINTED]:
-        numbers = (f"{row.continuations:,}", f"{row.variance:.3g}", f"{row.mse:.3g}")
-        table.add_row(escape(quote_prefix(row)), escape(row.attribute), *numbers)
-    out.print(table)
+    title = f"{bound.costly_rows} rows that the embedding cannot meet; those with the largest errors"
+    rows = [
+        [quote_prefix(row), row.attribute, f"{row.continuations:,}", f"{row.variance:.3g}", f"{row.mse:.3g}"]
+        for row in bound.rows[:ROWS_PRINTED]
+    ]
+    print_table(["after", "attribute", "continuations", "variance", "best fit"], rows, words=2, title=title)
 
 
 # --- radq rank model ---
 
 
 def rank_model(arguments: ModelArguments) -> None:
-    from radq.commands.console import announce, console, print_json
-
     arguments.check()
     announce(f"loading {arguments.reward}", arguments.json)
     from radq.rank.numerical import measure_ranks
@@ -195,17 +167,15 @@ def rank_model(arguments: ModelArguments) -> None:
 
 
 def _print_ranks(measured: "ModelRanks") -> None:
-    from radq.commands.console import console, print_table
-
-    header = ["prefixes", "rank", "cutoff", "σ_1", *(f"> {one.share:g} σ_1" for one in measured.ranks[0].counts)]
+    header = ["prefixes", "rank", "cutoff", "σ_1", *(f"> {count.share:g} σ_1" for count in measured.ranks[0].counts)]
     rows = [
         [str(rank.num_rows), str(rank.rank), f"{rank.cutoff:.3g}", f"{rank.spectrum[0]:.3g}"]
-        + [str(one.count) for one in rank.counts]
+        + [str(count.count) for count in rank.counts]
         for rank in measured.ranks
     ]
     out = console()
     out.print(f"{measured.attribute}: {measured.vocabulary} tokens, d = {measured.hidden_size}, {measured.dtype}")
-    print_table(header, rows, words=0)
+    print_table(header, rows)
     out.print(
         "The rank is the number of singular values above the cutoff. Another cutoff gives another number: the columns "
         "on the right count the singular values above shares of the largest, σ_1."
@@ -221,7 +191,6 @@ def _print_ranks(measured: "ModelRanks") -> None:
 
 
 def verify(arguments: VerifyArguments) -> None:
-    from radq.commands.console import console, print_json
     from radq.rank.analysis import check_certificate
     from radq.rank.matrix import RewardMatrix
 
@@ -233,3 +202,10 @@ def verify(arguments: VerifyArguments) -> None:
         f"rank {result['rank']}: MSE {result['mse']:.3g} over Ω_2, {result['mse_nm']:.3g} over nm; for any ε "
         f"of at least that error, the minimal ε-rank is at most {result['bound']}"
     )
+
+
+SUBCOMMANDS = {
+    "data": (DataArguments, rank_data),
+    "model": (ModelArguments, rank_model),
+    "verify": (VerifyArguments, verify),
+}

@@ -1,10 +1,12 @@
 """radq report RUN"""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from radq.commands.console import print_facts, print_json
 
 
 @dataclass
@@ -23,9 +25,6 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from dataclasses import asdict
-
-    from radq.commands.console import print_facts, print_json
     from radq.report.curves import describe_changes
     from radq.report.write import write_report
 

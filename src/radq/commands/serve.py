@@ -1,14 +1,17 @@
 """radq serve: an OpenAI-compatible server and a page, in which clients steer each request."""
 
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-if TYPE_CHECKING:
-    from radq.registry.config import ServeConfig
+from radq.commands.console import announce, print_json
+from radq.errors import OptionError, require_package
+from radq.registry.config import ServeConfig
+from radq.settings import Range
 
 API_KEY = "RADQ_API_KEY"
 
@@ -26,7 +29,7 @@ class Arguments:
     host: str = "127.0.0.1"
     """Address to listen at. Other computers reach the server at 0.0.0.0; set RADQ_API_KEY then, and list the names of
     this computer as hosts in the file."""
-    port: int = 8000
+    port: Annotated[int, Range(0, 65535)] = 8000
     """Port to listen at; 0 takes a free one."""
     device: str | None = None
     """cpu, cuda, cuda:1, …, in place of the file's; auto uses a GPU if there is one."""
@@ -41,8 +44,6 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    from radq.commands.console import announce
-
     config = _read(arguments)
     config.check()
     if arguments.check:
@@ -58,12 +59,7 @@ def run(arguments: Arguments) -> None:
     Listener(app, arguments.host, arguments.port, lambda address: _print_address(address, arguments)).run()
 
 
-def _read(arguments: Arguments) -> "ServeConfig":
-    from dataclasses import replace
-
-    from radq.errors import require_package
-    from radq.registry.config import ServeConfig
-
+def _read(arguments: Arguments) -> ServeConfig:
     if not arguments.check:
         for package in ("fastapi", "uvicorn", "prometheus_client"):
             require_package(package, "serve")
@@ -73,13 +69,7 @@ def _read(arguments: Arguments) -> "ServeConfig":
 
 
 def _check_port(arguments: Arguments) -> None:
-    """Refuse a port that is out of range or taken, before models are loaded."""
-    import socket
-
-    from radq.errors import OptionError
-
-    if not 0 <= arguments.port <= 65535:
-        raise OptionError(f"port must be from 0 to 65535, got {arguments.port}.", "0 takes a free one.")
+    """Refuse a port that is taken, before models are loaded."""
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
         with socket.create_server((arguments.host, arguments.port), family=family):
@@ -91,9 +81,8 @@ def _check_port(arguments: Arguments) -> None:
         ) from error
 
 
-def _print_check(config: "ServeConfig", arguments: Arguments) -> None:
+def _print_check(config: ServeConfig, arguments: Arguments) -> None:
     """Compare the guides with the base model by their files alone, and print what was found."""
-    from radq.commands.console import print_json
     from radq.registry.loaded_guides import check_guides
 
     lines = check_guides(config, arguments.max_model_len)
@@ -108,8 +97,6 @@ def _print_check(config: "ServeConfig", arguments: Arguments) -> None:
 
 
 def _print_address(address: str, arguments: Arguments) -> None:
-    from radq.commands.console import print_json
-
     if arguments.json:
         print_json({"address": address})
     else:

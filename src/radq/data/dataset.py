@@ -1,11 +1,11 @@
-"""Tokenised texts with labels: from files to batches.
+"""Tokenised texts with labels, of whole texts or of spans of characters: from files to batches.
 
     data = load_data(["reviews.csv.gz"], tokenizer, DataColumns(text="text", labels=["praise"]))
     data.batch([0, 5, 7])["input_ids"]
 
 Rows (`radq.data.examples`) are tokenised once and kept on disk (`radq.data.tokens`). The token ids of all rows are one
 flat memory-mapped array, so that millions of rows take no memory. A batch is cut out of it with array operations.
-Axes: n rows, b batch, t time, a attributes.
+Axes: n rows, b batch, t time, a attributes, s spans.
 """
 
 import copy
@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.examples import DataColumns
-from radq.data.label_cells import LabelCells
-from radq.data.label_scale import LabelRules, LabelScale, find_scales, scale_labels
-from radq.data.tokens import COUNTS, Counts, tokenise_columns
+from radq.data.examples import NO_SPAN, SPAN_FOLDER, SPAN_NUMBERS, DataColumns
+from radq.data.label_scale import LabelCells, LabelRules, LabelScale, find_scales, join_cells, scale_labels
+from radq.data.tokens import COUNTS, Counts, tokenise_rows
 from radq.errors import DataError
 from radq.files import fingerprint_arrays
 
@@ -110,25 +109,38 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         return np.nansum(labels * weights, axis=0) / weights.sum(0, dtype=np.float64)
 
     def split(self, share: float, seed: int) -> tuple["RewardData", "RewardData"]:
-        """Split the rows at random into two parts, of which the second has this share of them."""
-        held_out = np.isin(self.rows, hold_out(self.rows, share, seed))
+        """Split the rows at random into two parts, of which the second has this share of them.
+
+        One row at least is in each part, and rows that belong together are in the same one.
+        """
+        units = np.random.default_rng(seed).permutation(np.unique(self.units))
+        cut = max(1, round(len(units) * share))
+        if cut >= len(units):
+            raise DataError(
+                f"a share of {share:g} of {len(units)} row{'s' * (len(units) > 1)} leaves none to train on.",
+                "lower --eval-share, or give --eval-data.",
+            )
+        held_out = np.isin(self.units, units[:cut])
         return self.where(~held_out), self.where(held_out)
+
+    @property
+    def units(self) -> np.ndarray:
+        """A number for each row, (n,), which rows share that belong together."""
+        return self.rows
 
     def where(self, chosen: np.ndarray) -> "RewardData":
         """The part of the rows for which `chosen`, (n,), is true."""
-        return self._choose(self.rows[chosen])
+        return self._changed(rows=self.rows[chosen])
 
     def with_labels(self, labels: np.ndarray) -> "RewardData":
         """The same rows with other labels, such as the scores of a classifier: (n, a), for all rows of the files."""
-        changed = self._choose(self.rows)
-        changed.labels = labels
-        return changed
+        return self._changed(labels=labels)
 
-    def _choose(self, rows: np.ndarray) -> "RewardData":
-        chosen = copy.copy(self)
-        chosen.rows = rows
-        chosen.__dict__.pop("fingerprint", None)  # that of all rows
-        return chosen
+    def _changed(self, **attributes: np.ndarray) -> "RewardData":
+        changed = copy.copy(self)
+        changed.__dict__.pop("fingerprint", None)
+        changed.__dict__.update(attributes)
+        return changed
 
     def describe(self) -> str:
         """Say how many rows and tokens were read."""
@@ -137,47 +149,102 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Batch of rows, padded on the right; without any rows, a batch of one row of padding with weight 0."""
+        if not len(indices):  # a process that has no rows left still takes part in the step
+            empty = {name: torch.zeros_like(values) for name, values in self.batch([0]).items()}
+            return {name: values[:, :1] if name in OF_TOKENS else values for name, values in empty.items()}
         rows = self.rows[np.asarray(indices, dtype=np.int64)]
-        batch = {"rows": rows, **self.cut_out(rows), "labels": self.labels[rows], "weights": self.weights[rows]}
-        return to_tensors(batch if len(rows) else _pad_empty(batch))
+        batch = {"rows": rows, **self.read_rows(rows), "weights": self.weights[rows]}
+        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
+
+    def read_rows(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The texts and the labels of these rows of the files."""
+        return {**self.cut_out(rows), "labels": self.labels[rows]}
+
+    def find_tokens(self, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each column of each text holds a token, and its position in the arrays of all tokens, both (b, t)."""
+        lengths = self.offsets[texts + 1] - self.offsets[texts]
+        columns = np.arange(max(1, lengths.max(initial=1)))
+        is_token = columns < lengths[:, None]
+        return is_token, np.where(is_token, self.offsets[texts][:, None] + columns, 0)
 
     def cut_out(self, texts: np.ndarray) -> dict[str, np.ndarray]:
         """Tokens, masks and targets of the texts with these numbers, all of them with a column for each token."""
-        starts, lengths = self.offsets[texts], self.offsets[texts + 1] - self.offsets[texts]
-        columns = np.arange(max(1, lengths.max(initial=1)))
-        is_token = columns < lengths[:, None]  # (b, t)
-        where = np.where(is_token, starts[:, None] + columns, 0)
-        found: dict[str, np.ndarray] = {
-            "input_ids": np.where(is_token, self.token_ids[where].astype(np.int64), 0),
+        is_token, positions = self.find_tokens(texts)
+        is_answer = np.arange(is_token.shape[1]) >= self.prompt_lengths[texts][:, None]
+        parts: dict[str, np.ndarray] = {
+            "input_ids": np.where(is_token, self.token_ids[positions].astype(np.int64), 0),
             "attention_mask": is_token.astype(np.int64),
-            "loss_mask": (is_token & (columns >= self.prompt_lengths[texts][:, None])).astype(np.int64),
+            "loss_mask": (is_token & is_answer).astype(np.int64),
         }
         if self.targets is not None:
-            found["targets"] = np.where(is_token[..., None], self.targets[where], 0)
+            parts["targets"] = np.where(is_token[..., None], self.targets[positions], 0)
         if self.read_states is not None:
-            found["states"] = self.read_states(texts)
-        return found
+            parts["states"] = self.read_states(texts)
+        return parts
 
 
-def hold_out(units: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Choose this share of the units at random; one at least is chosen, and one at least is left."""
-    order = np.random.default_rng(seed).permutation(units)
-    cut = max(1, round(len(order) * share))
-    if cut >= len(order):
-        raise DataError(
-            f"a share of {share:g} of {len(order)} row{'s' * (len(order) > 1)} leaves none to train on.",
-            "lower --eval-share, or give --eval-data.",
-        )
-    return order[:cut]
+class SpanData(RewardData):
+    """Tokenised rows in a folder whose batches have `token_labels`, and a loss only at tokens with a label.
 
+    A token has the label of the span with which it shares a character. Other tokens have the label of the whole text if
+    there is a column with such labels, and no loss otherwise.
+    """
 
-def to_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
+    def __init__(self, folder: Path, columns: DataColumns, scales: Sequence[LabelScale | None] | None = None):
+        assert columns.spans is not None
+        names, cells = [columns.spans], LabelCells.load(folder / SPAN_FOLDER)
+        everything = join_cells([LabelCells.load(folder), cells]) if columns.labels else cells
+        if not len(cells.rows):
+            raise DataError(f"{columns.spans!r} holds no spans.", "give some texts spans as [[start, end, label], …].")
+        scales = find_scales(everything, names, columns.label_rules, scales)
+        super().__init__(folder, columns.labels, columns.label_rules, scales if columns.labels else [])
+        self.scales = list(scales)
+        self.span_labels = scale_labels(cells, names, self.scales)[:, 0]  # (s,)
+        self.span_numbers = np.memmap(folder / SPAN_NUMBERS, np.int32, "r", shape=self.token_ids.shape)
+        if not columns.labels:
+            self.labels = np.full((len(self.weights), 1), np.nan, np.float32)  # (n, 1): whole texts have none
+        if not len(self.token_labels):
+            raise DataError(
+                f"no token has a label of {columns.spans!r}.",
+                "check that spans count characters, and raise --max-length.",
+            )
 
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [*super().arrays, self.span_numbers, self.span_labels]
 
-def _pad_empty(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A batch of one row of padding, for a process without rows, which still has to take part in the step."""
-    return {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in batch.items()}
+    @property
+    def label_limits(self) -> list[tuple[float, float]]:
+        labels = np.concatenate([self.span_labels, self.labels[:, 0]])
+        return [(float(np.nanmin(labels)), float(np.nanmax(labels)))]
+
+    @property
+    def mean_labels(self) -> np.ndarray:
+        """Mean label of all tokens that have one, (1,)."""
+        return self.token_labels.mean(keepdims=True, dtype=np.float64)
+
+    @property
+    def token_labels(self) -> np.ndarray:
+        """The labels of all tokens of these rows that have one, (tokens,)."""
+        parts = []
+        for row in self.rows:
+            numbers = self.span_numbers[self.offsets[row] + self.prompt_lengths[row] : self.offsets[row + 1]]
+            labels = np.where(numbers == NO_SPAN, self.labels[row, 0], self.span_labels[numbers])
+            parts.append(labels[~np.isnan(labels)])
+        return np.concatenate(parts)
+
+    def describe(self) -> str:
+        """Say how many rows, tokens and spans were read."""
+        marked = int((self.span_numbers != NO_SPAN).sum())
+        return f"{super().describe()}; {len(self.span_labels)} spans on {marked} tokens"
+
+    def cut_out(self, texts: np.ndarray) -> dict[str, np.ndarray]:
+        parts = super().cut_out(texts)
+        numbers = self.span_numbers[self.find_tokens(texts)[1]]  # (b, t)
+        labels = np.where(numbers == NO_SPAN, self.labels[texts], self.span_labels[numbers])
+        counted = (parts["loss_mask"] > 0) & ~np.isnan(labels)
+        token_labels = np.where(counted, labels, 0)[..., None].astype(np.float32)
+        return parts | {"loss_mask": counted.astype(np.int64), "token_labels": token_labels}
 
 
 def pad_batch(batch: dict[str, Tensor], num_rows: int, length: int) -> dict[str, Tensor]:
@@ -214,7 +281,9 @@ def load_data(
         cache_folder: folder for tokenised data; by default a folder in the user's cache.
         scales: how the labels of each column become numbers, as earlier data have decided; None decides by this data.
     """
-    folder = tokenise_columns(sources, tokenizer, columns, max_length, cache_folder, progress)
+    folder = tokenise_rows(sources, tokenizer, columns, max_length, cache_folder, progress)
+    if columns.spans is not None:
+        return SpanData(folder, columns, scales)
     return RewardData(folder, columns.labels, columns.label_rules, scales)
 
 

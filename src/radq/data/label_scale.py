@@ -1,28 +1,37 @@
-"""How the cells of a label column become numbers, which is decided once, over the whole column of the training data.
+"""Label columns: cells as they stand in the files, and how they become numbers, decided once over the training data.
 
+    cells = read_cells("reviews.csv", table, ["stars"])
     scales = find_scales(cells, ["stars"], LabelRules())
     scales[0].describe("stars")  # label 'stars': 1 to 5 → 0 to 1 (change this with --label-range)
     labels = scale_labels(cells, ["stars"], scales)
 
 Numbers from 0 to 1 stay as they are. Other numbers are mapped to [0, 1], percentages are divided by 100, and two
 words become 0 and 1 if radq knows them. The scale is stored with a reward model, so that later files are read alike.
+Axes: n rows, a label columns.
 """
 
 import csv
 import io
+import json
 import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import permutations
+from numbers import Number
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from radq.data.label_cells import MISSING, NUMBER, PERCENT, WORD, LabelCells, show_number
+from radq.data.tables import Table, refuse_rows
 from radq.errors import DataError, ModelError, OptionError
+from radq.settings import read_number
 
+NUMBER, PERCENT, WORD, MISSING, WRONG = range(5)  # kinds of cells; the last is refused
+MAX_WORDS = 1_000  # in one piece of a table: a column with more different words holds texts, not labels
 # The first word of a pair becomes 0, the second 1.
 PAIRS = [
     pair.split("/")
@@ -39,6 +48,139 @@ MISSING_WORDS = ("na", "n/a", "<na>", "null", "none")
 USUAL_RANGES = ((-1.0, 1.0), (1.0, 5.0), (1.0, 7.0), (1.0, 10.0), (0.0, 10.0), (0.0, 100.0))
 SPANNED = 0.75
 WORDS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class LabelCells:
+    """The cells of all label columns.
+
+    Attributes:
+        kinds: NUMBER, PERCENT or WORD for each cell; MISSING where a label may be missing.
+        values: the number, without its percent sign; for a word its place in `words`; NaN for a missing label.
+        words: the different words of each column, in lower case.
+        rows: the number of each row in its source, from 1.
+        sources: the names of the sources, in order, with their numbers of rows.
+    """
+
+    kinds: np.ndarray  # (n, a)
+    values: np.ndarray  # (n, a)
+    words: list[list[str]]
+    rows: np.ndarray  # (n,)
+    sources: list[tuple[str, int]]
+
+    def place(self, n: int) -> str:
+        """The source and the row from which the n-th row comes."""
+        ends = np.cumsum([count for _, count in self.sources])
+        return f"{self.sources[int(np.searchsorted(ends, n, side='right'))][0]}, row {self.rows[n]}"
+
+    def show(self, n: int, column: int) -> str:
+        """One cell as a text, as a map of labels names it."""
+        kind, value = int(self.kinds[n, column]), self.values[n, column]
+        return _show_cell(kind, self.words[column][int(value)] if kind == WORD else value)
+
+    def save(self, folder: Path) -> None:
+        np.save(folder / "label_kinds.npy", self.kinds)
+        np.save(folder / "label_values.npy", self.values)
+        np.save(folder / "row_numbers.npy", self.rows)
+        (folder / "labels.json").write_text(json.dumps({"words": self.words, "sources": self.sources}))
+
+    @staticmethod
+    def load(folder: Path) -> "LabelCells":
+        kinds, values, rows = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("label_kinds", "label_values", "row_numbers")
+        )
+        stored = json.loads((folder / "labels.json").read_text())
+        return LabelCells(kinds, values, stored["words"], rows, [tuple(source) for source in stored["sources"]])
+
+
+def _show_cell(kind: int, value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.12g}{'%' * (kind == PERCENT)}"
+
+
+def join_cells(parts: Sequence[LabelCells]) -> LabelCells:
+    """The cells of several parts, one after the other."""
+    words: list[dict[str, int]] = [{} for _ in parts[0].words]  # numbers of the words of all parts, for each column
+    values = [part.values.copy() for part in parts]
+    for part, renumbered in zip(parts, values, strict=True):
+        for column, known in enumerate(words):
+            is_word = part.kinds[:, column] == WORD
+            numbers = np.array([known.setdefault(word, len(known)) for word in part.words[column]], np.float64)
+            renumbered[is_word, column] = numbers[part.values[is_word, column].astype(np.int64)]
+    return LabelCells(
+        np.concatenate([part.kinds for part in parts]),
+        np.concatenate(values),
+        [list(known) for known in words],
+        np.concatenate([part.rows for part in parts]),
+        [source for part in parts for source in part.sources],
+    )
+
+
+# --- reading ---
+
+
+def read_cells(source: str | Path, table: Table, names: Sequence[str], may_miss: bool = False) -> LabelCells:
+    """Read the label columns of a table whose index numbers its rows; refuse cells that cannot be labels.
+
+    Labels may be missing if `may_miss`.
+    """
+    kinds, values = np.empty((len(table), len(names)), np.uint8), np.empty((len(table), len(names)))
+    words = []
+    for column, name in enumerate(names):
+        kinds[:, column], values[:, column], found = _read_column(table[name])
+        if not may_miss:
+            hint = "label or remove this row; radq train, distill and score go on without it by --missing-labels."
+            refuse_rows(source, table, name, kinds[:, column] == MISSING, "has no label", hint)
+        refuse_rows(source, table, name, kinds[:, column] == WRONG, "must be a finite number or a word")
+        if len(found) > MAX_WORDS:
+            raise DataError(
+                f"{source}: {name!r} holds more than {MAX_WORDS} different words, such as {found[0][:40]!r}.",
+                "name a column with labels.",
+            )
+        words.append(found)
+    return LabelCells(kinds, values, words, np.asarray(table.index, np.int64), [(str(source), len(table))])
+
+
+def _read_column(column: Any) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Kinds and values of the cells of a column, both (n,), and its different words."""
+    from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+    if is_numeric_dtype(column.dtype) and not is_bool_dtype(column.dtype):
+        values = column.to_numpy(dtype=np.float64, na_value=np.nan)
+        return np.where(np.isfinite(values), NUMBER, np.where(np.isnan(values), MISSING, WRONG)), values, []
+    cells = [_parse(value) for value in column]
+    words: dict[str, int] = {}
+    values = [words.setdefault(value, len(words)) if isinstance(value, str) else value for _, value in cells]
+    return np.array([kind for kind, _ in cells], np.uint8), np.array(values, np.float64), list(words)
+
+
+def _parse(value: Any) -> tuple[int, float | str]:
+    """The kind of a cell, and its number or word."""
+    if isinstance(value, str):
+        return _parse_text(value)
+    if isinstance(value, bool | np.bool_):
+        return WORD, str(bool(value)).lower()
+    from pandas import isna
+    from pandas.api.types import is_scalar
+
+    if is_scalar(value) and isna(value):
+        return MISSING, math.nan
+    number = read_number(value) if isinstance(value, Number) else math.nan
+    return WRONG if math.isnan(number) else NUMBER, number
+
+
+@lru_cache(maxsize=100_000)  # most columns hold few different texts
+def _parse_text(text: str) -> tuple[int, float | str]:
+    """The kind of a text, and its number or word; case and whitespace do not matter."""
+    text = " ".join(text.split()).casefold()
+    if text in ("", "nan"):
+        return MISSING, math.nan
+    number = read_number(text.removesuffix("%"))
+    if not math.isnan(number):
+        return PERCENT if text.endswith("%") else NUMBER, number
+    return (WRONG, number) if text.lstrip("+-") in ("inf", "infinity") else (WORD, text)
+
+
+# --- scales ---
 
 
 @dataclass(frozen=True)
@@ -67,8 +209,11 @@ class LabelScale:
             return f"label {name!r}: {numbers} (change this with --label-map)"
         if (self.low, self.high, self.unit) == (0, 1, ""):
             return f"label {name!r}: {'numbers from 0 to 1' if self.bounded else 'numbers'} stay as they are"
-        low, high = (f"{show_number(number)}{self.unit}" for number in (self.low, self.high))
-        return f"label {name!r}: {low} to {high} → 0 to 1 (change this with --label-range)"
+        return "label {!r}: {} to {} → 0 to 1 (change this with --label-range)".format(name, *self._limits)
+
+    @property
+    def _limits(self) -> tuple[str, str]:
+        return f"{self.low:.12g}{self.unit}", f"{self.high:.12g}{self.unit}"
 
     def apply(self, cells: LabelCells, column: int, name: str) -> np.ndarray:
         """The labels of a column in single precision, (n,); an error names the first cell outside the scale.
@@ -77,7 +222,7 @@ class LabelScale:
         """
         known = cells.kinds[:, column] != MISSING
         if self.words:
-            labels = self._look_up(cells, column)
+            labels = self.look_up(cells, column)
             wrong, allowed = np.isnan(labels), f"one of {_list_words(self.words)}"
             hint = "change the label, or add it to --label-map."
         else:
@@ -87,18 +232,16 @@ class LabelScale:
             allowed = "a percentage" if self.unit else "a number"
             if self.bounded:
                 wrong |= (values < self.low) | (values > self.high)
-                allowed += f" from {show_number(self.low)}{self.unit} to {show_number(self.high)}{self.unit}"
+                allowed += " from {} to {}".format(*self._limits)
             hint = "change the label or --label-range."
-        if (wrong := wrong & known).any():
-            raise _wrong_cell(cells, int(np.argmax(wrong)), column, name, allowed, hint)
+        _refuse_cells(cells, column, name, wrong & known, allowed, hint)
         with np.errstate(over="ignore"):
             single = labels.astype(np.float32)
-        if (large := known & ~np.isfinite(single)).any():
-            row = int(np.argmax(large))
-            raise _wrong_cell(cells, row, column, name, "between -3.4e38 and 3.4e38", "map it with --label-range.")
+        large = known & ~np.isfinite(single)
+        _refuse_cells(cells, column, name, large, "between -3.4e38 and 3.4e38", "map it with --label-range.")
         return single
 
-    def _look_up(self, cells: LabelCells, column: int) -> np.ndarray:
+    def look_up(self, cells: LabelCells, column: int) -> np.ndarray:
         """The numbers of cells that the scale names, (n,), and NaN for others."""
         values, kinds = cells.values[:, column], cells.kinds[:, column]
         labels = np.full(len(values), np.nan)
@@ -121,9 +264,8 @@ def read_scale(stored: Any, source: str) -> LabelScale:
         if scale.high <= scale.low or not all(map(math.isfinite, numbers)) or scale.unit not in ("", "%"):
             raise ValueError(f"{stored!r} is no scale")
     except (AttributeError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"the scale of the labels in {source!r} is damaged: {error}.", "train the model again."
-        ) from error
+        problem = f"the scale of the labels in {source!r} is damaged: {error}."
+        raise ModelError(problem, "train the model again.") from error
     return scale
 
 
@@ -168,34 +310,19 @@ class LabelRules:
 
 def parse_map(text: str) -> dict[str, float]:
     """The numbers of words in a text such as `bad=0,ok=0.5,good=1`; quotes hold a word with a comma together."""
+    hint = "write it as negative=0,positive=1."
     try:
         parts = next(csv.reader([text], skipinitialspace=True)) if text.strip() else []
     except csv.Error as error:
-        raise OptionError(f"label_map cannot be read: {error}.", "write it as negative=0,positive=1.") from error
-    found: dict[str, float] = {}
+        raise OptionError(f"label_map cannot be read: {error}.", hint) from error
+    numbers: dict[str, float] = {}
     for part in parts:
-        word, _, number = part.rpartition("=")
-        word = _normal_key(" ".join(word.split()).casefold())
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if not word or not math.isfinite(value) or word in found:
-            raise OptionError(
-                f"label_map must be different words with their numbers, got {part!r}.",
-                "write it as negative=0,positive=1.",
-            )
-        found[word] = value
-    return found
-
-
-def _normal_key(word: str) -> str:
-    """Numbers are named as `LabelCells.show` writes them: 1.0 is 1."""
-    number, sign = (word[:-1], "%") if word.endswith("%") else (word, "")
-    try:
-        return show_number(float(number)) + sign
-    except ValueError:
-        return word
+        text, _, number = part.rpartition("=")
+        word = _show_cell(*_parse_text(text))  # 1.0 is 1
+        if not text.strip() or word in numbers or math.isnan(read_number(number)):
+            raise OptionError(f"label_map must be different words with their numbers, got {part!r}.", hint)
+        numbers[word] = read_number(number)
+    return numbers
 
 
 # --- deciding ---
@@ -207,14 +334,15 @@ def find_scales(
     """Decide for each column, over all of its cells, how they become numbers, unless its scale is known already."""
     known = [None] * len(names) if known is None else known
     asked = [column for column, scale in enumerate(known) if scale is None]
-    mapped = {column for column in asked if rules.words and _has_word_of(cells, column, rules.words)}
+    by_map = LabelScale(rules.words)
+    mapped = {column for column in asked if rules.words and not np.isnan(by_map.look_up(cells, column)).all()}
     if rules.words and asked and not mapped:
         raise OptionError(
             f"label_map names {_list_words(rules.words)}, and none of them is a label in {', '.join(names)}.",
             "name the words of these columns.",
         )
     return [
-        scale or (LabelScale(rules.words) if column in mapped else _find_scale(cells, column, name, rules))
+        scale or (by_map if column in mapped else _find_scale(cells, column, name, rules))
         for column, (name, scale) in enumerate(zip(names, known, strict=True))
     ]
 
@@ -225,10 +353,6 @@ def scale_labels(cells: LabelCells, names: Sequence[str], scales: Sequence[Label
     for column, (name, scale) in enumerate(zip(names, scales, strict=True)):
         labels[:, column] = scale.apply(cells, column, name)
     return labels
-
-
-def _has_word_of(cells: LabelCells, column: int, words: Mapping[str, float]) -> bool:
-    return not np.isnan(LabelScale(words)._look_up(cells, column)).all()
 
 
 def _find_scale(cells: LabelCells, column: int, name: str, rules: LabelRules) -> LabelScale:
@@ -295,7 +419,7 @@ def _scale_numbers(values: np.ndarray, name: str) -> LabelScale:
         return LabelScale()
     if not 0 < high - low < math.inf:
         raise DataError(
-            f"label {name!r} runs from {show_number(low)} to {show_number(high)}, which gives no scale.",
+            f"label {name!r} runs from {low:.12g} to {high:.12g}, which gives no scale.",
             "give --label-range LOW HIGH, or keep the numbers with --keep-labels.",
         )
     for usual_low, usual_high in USUAL_RANGES:
@@ -307,8 +431,11 @@ def _scale_numbers(values: np.ndarray, name: str) -> LabelScale:
 # --- errors ---
 
 
-def _wrong_cell(cells: LabelCells, row: int, column: int, name: str, allowed: str, hint: str) -> DataError:
-    return DataError(f"{cells.place(row)}: {name!r} must be {allowed}, got {cells.show(row, column)!r}.", hint)
+def _refuse_cells(cells: LabelCells, column: int, name: str, wrong: np.ndarray, allowed: str, hint: str) -> None:
+    """Raise an error for the first cell of a column that is marked as wrong, (n,)."""
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise DataError(f"{cells.place(row)}: {name!r} must be {allowed}, got {cells.show(row, column)!r}.", hint)
 
 
 def _show_kind(cells: LabelCells, row: int, column: int) -> str:

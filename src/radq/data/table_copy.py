@@ -7,17 +7,15 @@ types. A number that is None becomes an empty cell, or null.
 """
 
 import csv
-import gzip
 import io
 import json
-import lzma
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from radq.data.tables import find_format, open_table, read_table, seekable
+from radq.data.tables import DIALECTS, find_format, open_table, read_table, seekable
 from radq.errors import DataError, OptionError
 from radq.files import atomic_file, explained_writing
 
@@ -56,21 +54,9 @@ def copy_with_columns(source: Path, target: Path, columns: Columns) -> None:
         explained_writing(target),
         atomic_file(target) as temporary,
         open_table(source) as reading,
-        _create(temporary, target.suffix.lower()) as writing,
+        open_table(temporary, "wb", target.suffix) as writing,
     ):
         COPIERS[find_format(source)](source, reading, writing, columns)
-
-
-def _create(file: Path, compression: str) -> Any:
-    if compression == ".gz":
-        return gzip.open(file, "wb")
-    if compression == ".xz":
-        return lzma.open(file, "wb")
-    if compression == ".zst":
-        import pyarrow
-
-        return pyarrow.output_stream(str(file), compression="zstd")
-    return file.open("wb")
 
 
 def _refuse_columns(source: Path, found: Any, names: Sequence[str]) -> None:
@@ -96,23 +82,11 @@ def _show(number: float | None) -> str:
 # --- formats ---
 
 
-def _copy_csv(source: Path, reading: Any, writing: Any, columns: Columns) -> None:
-    header = io.StringIO()
-    csv.writer(header, lineterminator="").writerow(columns)
-    _copy_separated(source, reading, writing, columns, header.getvalue(), delimiter=",", strict=True)
-
-
-def _copy_tsv(source: Path, reading: Any, writing: Any, columns: Columns) -> None:
-    for name in columns:
-        if re.search(r"[\t\r\n]", name):
-            raise DataError(f"a tsv file cannot hold a column {name!r}.", "use a csv file.")
-    _copy_separated(source, reading, writing, columns, "\t".join(columns), delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
-def _copy_separated(
-    source: Path, reading: Any, writing: Any, columns: Columns, header: str, delimiter: str, **dialect: Any
-) -> None:
+def _copy_separated(source: Path, reading: Any, writing: Any, columns: Columns) -> None:
     """Append cells to the lines of each row. A row may have several lines, and blank lines are no rows."""
+    dialect = DIALECTS[find_format(source)]
+    delimiter = dialect["delimiter"]
+    header = delimiter.join(_write_name(name, delimiter) for name in columns)
     cells = chain([header], (delimiter.join(map(_show, row)) for row in _rows(source, columns)))
     lines: list[str] = []  # of the current row
 
@@ -122,11 +96,19 @@ def _copy_separated(
             yield line.removeprefix("\ufeff")  # as Excel begins files
 
     with _as_text(reading) as before, _as_text(writing) as after:
-        for row in csv.reader(taken(before), delimiter=delimiter, **dialect):
+        for row in csv.reader(taken(before), **dialect):
             whole = "".join(lines)
             lines.clear()
             end = END_OF_LINE.search(whole).start()  # pyright: ignore[reportOptionalMemberAccess]
             after.write(f"{whole[:end]}{delimiter}{next(cells)}{whole[end:]}" if row else whole)
+
+
+def _write_name(name: str, delimiter: str) -> str:
+    if delimiter == ",":
+        return f'"{name.replace(chr(34), chr(34) * 2)}"' if re.search(r'[",\r\n]', name) else name
+    if re.search(r"[\t\r\n]", name):
+        raise DataError(f"a tsv file cannot hold a column {name!r}.", "use a csv file.")
+    return name
 
 
 def _copy_jsonl(source: Path, reading: Any, writing: Any, columns: Columns) -> None:
@@ -135,18 +117,15 @@ def _copy_jsonl(source: Path, reading: Any, writing: Any, columns: Columns) -> N
     with _as_text(reading) as before, _as_text(writing) as after:
         for line in before:
             body = line.rstrip()
-            after.write(_extend(source, body, columns, next(rows)) if body else "")
+            if body:
+                stored = json.loads(body)
+                if not isinstance(stored, dict):
+                    raise _changed(source)
+                _refuse_columns(source, stored, list(columns))
+                shown = (None if number is None else float(_show(number)) for number in next(rows))
+                added = json.dumps(dict(zip(columns, shown, strict=True)), ensure_ascii=False)
+                after.write(f"{body[:-1]}{', ' * bool(stored)}{added[1:]}")
             after.write(line[len(body) :])
-
-
-def _extend(source: Path, line: str, names: Iterable[str], numbers: Sequence[float | None]) -> str:
-    stored = json.loads(line)
-    if not isinstance(stored, dict):
-        raise _changed(source)
-    _refuse_columns(source, stored, list(names))
-    shown = (None if number is None else float(_show(number)) for number in numbers)
-    added = json.dumps(dict(zip(names, shown, strict=True)), ensure_ascii=False)
-    return f"{line[:-1]}{', ' * bool(stored)}{added[1:]}"
 
 
 def _as_text(stream: Any) -> io.TextIOWrapper:
@@ -161,17 +140,22 @@ def _copy_parquet(source: Path, reading: Any, writing: Any, columns: Columns) ->
         file = ParquetFile(stream)
         schema = file.schema_arrow
         _refuse_columns(source, schema.names, list(columns))
-        for name in columns:
+        added = {name: pyarrow.array(numbers, pyarrow.float64()) for name, numbers in columns.items()}
+        for name, numbers in added.items():
             schema = schema.append(pyarrow.field(name, pyarrow.float64()))
-        if any(len(numbers) != file.metadata.num_rows for numbers in columns.values()):
-            raise _changed(source)
+            if len(numbers) != file.metadata.num_rows:
+                raise _changed(source)
         first = 0
         with ParquetWriter(writing, schema) as writer:
             for batch in file.iter_batches(ROWS_PER_GROUP):
-                numbers = [list(column[first : first + len(batch)]) for column in columns.values()]
-                added = [pyarrow.array(part, pyarrow.float64()) for part in numbers]
-                writer.write_batch(pyarrow.record_batch([*batch.columns, *added], schema=schema))
+                parts = [numbers.slice(first, len(batch)) for numbers in added.values()]
+                writer.write_batch(pyarrow.record_batch([*batch.columns, *parts], schema=schema))
                 first += len(batch)
 
 
-COPIERS: dict[str, Any] = {".csv": _copy_csv, ".tsv": _copy_tsv, ".jsonl": _copy_jsonl, ".parquet": _copy_parquet}
+COPIERS: dict[str, Any] = {
+    ".csv": _copy_separated,
+    ".tsv": _copy_separated,
+    ".jsonl": _copy_jsonl,
+    ".parquet": _copy_parquet,
+}

@@ -1,20 +1,23 @@
-"""Tables from files or from the hub, read in pieces, and their columns as texts and numbers.
+"""Tables from files, from the hub or from rows of a program, read in pieces, and their cells.
 
-    for table in read_table("reviews.csv.gz"):  # a pandas.DataFrame of some thousand rows
-        column_texts("reviews.csv.gz", table, "text")
+    for table in read_table("reviews.csv.gz"):  # a pandas.DataFrame of some thousand rows, whose index numbers them
+        check_columns("reviews.csv.gz", table.columns, ["text", "praise"])
 
 An error in a file names the file, the row or line, and the value.
 """
 
 import csv
 import gzip
+import hashlib
 import io
+import json
 import lzma
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from numbers import Number
@@ -23,32 +26,42 @@ from typing import Any
 
 import numpy as np
 
-from radq.errors import DataError, first_line, install_hint
+from radq.errors import DataError, OptionError, first_line, install_hint
+from radq.files import FINGERPRINT_LENGTH, default_cache_folder, explained_writing, name_temporary
 
 Table = Any  # a pandas.DataFrame, which is imported only where a table is read
+Rows = Any  # a pandas.DataFrame, a mapping of columns, or an iterable of mappings
 ROWS_PER_PIECE = 5_000
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".xz", ".zst")
+DIALECTS: dict[str, dict[str, Any]] = {
+    ".csv": {"delimiter": ",", "strict": True},
+    ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # tsv files have no quotes
+}
 
 
 def read_table(source: str | Path) -> Iterator[Table]:
-    """Read a table in pieces: csv, tsv, jsonl or parquet, also compressed, or a hub data set."""
-    path = Path(source)
-    if not path.is_file():
-        yield from _read_hub(str(source))
-        return
+    """Read a table in pieces: csv, tsv, jsonl or parquet, also compressed, or a hub data set.
+
+    The index of all pieces numbers the rows from 1.
+    """
+    first_row = 1
+    for table in _read_file(Path(source)) if Path(source).is_file() else _read_hub(str(source)):
+        table.index = np.arange(first_row, first_row + len(table))
+        first_row += len(table)
+        yield table
+
+
+def _read_file(path: Path) -> Iterator[Table]:
     kind = find_format(path)
     try:
         with open_table(path) as stream:
-            yield from READERS[kind](stream)
-    except _RaggedRowError as error:
-        raise DataError(f"{path}, {error}", "put quotes around texts that contain the separator.") from error
+            yield from READERS[kind](path, stream)
+    except DataError:
+        raise
     except (EOFError, lzma.LZMAError, csv.Error, TypeError, ValueError, ArithmeticError, OSError) as error:
-        if isinstance(error, DataError):
-            raise
-        reason = first_line(error)
         raise DataError(
-            f"{str(path)!r} cannot be read as {kind[1:]}: {reason}.",
+            f"{str(path)!r} cannot be read as {kind[1:]}: {first_line(error)}.",
             "check that the file is complete and of this format.",
         ) from error
 
@@ -73,28 +86,30 @@ def check_sources(sources: Iterable[str | Path], columns: Sequence[str], optiona
     for source in sources:
         if Path(source).is_file():
             for table in islice(read_table(source), 1):
-                check_columns(source, table, columns, optional)
+                check_columns(source, table.columns, columns, optional)
         else:
             _require_hub(str(source))
 
 
 def read_text_column(source: str | Path, column: str) -> list[str]:
     """Read all texts of a column, including empty ones."""
-    texts, first_row = [], 1
+    texts = []
     for table in read_table(source):
-        check_columns(source, table, [column])
-        table.index = np.arange(first_row, first_row + len(table))
-        first_row += len(table)
-        texts += column_texts(source, table, column)
+        check_columns(source, table.columns, [column])
+        for row, value in table[column].items():
+            with in_row(source, row):
+                texts.append(cell_text(value, column))
     return texts
 
 
 # --- columns ---
 
 
-def check_columns(source: str | Path, table: Table, names: Sequence[str], optional: Sequence[str] = ()) -> None:
+def check_columns(
+    source: str | Path, columns: Iterable[Any], names: Sequence[str], optional: Sequence[str] = ()
+) -> None:
     """Refuse a table without one of these columns that is not optional, or with two of the same name."""
-    columns = list(table.columns)
+    columns = list(columns)
     for name in names:
         if name not in columns and name not in optional:
             raise DataError(f"{source} has no column {name!r}.", f"it has {', '.join(map(str, columns)) or 'none'}.")
@@ -102,15 +117,13 @@ def check_columns(source: str | Path, table: Table, names: Sequence[str], option
             raise DataError(f"{source} has {columns.count(name)} columns {name!r}.", "rename all of them but one.")
 
 
-def column_texts(source: str | Path, table: Table, column: str) -> list[str]:
-    """Texts of a column, without trailing whitespace; a missing text is empty. The table's index numbers the rows."""
-    texts = []
-    for row, value in zip(table.index, table[column], strict=True):
-        try:
-            texts.append(cell_text(value, column))
-        except DataError as error:
-            raise DataError(f"{source}, row {row}: {error.message}", error.hint) from error
-    return texts
+@contextmanager
+def in_row(source: str | Path, row: Any) -> Iterator[None]:
+    """Put the source and the row before the message of an error about cells."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{source}, row {row}: {error.message}", error.hint) from error
 
 
 def cell_text(value: Any, column: str) -> str:
@@ -128,67 +141,36 @@ def cell_text(value: Any, column: str) -> str:
     )
 
 
-def column_numbers(source: str | Path, table: Table, column: str) -> np.ndarray:
-    """Numbers of a column in double precision; all must be finite. The table's index numbers the rows."""
-    import pandas
-
-    try:
-        numbers = np.asarray(pandas.to_numeric(table[column], errors="coerce"), dtype=np.float64)
-    except (OverflowError, TypeError, ValueError):  # pandas cannot hold an integer of hundreds of digits
-        numbers = np.array([_number(value) for value in table[column]])
-    refuse_rows(source, table, column, ~np.isfinite(numbers), "a finite number")
-    return numbers
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (OverflowError, TypeError, ValueError):
-        return np.nan
-
-
 def refuse_rows(
     source: str | Path,
     table: Table,
     column: str,
     wrong: np.ndarray,
-    allowed: str,
+    problem: str,
     hint: str = "change or remove this row.",
 ) -> None:
-    """Raise an error for the first row that is marked as wrong; it names the row, its value, and allowed values."""
+    """Raise an error for the first row that is marked as wrong; it names the row, the problem and the value."""
     if wrong.any():
         first = int(np.argmax(wrong))
         value = table[column].iloc[first]
         value = value.item() if isinstance(value, np.generic) else value
-        raise DataError(f"{source}, row {table.index[first]}: {column!r} must be {allowed}, got {value!r}.", hint)
+        raise DataError(f"{source}, row {table.index[first]}: {column!r} {problem}, got {value!r}.", hint)
 
 
 # --- formats ---
 
 
-class _RaggedRowError(Exception):
-    """A row with more or fewer fields than there are columns."""
-
-
-def _read_csv(stream: Any) -> Iterator[Table]:
-    return _read_separated(stream, delimiter=",", strict=True)
-
-
-def _read_tsv(stream: Any) -> Iterator[Table]:
-    return _read_separated(stream, delimiter="\t", quoting=csv.QUOTE_NONE)  # tsv files have no quotes
-
-
-def _read_separated(stream: Any, **dialect: Any) -> Iterator[Table]:
+def _read_separated(path: Path, stream: Any) -> Iterator[Table]:
     """Read cells as texts, so that "NA" and "null" stay words. Every row must have a field for each column."""
     import pandas
 
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, **dialect)
+        reader = csv.reader(lines, **DIALECTS[find_format(path)])
         header = next((row for row in reader if row), None)
         if header is None:
             raise ValueError("it is empty")
-        rows = _rows(reader, len(header))
+        rows = _rows(path, reader, len(header))
         while True:
             piece = list(islice(rows, ROWS_PER_PIECE))
             yield pandas.DataFrame(piece, columns=pandas.Index(header, dtype=object), dtype=object)
@@ -196,26 +178,28 @@ def _read_separated(stream: Any, **dialect: Any) -> Iterator[Table]:
                 return
 
 
-def _rows(reader: Any, num_columns: int) -> Iterator[list[str]]:
+def _rows(path: Path, reader: Any, num_columns: int) -> Iterator[list[str]]:
     """Rows that are not blank. The reader counts lines, since a text may contain line breaks."""
     line = reader.line_num + 1
     for row in reader:
         if len(row) == num_columns:
             yield row
         elif row:
-            fields = f"{len(row)} field{'s' * (len(row) > 1)}"
-            raise _RaggedRowError(f"line {line}: {fields} in a table of {num_columns} columns.")
+            raise DataError(
+                f"{path}, line {line}: {len(row)} field{'s' * (len(row) > 1)} in a table of {num_columns} columns.",
+                "put quotes around texts that contain the separator.",
+            )
         line = reader.line_num + 1
 
 
-def _read_jsonl(stream: Any) -> Iterator[Table]:
+def _read_jsonl(path: Path, stream: Any) -> Iterator[Table]:
     import pandas
 
     options: Any = {"dtype": False}  # values stay as they are: pandas must not guess dates and types
     yield from pandas.read_json(stream, lines=True, chunksize=ROWS_PER_PIECE, **options)
 
 
-def _read_parquet(stream: Any) -> Iterator[Table]:
+def _read_parquet(path: Path, stream: Any) -> Iterator[Table]:
     from pyarrow.parquet import ParquetFile
 
     with seekable(stream) as copy:
@@ -234,17 +218,26 @@ def seekable(stream: Any) -> Iterator[Any]:
         yield copy
 
 
-def open_table(path: Path) -> Any:
-    """Open a file for reading bytes, decompressed."""
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    if path.suffix == ".xz":
-        return lzma.open(path)
-    if path.suffix == ".zst":
+def open_table(path: Path, mode: str = "rb", compression: str | None = None) -> Any:
+    """Open a file for reading or writing bytes, compressed as the ending of its name says unless `compression` does."""
+    compression = (path.suffix if compression is None else compression).lower()
+    if compression == ".zst":
         import pyarrow
 
-        return pyarrow.input_stream(str(path), compression="zstd")
-    return path.open("rb")
+        open_stream = pyarrow.input_stream if mode == "rb" else pyarrow.output_stream
+        return open_stream(str(path), compression="zstd")
+    return {".gz": gzip.open, ".xz": lzma.open}.get(compression, Path.open)(path, mode)
+
+
+READERS: dict[str, Any] = {
+    ".csv": _read_separated,
+    ".tsv": _read_separated,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+# --- the hub ---
 
 
 def split_hub_name(source: str) -> tuple[str, str]:
@@ -255,17 +248,22 @@ def split_hub_name(source: str) -> tuple[str, str]:
 
 def find_revision(name: str) -> str:
     """The revision of a hub data set that would be read now; without a network, that of the copy in the cache."""
+    return _ask_hub(name, lambda datasets: str(datasets.load_dataset_builder(name).hash))
+
+
+def _read_hub(source: str) -> Iterator[Table]:
+    """Read a data set from the hub, or from a folder that the package `datasets` can read."""
+    name, split = split_hub_name(source)
+    table = _ask_hub(name, lambda datasets: datasets.load_dataset(name, split=split))
+    for first in range(0, len(table), ROWS_PER_PIECE):
+        yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
+
+
+def _ask_hub(name: str, ask: Callable[[Any], Any]) -> Any:
+    """Ask the package `datasets` for a data set."""
     _require_hub(name)
-    import datasets  # pyright: ignore[reportMissingImports]
-
-    with _explained_hub(name):
-        return str(datasets.load_dataset_builder(name).hash)
-
-
-@contextmanager
-def _explained_hub(name: str) -> Iterator[None]:
     try:
-        yield
+        return ask(import_module("datasets"))
     except Exception as error:  # the library raises errors of many types
         raise DataError(f"there is neither a file nor a data set {name!r}: {error}.", "check the name.") from error
 
@@ -276,16 +274,76 @@ def _require_hub(source: str) -> None:
         raise DataError(f"there is no file {source!r}.", f"check the path; for a hub data set, {install_hint('data')}")
 
 
-def _read_hub(source: str) -> Iterator[Table]:
-    """Read a data set from the hub, or from a folder that the package `datasets` can read."""
-    _require_hub(source)
-    import datasets  # pyright: ignore[reportMissingImports]
-
-    name, split = split_hub_name(source)
-    with _explained_hub(name):
-        table = datasets.load_dataset(name, split=split)
-    for first in range(0, len(table), ROWS_PER_PIECE):
-        yield table.select(range(first, min(first + ROWS_PER_PIECE, len(table)))).to_pandas()
+# --- rows of a program ---
 
 
-READERS: dict[str, Any] = {".csv": _read_csv, ".tsv": _read_tsv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+def store_rows(
+    rows: Rows,
+    columns: list[str],
+    cache_folder: str | Path | None = None,
+    progress: bool = False,
+    optional: Sequence[str] = (),
+) -> Path:
+    """Write these columns of all rows into a jsonl file of the cache, whose name is a fingerprint of its contents.
+
+    The rows are read once, and a few at a time, so that they may be more than fit into memory. A missing value is null,
+    and rows may lack the columns that are optional.
+    """
+    from tqdm import tqdm
+
+    folder, digest, number = Path(cache_folder or default_cache_folder()) / "rows", hashlib.sha256(), 0
+    temporary = name_temporary(folder / "rows.jsonl.zst")
+    read = tqdm(_iterate(rows, columns, optional), unit="row", desc="reading rows", disable=not progress)
+    try:
+        with explained_writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with open_table(temporary, "wb", ".zst") as stream:
+                for number, row in enumerate(read, 1):
+                    line = _write_line(number, row, columns, optional)
+                    digest.update(line)
+                    stream.write(line)
+            if not number:
+                raise DataError("the data has no rows.", "give one row or more.")
+            file = folder / f"{digest.hexdigest()[:FINGERPRINT_LENGTH]}.jsonl.zst"
+            if not file.exists():  # else it has the same contents
+                temporary.replace(file)
+            return file
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _iterate(rows: Rows, columns: list[str], optional: Sequence[str]) -> Iterator[Any]:
+    import pandas
+
+    if isinstance(rows, pandas.DataFrame | Mapping):
+        check_columns("the data", rows, columns, optional)  # iterating over either gives the names of its columns
+        present = [name for name in columns if name in rows]
+        for cells in zip(*(rows[name] for name in present), strict=True):
+            yield dict(zip(present, cells, strict=True))
+        return
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise OptionError(
+            f"data must be rows, got {type(rows).__name__}.", "give a Dataset, a DataFrame, or a list of dictionaries."
+        )
+    yield from rows
+
+
+def _write_line(number: int, row: Any, columns: list[str], optional: Sequence[str]) -> bytes:
+    if not isinstance(row, Mapping):
+        raise DataError(f"row {number} of the data is a {type(row).__name__}.", "give each row as a dictionary.")
+    if number == 1:
+        check_columns("the data", row, columns, optional)
+    try:
+        return json.dumps({name: _plain(row.get(name)) for name in columns}).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(f"row {number} of the data: {error}.", "give texts, numbers, and lists of these.") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold; a missing number is null."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(item) for item in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and value != value else value

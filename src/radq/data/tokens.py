@@ -1,22 +1,22 @@
 """Tokenised rows on disk: those of the same files, columns and tokenizer are tokenised once, by all cores.
 
-folder = tokenise_columns(["reviews.csv.gz"], tokenizer, columns, max_length=512, cache_folder=None, progress=True)
+folder = tokenise_rows(["reviews.csv.gz"], tokenizer, DataColumns(), max_length=512, cache_folder=None, progress=True)
 """
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, groupby, takewhile
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from radq.data.examples import DataColumns, Piece, SpanWriter, read_examples
-from radq.data.label_cells import join_cells
+from radq.data.examples import NO_SPAN, SPAN_FOLDER, SPAN_NUMBERS, Piece, count_shared, mark_tokens
+from radq.data.label_scale import LabelCells, join_cells
 from radq.data.tables import find_revision, split_hub_name
 from radq.errors import DataError, OptionError
 from radq.files import atomic_folder, default_cache_folder, fingerprint_file, fingerprint_values
@@ -35,45 +35,34 @@ class Counts:
     empty: int = 0  # rows that were left out
 
 
-def tokenise_columns(
+@runtime_checkable
+class Columns(Protocol):
+    """A dataclass with the names of the columns of a table, which reads and checks their rows."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def read(self, source: str | Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]: ...
+
+
+def tokenise_rows(
     sources: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
-    columns: DataColumns,
+    columns: Columns,
     max_length: int,
     cache_folder: str | Path | None,
     progress: bool,
 ) -> Path:
-    """Find the folder with the tokenised rows of these columns, or write it."""
-    stored = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
-    stored["chat_template"] = tokenizer.chat_template
-
-    def read(source: str | Path) -> Iterator[Piece]:
-        return read_examples(source, columns, tokenizer)
-
-    return tokenise_once(sources, tokenizer, read, stored, max_length, cache_folder, progress)
-
-
-def tokenise_once(
-    sources: Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerBase,
-    read: Callable[[str | Path], Iterator[Piece]],
-    settings: dict[str, Any],
-    max_length: int,
-    cache_folder: str | Path | None,
-    progress: bool,
-) -> Path:
-    """Find the folder with the tokenised rows of these sources, or write it.
-
-    `read` yields the rows of a source, and `settings` are all that it depends on.
-    """
+    """Find the folder with the tokenised rows of these sources and columns, or write it."""
     if not sources:
         raise OptionError("there is no data.", "give one or more files.")
     tokenizer("", add_special_tokens=False)  # this call turns off padding and truncation that its file may ask for
     known = [_identify(source) for source in sources]
+    settings = {name: value for name, value in asdict(columns).items() if name != "label_rules"}  # these come later
+    settings["chat_template"] = tokenizer.chat_template
     key = fingerprint_values(CACHE_FORMAT, known, _identify_tokenizer(tokenizer), settings, max_length)
     folder = Path(cache_folder or default_cache_folder()) / key
     if not (folder / COUNTS).is_file():
-        pieces = (piece for source in sources for piece in read(source))
+        pieces = (piece for source in sources for piece in columns.read(source, tokenizer))
         with atomic_folder(folder, proof=COUNTS) as temporary:
             _tokenise(pieces, ", ".join(map(str, sources)), tokenizer, max_length, temporary, progress)
     return folder
@@ -115,7 +104,7 @@ def _tokenise(
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     counts = Counts()
     lengths, prompt_lengths, labels, weights = [], [], [], []
-    spans = SpanWriter(folder, tokenizer)
+    span_labels: list[LabelCells] = []
     with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
         for piece in pieces:
             whole, prompts = _encode(tokenizer, piece.texts), _encode(tokenizer, piece.prompts)
@@ -130,7 +119,10 @@ def _tokenise(
             lengths.append(np.array([len(row) for row in rows]))
             prompt_lengths.append(np.array([len(prompt) for prompt in kept]))
             if piece.spans is not None:
-                spans.write(piece.spans, piece.texts, [(len(p), len(t)) for p, t in zip(kept, texts, strict=True)])
+                first = sum(len(cells.rows) for cells in span_labels)
+                marks = mark_tokens(tokenizer, piece.texts, piece.spans.limits, first)
+                _append_marks(folder / SPAN_NUMBERS, marks, kept, texts)
+                span_labels.append(piece.spans.labels)
             counts.empty += piece.empty
             counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
             labels.append(piece.labels)
@@ -148,9 +140,20 @@ def _tokenise(
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
     np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
     join_cells(labels).save(folder)
-    spans.close()
+    if span_labels:
+        (folder / SPAN_FOLDER).mkdir()
+        join_cells(span_labels).save(folder / SPAN_FOLDER)
     np.save(folder / "weights.npy", np.concatenate(weights))
     (folder / COUNTS).write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
+
+
+def _append_marks(
+    file: Path, marks: Sequence[np.ndarray], prompts: Sequence[list[int]], texts: Sequence[list[int]]
+) -> None:
+    """Append the numbers of the spans of texts, which have no more tokens than they were cut to, and have prompts."""
+    with file.open("ab") as stream:
+        for numbers, prompt, text in zip(marks, prompts, texts, strict=True):
+            np.concatenate([np.full(len(prompt), NO_SPAN, np.int32), numbers[: len(text)]]).tofile(stream)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -201,7 +204,6 @@ def share_beginnings(
     cuts = []
     for _, group in groupby(range(len(texts)), key=lambda n: rows[n]):
         members = [texts[n] for n in group]
-        shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*members, strict=False)))
-        cuts += [max(0, min(shared, min(map(len, members)) - 1))] * len(members)
+        cuts += [max(0, min(count_shared(members), min(map(len, members)) - 1))] * len(members)
     parts = list(zip(texts, prompts, cuts, strict=True))
     return [text[cut:] for text, _, cut in parts], [prompt + text[:cut] for text, prompt, cut in parts]

@@ -1,6 +1,6 @@
 """Calibrate a reward model: sweep β or the KL budget, let a judge read the texts, and find strengths from 0 to 1.
 
-    calibrate(CalibrationPlan("runs/praise", "praise", "gpt2", "prompts.jsonl", "classifier:FOLDER#praise"))
+    calibrate(CalibrationPlan("runs/praise", "prompts.jsonl", "classifier:FOLDER#praise", "gpt2", "praise"))
 
 The texts are a sweep like those of `radq eval`, in a folder of the cache: a killed calibration goes on where it was.
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import tyro
 from jaxtyping import Float
-from scipy.optimize import isotonic_regression
 
 from radq.data.prompts import Prompt
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
@@ -68,29 +68,54 @@ JUDGE_METRICS = tuple(name for name, metric in METRICS.items() if metric.needs_j
 class CalibrationPlan:
     """A plan says which attribute of a reward model is calibrated, on which prompts, and by which judge."""
 
-    folder: str  # the reward model, as `radq generate --guide` takes it
-    attribute: str
-    base: str
-    prompts: str  # a file
-    judge: str  # an independent judge of the attribute, as `radq judge score` takes it
-    reduce: bool = False  # steer away from the attribute; the judge's metric is to fall
-    by: Literal["beta", "kl"] = "beta"  # strengths differ in β under one KL budget, or in the budget with one large β
-    levels: list[Annotated[float, Range(0, without_low=True)]] = field(default_factory=list)  # of |β|, or KL budgets
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder of the reward model, or embedded:sentiment or embedded:toxicity."""
+    prompts: str
+    """File of prompts, one per line, or with a column prompt or text (csv, tsv, jsonl, parquet, also compressed)."""
+    judge: str
+    """An independent judge of the attribute, as `radq judge score` takes it; it should share neither model nor data
+    with the reward model."""
+    base: str = "embedded"
+    """Language model to steer: a hub name, a folder, or embedded."""
+    attribute: str = ""
+    """Attribute to calibrate; may be left out if the model has one."""
+    reduce: bool = False
+    """Steer away from the attribute, with a negative β, so that the judge's scores fall."""
+    by: Literal["beta", "kl"] = "beta"
+    """beta: strengths differ in β under one KL budget; kl: they differ in the KL budget, with one large β."""
+    levels: list[Annotated[float, Range(0, without_low=True)]] = field(default_factory=list)
+    """Absolute values of β, or KL budgets with --by kl, to try; by default six, chosen by the range of the rewards."""
     max_perplexity_ratio: Annotated[float, Range(1, without_low=True)] = 1.3
+    """Bound of the perplexity under the base model, as a multiple of that of unguided texts; the upper end of its
+    interval must stay inside."""
     metric: Literal["mean_score", "avg_max", "positive_rate", "toxic_rate"] = "mean_score"
+    """Metric of the judge's scores; avg_max is the mean over prompts of the highest score."""
     reads: Literal["continuation", "text"] = "continuation"
-    limit: Annotated[int, COUNT] | None = None  # largest number of prompts
+    """The judge reads continuations alone, or prompts with their continuations."""
+    limit: Annotated[int, COUNT] | None = None
+    """Number of prompts to use, from the beginning of the file; by default all."""
     samples: Annotated[int, COUNT] = 5
+    """Number of continuations of each prompt at each level."""
     max_new_tokens: Annotated[int, COUNT] = 20
+    """Largest number of tokens of a continuation."""
     top_k: Annotated[int, COUNT] = 20
-    kl_budget: Annotated[float, Range(0, without_low=True)] | None = DEFAULT_KL_BUDGET  # where strengths differ in β
+    """Number of candidates of a token."""
+    kl_budget: Annotated[float, Range(0, without_low=True)] | Literal["none"] | None = DEFAULT_KL_BUDGET
+    """With --by beta, the KL budget of each token under which strengths are measured and later used; none is no
+    budget."""
     ends: Ends = "base"
+    """Stop tokens keep the probability that the language model gives them (base), or guides reward them like words
+    (taught), which is for models that were taught ends."""
     seed: Annotated[int, Range(0)] = 0
+    """Seed of the random numbers."""
     batch_size: Annotated[int, COUNT] = 100
+    """Number of continuations that are decoded together."""
     resamples: Annotated[int, COUNT] = 1000
+    """Number of resamples of the prompts, for the intervals."""
 
     def __post_init__(self) -> None:
         check_values(self)
+        object.__setattr__(self, "kl_budget", self.budget)
         object.__setattr__(self, "levels", sorted(set(self.levels)) or self._usual_levels())
         if len(self.levels) < 2:
             raise OptionError(
@@ -113,6 +138,11 @@ class CalibrationPlan:
         return USUAL_SHIFT / (high - low) if high > low else USUAL_SHIFT
 
     @property
+    def budget(self) -> float | None:
+        """The KL budget of each token where strengths differ in β; None for no budget."""
+        return None if self.kl_budget == "none" else self.kl_budget
+
+    @property
     def sign(self) -> int:
         return -1 if self.reduce else 1
 
@@ -129,7 +159,7 @@ class CalibrationPlan:
             samples=self.samples,
             max_new_tokens=self.max_new_tokens,
             top_k=[self.top_k],
-            kl_budget=[self.kl_budget] if self.by == "beta" else [*self.levels],
+            kl_budget=[self.budget] if self.by == "beta" else [*self.levels],
             ends=self.ends,
             seeds=[self.seed],
             batch_size=self.batch_size,
@@ -141,7 +171,7 @@ class CalibrationPlan:
 
     def setting(self, level: float, largest: float) -> tuple[float, float | None]:
         """β and KL budget at a level, rounded; `largest` is the one β of a calibration of KL budgets."""
-        beta, budget = (level, self.kl_budget) if self.by == "beta" else (largest, level)
+        beta, budget = (level, self.budget) if self.by == "beta" else (largest, level)
         return round(self.sign * beta, 4) + 0.0, None if budget is None else round(budget, 5)  # + 0.0: no sign of −0
 
 
@@ -239,7 +269,7 @@ def _describe(
         StrengthPoint(round(strength, 6), *plan.setting(place, largest), round(score, 4), round(ratio, 4))
         for strength, place, score, ratio in zip(*(column.tolist() for column in columns), strict=True)
     ]
-    unguided = (0.0, None if plan.kl_budget is None else round(plan.kl_budget, 5))
+    unguided = (0.0, None if plan.budget is None else round(plan.budget, 5))
     measured = [
         MeasuredPoint(
             *(unguided if level.place == 0 else plan.setting(level.place, largest)),
@@ -342,6 +372,8 @@ def _spread(curve: Float[np.ndarray, "l 3"]) -> Float[np.ndarray, "3 s"]:
 
     The curve has a place, a gain and a ratio for each level.
     """
+    from scipy.optimize import isotonic_regression  # not for the help of `radq calibrate`
+
     places, measured_gains, ratios = curve.T
     gains = isotonic_regression(measured_gains).x  # neighbours that fall get their mean
     gains = gains - gains[0]

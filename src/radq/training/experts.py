@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData
-from radq.data.rows import Rows
+from radq.data.tables import Rows
 from radq.errors import DataError, OptionError
 from radq.files import MODEL_FILES, atomic_folder, explained_writing, require_room
 from radq.guides.dexperts import class_log_posterior

@@ -298,7 +298,7 @@ class Distillation(Objective):
 
 
 class SpanObjective(Objective):
-    """Labels of single tokens; a token without one has no loss. Batches are those of `radq.data.spans`."""
+    """Labels of single tokens; a token without one has no loss. Batches are those of `SpanData`."""
 
     def row_loss(self, rewards: Rewards, inputs: Inputs) -> Loss:
         loss_mask = inputs["loss_mask"]

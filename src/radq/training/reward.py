@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.data.dataset import RewardData
 from radq.data.label_scale import LabelRules
-from radq.data.rows import Rows
+from radq.data.tables import Rows
 from radq.errors import DataError, ModelError, OptionError
 from radq.files import explained_writing, fingerprint_tensors
 from radq.models.config import simplify_ranges

@@ -24,8 +24,7 @@ from radq.data.dataset import RewardData, load_data
 from radq.data.examples import DataColumns
 from radq.data.label_scale import LabelScale
 from radq.data.pairs import ResponseColumns, load_pairs
-from radq.data.rows import Rows, store_rows
-from radq.data.spans import load_spans
+from radq.data.tables import Rows, store_rows
 from radq.errors import DataError, OptionError, RadqError
 from radq.files import atomic_file, explained_writing
 from radq.training.config import RewardTrainingConfig, TrainingConfig
@@ -154,8 +153,7 @@ def _load_parts(
         named = config.text, config.label_columns, config.prompt, config.weight
         rest = config.label_rules, config.skip_empty, spans
         columns = DataColumns(*named, *rest, missing_labels=bool(config.optional_columns))
-        load_rows = load_data if spans is None else load_spans
-        return load_rows(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
+        return load_data(sources, start.tokenizer, columns, max_length, config.cache, progress, scales)
 
     data = _leave_out_unlabelled(load(config.data, scales), config, progress)
     share, eval_data = held_out_share(config, len(data)), None
