@@ -13,7 +13,7 @@ message alone, as plain text.
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,9 +72,8 @@ class SweepEngine(ABC):
             "first_prompt": first,
         }
 
-    def guided_options(self, cell: SweepCell) -> dict[str, Any]:
-        """Return the options of `generate` for a guide that was loaded with β = 1."""
-        weights = self.sweep.guides[cell.guide].weights.values()
+    def guided_options(self, cell: SweepCell, weights: Iterable[float]) -> dict[str, Any]:
+        """Return the options of `generate` for a guide that was loaded with β = 1; `weights` are its numbers then."""
         return {"beta": [weight * (cell.beta or 0.0) for weight in weights], "kl_budget": cell.kl_budget}
 
 
@@ -115,7 +114,7 @@ class TransformersEngine(SweepEngine):
         if cell.best_of is not None:
             texts = best_of_n(self.lm, self.tokenizer, prompts, loaded, guide.weights, cell.best_of, **options)
             return texts, NOT_COUNTED
-        options |= self.guided_options(cell) | {"ends": self.sweep.ends}
+        options |= self.guided_options(cell, loaded.beta) | {"ends": self.sweep.ends}
         with loaded as meter:
             texts = generate(self.lm, self.tokenizer, prompts, meter, **options)
         steps, _, calls, tokens = meter.take_back((0, 0, 0, 0))
@@ -156,7 +155,8 @@ class VllmSweepEngine(SweepEngine):
         options = self.options(cell, first)
         if cell.guide == UNGUIDED:
             return self.engine.generate(prompts, **options), NO_EXPERT
-        return self.engine.generate(prompts, guide=cell.guide, **self.guided_options(cell), **options), NOT_COUNTED
+        options |= self.guided_options(cell, self.sweep.guides[cell.guide].weights.values())
+        return self.engine.generate(prompts, guide=cell.guide, **options), NOT_COUNTED
 
 
 def load_engine(sweep: Sweep, device: str) -> SweepEngine:
