@@ -10,9 +10,9 @@ import pytest
 import torch
 from serving import Running, make_config, serving
 
+from radq.models import kv_cache
 from radq.models.kinds import RadQ, RadV
 from radq.models.prefill import InTurns, Prefill, Turn, finish
-from radq.models.reading import Reader
 from radq.numerics import log_probabilities
 from radq.registry.loaded_guides import Served
 from radq.serving import scheduler as scheduler_module
@@ -79,18 +79,18 @@ def test_readouts_share_the_forward_of_the_base(served: Served, monkeypatch: pyt
 def columns_of_turns(monkeypatch: pytest.MonkeyPatch, running: Running) -> list[int]:
     """Let a list grow with the columns that are read in each turn of the scheduler."""
     monkeypatch.setattr(scheduler_module, "PROMPT_BUDGET", {"cpu": 4})
-    turns, forward = [0], Reader._forward
+    turns, extend = [0], kv_cache.extend
     choose: Callable[[], None] = running.server.scheduler._read_prompts_or_do_task
 
-    def count(reader: Reader, prefix: Any, tokens: torch.Tensor, *rest: Any) -> Any:
+    def count(model: Any, prefix: Any, tokens: torch.Tensor, *rest: Any, **options: Any) -> Any:
         turns[-1] += tokens.numel()
-        return forward(reader, prefix, tokens, *rest)
+        return extend(model, prefix, tokens, *rest, **options)
 
     def begin_turn() -> None:
         turns.append(0)
         choose()
 
-    monkeypatch.setattr(Reader, "_forward", count)
+    monkeypatch.setattr(kv_cache, "extend", count)
     monkeypatch.setattr(running.server.scheduler, "_read_prompts_or_do_task", begin_turn)
     return turns
 

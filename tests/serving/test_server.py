@@ -20,7 +20,7 @@ import radq
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.engine import Engine
 from radq.errors import OptionError, RadqError
-from radq.models.reading import Reader
+from radq.models import kv_cache
 from radq.registry.config import RequestLimits
 from radq.serving import app as app_module
 from radq.serving import scheduler as scheduler_module
@@ -348,13 +348,13 @@ def test_requests_with_other_guides_share_steps_and_read_few_tokens_between_them
         alone = [expected(running, [prompt], wish, **options)[0].text for wish in wishes]
         scheduler, begun, go = running.server.scheduler, threading.Event(), threading.Event()
 
-        forward = Reader._forward
+        extend = kv_cache.extend
 
-        def count(reader: Reader, prefix: Any, tokens: torch.Tensor, *rest: Any) -> Any:
+        def count(model: Any, prefix: Any, tokens: torch.Tensor, *rest: Any, **options: Any) -> Any:
             rounds[-1] += tokens.numel()
-            return forward(reader, prefix, tokens, *rest)
+            return extend(model, prefix, tokens, *rest, **options)
 
-        monkeypatch.setattr(Reader, "_forward", count)
+        monkeypatch.setattr(kv_cache, "extend", count)
         step = scheduler._step
 
         def step_and_count(engine: Engine) -> None:
