@@ -90,7 +90,8 @@ def _check(arguments: Arguments) -> tuple[CalibrationPlan, Path]:
         raise OptionError(f"--plot must be an SVG file, got {str(arguments.plot)!r}.", "end its name with .svg.")
     settings: dict[str, Any] = {option.name: getattr(arguments, option.name) for option in fields(CalibrationPlan)}
     folder = EMBEDDED if kind == EMBEDDED else arguments.folder
-    plan = CalibrationPlan(**settings | {"folder": folder, "attribute": attribute})
+    settings |= {"folder": folder, "attribute": attribute}
+    plan = CalibrationPlan(**settings)
     sweep = plan.sweep()
     read_enough_prompts(sweep)
     sweep.check_models()
