@@ -45,7 +45,6 @@ def run(arguments: Arguments) -> None:
     plan, target = _check(arguments)
     announce(f"calibrating {plan.attribute} of {arguments.folder} over {plan.base}", arguments.json)
     from radq.models.loading import find_device
-    from radq.report.plots import plot_calibration
 
     device = find_device(arguments.device)
     calibration = calibrate(plan, _write_command(arguments), device, arguments.cache, progress=not arguments.json)
@@ -61,6 +60,8 @@ def run(arguments: Arguments) -> None:
             stacklevel=2,
         )
     if arguments.plot is not None:
+        from radq.report.plots import plot_calibration
+
         with explained_writing(arguments.plot), atomic_file(arguments.plot) as temporary:
             temporary.write_text(plot_calibration(calibration).themed, encoding="utf-8")
     if arguments.json:
