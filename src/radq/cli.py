@@ -34,7 +34,8 @@ COMMANDS = {
     "bench": "measure the time per token of all guides",
     "convert": "turn a checkpoint of the public RAD or rad-q code into a reward model",
 }
-HOMES = {"distill": "train:DistillArguments", "train-experts": "train:ExpertArguments"}  # others: <name>:Arguments
+# The module in radq.commands and the arguments of a command; those of others are <name>:Arguments.
+HOMES = {"distill": "train:DistillArguments", "train-experts": "train:ExpertArguments"}
 # Words of the last release, which go on working with a note.
 OLD_COMMANDS = {"label": "judge score", "measure": "eval measure", "choices": "eval choices"}
 OLD_OPTIONS = {

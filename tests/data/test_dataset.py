@@ -251,6 +251,11 @@ def test_a_text_may_hold_separators_lines_and_more_than_131072_characters(tmp_pa
     assert list(next(read_table(tmp_path / "mark.csv"))["text"]) == ["film"]
 
 
+def test_endings_of_names_may_have_capitals(tmp_path: Path) -> None:
+    (tmp_path / "ROWS.CSV.GZ").write_bytes(gzip.compress(b"text\nfilm\n"))
+    assert list(next(read_table(tmp_path / "ROWS.CSV.GZ"))["text"]) == ["film"]
+
+
 MESSAGES = [{"role": "user", "content": "film"}]
 ANSWERED = [*MESSAGES, {"role": "assistant", "content": "good"}]
 

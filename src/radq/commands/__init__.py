@@ -41,11 +41,4 @@ LabelRange = Annotated[
     ),
 ]
 Limit = Annotated[int | None, Range(1)]
-PromptFile = Annotated[
-    str,
-    tyro.conf.arg(
-        help="File of prompts, one per line, or with a column prompt or text (csv, tsv, jsonl, parquet, also "
-        "compressed). Blank lines are skipped."
-    ),
-]
 Texts = Annotated[list[str], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")]

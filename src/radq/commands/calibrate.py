@@ -45,7 +45,6 @@ def run(arguments: Arguments) -> None:
     plan, target = _check(arguments)
     announce(f"calibrating {plan.attribute} of {arguments.folder} over {plan.base}", arguments.json)
     from radq.models.loading import find_device
-    from radq.report.plots import plot_calibration
 
     device = find_device(arguments.device)
     calibration = calibrate(plan, _write_command(arguments), device, arguments.cache, progress=not arguments.json)
@@ -61,6 +60,8 @@ def run(arguments: Arguments) -> None:
             stacklevel=2,
         )
     if arguments.plot is not None:
+        from radq.report.plots import plot_calibration
+
         with explained_writing(arguments.plot), atomic_file(arguments.plot) as temporary:
             temporary.write_text(plot_calibration(calibration).themed, encoding="utf-8")
     if arguments.json:
@@ -89,7 +90,8 @@ def _check(arguments: Arguments) -> tuple[CalibrationPlan, Path]:
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise OptionError(f"--plot must be an SVG file, got {str(arguments.plot)!r}.", "end its name with .svg.")
     settings: dict[str, Any] = {option.name: getattr(arguments, option.name) for option in fields(CalibrationPlan)}
-    settings["folder"], settings["attribute"] = EMBEDDED if kind == EMBEDDED else arguments.folder, attribute
+    folder = EMBEDDED if kind == EMBEDDED else arguments.folder
+    settings |= {"folder": folder, "attribute": attribute}
     plan = CalibrationPlan(**settings)
     sweep = plan.sweep()
     read_enough_prompts(sweep)

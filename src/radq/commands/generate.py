@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from radq.commands import AsJson, Base, Device, Guides, PromptFile, Texts
+from radq.commands import AsJson, Base, Device, Guides, Texts
 from radq.commands.console import announce, console, print_json
 from radq.data.prompts import read_prompts
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, LogitChanges, Steering, check_stop, read_budget
@@ -41,7 +41,9 @@ class Arguments:
     Repeat the option to add guides; without it, the language model is not steered."""
     prompt: Texts = field(default_factory=list)
     """Text to continue; repeat the option for more texts. With an empty text the model starts from its BOS token."""
-    prompts: PromptFile | None = None
+    prompts: str | None = None
+    """File of prompts, one per line, or with a column prompt or text (csv, tsv, jsonl, parquet, also compressed). Blank
+    lines are skipped."""
     top_k: int = 20
     """Choose each token among the k that are most likely without steering; 0 takes the whole vocabulary."""
     top_p: float | None = None

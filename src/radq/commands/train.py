@@ -5,7 +5,6 @@ radq distill --teacher DIR --data reviews.csv --base gpt2-large --backbone gpt2 
 radq train-experts --method dexperts --data reviews.csv --labels praise --backbone gpt2 --out experts
 """
 
-from argparse import ArgumentParser
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,21 @@ class ExpertArguments(RunOptions, ExpertTrainingConfig):
 
 def defaults(kind: type[Any], argv: list[str]) -> Any:
     """Read the defaults of the options from the YAML file of --config, or from the run that is to be resumed."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--resume", action="store_true")
-    for option in ("--config", "--out"):
-        parser.add_argument(option, type=Path, nargs="?")
-    given, _ = parser.parse_known_args(argv)
-    begun = given.out / "config.yaml" if given.resume and given.out else None
-    file = given.config or (begun if begun is not None and begun.is_file() else None)
-    return kind() if file is None else kind(**vars(read_yaml(file, _settings_kind(kind))), config=file)
+    given = _option(argv, "--config")
+    out = _option(argv, "--out")
+    if given is None and "--resume" in argv and out is not None and (Path(out) / "config.yaml").is_file():
+        given = str(Path(out) / "config.yaml")
+    return kind() if given is None else kind(**vars(read_yaml(given, _settings_kind(kind))), config=Path(given))
+
+
+def _option(argv: list[str], name: str) -> str | None:
+    """Find the value of an option that is written as `--name value` or `--name=value`."""
+    for position, argument in enumerate(argv):
+        if argument == name and position + 1 < len(argv):
+            return argv[position + 1]
+        if argument.startswith(f"{name}="):
+            return argument.removeprefix(f"{name}=")
+    return None
 
 
 def _settings_kind(kind: type[Any]) -> type[TrainingConfig]:
