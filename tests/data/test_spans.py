@@ -121,6 +121,7 @@ def test_labels_of_spans_may_be_words(toy_tokenizer: PreTrainedTokenizerBase, tm
         ({"text": "film", "marks": [[-1, 2, 1]]}, "row 1: 'marks' has the span"),
         ({"text": "film", "marks": [[0, 1]]}, "row 1: 'marks' has the span"),
         ({"text": "film", "marks": [[0, 1.5, 1]]}, "row 1: 'marks' has the span"),
+        ({"text": "film", "marks": [[False, 3, 1]]}, "row 1: 'marks' has the span \\[False, 3, 1\\]"),
         ({"text": "film", "marks": [[0, 3, 1], [2, 4, 1]]}, "row 1: 'marks' has spans that overlap"),
         ({"text": "film", "marks": [[0, 3, None]]}, "row 1: 'marks' has no label"),
         ({"text": "film", "marks": []}, "'marks' holds no spans"),

@@ -228,6 +228,7 @@ def _read_cell(cell: Any, column: str, text: Any) -> list[tuple[int, int, Any]]:
     spans = []
     for span in cell:
         is_span = isinstance(span, list | tuple | np.ndarray) and len(span) == 3
+        is_span = is_span and not any(isinstance(offset, bool | np.bool_) for offset in span[:2])
         start, end = map(read_number, span[:2] if is_span else (None, None))  # parquet may write them as texts
         if not (start.is_integer() and end.is_integer() and 0 <= start < end <= len(str(text))):
             raise DataError(f"{column!r} has the span {span!r} in a text of {len(str(text))} characters.", hint)
