@@ -28,7 +28,7 @@ def record(
 
 
 class GraphCache(Generic[T]):
-    """What was recorded of operations that come again and again, for each of their shapes.
+    """Recordings of operations that come again and again, one for each of their shapes.
 
     Operations that come for the first time are not recorded: libraries set themselves up in them, which no graph may
     hold. Where a model does what a graph cannot hold, a warning says so, and everything runs from Python from then on.

@@ -54,9 +54,9 @@ RECORDS = (  # files beside a model that say something about it, data, and weigh
 @final
 @dataclass(frozen=True, eq=False)
 class ModelSource:
-    """What the name of a model stands for.
+    """The model that a name stands for.
 
-    Its name is `embedded`, `embedded:ATTRIBUTE` for a reward model that radq brings along, a folder, or a hub name. The
+    The name is `embedded`, `embedded:ATTRIBUTE` for a reward model that radq brings along, a folder, or a hub name. The
     folder of an adapter of PEFT stands for its base model with the adapter merged into the weights. Answers are kept,
     also where a folder changes meanwhile: so a source lives as long as one call of a public function.
     """

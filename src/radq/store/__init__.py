@@ -1,4 +1,4 @@
-"""What is computed once and kept on disk, in pieces, each of which is a file: an interrupted computation makes only the
+"""Results that are computed once and kept on disk, in pieces of one file each: an interrupted computation makes only the
 missing ones.
 
     pieces = [StoredPiece(folder / f"{key}-{n}.npz", rows, 4 * len(rows)) for n, rows in enumerate(chunks)]

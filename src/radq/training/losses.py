@@ -1,4 +1,4 @@
-"""What a model learns: losses as pure functions, and objectives that apply them to batches and measure the result.
+"""The aim of a training: losses as pure functions, and objectives that apply them to batches and measure the result.
 
     objective = choose_objective(config, attributes, data)
     objective.loss(rewards, inputs, rows_share, positions_share)

@@ -1,4 +1,4 @@
-"""What transformers' Trainer is told: recipes for the settings of a run, its arguments made from them, and callbacks.
+"""Settings of transformers' Trainer: recipes for the settings of a run, its arguments made from them, and callbacks.
 
 A recipe chooses the settings that a user leaves open. `auto` looks at the number of rows and tokens, the backbone, LoRA
 or not, and CPU or GPU, but never at the speed of the machine, so that a command gives the same weights everywhere. Its
