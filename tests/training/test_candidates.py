@@ -46,7 +46,7 @@ from radq.training.candidates import (
     CandidateFeed,
     CandidateMaker,
     CandidateSet,
-    Prompts,
+    SplitPrompts,
     find_candidates,
     write_prefixes,
 )
@@ -744,7 +744,7 @@ def test_the_number_of_bytes_is_that_of_the_files(settings: RewardTrainingConfig
         lm.save_pretrained(tmp_path / "lm")
     teacher = Teacher([[RewardSource(make_reward("q", tmp_path / "lm"))]])
     config = settings_for(tmp_path / "run", num_prefixes=60)
-    maker = CandidateMaker(lm, tokenizer, teacher, Prompts([[5, 6], [7, 8]], [[9, 10]]), config, VOCAB)
+    maker = CandidateMaker(lm, tokenizer, teacher, SplitPrompts([[5, 6], [7, 8]], [[9, 10]]), config, VOCAB)
     made = [maker.make(number) for number in (1, HELD_OUT)]
     assert [len(part) for part in made] == [60, 60]
     stored = sum(file.stat().st_size for file in (tmp_path / "run" / "candidates").iterdir())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sweep:
+class SweepArguments:
     """Run a sweep: continue prompts under guides at many β, judge the texts, and compute metrics.
 
     The same command goes on with a sweep that was killed. `radq report OUT` makes plots and tables of the results.
@@ -101,7 +101,7 @@ class Choices:
 # --- radq eval sweep ---
 
 
-def _sweep(arguments: Sweep) -> None:
+def _sweep(arguments: SweepArguments) -> None:
     from radq.evaluation.sweep.folder import open_sweep, read_costs, require_same_instruments, require_same_writers
     from radq.report.curves import describe_changes, describe_run, find_changes, warn_of_few_prompts
     from radq.report.results import read_runs
@@ -259,4 +259,4 @@ def describe_answers(
     }
 
 
-SUBCOMMANDS = {"sweep": (Sweep, _sweep), "measure": (Measure, _measure), "choices": (Choices, _answer)}
+SUBCOMMANDS = {"sweep": (SweepArguments, _sweep), "measure": (Measure, _measure), "choices": (Choices, _answer)}

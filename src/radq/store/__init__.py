@@ -1,5 +1,5 @@
-"""Results that are computed once and kept on disk, in pieces of one file each: an interrupted computation makes only the
-missing ones.
+"""Results that are computed once and kept on disk, in pieces of one file each, of which an interrupted computation
+makes only the missing ones.
 
     pieces = [StoredPiece(folder / f"{key}-{n}.npz", rows, 4 * len(rows)) for n, rows in enumerate(chunks)]
     check_room(folder, pieces, "the numbers", "make room on the disk.")

@@ -47,7 +47,7 @@ HELD_OUT_SHARE = 0.1  # of the prompts, if no texts are held out
 
 
 @dataclass(frozen=True)
-class Prompts:
+class SplitPrompts:
     """Token ids of prompts for training and of others for measuring, each in random order."""
 
     train: list[list[int]]
@@ -68,7 +68,7 @@ def choose_prompts(
     lm: Wrappable,
     tokenizer: PreTrainedTokenizerBase,
     context: int | None,
-) -> Prompts:
+) -> SplitPrompts:
     """Choose prompts to train on, and other prompts to measure with.
 
     They come from the file of prompts, or are the beginnings of texts. Beginnings to measure with are those of
@@ -95,7 +95,9 @@ def choose_prompts(
         train, held_out = train[cut:], train[:cut]
     if not train:
         raise DataError("there is one prompt alone, and some are held out.", "give two or more different --prompts.")
-    prompts = Prompts(*(encode_prompts(lm.config, tokenizer, part, config.prefix_tokens) for part in (train, held_out)))
+    prompts = SplitPrompts(
+        *(encode_prompts(lm.config, tokenizer, part, config.prefix_tokens) for part in (train, held_out))
+    )
     if context is not None and prompts.longest + config.prefix_tokens > context:
         raise ContextLengthError(
             f"the longest prompt has {prompts.longest} tokens; with {config.prefix_tokens} new ones it exceeds the "
@@ -238,7 +240,7 @@ class CandidateMaker:
         lm: Wrappable,
         tokenizer: PreTrainedTokenizerBase,
         teacher: Teacher,
-        prompts: Prompts,
+        prompts: SplitPrompts,
         config: RewardTrainingConfig,
         num_known: int,
         progress: bool = False,
