@@ -3,9 +3,7 @@
 The names in `__all__` are imported on first use, so that `import radq` is instant and does not import torch.
 """
 
-import ast
 import importlib
-from functools import cache
 from typing import TYPE_CHECKING
 
 from radq.models.auto import register_reward_models
@@ -34,6 +32,41 @@ if TYPE_CHECKING:
     from radq.training.outcome import push_to_hub
     from radq.training.reward import train
     from radq.training.reward_trainer import RewardTrainer
+
+_HOME = {
+    "Generation": "radq.decoding.generate",
+    "generate": "radq.decoding.generate",
+    "stream": "radq.decoding.generate",
+    "stream_text": "radq.decoding.generate",
+    "astream_text": "radq.decoding.generate",
+    "Engine": "radq.decoding.engine",
+    "Request": "radq.decoding.request",
+    "LogitChanges": "radq.decoding.config",
+    "Steering": "radq.decoding.config",
+    "RadqError": "radq.errors",
+    "train_experts": "radq.training.experts",
+    "DExpertsGuide": "radq.guides",
+    "GeDiGuide": "radq.guides",
+    "Guide": "radq.guides",
+    "RewardGuide": "radq.guides",
+    "GuidedLogitsProcessor": "radq.hosts.transformers",
+    "load": "radq.models.loading",
+    "load_guide": "radq.guides.spec",
+    "Meter": "radq.guides.meter",
+    "RadQ": "radq.models.kinds",
+    "RadV": "radq.models.kinds",
+    "RewardModelConfig": "radq.models.config",
+    "RewardModel": "radq.models.reward",
+    "best_of_n": "radq.decoding.best_of_n",
+    "push_to_hub": "radq.training.outcome",
+    "save_token_classifier": "radq.models.convert",
+    "train": "radq.training.reward",
+    "ExpertTrainingConfig": "radq.training.config",
+    "RewardTrainingConfig": "radq.training.config",
+    "RewardTrainer": "radq.training.reward_trainer",
+    "Evaluation": "radq.report.notebook",
+    "evaluate": "radq.report.notebook",
+}
 
 __all__ = [
     "DExpertsGuide",
@@ -71,22 +104,14 @@ __all__ = [
 ]
 
 
-@cache
-def _find_modules() -> dict[str, str]:
-    """The modules that the public names come from, by the imports above, which only type checkers execute."""
-    tree = ast.parse(__loader__.get_source(__name__))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module 'radq' has no attribute {name!r}")
-    return getattr(importlib.import_module(_find_modules()[name]), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_HOME])
 
 
 register_reward_models()
