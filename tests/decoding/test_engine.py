@@ -25,6 +25,8 @@ from radq.guides import Guide, RewardGuide
 from radq.models.prefill import Prefill
 from radq.models.slots import takes_slots
 
+GUIDES = ["none", "q", "sum", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v", "dexperts", "gedi"))]
+
 
 def continue_alone(lm: Any, guide: Guide | None, request: Request) -> Ticket:
     ticket = Engine(lm, guide).submit(request)
@@ -32,7 +34,7 @@ def continue_alone(lm: Any, guide: Guide | None, request: Request) -> Ticket:
     return ticket
 
 
-@pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
+@pytest.mark.parametrize("name", GUIDES)
 def test_requests_that_join_and_leave_are_continued_as_alone(name: str, lm_folders: dict[str, Path]) -> None:
     lm, guide = make_lm("llama").double(), make_any_guide(name, lm_folders)
     requests = [make_request(number, length=2 + number % 9) for number in range(25)]
@@ -309,7 +311,7 @@ def test_running_texts_go_on_while_prompts_wait() -> None:
 
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), budget=st.integers(1, 12))
-@pytest.mark.parametrize("name", ["none", "q", "v", "dexperts", "gedi", "sum"])
+@pytest.mark.parametrize("name", GUIDES)
 def test_prompts_that_are_read_in_parts_are_continued_as_alone(
     name: str, seed: int, budget: int, lm_folders: dict[str, Path]
 ) -> None:

@@ -38,8 +38,14 @@ def submit(engine: Engine, number: int, guides: tuple[int, ...]) -> Any:
     return engine.submit(make_request(number, length=3 + number % 7, guides=guides))
 
 
-@pytest.mark.parametrize("kinds", ["readouts", "transformers"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "padded"),
+    [
+        ("readouts", False),
+        ("transformers", True),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("readouts", True), ("transformers", False))),
+    ],
+)
 def test_texts_of_eight_sets_are_those_of_each_alone(
     kinds: str, padded: bool, lm_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
