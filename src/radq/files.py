@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # commands use this module before they import torch
 
 # Files that a saved model and its tokenizer may consist of: a second save into the same folder replaces all of them.
 MODEL_FILES = (
-    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json"),
-    *("*tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*"),
-    *("additional_chat_templates", "calibration.json"),
-)
+    "config.json generation_config.json adapter_config.json calibration.json *.safetensors *.safetensors.index.json "
+    "*tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt chat_template.* "
+    "additional_chat_templates"
+).split()
 RUN_FILES = ("config.yaml", "fingerprints.json")  # with which a training run begins: its settings and its contents
 
 

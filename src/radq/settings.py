@@ -58,6 +58,8 @@ def renamed(**names: str) -> Callable[[F], F]:
         def call(*given: Any, **options: Any) -> Any:
             for old, new in names.items():
                 if old in options:
+                    if new in options:
+                        raise TypeError(f"{old} and {new} are the same argument: give {new} alone.")
                     warnings.warn(f"{old} is now {new}.", FutureWarning, stacklevel=2)
                     options[new] = options.pop(old)
             return function(*given, **options)

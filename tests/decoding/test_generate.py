@@ -498,3 +498,5 @@ def test_an_argument_has_its_name_of_the_last_release_with_a_note() -> None:
     assert [one.token_ids for one in old] == [
         one.token_ids for one in generate(lm, tokenizer, ["5"], samples=2, max_new_tokens=2)
     ]
+    with pytest.raises(TypeError, match="num_samples and samples"):
+        generate(lm, tokenizer, ["5"], samples=3, num_samples=2)  # pyright: ignore[reportCallIssue]
