@@ -126,7 +126,10 @@ def make_trainer(kind: str, folder: Path, lm_folder: Path) -> tuple[Any, Any]:
     if kind == "lora":
         model.add_lora(2, str(lm_folder))
     if kind == "cached":
-        data.targets = np.random.default_rng(1).random((len(data.token_ids), 1)).astype(np.float32)
+        targets = np.random.default_rng(1).random((len(data.token_ids), 1)).astype(np.float32)
+        data.stored["targets"] = lambda texts: np.where(
+            data.find_tokens(texts)[0][..., None], targets[data.find_tokens(texts)[1]], 0
+        )
     model = model.double()
     found = RewardTrainer(model, config, data, teacher=teacher)
     if kind == "candidates":

@@ -21,7 +21,7 @@ from radq.models.reward import RewardModel
 from radq.training import token_cache as states_module
 from radq.training.config import RewardTrainingConfig
 from radq.training.reward import train
-from radq.training.token_cache import StateCache, prepare_states
+from radq.training.token_cache import TokenCache, prepare_states
 
 TEXTS = [[5, 6, 7], [8], [0, 9, 10, 11, 12], [13, 14], [6, 5, 6, 5, 6, 5, 6]]
 
@@ -54,8 +54,10 @@ def make_model(
     return model
 
 
-def make_cache(model: RewardModel, data: RewardData, folder: Path) -> StateCache:
-    return StateCache(model, data, folder, fingerprint_tensors(sorted(model.backbone.named_parameters())), "float32")
+def make_cache(model: RewardModel, data: RewardData, folder: Path) -> TokenCache:
+    base = fingerprint_tensors(sorted(model.backbone.named_parameters()))
+    (cache,) = prepare_states(model, [data], str(folder), base, "float32")
+    return cache
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def prepare(kind: str, settings: RewardTrainingConfig, folder: Path) -> dict[str
 def test_an_interrupted_run_keeps_finished_pieces(
     data: RewardData, calm_toy: Path, tmp_path: Path, base_reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(states_module, "STATE_PIECE", 1000)
     cache = make_cache(make_model(calm_toy), data, tmp_path / "states")
     assert cache.missing_bytes == sum(map(len, TEXTS)) * cache.token_bytes
     interrupt_in(2, cache, monkeypatch)
@@ -155,7 +157,7 @@ def test_an_interrupted_run_keeps_finished_pieces(
         cache.make()
     kept = sorted(path.name for path in cache.folder.iterdir())
     assert kept == ["00000.bin"]  # nothing of the second piece
-    assert data.read_states is None
+    assert not data.stored
     base_reads.clear()
     again = make_cache(make_model(calm_toy), data, tmp_path / "states")
     assert 0 < again.missing_bytes < cache.num_tokens * cache.token_bytes
@@ -167,8 +169,8 @@ def test_an_interrupted_run_keeps_finished_pieces(
     assert np.array_equal(again.read(np.arange(5)), whole.read(np.arange(5)))
 
 
-def interrupt_in(piece: int, cache: StateCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: Callable[..., np.ndarray] = cache._read_base
+def interrupt_in(piece: int, cache: TokenCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Callable[..., np.ndarray] = cache._compute_piece
     calls: list[int] = []
 
     def stop(*arguments: Any) -> np.ndarray:
@@ -177,7 +179,7 @@ def interrupt_in(piece: int, cache: StateCache, monkeypatch: pytest.MonkeyPatch)
             raise KeyboardInterrupt
         return read(*arguments)
 
-    monkeypatch.setattr(cache, "_read_base", stop)
+    monkeypatch.setattr(cache, "_compute_piece", stop)
 
 
 def test_a_piece_of_the_wrong_size_is_made_again(data: RewardData, calm_toy: Path, tmp_path: Path) -> None:
@@ -205,8 +207,10 @@ def test_states_belong_to_weights_layers_type_and_tokens(data: RewardData, calm_
 
 def test_parts_of_one_data_set_share_their_states(data: RewardData, calm_toy: Path, tmp_path: Path) -> None:
     parts = [*data.split(0.4, seed=0)]
-    (cache,) = prepare_states(make_model(calm_toy), parts, str(tmp_path), "base", "float32")
+    cache, other = prepare_states(make_model(calm_toy), parts, str(tmp_path), "base", "float32")
     cache.make()
+    assert other.folder == cache.folder
+    assert other.missing_bytes == 0
     for part in parts:
         states = part.batch([0])["states"]
         assert torch.equal(states[0], torch.from_numpy(cache.read(part.rows[:1])[0]))

@@ -64,8 +64,8 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.row_numbers = cells.rows  # (n,): those of the file that a row comes from
         self.scales = find_scales(cells, label_names, rules or LabelRules(), scales)
         self.labels = scale_labels(cells, label_names, self.scales)  # (n, a), NaN where a label is missing
-        self.targets: np.ndarray | None = None  # (tokens, a): rewards of a teacher, if computed before training
-        self.read_states: Callable[[np.ndarray], np.ndarray] | None = None  # reads stored states of texts, (b, t, n)
+        # readers of numbers of all tokens of some texts, (b, t, n), that were computed before: of `targets`, of `states`
+        self.stored: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -168,7 +168,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         return is_token, np.where(is_token, self.offsets[texts][:, None] + columns, 0)
 
     def cut_out(self, texts: np.ndarray) -> dict[str, np.ndarray]:
-        """Tokens, masks and targets of the texts with these numbers, all of them with a column for each token."""
+        """Tokens, masks and stored numbers of the texts with these numbers, all of them with a column for each token."""
         is_token, positions = self.find_tokens(texts)
         is_answer = np.arange(is_token.shape[1]) >= self.prompt_lengths[texts][:, None]
         parts: dict[str, np.ndarray] = {
@@ -176,11 +176,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
             "attention_mask": is_token.astype(np.int64),
             "loss_mask": (is_token & is_answer).astype(np.int64),
         }
-        if self.targets is not None:
-            parts["targets"] = np.where(is_token[..., None], self.targets[positions], 0)
-        if self.read_states is not None:
-            parts["states"] = self.read_states(texts)
-        return parts
+        return parts | {name: read(texts) for name, read in self.stored.items()}
 
 
 class SpanData(RewardData):

@@ -31,7 +31,14 @@ from radq.training.reward_trainer import RewardTrainer, RoundsCallback
 from radq.training.run import Start, TrainingRun, first_process_first, write_results
 from radq.training.run_folder import check_resumed, find_resumed_checkpoint, scales_of_model
 from radq.training.teacher import Teacher, TextSource, check_teacher, load_teacher, load_text_teacher
-from radq.training.token_cache import StateCache, cache_targets, measure_states, prepare_states, target_ranges
+from radq.training.token_cache import (
+    TokenCache,
+    cache_targets,
+    describe_states,
+    measure_states,
+    prepare_states,
+    target_ranges,
+)
 from radq.training.trainer_setup import num_steps, training_precision
 
 
@@ -172,14 +179,14 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         known = min(student.num_known, teacher.num_known)
         return CandidateMaker(lm, tokenizer, teacher, prompts, config, known, self.shows)
 
-    def _prepare_states(self, base_fingerprint: str) -> list[StateCache]:
+    def _prepare_states(self, base_fingerprint: str) -> list[TokenCache]:
         """Find the stored states of the data, if they are wanted, and say how much room they take."""
         config, parts = self.config, [part for part in (self.data, self.eval_data) if part is not None]
         if not config.cache_states:
             return []
         states = prepare_states(self.model, parts, config.cache, base_fingerprint, training_precision(config))
-        if self.shows:
-            print(*(part.describe() for part in states), sep="\n")
+        if self.shows and self.model.readout is not None:
+            print(describe_states(states, len(self.model.readout.layers)))
         return states
 
     def _store_targets(self, trainer: RewardTrainer, fingerprint: str | None) -> None:
@@ -197,9 +204,9 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
             return
         for part in (self.data, self.eval_data):
             if part is not None:
-                with first_process_first(), teacher.computing_in(training_precision(config)):
-                    size = trainer.args.train_batch_size
-                    cache_targets(self.out / "targets", part, teacher, fingerprint, size, self.progress)
+                with first_process_first():
+                    precision = training_precision(config)
+                    cache_targets(self.out / "targets", part, teacher, fingerprint, precision, self.shows)
         if teacher.ranges is None and not config.base:
             ranges = target_ranges(self.data)
             self.model.config.response_range = simplify_ranges(ranges, len(ranges))
