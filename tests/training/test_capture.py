@@ -58,10 +58,7 @@ class RepeatedSteps(CapturedSteps):
             loss.copy_(self.step(inputs))
             assert places == [parameter.grad.data_ptr() for parameter in self.parameters if parameter.grad is not None]
 
-        return capture._Graph(replay, loss)
-
-    def _clean_up(self) -> None:
-        pass
+        return capture.CapturedStep(replay, loss)
 
 
 @contextlib.contextmanager
@@ -308,7 +305,7 @@ def test_a_step_that_cannot_be_captured_is_computed(
     with pytest.warns(UserWarning, match="cannot be captured as CUDA graphs.*(model.py:7|no graph)") as caught:
         run_six()
     assert len(caught) == 1
-    assert not steps.enabled
+    assert not steps.on
 
 
 def test_a_packed_batch_holds_every_shape_and_type() -> None:

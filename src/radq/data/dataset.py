@@ -64,7 +64,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.row_numbers = cells.rows  # (n,): those of the file that a row comes from
         self.scales = find_scales(cells, label_names, rules or LabelRules(), scales)
         self.labels = scale_labels(cells, label_names, self.scales)  # (n, a), NaN where a label is missing
-        # readers of numbers of all tokens of some texts, (b, t, n), that were computed before: of `targets`, of `states`
+        # readers of numbers of tokens of some texts, (b, t, n), that were computed before: `targets` and `states`
         self.stored: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
 
     def __len__(self) -> int:
@@ -168,7 +168,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         return is_token, np.where(is_token, self.offsets[texts][:, None] + columns, 0)
 
     def cut_out(self, texts: np.ndarray) -> dict[str, np.ndarray]:
-        """Tokens, masks and stored numbers of the texts with these numbers, all of them with a column for each token."""
+        """Tokens, masks and what is stored of the texts with these numbers, all of them with a column for each token."""
         is_token, positions = self.find_tokens(texts)
         is_answer = np.arange(is_token.shape[1]) >= self.prompt_lengths[texts][:, None]
         parts: dict[str, np.ndarray] = {

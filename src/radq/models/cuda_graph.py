@@ -35,6 +35,7 @@ class GraphCache(Generic[T]):
     """
 
     hindered = "steps are not captured as CUDA graphs, so each token takes longer"
+    stops_at_full_memory = True  # a caller deals with it; otherwise operations that do not fit are not recorded
 
     def __init__(self, on: bool):
         self.on = on
@@ -61,14 +62,19 @@ class GraphCache(Generic[T]):
         if (kind, shape) not in self._recorded:
             try:
                 self._recorded[kind, shape] = capture()
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # whatever a model raises
-                torch.cuda.synchronize()
-                warnings.warn(f"{self.hindered}: {first_line(error)}.", stacklevel=3)
-                self.on = False
+                if isinstance(error, torch.OutOfMemoryError) and self.stops_at_full_memory:
+                    raise
+                self.give_up(first_line(error))
                 return None
         return self._recorded[kind, shape]
+
+    def give_up(self, reason: str) -> None:
+        """Record no more, and say why. A recording that has failed may have left its work on the GPU."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        warnings.warn(f"{self.hindered}: {reason}.", stacklevel=4)
+        self.on = False
 
     def clear(self) -> None:
         """Forget all graphs, since tensors have moved."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from radq.models.cuda_graph import record
+from radq.models.cuda_graph import GraphCache, record
 from radq.numerics import reset_peak_memory
 
 MOST_TOKENS = 20480  # of a batch; larger ones keep a GPU busy by themselves, and would need much memory twice
@@ -42,25 +42,30 @@ def can_capture(arguments: TrainingArguments) -> bool:
     )
 
 
-class CapturedSteps:
+class CapturedStep(NamedTuple):
+    replay: Callable[[], None]
+    loss: Tensor  # of the last replay; the next one overwrites it
+
+
+class CapturedSteps(GraphCache[CapturedStep]):
     """The training steps of a model, captured for each shape of batch.
 
     `step` computes the loss of a batch, adds its gradients to those of the parameters, and returns the loss without its
-    graph. All that changes from step to step must be in the batch. A step that cannot be captured is computed kernel by
-    kernel, and a warning says so once.
+    graph. All that changes from step to step must be in the batch.
     """
 
+    hindered = "training steps cannot be captured as CUDA graphs, so they run without, which is slower"
+    stops_at_full_memory = False
+
     def __init__(self, step: Callable[[Batch], Tensor], parameters: Iterable[nn.Parameter], device: torch.device):
+        super().__init__(on=True)
         self.step = step
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.device = device
-        self.enabled = True
         self._gradients: dict[nn.Parameter, Tensor] = {}  # where graphs add them
         self._inputs: dict[Any, PackedBatch] = {}  # of each shape
-        self.graphs: dict[Any, _Graph | None] = {}  # of each shape; None where the first batch was computed
         self._waiting = 0
         self._stream: Any = None
-        self._pool: Any = None
         reset_peak_memory(str(device))  # what was computed before training, such as candidates, is no part of a step
 
     def run(self, batch: Batch) -> Tensor:
@@ -70,21 +75,17 @@ class CapturedSteps:
         if shape not in self._inputs:
             self._inputs[shape] = PackedBatch(batch, self.device)
         inputs = self._inputs[shape].fill(batch)
-        if not self.enabled or batch["input_ids"].numel() > MOST_TOKENS:
+        if not self.on or batch["input_ids"].numel() > MOST_TOKENS:
             return self.step(inputs)
-        if shape not in self.graphs:
+        if shape not in self._warm:
             return self._rehearse(shape, inputs)
-        graph = self.graphs[shape]
-        if graph is None:
-            if not self._has_room():
-                return self.step(inputs)
-            try:
-                graph = self.graphs[shape] = self._capture(inputs)
-            except Exception as error:  # whatever a model does that a graph cannot hold
-                self._give_up(f"{type(error).__name__}: {error}")
-                return self.step(inputs)
-        graph.replay()
-        return graph.loss.clone()
+        captured = None
+        if (shape, None) in self._recorded or self._has_room():
+            captured = self.find(shape, None, lambda: self._capture(inputs))
+        if captured is None:
+            return self.step(inputs)
+        captured.replay()
+        return captured.loss.clone()
 
     def _has_room(self) -> bool:
         """Whether memory holds a graph, which keeps what a step needs, beside a longer step that is not captured."""
@@ -110,11 +111,11 @@ class CapturedSteps:
             if parameter.grad is not None:  # a parameter without a gradient must stay so: AdamW would decay it
                 self._gradients.setdefault(parameter, parameter.grad)
         if not places:
-            self.graphs[shape] = None
+            self._warm.add(shape)
             return loss
         self._waiting += 1
         if self._waiting == MOST_WAITING:
-            self._give_up(f"it waits for the GPU in {places[0]}")
+            self.give_up(f"it waits for the GPU in {places[0]}")
         return loss
 
     @contextlib.contextmanager
@@ -127,32 +128,17 @@ class CapturedSteps:
             yield
         current.wait_stream(self._stream)
 
-    def _capture(self, inputs: Batch) -> "_Graph":
-        """Record the kernels of a step without computing it. All graphs share memory, since one runs at a time."""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph, loss = record(lambda: self.step(inputs), pool=self._pool, stream=self._stream)
-        return _Graph(graph.replay, loss)
+    def _capture(self, inputs: Batch) -> CapturedStep:
+        """Record the kernels of a step without computing it."""
+        graph, loss = record(lambda: self.step(inputs), self.pool, self._stream)
+        return CapturedStep(graph.replay, loss)
 
-    def _give_up(self, reason: str) -> None:
-        """Compute all further steps kernel by kernel."""
-        self.enabled = False
-        self._clean_up()
-        self.graphs.clear()
-        warnings.warn(
-            f"training steps cannot be captured as CUDA graphs, so they run without, which is slower: {reason}",
-            stacklevel=2,
-        )
-
-    def _clean_up(self) -> None:
-        """Bring the device back to its usual state after a capture that has failed."""
-        torch.cuda.synchronize(self.device)
-        generator = torch.cuda.default_generators[self.device.index or 0]
-        generator.graphsafe_set_state(generator.clone_state())  # the old one may believe that the capture goes on
-
-
-class _Graph(NamedTuple):
-    replay: Callable[[], None]
-    loss: Tensor  # of the last replay; the next one overwrites it
+    def give_up(self, reason: str) -> None:
+        super().give_up(reason)
+        self.clear()
+        if torch.cuda.is_initialized():
+            generator = torch.cuda.default_generators[self.device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())  # the old one may believe that the capture goes on
 
 
 class PackedBatch:

@@ -304,7 +304,7 @@ class BatchTrainer(Trainer):
 
     def forget_captures(self) -> None:
         """Free the memory of captured steps, and capture no more if that was not possible."""
-        self.captures = self.captures and (self.captured is None or self.captured.enabled)
+        self.captures = self.captures and (self.captured is None or self.captured.on)
         self.captured = None
 
     # --- losses and weights must be finite ---
