@@ -9,11 +9,13 @@ such as that of a converted model, has a shorter card. Paths of this machine are
 
 import contextlib
 import json
+import math
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -58,79 +60,59 @@ RANKS = {  # figures of an attribute, with their meaning
 }
 
 
-def _find_ranks(metrics: dict[str, float], attribute: str) -> Iterator[tuple[str, str, float, float | None]]:
-    """Yield title, meaning and value of each known figure of an attribute, and the value that chance may reach."""
-    for name, (title, meaning) in RANKS.items():
-        if (value := metrics.get(f"eval_{name}_{attribute}")) is not None:
-            yield title, meaning, value, metrics.get(f"eval_chance_{name}_{attribute}")
+class Finding(NamedTuple):
+    """A figure of the held-out texts, with its meaning."""
 
-
-def _find_errors(metrics: dict[str, float], *names: str) -> Iterator[tuple[str, float, float]]:
-    """Yield the name of each known error, its value, and that of a constant."""
-    for name in names:
-        if f"eval_{name}" in metrics and f"eval_constant_{name}" in metrics:
-            yield name, metrics[f"eval_{name}"], metrics[f"eval_constant_{name}"]
+    sentence: str
+    problem: str = ""  # what is wrong if the figure is no better than chance, or than a constant
 
 
 def describe_outcome(metrics: dict[str, float], attributes: list[str], unit: str = "text") -> list[str]:
     """Write sentences about the figures of each attribute and their meaning; `unit` is what has labels."""
-    lines = []
-    if "eval_loss" not in metrics:
-        lines += ["no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"]
-    for attribute in attributes:
-        for title, meaning, value, _ in _find_ranks(metrics, attribute):
-            lines.append(f"{attribute}: {title} {value:.2f}: {meaning.format(unit=unit, value=value)}")
-    if (accuracy := metrics.get("eval_pair_accuracy")) is not None:
-        meaning = f"the preferred text has the larger reward in {accuracy:.0%} of the held-out pairs"
-        lines.append(f"{attributes[0]}: pair accuracy {accuracy:.2f}: {meaning}; chance does so in 50%")
-    for name, own, constant in _find_errors(metrics, *ERRORS):
-        lines.append(f"mean squared distance to {ERRORS[name]}: {own:.4f}; that of a constant is {constant:.4f}")
-    for _, own, constant in _find_errors(metrics, "candidate_error"):
-        lines.append(
-            "differences between candidates for the next token: correlation "
-            f"{metrics['eval_candidate_correlation']:.2f}: 1 is the order of the teacher, 0 is chance; error "
-            f"{own:.4f}; that of equal rewards is {constant:.4f}"
-        )
-    return lines
+    nothing = "no texts were held out, so nothing is known about its quality; --eval-share 0.1 holds out a tenth"
+    found = [finding.sentence for finding in _find(metrics, attributes, unit)]
+    return found if "eval_loss" in metrics else [nothing, *found]
 
 
 def warn_of_chance(metrics: dict[str, float], attributes: list[str]) -> None:
     """Warn if the model is no better than chance, or than a constant: the mean of the labels or teacher's rewards."""
-    if problems := list(_find_problems(metrics, attributes)):
+    if problems := [finding.problem for finding in _find(metrics, attributes) if finding.problem]:
         warnings.warn(f"on the held-out texts {'; '.join(problems)}. hint: {HINT}.", stacklevel=2)
 
 
-def _find_problems(metrics: dict[str, float], attributes: list[str]) -> Iterator[str]:
-    accuracy, chance = metrics.get("eval_pair_accuracy"), metrics.get("eval_chance_pair_accuracy")
-    if accuracy is not None and accuracy < 0.5:
-        yield (
-            f"the preferred text has the larger reward in {accuracy:.0%} of the pairs, less than one half: chosen and "
-            "rejected may be swapped in one of the files"
-        )
-    elif accuracy is not None and chance is not None and accuracy <= chance:
-        yield (
-            f"the pair accuracy is {accuracy:.2f}, which is no better than chance: random rewards reach {chance:.2f} "
-            "in one of twenty cases"
-        )
-    for attribute in attributes:
-        for title, _, value, chance in _find_ranks(metrics, attribute):
-            if chance is not None and value <= chance:
-                yield (
-                    f"the {title} of {attribute!r} is {value:.2f}, which is no better than chance: random answers "
-                    f"reach {chance:.2f} in one of twenty cases"
-                )
-    for name, own, constant in _find_errors(metrics, *ERRORS):
-        if own >= constant:
-            yield (
-                f"the model does not beat a constant: its mean squared distance to {ERRORS[name]} is {own:.4g}, that "
-                f"of a constant {constant:.4g}"
-            )
-    for _, own, constant in _find_errors(metrics, "candidate_error"):
-        if own >= constant:
-            yield (
-                f"the differences between candidates for the next token have an error of {own:.4g}, and equal rewards "
-                f"one of {constant:.4g}"
-            )
+def _find(metrics: dict[str, float], attributes: list[str], unit: str = "text") -> Iterator[Finding]:
+    """Say what the known figures mean: ranks of each attribute, pairs, and errors beside those of a constant."""
+    known = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
+    for attribute, (name, (title, meaning)) in product(attributes, RANKS.items()):
+        if (value := known.get(f"{name}_{attribute}")) is not None:
+            chance = known.get(f"chance_{name}_{attribute}", -math.inf)
+            problem = f"the {title} of {attribute!r} is {value:.2f}, which is no better than chance: random answers "
+            problem += f"reach {chance:.2f} in one of twenty cases"
+            sentence = f"{attribute}: {title} {value:.2f}: {meaning.format(unit=unit, value=value)}"
+            yield Finding(sentence, problem * (value <= chance))
+    if (accuracy := known.get("pair_accuracy")) is not None:
+        chance, share = known.get("chance_pair_accuracy", -math.inf), f"the larger reward in {accuracy:.0%} of the"
+        problem = f"the pair accuracy is {accuracy:.2f}, which is no better than chance: random rewards reach "
+        problem += f"{chance:.2f} in one of twenty cases"
+        if accuracy < 0.5:
+            problem = f"the preferred text has {share} pairs, less than one half: chosen and rejected may be "
+            problem += "swapped in one of the files"
+        sentence = f"pair accuracy {accuracy:.2f}: the preferred text has {share} held-out pairs; chance does so in 50%"
+        yield Finding(f"{''.join(attributes[:1])}: {sentence}", problem * (accuracy < 0.5 or accuracy <= chance))
+    for name, target in ERRORS.items():
+        own, constant = known.get(name), known.get(f"constant_{name}")
+        if own is not None and constant is not None:
+            problem = f"the model does not beat a constant: its mean squared distance to {target} is {own:.4g}, that "
+            problem += f"of a constant {constant:.4g}"
+            sentence = f"mean squared distance to {target}: {own:.4f}; that of a constant is {constant:.4f}"
+            yield Finding(sentence, problem * (own >= constant))
+    own, constant = known.get("candidate_error"), known.get("constant_candidate_error")
+    if own is not None and constant is not None:
+        differences = "differences between candidates for the next token"
+        sentence = f"{differences}: correlation {known.get('candidate_correlation', math.nan):.2f}: 1 is the order of "
+        sentence += f"the teacher, 0 is chance; error {own:.4f}; that of equal rewards is {constant:.4f}"
+        problem = f"the {differences} have an error of {own:.4g}, and equal rewards one of {constant:.4g}"
+        yield Finding(sentence, problem * (own >= constant))
 
 
 def next_commands(config: RewardTrainingConfig, attributes: list[str], beta: float = BETA) -> list[str]:
