@@ -168,7 +168,7 @@ class RewardData(torch.utils.data.Dataset[dict[str, Tensor]]):
         return is_token, np.where(is_token, self.offsets[texts][:, None] + columns, 0)
 
     def cut_out(self, texts: np.ndarray) -> dict[str, np.ndarray]:
-        """Tokens, masks and what is stored of the texts with these numbers, all of them with a column for each token."""
+        """Tokens, masks and what is stored of the texts with these numbers, each with a column for each token."""
         is_token, positions = self.find_tokens(texts)
         is_answer = np.arange(is_token.shape[1]) >= self.prompt_lengths[texts][:, None]
         parts: dict[str, np.ndarray] = {

@@ -18,6 +18,7 @@ from radq.decoding.best_of_n import score_texts
 from radq.errors import ModelError, OptionError
 from radq.judges.base import Judge, Scored
 from radq.judges.classifiers import choose_label, choose_labels, find_link, holds_onnx, parse_classifier
+from radq.judges.function import FunctionJudge
 from radq.judges.linear import LinearModel
 from radq.judges.llm import load_rubric_judge
 from radq.judges.readers import (
@@ -276,4 +277,5 @@ JUDGES: dict[str, Callable[[str, str], Judge]] = {
     "reward": _load_reward,
     "not": lambda source, device: invert(load_judge(source, device)),
     "openai": lambda source, device: load_rubric_judge(source),
+    "function": lambda source, device: FunctionJudge(source),
 }
