@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -218,62 +218,38 @@ def _join_settings(names: Sequence[str]) -> str:
 
 # --- rules ---
 
-Rule = Callable[[Estimate], Verdict]
+
+@dataclass(frozen=True)
+class Rule:
+    """A claim about a gain holds if the whole interval lies between two limits, and fails if all of it lies outside."""
+
+    low: float
+    high: float = inf
+
+    def decide(self, gain: Estimate) -> Verdict:
+        side = "better" if gain.low > 0 else "worse" if gain.high < 0 else ""
+        limit = abs(self.high if side == "better" else self.low)
+        if self.low < gain.low and gain.high < self.high:
+            reason = f"{side}, by less than {limit}" if side and limit < inf else side or "within the margin"
+            return Verdict(HOLDS, reason, against=side == "worse" and self.high > 0)
+        if gain.low > self.high or gain.high < self.low:
+            return Verdict(FAILS, f"{side} by more than {limit}" if limit else side)
+        if side:
+            return Verdict(UNDECIDED, f"{side}, perhaps by more than {limit}")
+        if 0 in (self.low, self.high):
+            return Verdict(UNDECIDED, "the interval includes 0")
+        exceeds = f"perhaps worse by more than {limit}" if self.high == inf else f"the interval exceeds ±{limit}"
+        return Verdict(UNDECIDED, exceeds)
 
 
-def judge(gain: Estimate, rule: Rule) -> Verdict:
+BETTER, NO_WORSE, SLIGHTLY_WORSE, ON_PAR = Rule(0.0), Rule(-MARGIN), Rule(-SLIGHT, 0.0), Rule(-MARGIN, MARGIN)
+
+
+def judge(gain: Estimate, decide: Callable[[Estimate], Verdict]) -> Verdict:
     """Apply a rule; a gain without value or interval is undecided."""
     if isnan(gain.value):
         return Verdict(UNDECIDED, "the two never have the same perplexity")
-    if isnan(gain.low) or isnan(gain.high):
-        return Verdict(UNDECIDED, "there is no interval")
-    return rule(gain)
-
-
-def better(gain: Estimate) -> Verdict:
-    """Holds if the whole interval is above 0, fails if it is below 0, is undecided if it includes 0."""
-    if gain.low > 0:
-        return Verdict(HOLDS, "better")
-    return Verdict(FAILS, "worse") if gain.high < 0 else Verdict(UNDECIDED, "the interval includes 0")
-
-
-def no_worse(gain: Estimate) -> Verdict:
-    """Holds if the whole interval is above −MARGIN, fails if it is below −MARGIN, otherwise is undecided."""
-    if gain.low > -MARGIN:
-        return Verdict(HOLDS, "better") if gain.low > 0 else _within_margin(gain)
-    if gain.high < -MARGIN:
-        return Verdict(FAILS, f"worse by more than {MARGIN}")
-    return Verdict(UNDECIDED, f"{'worse, perhaps' if gain.high < 0 else 'perhaps worse'} by more than {MARGIN}")
-
-
-def _within_margin(gain: Estimate) -> Verdict:
-    """Holds because of the margin; says on which side of 0 the interval lies."""
-    if gain.high < 0:
-        return Verdict(HOLDS, f"worse, by less than {MARGIN}", against=True)
-    return Verdict(HOLDS, f"better, by less than {MARGIN}" if gain.low > 0 else "within the margin")
-
-
-def slightly_worse(gain: Estimate) -> Verdict:
-    """Holds if the interval lies between −SLIGHT and 0, fails if it is above 0 or below −SLIGHT, else is undecided."""
-    if gain.low > 0:
-        return Verdict(FAILS, "better")
-    if gain.high < -SLIGHT:
-        return Verdict(FAILS, f"worse by more than {SLIGHT}")
-    if gain.high >= 0:
-        return Verdict(UNDECIDED, "the interval includes 0")
-    if gain.low < -SLIGHT:
-        return Verdict(UNDECIDED, f"worse, perhaps by more than {SLIGHT}")
-    return Verdict(HOLDS, f"worse, by less than {SLIGHT}")
-
-
-def on_par(gain: Estimate) -> Verdict:
-    """Holds if the interval lies within ±MARGIN, fails if all of it lies outside, otherwise is undecided."""
-    if gain.low > -MARGIN and gain.high < MARGIN:
-        return _within_margin(gain)
-    side = "better" if gain.low > 0 else "worse" if gain.high < 0 else ""
-    if gain.low > MARGIN or gain.high < -MARGIN:
-        return Verdict(FAILS, f"{side} by more than {MARGIN}")
-    return Verdict(UNDECIDED, f"{side}, perhaps by more than {MARGIN}" if side else f"the interval exceeds ±{MARGIN}")
+    return Verdict(UNDECIDED, "there is no interval") if isnan(gain.low + gain.high) else decide(gain)
 
 
 def above_one(ratio: Estimate) -> Verdict:
@@ -307,14 +283,6 @@ def lower(counts: Sequence[int], others: Sequence[int]) -> Verdict:
     return Verdict(UNDECIDED, "not at every cutoff")
 
 
-def fits(error: float) -> Verdict:
-    return Verdict(HOLDS, f"below {FITS:g}") if error < FITS else Verdict(FAILS, f"not below {FITS:g}")
-
-
-def fits_not(error: float) -> Verdict:
-    return Verdict(HOLDS, f"above {FITS_NOT:g}") if error > FITS_NOT else Verdict(FAILS, f"not above {FITS_NOT:g}")
-
-
 # --- comparisons of two guides at equal perplexity ---
 
 RAD_V, DISTILLED, LABELS, DEXPERTS, GEDI = "rad-v", "rad-q (distilled)", "rad-q (labels)", "dexperts", "gedi"
@@ -341,48 +309,44 @@ TASKS = {
 @dataclass(frozen=True)
 class Comparison:
     text: str
-    sweep: str
     first: str
     second: str
     rule: Rule
-
-
-def _in_both(text: str, first: str, second: str, rule: Rule) -> list[Comparison]:
-    return [Comparison(text, sweep, first, second, rule) for sweep in TASKS]
+    sweeps: Sequence[str] = tuple(TASKS)
 
 
 COMPARISONS = [
-    Comparison("distilled RAD-Q follows RAD-V in detoxification", "detox", DISTILLED, RAD_V, no_worse),
-    Comparison("distilled RAD-Q matches or beats RAD-V in sentiment", "sentiment", DISTILLED, RAD_V, no_worse),
-    *_in_both("RAD-Q trained on labels is slightly behind RAD-V", LABELS, RAD_V, slightly_worse),
-    *_in_both("RAD-Q trained on labels is slightly behind distilled RAD-Q", LABELS, DISTILLED, slightly_worse),
-    *_in_both("distilled RAD-Q is better than DExperts", DISTILLED, DEXPERTS, better),
-    *_in_both("distilled RAD-Q is better than GeDi", DISTILLED, GEDI, better),
-    Comparison("the regulariser helps fluency", "detox", DISTILLED, "no regulariser", better),
+    Comparison("distilled RAD-Q follows RAD-V in detoxification", DISTILLED, RAD_V, NO_WORSE, ["detox"]),
+    Comparison("distilled RAD-Q matches or beats RAD-V in sentiment", DISTILLED, RAD_V, NO_WORSE, ["sentiment"]),
+    Comparison("RAD-Q trained on labels is slightly behind RAD-V", LABELS, RAD_V, SLIGHTLY_WORSE),
+    Comparison("RAD-Q trained on labels is slightly behind distilled RAD-Q", LABELS, DISTILLED, SLIGHTLY_WORSE),
+    Comparison("distilled RAD-Q is better than DExperts", DISTILLED, DEXPERTS, BETTER),
+    Comparison("distilled RAD-Q is better than GeDi", DISTILLED, GEDI, BETTER),
+    Comparison("the regulariser helps fluency", DISTILLED, "no regulariser", BETTER, ["detox"]),
     Comparison(
-        "regulariser and baseline together help fluency", "detox", DISTILLED, "no regulariser no baseline", better
+        "regulariser and baseline together help fluency", DISTILLED, "no regulariser no baseline", BETTER, ["detox"]
     ),
-    Comparison("cross-entropy is slightly behind squared loss", "detox", "cross-entropy", LABELS, slightly_worse),
-    Comparison("the MLP head is on par with the linear one", "detox", "mlp", LABELS, on_par),
+    Comparison("cross-entropy is slightly behind squared loss", "cross-entropy", LABELS, SLIGHTLY_WORSE, ["detox"]),
+    Comparison("the MLP head is on par with the linear one", "mlp", LABELS, ON_PAR, ["detox"]),
 ]
 
 
 def _compare(study: Study, comparison: Comparison) -> Iterator[Claim]:
     """One claim for each group of prompts, with one finding for each k."""
-    sweep, task = study.sweeps.get(comparison.sweep), TASKS[comparison.sweep]
-    if sweep is None:
-        yield Claim(comparison.text, task.name, [])
-        return
-    found = sweep.compare(comparison.first, comparison.second, task.metric)
-    for group in sweep.groups:
-        findings = [_compare_at(found.get((group, k)), task, comparison.rule, f"k = {k}") for k in sweep.top_ks]
-        yield Claim(comparison.text, f"{task.name}, {group} prompts", findings)
+    for sweep, task in ((study.sweeps.get(name), TASKS[name]) for name in comparison.sweeps):
+        if sweep is None:
+            yield Claim(comparison.text, task.name, [])
+            continue
+        found = sweep.compare(comparison.first, comparison.second, task.metric)
+        for group in sweep.groups:
+            findings = [_compare_at(found.get((group, k)), task, comparison.rule, f"k = {k}") for k in sweep.top_ks]
+            yield Claim(comparison.text, f"{task.name}, {group} prompts", findings)
 
 
 def _compare_at(difference: Estimate | None, task: Task, rule: Rule, setting: str) -> Finding:
     if difference is None:
         return Finding(setting, "", Verdict(MISSING))
-    return Finding(setting, signed(difference), judge(task.gain(difference), rule))
+    return Finding(setting, signed(difference), judge(task.gain(difference), rule.decide))
 
 
 def signed(estimate: Estimate) -> str:
@@ -448,10 +412,12 @@ def join_counts(counts: dict[str, int]) -> str:
 
 def _expressivity(study: Study) -> Claim:
     findings = []
-    for kind, rule in (("v", fits), ("q", fits_not)):
-        error, label = study.expressivity.get(kind), f"RAD-{kind.upper()}"
-        measured = "" if error is None else f"MSE {error:.2g}"
-        findings.append(Finding(label, measured, Verdict(MISSING) if error is None else rule(error)))
+    for kind, side, limit in (("v", "below", FITS), ("q", "above", FITS_NOT)):
+        error, measured, verdict = study.expressivity.get(kind), "", Verdict(MISSING)
+        if error is not None:
+            holds, measured = error < limit if side == "below" else error > limit, f"MSE {error:.2g}"
+            verdict = Verdict(HOLDS, f"{side} {limit:g}") if holds else Verdict(FAILS, f"not {side} {limit:g}")
+        findings.append(Finding(f"RAD-{kind.upper()}", measured, verdict))
     return Claim("RAD-V fits full-rank data, RAD-Q cannot", "name pairs", findings, EXPRESSIVITY_CAVEATS)
 
 

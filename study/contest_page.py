@@ -14,23 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from kept import (
-    COST_ROWS,
-    COSTS,
-    KEPT_TEXTS,
-    NOT_RUN,
-    OTHER_PAIRS,
-    OTHER_PERPLEXITY,
-    READOUT_PAIRS,
-    SECOND_JUDGE,
-    Gain,
-    KeptCell,
-    Pair,
-    Place,
-    find_gain,
-    read_places,
-)
-from methods import (
+from contest import (
     ASKED,
     BASE,
     BEST,
@@ -49,6 +33,22 @@ from methods import (
     Method,
     Task,
     choice_file,
+)
+from kept import (
+    COST_ROWS,
+    COSTS,
+    KEPT_TEXTS,
+    NOT_RUN,
+    OTHER_PAIRS,
+    OTHER_PERPLEXITY,
+    READOUT_PAIRS,
+    SECOND_JUDGE,
+    Gain,
+    KeptCell,
+    Pair,
+    Place,
+    find_gain,
+    read_places,
 )
 from models import RATES, SMOLLM2, BaseModel
 from page import item, markdown_table, wrapped, write_page
