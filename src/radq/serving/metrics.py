@@ -53,11 +53,11 @@ class Metrics:
         self.guide_seconds.inc(of_guide)
 
     def count_tokens(self, text: ServedText, tokens: list[DrawnToken], first: bool) -> None:
-        self.tokens.labels("yes" if text.selection.guides else "no").inc(len(tokens))
+        self.tokens.labels("yes" if text.request.guides else "no").inc(len(tokens))
         if first:
             self.first.observe(time.perf_counter() - text.arrived)
-            self.prompt_tokens.inc(len(text.prompt))
-        if text.selection.guides:
+            self.prompt_tokens.inc(len(text.request.prompt))
+        if text.request.guides:
             for token in tokens:
                 self.kl.observe(token.kl)
 

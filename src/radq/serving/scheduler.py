@@ -257,7 +257,7 @@ class Scheduler:
         while (text := self._choose()) is not None:
             if self._engine is None:
                 self._engine = take_engine(self.served.lm, self._guide, self.limits.rows + self._spare)
-            self._texts[self._engine.submit(text.request())] = text
+            self._texts[self._engine.submit(text.request)] = text
             self._waiting.remove(text)  # not before: it must not be lost if something fails
 
     def _choose(self) -> ServedText | None:
@@ -283,8 +283,10 @@ class Scheduler:
         began, guided = time.perf_counter(), self._guide_seconds
         try:
             results = engine.step()
-        except Exception as error:
-            self._fail(error)
+        except Exception as error:  # a bug; texts that wait will have another engine
+            LOGGER.error("decoding failed", exc_info=error)
+            self._fail_running(explain(error) or FAILED)
+            self._try_device()
             return
         for result in results:
             if result.drawn is not None:
@@ -292,8 +294,10 @@ class Scheduler:
         self.metrics.count_step(time.perf_counter() - began, self._guide_seconds - guided)
         for ticket, text in list(self._texts.items()):
             self._deliver(ticket, text)
-        if not self._texts:
-            self._put_away(engine)
+        if not self._texts:  # the memory is given back, but on a GPU captured steps are kept
+            self._engine = None
+            if not engine.busy:
+                keep_engine(engine)
 
     @property
     def _guide_seconds(self) -> float:
@@ -321,18 +325,6 @@ class Scheduler:
             text.deliver(TextUpdate(text, tokens, text.growing.end(), ticket.finish_reason, error))
         elif tokens:
             text.deliver(TextUpdate(text, tokens))
-
-    def _fail(self, error: Exception) -> None:
-        """End all texts of the engine after an error, which is a bug; those that wait will have another engine."""
-        LOGGER.error("decoding failed", exc_info=error)
-        self._fail_running(explain(error) or FAILED)
-        self._try_device()
-
-    def _put_away(self, engine: Engine) -> None:
-        """Give the memory of the engine back; on a GPU its captured steps are kept."""
-        self._engine = None
-        if not engine.busy:
-            keep_engine(engine)
 
 
 def _end_texts(texts: Iterable[ServedText], reason: FinishReason, error: str | None = None) -> None:
