@@ -59,9 +59,8 @@ class MeasuredSweep:
         found = {}
         for row in self.differences:
             if row["metric"] == metric and {row["first"], row["second"]} == {first, second}:
-                e = _read_estimate(row)
-                turned = Estimate(-e.value, -e.high, -e.low)
-                found[row["group"], row["top_k"]] = e if row["first"] == first else turned
+                estimate = _read_estimate(row)
+                found[row["group"], row["top_k"]] = estimate if row["first"] == first else turn(estimate)
         return found
 
     def select(self, guide: str, group: str, top_k: int | None, beta: float | None = None) -> list[Result]:
@@ -85,13 +84,15 @@ class Study:
 def read_study(folder: Path) -> Study:
     if not folder.is_dir():
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a study.")
-    sweeps = {name: _read_sweep(folder / "sweeps", name) for name in ("detox", "sentiment")}
-    timing = folder / "timing.json"
+    sweeps = {name: _read_sweep(folder / "sweeps", name) for name in TASKS}
+    timed = [row for document in _read_documents(folder, "timing.json").values() for row in document["rows"]]
     return Study(
         sweeps={name: sweep for name, sweep in sweeps.items() if sweep.results},
-        judges=_read_documents(folder / "judges"),
-        ranks=_read_documents(folder / "rank"),
-        times=dict(map(_read_timed, _read_json(timing)["rows"])) if timing.is_file() else {},
+        judges=_read_documents(folder, "judges/*.json"),
+        ranks=_read_documents(folder, "rank/*.json"),
+        times={
+            (row["guide"], row.get("k"), row["batch"]): _read_estimate(row, "milliseconds_per_token") for row in timed
+        },
         expressivity=_read_expressivity(folder / "expressivity"),
         samples=_read_optional_lines(folder / "samples.jsonl"),
     )
@@ -105,14 +106,8 @@ def _read_sweep(folder: Path, name: str) -> MeasuredSweep:
     return MeasuredSweep(results, [row for row in rows if row.get("axis", "perplexity") == "perplexity"])
 
 
-def _read_timed(row: dict[str, Any]) -> tuple[tuple[str, int | None, int], Estimate]:
-    time = _read_estimate(row | {"value": row["milliseconds_per_token"]})
-    return (row["guide"], row.get("k"), row["batch"]), time
-
-
-def _read_estimate(row: dict[str, Any]) -> Estimate:
-    value, low, high = (NAN if row.get(name) is None else float(row[name]) for name in ("value", "low", "high"))
-    return Estimate(value, low, high)
+def _read_estimate(row: dict[str, Any], value: str = "value") -> Estimate:
+    return Estimate(*(NAN if row.get(name) is None else float(row[name]) for name in (value, "low", "high")))
 
 
 def _read_expressivity(folder: Path) -> dict[str, float]:
@@ -124,15 +119,14 @@ def _read_expressivity(folder: Path) -> dict[str, float]:
     return errors
 
 
-def _read_documents(folder: Path) -> dict[str, dict[str, Any]]:
-    return {file.stem: _read_json(file) for file in sorted(folder.glob("*.json"))}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{str(file)!r} is damaged: {error}.", "make it anew.") from error
+def _read_documents(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
+    documents = {}
+    for file in sorted(folder.glob(pattern)):
+        try:
+            documents[file.stem] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{str(file)!r} is damaged: {error}.", "make it anew.") from error
+    return documents
 
 
 def _read_optional_lines(file: Path) -> list[dict[str, Any]]:
@@ -296,8 +290,12 @@ class Task:
     sign: int  # +1 where more of the metric is better, −1 where less is
 
     def gain(self, difference: Estimate) -> Estimate:
-        low, high = sorted([self.sign * difference.low, self.sign * difference.high])
-        return Estimate(self.sign * difference.value, low, high)
+        return difference if self.sign > 0 else turn(difference)
+
+
+def turn(estimate: Estimate) -> Estimate:
+    """The estimate of the opposite difference."""
+    return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
 TASKS = {
@@ -339,14 +337,14 @@ def _compare(study: Study, comparison: Comparison) -> Iterator[Claim]:
             continue
         found = sweep.compare(comparison.first, comparison.second, task.metric)
         for group in sweep.groups:
-            findings = [_compare_at(found.get((group, k)), task, comparison.rule, f"k = {k}") for k in sweep.top_ks]
+            by_k = {k: found.get((group, k)) for k in sweep.top_ks}
+            findings = [
+                Finding(f"k = {k}", "", Verdict(MISSING))
+                if difference is None
+                else Finding(f"k = {k}", signed(difference), judge(task.gain(difference), comparison.rule.decide))
+                for k, difference in by_k.items()
+            ]
             yield Claim(comparison.text, f"{task.name}, {group} prompts", findings)
-
-
-def _compare_at(difference: Estimate | None, task: Task, rule: Rule, setting: str) -> Finding:
-    if difference is None:
-        return Finding(setting, "", Verdict(MISSING))
-    return Finding(setting, signed(difference), judge(task.gain(difference), rule.decide))
 
 
 def signed(estimate: Estimate) -> str:
@@ -360,8 +358,8 @@ def _low_ranks(study: Study) -> Iterator[Claim]:
     for attribute in ("toxicity", "sentiment"):
         documents = {f"RAD-{kind.upper()}": study.ranks.get(f"{attribute}-{kind}") for kind in "vq"}
         findings = [_low_rank(label, document) for label, document in documents.items()]
-        known = next((document for document in documents.values() if document is not None), None)
-        subject = attribute if known is None else f"{attribute}, {_cutoffs(known)}"
+        known = [max(counts_by_rows(one).items())[1] for one in documents.values() if one is not None]
+        subject = f"{attribute}, above {' / '.join(known[0])} σ_1" if known else attribute
         yield Claim("learned reward matrices have low numerical rank", subject, findings)
 
 
@@ -371,11 +369,6 @@ def _low_rank(label: str, document: dict[str, Any] | None) -> Finding:
     (num_rows, counts), d = max(counts_by_rows(document).items()), document["hidden_size"]
     verdict = low_rank(list(counts.values()), num_rows, d)
     return Finding(label, f"{join_counts(counts)}, N = {num_rows}, d = {d}", verdict)
-
-
-def _cutoffs(document: dict[str, Any]) -> str:
-    _, counts = max(counts_by_rows(document).items())
-    return f"above {' / '.join(counts)} σ_1"
 
 
 def _regularised_rank(study: Study) -> Claim:
@@ -394,16 +387,17 @@ def _regularised_rank(study: Study) -> Claim:
 
 
 def counts_by_rows(document: dict[str, Any]) -> dict[int, dict[str, int]]:
-    """The numbers of singular values above the cutoffs, by the number of rows and the name of the cutoff."""
-    return {row["num_rows"]: _count(row) for row in document["ranks"]}
+    """The numbers of singular values above the cutoffs, by the number of rows and the name of the cutoff.
 
-
-def _count(row: dict[str, Any]) -> dict[str, int]:
-    """Counts at the paper's cutoff and at RANK_SHARES of the largest singular value, from the highest cutoff on."""
-    share = row["cutoff"] / (row["spectrum"][0] or 1.0)
-    found = [(share, f"{share:.2g} (the paper's)", row["rank"])]
-    found += [(one.share, f"{one.share:g}", one.count) for one in count_above(row["spectrum"], RANK_SHARES)]
-    return {name: count for _, name, count in sorted(found, reverse=True)}
+    Cutoffs are the paper's and RANK_SHARES of the largest singular value, the highest first.
+    """
+    counts = {}
+    for row in document["ranks"]:
+        share = row["cutoff"] / (row["spectrum"][0] or 1.0)
+        found = [(share, f"{share:.2g} (the paper's)", row["rank"])]
+        found += [(one.share, f"{one.share:g}", one.count) for one in count_above(row["spectrum"], RANK_SHARES)]
+        counts[row["num_rows"]] = {name: count for _, name, count in sorted(found, reverse=True)}
+    return counts
 
 
 def join_counts(counts: dict[str, int]) -> str:
@@ -431,7 +425,7 @@ def _calls(study: Study) -> Claim:
     for top_k in sweep.top_ks:
         calls, tokens = (cost(sweep, DISTILLED, top_k, f"{name}_per_token") for name in ("calls", "expert_tokens"))
         of_v = cost(sweep, RAD_V, top_k, "expert_tokens_per_token")
-        if not (isnan(calls) or isnan(tokens)):
+        if not isnan(calls + tokens):
             measured = f"{number(tokens)} tokens in {number(calls)} calls; RAD-V {number(of_v)} tokens"
             verdict = Verdict(HOLDS, "1 at most") if max(calls, tokens) <= 1 else Verdict(FAILS, "more than 1")
             findings.append(Finding(f"k = {top_k}", measured, verdict))
