@@ -20,7 +20,7 @@ import json
 import lzma
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -72,10 +72,13 @@ class KeptCell:
     sums: dict[str, Sums]
     texts: list[str]
 
-    def take(self, metric: str, rows: np.ndarray) -> Sums:
-        """The sums of some prompts."""
-        sums = self.sums[metric]
-        return Sums(sums.totals[rows], sums.weights[rows], exponential=sums.exponential)
+    def value(self, metric: str) -> float:
+        return self.sums[metric].value if metric in self.sums else NAN
+
+    def take(self, rows: np.ndarray) -> "KeptCell":
+        """The same of some prompts."""
+        cut = {key: replace(one, totals=one.totals[rows], weights=one.weights[rows]) for key, one in self.sums.items()}
+        return replace(self, sums=cut, texts=[self.texts[row] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,6 @@ class Place:
     base_model: BaseModel
     task: Task
     group: str
-    rows: np.ndarray  # the places of its prompts among those of the task
     cells: Mapping[str, Sequence[KeptCell]]  # by method; a method that was not run has none
     chosen: Mapping[str, Mapping[str, Any]]  # settings by method; empty for a method that had nothing to choose
     mauve: Mapping[tuple[str, str], float]  # by method and cell
@@ -219,12 +221,9 @@ class Place:
         """The unguided base model that all others are compared with."""
         return next((cell for cell in self.cells[BASE] if cell.settings["seed"] == 0), None)
 
-    def value(self, cell: KeptCell, metric: str) -> float:
-        return cell.take(metric, self.rows).value if metric in cell.sums else NAN
-
     def ratio(self, cell: KeptCell) -> float:
         """Perplexity as a multiple of the unguided one."""
-        return NAN if self.base is None else self.value(cell, "perplexity") / self.value(self.base, "perplexity")
+        return NAN if self.base is None else cell.value("perplexity") / self.base.value("perplexity")
 
     def guided(self, method: str) -> list[KeptCell]:
         return [cell for cell in self.cells[method] if cell.settings["guide"] != UNGUIDED]
@@ -235,41 +234,37 @@ class Place:
 
     def at_ratio(self, method: str, metric: str, ratio: float) -> float:
         """A metric of a curve where perplexity is a multiple of the unguided one; NaN where it is not reached."""
-        return attribute_at([(self.ratio(cell), self.value(cell, metric)) for cell in self.curve(method)], ratio)
+        return attribute_at([(self.ratio(cell), cell.value(metric)) for cell in self.curve(method)], ratio)
 
     def unguided_spread(self) -> float:
         """How far apart the attributes of equal unguided cells are, at most: methods may be tested in several runs."""
         found: dict[tuple[Any, ...], list[float]] = {}
         for cell in (cell for cells in self.cells.values() for cell in cells if cell.settings["guide"] == UNGUIDED):
             settings = tuple(cell.settings[name] for name in ("top_k", "top_p", "seed"))
-            found.setdefault(settings, []).append(self.value(cell, self.task.metric))
+            found.setdefault(settings, []).append(cell.value(self.task.metric))
         return max((max(values) - min(values) for values in found.values()), default=0.0)
 
-    def best(self, method: str) -> KeptCell | None:
-        """The guided cell with the best attribute, for methods without β."""
-        cells = self.guided(method)
-        return max(cells, key=lambda cell: self.task.side * self.value(cell, self.task.metric), default=None)
-
-    def nearest(self, method: str) -> KeptCell | None:
-        """The guided cell whose perplexity is nearest to that at which settings were chosen."""
-        return min(self.guided(method), key=lambda cell: abs(np.log(self.ratio(cell) / TARGET)), default=None)
-
     def shown(self, method: str) -> KeptCell | None:
-        """The cell that stands for a method where a single one must."""
+        """The cell that stands for a method where a single one must.
+
+        Its perplexity is the nearest to that at which settings were chosen, or its attribute the best without a β.
+        """
         if method == BASE:
             return self.base
-        return self.nearest(method) if METHODS[method].has_curve else self.best(method)
+        if METHODS[method].has_curve:
+            return min(self.guided(method), key=lambda cell: abs(np.log(self.ratio(cell) / TARGET)), default=None)
+        return max(self.guided(method), key=lambda cell: self.task.side * cell.value(self.task.metric), default=None)
 
     def compared(self, method: str) -> list[KeptCell]:
         """The guided cells of a method, or its best one where it has no β."""
         if METHODS[method].has_curve:
             return self.guided(method)
-        best = self.best(method)
+        best = self.shown(method)
         return [] if best is None else [best]
 
-    def points(self, cells: Sequence[KeptCell], axis: str, metric: str) -> list[Point]:
-        known = [cell for cell in cells if metric in cell.sums and axis in cell.sums]
-        return [(cell.take(axis, self.rows), cell.take(metric, self.rows)) for cell in known]
+
+def points(cells: Sequence[KeptCell], axis: str, metric: str) -> list[Point]:
+    return [(cell.sums[axis], cell.sums[metric]) for cell in cells if metric in cell.sums and axis in cell.sums]
 
 
 def read_places(folder: Path) -> list[Place]:
@@ -283,8 +278,10 @@ def read_places(folder: Path) -> list[Place]:
         cells = {method: _read_cells(folder, task, method) for method in METHODS}
         chosen = {name: read_choice(folder, task, method) for name, method in METHODS.items()}
         for group in task.groups:
-            here = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
-            places.append(Place(base_model, task, group, prompts.rows(group), cells, chosen, here, costs))
+            near = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
+            rows = prompts.rows(group)
+            here = {method: [cell.take(rows) for cell in found] for method, found in cells.items()}
+            places.append(Place(base_model, task, group, here, chosen, near, costs))
     return places
 
 
@@ -292,7 +289,7 @@ def _read_cells(folder: Path, task: Task, method: str) -> list[KeptCell]:
     """The cells of a method, with the sums of the second judge and of another perplexity, where they were measured."""
     cells = read_kept(folder, task.name, method)
     scores = read_arrays(second_file(folder, task.name, method))
-    likelihoods = read_arrays(likelihood_file(folder, task.name, method))
+    likelihoods = read_arrays(second_file(folder, f"likelihood-{task.name}", method))
     for cell in cells:
         if scores:
             cell.sums[SECOND_JUDGE[task.name]] = positive_rate(scores[cell.name][:, None])
@@ -304,10 +301,6 @@ def _read_cells(folder: Path, task: Task, method: str) -> list[KeptCell]:
 
 def second_file(folder: Path, task: str, method: str) -> Path:
     return folder / "second" / f"{task}-{method}.npz"
-
-
-def likelihood_file(folder: Path, task: str, method: str) -> Path:
-    return folder / "second" / f"likelihood-{task}-{method}.npz"
 
 
 def read_mauve(folder: Path) -> dict[tuple[str, str, str, str], float]:
@@ -366,11 +359,11 @@ def find_gain(
     of the axis if it has another name.
     """
     across = measured_as or axis
-    theirs = place.points(place.compared(pair.other), across, metric)
+    theirs = points(place.compared(pair.other), across, metric)
     found, reason = [], NOT_RUN
     for training in pair.trainings:
         cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
-        ours = place.points(cells, across, metric)
+        ours = points(cells, across, metric)
         if len(ours) < 2 or not theirs:
             continue
         try:
@@ -444,7 +437,8 @@ def measure_fluency(request: Request, prompts: dict[str, list[str]]) -> None:
 
     for task, method in product(TASKS, METHODS):
         if request.wants(task, method):
-            measure_cells(task, method, likelihood_file(Path(), task, method), partial(measure, prompts[task]))
+            file = second_file(Path(), f"likelihood-{task}", method)
+            measure_cells(task, method, file, partial(measure, prompts[task]))
 
 
 def compare_texts(request: Request) -> None:
@@ -452,8 +446,8 @@ def compare_texts(request: Request) -> None:
     the unguided base model. The line of the unguided base model itself is the value that chance alone leaves."""
     encoder = load_encoder(ENCODER, find_device("auto"))
 
-    def encode(place: Place, cell: KeptCell) -> np.ndarray:
-        texts = [text for n in place.rows if (text := cell.texts[n]).strip()]
+    def encode(cell: KeptCell) -> np.ndarray:
+        texts = list(filter(str.strip, cell.texts))
         if len(texts) < MAUVE_MIN_SAMPLES:
             sys.exit(f"error: {cell.name} has {len(texts)} texts, and MAUVE needs {MAUVE_MIN_SAMPLES}.")
         return encoder.encode(texts)
@@ -464,10 +458,10 @@ def compare_texts(request: Request) -> None:
         missing = {name: cell for name, cell in wanted.items() if cell and (name, cell.name) not in place.mauve}
         if reference is None or not missing:
             continue
-        against = encode(place, reference)
+        against = encode(reference)
         for name, cell in missing.items():
             row = {"task": place.task.name, "method": name, "cell": cell.name, "group": place.group}
-            append(Path("second/mauve.jsonl"), row | {"value": mauve(encode(place, cell), against)})
+            append(Path("second/mauve.jsonl"), row | {"value": mauve(encode(cell), against)})
 
 
 def append(file: Path, row: dict[str, Any]) -> None:

@@ -243,11 +243,8 @@ def paper(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def student(attribute: str, teacher: str = "v", **changes: Any) -> dict[str, Any]:
-    return paper(f"{attribute}-q", teacher=f"models/{attribute}-{teacher}", **changes)
-
-
-def from_labels(attribute: str, **changes: Any) -> dict[str, Any]:
-    return paper(f"{attribute}-q", teacher="", **changes)
+    """RAD-Q, of labels where there is no teacher."""
+    return paper(f"{attribute}-q", teacher=teacher and f"models/{attribute}-{teacher}", **changes)
 
 
 SMALL_EXPERTS = {"max_length": 96, "batch_size": 64, "max_steps": 500, "learning_rate": 2e-5}
@@ -255,10 +252,10 @@ CLAIM_MODELS = {  # teachers stand before their students
     "toxicity-v": paper("toxicity-v"),
     "sentiment-v": paper("sentiment-v"),
     **JUDGES,
-    "toxicity-q-labels": from_labels("toxicity"),
-    "sentiment-q-labels": from_labels("sentiment"),
-    "toxicity-q-cross-entropy": from_labels("toxicity", loss="ce"),
-    "toxicity-q-mlp": from_labels("toxicity", head="mlp"),
+    "toxicity-q-labels": student("toxicity", ""),
+    "sentiment-q-labels": student("sentiment", ""),
+    "toxicity-q-cross-entropy": student("toxicity", "", loss="ce"),
+    "toxicity-q-mlp": student("toxicity", "", head="mlp"),
     "toxicity-dexperts": experts("toxicity", "dexperts", **SMALL_EXPERTS),
     "sentiment-dexperts": experts("sentiment", "dexperts", **SMALL_EXPERTS),
     "toxicity-v-again": paper("toxicity-v", seed=1),  # shows how far apart two trainings are

@@ -392,23 +392,10 @@ def convert(request: Request) -> None:
 # --- the command line ---
 
 FILES = {"prepare": 4, "convert": 1, "publish": 1}  # the numbers of files or folders that pieces take
-PIECES: dict[str, Callable[[Request], None]] = {
-    "prepare": prepare,
-    "train": train,
-    "judges": judges,
-    "sweeps": sweeps,
-    "rank": rank,
-    "time": time_tokens,
-    "expressivity": expressivity,
-    "samples": samples,
-    "mauve": mauve,
-    "agreement": agreement,
-    "contest": contest,
-    "second": second,
-    "costs": costs,
-    "publish": publish,
-    "convert": convert,
-}
+OF_CLAIMS = (prepare, train, judges, sweeps, rank, expressivity, samples, mauve, agreement)
+OF_CONTEST = (contest, second, costs, publish, convert)
+PIECES: dict[str, Callable[[Request], None]] = {piece.__name__: piece for piece in (*OF_CLAIMS, *OF_CONTEST)}
+PIECES["time"] = time_tokens
 CONTEST_PIECES = ("contest", "second")  # which have a base model
 
 

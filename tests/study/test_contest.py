@@ -369,7 +369,7 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     costs = {"machine": "a CPU", "over_unguided": {"gedi": {"median": 1.6543}}}
     modules["models"].write_json(folder / "costs.json", costs)
     for place in modules["kept"].read_places(folder):
-        cells = [("base", place.base), ("gedi", place.nearest("gedi"))]
+        cells = [("base", place.base), ("gedi", place.shown("gedi"))]
         (folder / "second").mkdir(exist_ok=True)
         with (folder / "second" / "mauve.jsonl").open("a") as stream:
             for name, cell in cells:
@@ -417,7 +417,7 @@ def test_another_perplexity_of_kept_texts(
     cell = place.guided("gedi")[0]
     found = measure_likelihoods(lm, tokenizer, prompts["toxicity"], cell.texts)
     wanted = np.exp(found.nll.sum() / found.tokens.sum())
-    assert place.value(cell, modules["kept"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
+    assert cell.value(modules["kept"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
     for n, cells in enumerate(zip(place.guided("readout"), place.guided("gedi"), strict=True)):
         for cell in cells:
             totals = np.full(PROMPTS, float(n + 1))

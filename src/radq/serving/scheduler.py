@@ -290,10 +290,14 @@ class Scheduler:
         self.metrics.count_step(time.perf_counter() - began)
         for ticket, text in list(self._texts.items()):
             self._deliver(ticket, text)
-        if not self._texts:  # the memory is given back, but on a GPU captured steps are kept
-            self._engine = None
-            if not engine.busy:
-                keep_engine(engine)
+        if not self._texts:
+            self._put_away(engine)
+
+    def _put_away(self, engine: Engine) -> None:
+        """Give the memory of the engine back; on a GPU its captured steps are kept."""
+        self._engine = None
+        if not engine.busy:
+            keep_engine(engine)
 
     def _tell(self, result: StepResult) -> None:
         assert result.drawn is not None
