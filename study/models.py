@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -390,7 +390,7 @@ class BaseModel:
     memory: float = 1.0  # of a job, as a multiple
     experts_memory: float = 1.0  # of a training of whole language models, likewise
     own_texts: tuple[str, ...] = ()  # options of the job that lets it write texts
-    sweep: Mapping[str, Any] = field(default_factory=dict)  # settings of sweeps that differ
+    sweep: dict[str, Any] = field(default_factory=dict)  # settings of sweeps that differ
 
     def takes_part(self, method: str) -> bool:
         return not self.methods or method in self.methods

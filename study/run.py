@@ -55,7 +55,6 @@ from radq import RadqError, RadV, RewardGuide, RewardModel, generate, load
 from radq.data.tables import read_table
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import ScoredTexts, measure
-from radq.evaluation.sweep.measure import encode_samples
 from radq.files import read_lines
 from radq.judges.models import load_judge
 from radq.judges.readers import load_encoder
@@ -310,7 +309,8 @@ def mauve_of_sweep(run: Path, done: set[tuple[str, str, str]]) -> None:
     for (cell, group), texts in read_texts(run).items():
         if group in reference and (run.name, cell, group) in done:
             continue
-        features = encode_samples(encoder, texts)
+        features = encoder.encode([text for samples in texts for text in samples])
+        features = features.reshape(len(texts), MAUVE_SAMPLES, -1)
         reference.setdefault(group, features)  # the unguided cell comes first
         if (run.name, cell, group) not in done:
             found = measure(["mauve"], ScoredTexts(texts, features=features, reference=reference[group]))["mauve"]
@@ -386,7 +386,7 @@ def publish(request: Request) -> None:
 
 def convert(request: Request) -> None:
     """Write the language model of a GGUF file into the folder that a contest of another base model reads."""
-    convert_gguf(*request.files, CONVERTED, torch.bfloat16)
+    convert_gguf(request.files[0], CONVERTED, torch.bfloat16)
 
 
 # --- the command line ---

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from itertools import combinations, product
 from math import log
 from pathlib import Path
@@ -26,7 +25,6 @@ from radq.cli import main
 from radq.errors import DataError, OptionError
 from radq.evaluation.estimates import Estimate
 from radq.evaluation.sweep.config import load_sweep
-from radq.judges.readers import Encoder
 from radq.models.kinds import RadQ, RadV
 from radq.report.results import NAN
 from radq.settings import read_yaml
@@ -550,10 +548,8 @@ def test_mauve_is_of_cells_that_lack_it(
     pytest.importorskip("mauve")
     run, encoded = modules["run"], []
 
-    class FakeEncoder(Encoder):
-        def __init__(self) -> None: ...
-
-        def encode(self, texts: Sequence[str], progress: bool = False) -> np.ndarray:
+    class Encoder:
+        def encode(self, texts: list[str]) -> np.ndarray:
             encoded.append(texts[0].split()[0])
             return np.random.default_rng(len(texts[0])).normal(size=(len(texts), 4)).astype(np.float32)
 
@@ -566,7 +562,7 @@ def test_mauve_is_of_cells_that_lack_it(
     write_lines(folder / "generations.jsonl", rows)
     write_lines(folder / "metrics.jsonl", [{"cell": cell} for cell in cells])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "load_encoder", lambda *_: FakeEncoder())
+    monkeypatch.setattr(run, "load_encoder", lambda *_: Encoder())
     run.mauve_of_sweep(folder, {("detox-k20", "none", "g"), ("detox-k20", "known", "g")})
     (row,) = map(json.loads, (tmp_path / "mauve.jsonl").read_text().splitlines())
     assert encoded == ["none", "new"]
