@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ class MeasuredSweep:
         found = {}
         for row in self.differences:
             if row["metric"] == metric and {row["first"], row["second"]} == {first, second}:
-                e = _read_estimate(row)
-                turned = Estimate(-e.value, -e.high, -e.low)
-                found[row["group"], row["top_k"]] = e if row["first"] == first else turned
+                estimate = _read_estimate(row)
+                found[row["group"], row["top_k"]] = estimate if row["first"] == first else turn(estimate)
         return found
 
     def select(self, guide: str, group: str, top_k: int | None, beta: float | None = None) -> list[Result]:
@@ -85,13 +84,15 @@ class Study:
 def read_study(folder: Path) -> Study:
     if not folder.is_dir():
         raise OptionError(f"there is no folder {str(folder)!r}.", "give the folder of a study.")
-    sweeps = {name: _read_sweep(folder / "sweeps", name) for name in ("detox", "sentiment")}
-    timing = folder / "timing.json"
+    sweeps = {name: _read_sweep(folder / "sweeps", name) for name in TASKS}
+    timed = [row for document in _read_documents(folder, "timing.json").values() for row in document["rows"]]
     return Study(
         sweeps={name: sweep for name, sweep in sweeps.items() if sweep.results},
-        judges=_read_documents(folder / "judges"),
-        ranks=_read_documents(folder / "rank"),
-        times=dict(map(_read_timed, _read_json(timing)["rows"])) if timing.is_file() else {},
+        judges=_read_documents(folder, "judges/*.json"),
+        ranks=_read_documents(folder, "rank/*.json"),
+        times={
+            (row["guide"], row.get("k"), row["batch"]): _read_estimate(row, "milliseconds_per_token") for row in timed
+        },
         expressivity=_read_expressivity(folder / "expressivity"),
         samples=_read_optional_lines(folder / "samples.jsonl"),
     )
@@ -105,14 +106,8 @@ def _read_sweep(folder: Path, name: str) -> MeasuredSweep:
     return MeasuredSweep(results, [row for row in rows if row.get("axis", "perplexity") == "perplexity"])
 
 
-def _read_timed(row: dict[str, Any]) -> tuple[tuple[str, int | None, int], Estimate]:
-    time = _read_estimate(row | {"value": row["milliseconds_per_token"]})
-    return (row["guide"], row.get("k"), row["batch"]), time
-
-
-def _read_estimate(row: dict[str, Any]) -> Estimate:
-    value, low, high = (NAN if row.get(name) is None else float(row[name]) for name in ("value", "low", "high"))
-    return Estimate(value, low, high)
+def _read_estimate(row: dict[str, Any], value: str = "value") -> Estimate:
+    return Estimate(*(NAN if row.get(name) is None else float(row[name]) for name in (value, "low", "high")))
 
 
 def _read_expressivity(folder: Path) -> dict[str, float]:
@@ -124,15 +119,14 @@ def _read_expressivity(folder: Path) -> dict[str, float]:
     return errors
 
 
-def _read_documents(folder: Path) -> dict[str, dict[str, Any]]:
-    return {file.stem: _read_json(file) for file in sorted(folder.glob("*.json"))}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{str(file)!r} is damaged: {error}.", "make it anew.") from error
+def _read_documents(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
+    documents = {}
+    for file in sorted(folder.glob(pattern)):
+        try:
+            documents[file.stem] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{str(file)!r} is damaged: {error}.", "make it anew.") from error
+    return documents
 
 
 def _read_optional_lines(file: Path) -> list[dict[str, Any]]:
@@ -218,62 +212,38 @@ def _join_settings(names: Sequence[str]) -> str:
 
 # --- rules ---
 
-Rule = Callable[[Estimate], Verdict]
+
+@dataclass(frozen=True)
+class Rule:
+    """A claim about a gain holds if the whole interval lies between two limits, and fails if all of it lies outside."""
+
+    low: float
+    high: float = inf
+
+    def decide(self, gain: Estimate) -> Verdict:
+        side = "better" if gain.low > 0 else "worse" if gain.high < 0 else ""
+        limit = abs(self.high if side == "better" else self.low)
+        if self.low < gain.low and gain.high < self.high:
+            reason = f"{side}, by less than {limit}" if side and limit < inf else side or "within the margin"
+            return Verdict(HOLDS, reason, against=side == "worse" and self.high > 0)
+        if gain.low > self.high or gain.high < self.low:
+            return Verdict(FAILS, f"{side} by more than {limit}" if limit else side)
+        if side:
+            return Verdict(UNDECIDED, f"{side}, perhaps by more than {limit}")
+        if 0 in (self.low, self.high):
+            return Verdict(UNDECIDED, "the interval includes 0")
+        exceeds = f"perhaps worse by more than {limit}" if self.high == inf else f"the interval exceeds ±{limit}"
+        return Verdict(UNDECIDED, exceeds)
 
 
-def judge(gain: Estimate, rule: Rule) -> Verdict:
+BETTER, NO_WORSE, SLIGHTLY_WORSE, ON_PAR = Rule(0.0), Rule(-MARGIN), Rule(-SLIGHT, 0.0), Rule(-MARGIN, MARGIN)
+
+
+def judge(gain: Estimate, decide: Callable[[Estimate], Verdict]) -> Verdict:
     """Apply a rule; a gain without value or interval is undecided."""
     if isnan(gain.value):
         return Verdict(UNDECIDED, "the two never have the same perplexity")
-    if isnan(gain.low) or isnan(gain.high):
-        return Verdict(UNDECIDED, "there is no interval")
-    return rule(gain)
-
-
-def better(gain: Estimate) -> Verdict:
-    """Holds if the whole interval is above 0, fails if it is below 0, is undecided if it includes 0."""
-    if gain.low > 0:
-        return Verdict(HOLDS, "better")
-    return Verdict(FAILS, "worse") if gain.high < 0 else Verdict(UNDECIDED, "the interval includes 0")
-
-
-def no_worse(gain: Estimate) -> Verdict:
-    """Holds if the whole interval is above −MARGIN, fails if it is below −MARGIN, otherwise is undecided."""
-    if gain.low > -MARGIN:
-        return Verdict(HOLDS, "better") if gain.low > 0 else _within_margin(gain)
-    if gain.high < -MARGIN:
-        return Verdict(FAILS, f"worse by more than {MARGIN}")
-    return Verdict(UNDECIDED, f"{'worse, perhaps' if gain.high < 0 else 'perhaps worse'} by more than {MARGIN}")
-
-
-def _within_margin(gain: Estimate) -> Verdict:
-    """Holds because of the margin; says on which side of 0 the interval lies."""
-    if gain.high < 0:
-        return Verdict(HOLDS, f"worse, by less than {MARGIN}", against=True)
-    return Verdict(HOLDS, f"better, by less than {MARGIN}" if gain.low > 0 else "within the margin")
-
-
-def slightly_worse(gain: Estimate) -> Verdict:
-    """Holds if the interval lies between −SLIGHT and 0, fails if it is above 0 or below −SLIGHT, else is undecided."""
-    if gain.low > 0:
-        return Verdict(FAILS, "better")
-    if gain.high < -SLIGHT:
-        return Verdict(FAILS, f"worse by more than {SLIGHT}")
-    if gain.high >= 0:
-        return Verdict(UNDECIDED, "the interval includes 0")
-    if gain.low < -SLIGHT:
-        return Verdict(UNDECIDED, f"worse, perhaps by more than {SLIGHT}")
-    return Verdict(HOLDS, f"worse, by less than {SLIGHT}")
-
-
-def on_par(gain: Estimate) -> Verdict:
-    """Holds if the interval lies within ±MARGIN, fails if all of it lies outside, otherwise is undecided."""
-    if gain.low > -MARGIN and gain.high < MARGIN:
-        return _within_margin(gain)
-    side = "better" if gain.low > 0 else "worse" if gain.high < 0 else ""
-    if gain.low > MARGIN or gain.high < -MARGIN:
-        return Verdict(FAILS, f"{side} by more than {MARGIN}")
-    return Verdict(UNDECIDED, f"{side}, perhaps by more than {MARGIN}" if side else f"the interval exceeds ±{MARGIN}")
+    return Verdict(UNDECIDED, "there is no interval") if isnan(gain.low + gain.high) else decide(gain)
 
 
 def above_one(ratio: Estimate) -> Verdict:
@@ -307,14 +277,6 @@ def lower(counts: Sequence[int], others: Sequence[int]) -> Verdict:
     return Verdict(UNDECIDED, "not at every cutoff")
 
 
-def fits(error: float) -> Verdict:
-    return Verdict(HOLDS, f"below {FITS:g}") if error < FITS else Verdict(FAILS, f"not below {FITS:g}")
-
-
-def fits_not(error: float) -> Verdict:
-    return Verdict(HOLDS, f"above {FITS_NOT:g}") if error > FITS_NOT else Verdict(FAILS, f"not above {FITS_NOT:g}")
-
-
 # --- comparisons of two guides at equal perplexity ---
 
 RAD_V, DISTILLED, LABELS, DEXPERTS, GEDI = "rad-v", "rad-q (distilled)", "rad-q (labels)", "dexperts", "gedi"
@@ -328,8 +290,12 @@ class Task:
     sign: int  # +1 where more of the metric is better, −1 where less is
 
     def gain(self, difference: Estimate) -> Estimate:
-        low, high = sorted([self.sign * difference.low, self.sign * difference.high])
-        return Estimate(self.sign * difference.value, low, high)
+        return difference if self.sign > 0 else turn(difference)
+
+
+def turn(estimate: Estimate) -> Estimate:
+    """The estimate of the opposite difference."""
+    return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
 TASKS = {
@@ -341,48 +307,44 @@ TASKS = {
 @dataclass(frozen=True)
 class Comparison:
     text: str
-    sweep: str
     first: str
     second: str
     rule: Rule
-
-
-def _in_both(text: str, first: str, second: str, rule: Rule) -> list[Comparison]:
-    return [Comparison(text, sweep, first, second, rule) for sweep in TASKS]
+    sweeps: Sequence[str] = tuple(TASKS)
 
 
 COMPARISONS = [
-    Comparison("distilled RAD-Q follows RAD-V in detoxification", "detox", DISTILLED, RAD_V, no_worse),
-    Comparison("distilled RAD-Q matches or beats RAD-V in sentiment", "sentiment", DISTILLED, RAD_V, no_worse),
-    *_in_both("RAD-Q trained on labels is slightly behind RAD-V", LABELS, RAD_V, slightly_worse),
-    *_in_both("RAD-Q trained on labels is slightly behind distilled RAD-Q", LABELS, DISTILLED, slightly_worse),
-    *_in_both("distilled RAD-Q is better than DExperts", DISTILLED, DEXPERTS, better),
-    *_in_both("distilled RAD-Q is better than GeDi", DISTILLED, GEDI, better),
-    Comparison("the regulariser helps fluency", "detox", DISTILLED, "no regulariser", better),
+    Comparison("distilled RAD-Q follows RAD-V in detoxification", DISTILLED, RAD_V, NO_WORSE, ["detox"]),
+    Comparison("distilled RAD-Q matches or beats RAD-V in sentiment", DISTILLED, RAD_V, NO_WORSE, ["sentiment"]),
+    Comparison("RAD-Q trained on labels is slightly behind RAD-V", LABELS, RAD_V, SLIGHTLY_WORSE),
+    Comparison("RAD-Q trained on labels is slightly behind distilled RAD-Q", LABELS, DISTILLED, SLIGHTLY_WORSE),
+    Comparison("distilled RAD-Q is better than DExperts", DISTILLED, DEXPERTS, BETTER),
+    Comparison("distilled RAD-Q is better than GeDi", DISTILLED, GEDI, BETTER),
+    Comparison("the regulariser helps fluency", DISTILLED, "no regulariser", BETTER, ["detox"]),
     Comparison(
-        "regulariser and baseline together help fluency", "detox", DISTILLED, "no regulariser no baseline", better
+        "regulariser and baseline together help fluency", DISTILLED, "no regulariser no baseline", BETTER, ["detox"]
     ),
-    Comparison("cross-entropy is slightly behind squared loss", "detox", "cross-entropy", LABELS, slightly_worse),
-    Comparison("the MLP head is on par with the linear one", "detox", "mlp", LABELS, on_par),
+    Comparison("cross-entropy is slightly behind squared loss", "cross-entropy", LABELS, SLIGHTLY_WORSE, ["detox"]),
+    Comparison("the MLP head is on par with the linear one", "mlp", LABELS, ON_PAR, ["detox"]),
 ]
 
 
 def _compare(study: Study, comparison: Comparison) -> Iterator[Claim]:
     """One claim for each group of prompts, with one finding for each k."""
-    sweep, task = study.sweeps.get(comparison.sweep), TASKS[comparison.sweep]
-    if sweep is None:
-        yield Claim(comparison.text, task.name, [])
-        return
-    found = sweep.compare(comparison.first, comparison.second, task.metric)
-    for group in sweep.groups:
-        findings = [_compare_at(found.get((group, k)), task, comparison.rule, f"k = {k}") for k in sweep.top_ks]
-        yield Claim(comparison.text, f"{task.name}, {group} prompts", findings)
-
-
-def _compare_at(difference: Estimate | None, task: Task, rule: Rule, setting: str) -> Finding:
-    if difference is None:
-        return Finding(setting, "", Verdict(MISSING))
-    return Finding(setting, signed(difference), judge(task.gain(difference), rule))
+    for sweep, task in ((study.sweeps.get(name), TASKS[name]) for name in comparison.sweeps):
+        if sweep is None:
+            yield Claim(comparison.text, task.name, [])
+            continue
+        found = sweep.compare(comparison.first, comparison.second, task.metric)
+        for group in sweep.groups:
+            by_k = {k: found.get((group, k)) for k in sweep.top_ks}
+            findings = [
+                Finding(f"k = {k}", "", Verdict(MISSING))
+                if difference is None
+                else Finding(f"k = {k}", signed(difference), judge(task.gain(difference), comparison.rule.decide))
+                for k, difference in by_k.items()
+            ]
+            yield Claim(comparison.text, f"{task.name}, {group} prompts", findings)
 
 
 def signed(estimate: Estimate) -> str:
@@ -396,8 +358,8 @@ def _low_ranks(study: Study) -> Iterator[Claim]:
     for attribute in ("toxicity", "sentiment"):
         documents = {f"RAD-{kind.upper()}": study.ranks.get(f"{attribute}-{kind}") for kind in "vq"}
         findings = [_low_rank(label, document) for label, document in documents.items()]
-        known = next((document for document in documents.values() if document is not None), None)
-        subject = attribute if known is None else f"{attribute}, {_cutoffs(known)}"
+        known = [max(counts_by_rows(one).items())[1] for one in documents.values() if one is not None]
+        subject = f"{attribute}, above {' / '.join(known[0])} σ_1" if known else attribute
         yield Claim("learned reward matrices have low numerical rank", subject, findings)
 
 
@@ -407,11 +369,6 @@ def _low_rank(label: str, document: dict[str, Any] | None) -> Finding:
     (num_rows, counts), d = max(counts_by_rows(document).items()), document["hidden_size"]
     verdict = low_rank(list(counts.values()), num_rows, d)
     return Finding(label, f"{join_counts(counts)}, N = {num_rows}, d = {d}", verdict)
-
-
-def _cutoffs(document: dict[str, Any]) -> str:
-    _, counts = max(counts_by_rows(document).items())
-    return f"above {' / '.join(counts)} σ_1"
 
 
 def _regularised_rank(study: Study) -> Claim:
@@ -430,16 +387,17 @@ def _regularised_rank(study: Study) -> Claim:
 
 
 def counts_by_rows(document: dict[str, Any]) -> dict[int, dict[str, int]]:
-    """The numbers of singular values above the cutoffs, by the number of rows and the name of the cutoff."""
-    return {row["num_rows"]: _count(row) for row in document["ranks"]}
+    """The numbers of singular values above the cutoffs, by the number of rows and the name of the cutoff.
 
-
-def _count(row: dict[str, Any]) -> dict[str, int]:
-    """Counts at the paper's cutoff and at RANK_SHARES of the largest singular value, from the highest cutoff on."""
-    share = row["cutoff"] / (row["spectrum"][0] or 1.0)
-    found = [(share, f"{share:.2g} (the paper's)", row["rank"])]
-    found += [(one.share, f"{one.share:g}", one.count) for one in count_above(row["spectrum"], RANK_SHARES)]
-    return {name: count for _, name, count in sorted(found, reverse=True)}
+    Cutoffs are the paper's and RANK_SHARES of the largest singular value, the highest first.
+    """
+    counts = {}
+    for row in document["ranks"]:
+        share = row["cutoff"] / (row["spectrum"][0] or 1.0)
+        found = [(share, f"{share:.2g} (the paper's)", row["rank"])]
+        found += [(one.share, f"{one.share:g}", one.count) for one in count_above(row["spectrum"], RANK_SHARES)]
+        counts[row["num_rows"]] = {name: count for _, name, count in sorted(found, reverse=True)}
+    return counts
 
 
 def join_counts(counts: dict[str, int]) -> str:
@@ -448,10 +406,12 @@ def join_counts(counts: dict[str, int]) -> str:
 
 def _expressivity(study: Study) -> Claim:
     findings = []
-    for kind, rule in (("v", fits), ("q", fits_not)):
-        error, label = study.expressivity.get(kind), f"RAD-{kind.upper()}"
-        measured = "" if error is None else f"MSE {error:.2g}"
-        findings.append(Finding(label, measured, Verdict(MISSING) if error is None else rule(error)))
+    for kind, side, limit in (("v", "below", FITS), ("q", "above", FITS_NOT)):
+        error, measured, verdict = study.expressivity.get(kind), "", Verdict(MISSING)
+        if error is not None:
+            holds, measured = error < limit if side == "below" else error > limit, f"MSE {error:.2g}"
+            verdict = Verdict(HOLDS, f"{side} {limit:g}") if holds else Verdict(FAILS, f"not {side} {limit:g}")
+        findings.append(Finding(f"RAD-{kind.upper()}", measured, verdict))
     return Claim("RAD-V fits full-rank data, RAD-Q cannot", "name pairs", findings, EXPRESSIVITY_CAVEATS)
 
 
@@ -465,7 +425,7 @@ def _calls(study: Study) -> Claim:
     for top_k in sweep.top_ks:
         calls, tokens = (cost(sweep, DISTILLED, top_k, f"{name}_per_token") for name in ("calls", "expert_tokens"))
         of_v = cost(sweep, RAD_V, top_k, "expert_tokens_per_token")
-        if not (isnan(calls) or isnan(tokens)):
+        if not isnan(calls + tokens):
             measured = f"{number(tokens)} tokens in {number(calls)} calls; RAD-V {number(of_v)} tokens"
             verdict = Verdict(HOLDS, "1 at most") if max(calls, tokens) <= 1 else Verdict(FAILS, "more than 1")
             findings.append(Finding(f"k = {top_k}", measured, verdict))

@@ -14,23 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from kept import (
-    COST_ROWS,
-    COSTS,
-    KEPT_TEXTS,
-    NOT_RUN,
-    OTHER_PAIRS,
-    OTHER_PERPLEXITY,
-    READOUT_PAIRS,
-    SECOND_JUDGE,
-    Gain,
-    KeptCell,
-    Pair,
-    Place,
-    find_gain,
-    read_places,
-)
-from methods import (
+from contest import (
     ASKED,
     BASE,
     BEST,
@@ -49,6 +33,22 @@ from methods import (
     Method,
     Task,
     choice_file,
+)
+from kept import (
+    COST_ROWS,
+    COSTS,
+    KEPT_TEXTS,
+    NOT_RUN,
+    OTHER_PAIRS,
+    OTHER_PERPLEXITY,
+    READOUT_PAIRS,
+    SECOND_JUDGE,
+    Gain,
+    KeptCell,
+    Pair,
+    Place,
+    find_gain,
+    read_places,
 )
 from models import RATES, SMOLLM2, BaseModel
 from page import item, markdown_table, wrapped, write_page
@@ -282,12 +282,12 @@ def _curve_row(place: Place, method: Method, metrics: Sequence[str]) -> list[str
 
 def _cell_row(place: Place, method: Method, metrics: Sequence[str]) -> list[str]:
     """The row of a method without β: the attribute of its best cell, with its perplexity, in the place of a curve."""
-    cell = place.base if method.name == BASE else place.best(method.name)
+    cell = place.shown(method.name)
     assert cell is not None
     n, ask = cell.settings["best_of"], cell.settings["ask"]
     setting = f"n = {n}" if n else f"request {ask}" if ask else f"k = {PLAIN_K}"
-    attribute = f"{number(place.value(cell, place.task.metric))} at ×{place.ratio(cell):.3g}"
-    rest = [number(place.value(cell, metric)) for metric in metrics]
+    attribute = f"{number(cell.value(place.task.metric))} at ×{place.ratio(cell):.3g}"
+    rest = [number(cell.value(metric)) for metric in metrics]
     cost = [str(((n or 1) - 1) * place.base_model.layers), *_time(place, method)]
     return [setting, *cost, attribute, "", "", *rest, _mauve(place, method)]
 
@@ -328,7 +328,7 @@ def draw_place(place: Place, bootstrap: Bootstrap) -> Plot | None:
 def _result(place: Place, name: str, cell: KeptCell, bootstrap: Bootstrap) -> Result:
     """A cell for the plot. Candidates are left out, so that all curves share one unguided base model."""
     keys = (place.task.metric, "perplexity", "kl")
-    metrics = {key: estimate(cell.take(key, place.rows), bootstrap) for key in keys}
+    metrics = {key: estimate(cell.sums[key], bootstrap) for key in keys}
     guide = name if name == "none" else METHODS[name].title
     beta, best_of = cell.settings["beta"], cell.settings["best_of"]
     nothing = {"top_k": None, "top_p": None, "kl_budget": None, "seed": 0, "cost": {}}

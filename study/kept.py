@@ -10,6 +10,8 @@ second/likelihood-TASK-METHOD.npz   CELL: negative log-likelihood and number of 
                              another language model, (2, p)
 second/mauve.jsonl           a line per method and class of prompts: MAUVE of the cell that stands for the method
 
+second/judge.json            AUC and accuracy of a second judge of sentiment, over MiniLM, on texts that it has not seen
+
 A `Place` is what was measured of a task on one class of prompts.
 """
 
@@ -17,24 +19,39 @@ import hashlib
 import json
 import lzma
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from methods import BASE, METHODS, TARGET, TASKS, TRAININGS, UNGUIDED, Task, attribute_at, read_choice
-from models import BaseModel, read_base
+from contest import BASE, METHODS, TARGET, TASKS, TRAININGS, UNGUIDED, Request, Task, attribute_at, read_choice
+from models import RADQ, BaseModel, Job, keep_json, read_base, run_all, write_json
 
+from radq import load
 from radq.data.prompts import read_prompts
 from radq.errors import OptionError
-from radq.evaluation.comparison import AXES, compare_curves
-from radq.evaluation.comparison import Point as CurvePoint
+from radq.evaluation.comparison import AXES, Point, compare_curves
 from radq.evaluation.estimates import Bootstrap, Estimate, Sums
-from radq.evaluation.metrics import METRICS, corpus_perplexity, metric_and_judge, positive_rate
+from radq.evaluation.metrics import (
+    MAUVE_MIN_SAMPLES,
+    METRICS,
+    corpus_perplexity,
+    mauve,
+    metric_and_judge,
+    positive_rate,
+)
+from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import Sweep, list_judged, load_sweep
 from radq.evaluation.sweep.measure import MeasuredCell, read_measured_cells
-from radq.files import atomic_file, read_lines
+from radq.files import append_lines, atomic_file, read_lines
+from radq.judges.agreement import measure_agreement
+from radq.judges.base import Judge
+from radq.judges.models import load_judge
+from radq.judges.readers import load_encoder
+from radq.models.loading import find_device
 from radq.report.results import NAN
 
 SETTINGS = ("guide", "beta", "top_k", "top_p", "seed", "best_of", "ask")
@@ -55,10 +72,13 @@ class KeptCell:
     sums: dict[str, Sums]
     texts: list[str]
 
-    def take(self, metric: str, rows: np.ndarray) -> Sums:
-        """The sums of some prompts."""
-        sums = self.sums[metric]
-        return Sums(sums.totals[rows], sums.weights[rows], exponential=sums.exponential)
+    def value(self, metric: str) -> float:
+        return self.sums[metric].value if metric in self.sums else NAN
+
+    def take(self, rows: np.ndarray) -> "KeptCell":
+        """The same of some prompts."""
+        cut = {key: replace(one, totals=one.totals[rows], weights=one.weights[rows]) for key, one in self.sums.items()}
+        return replace(self, sums=cut, texts=[self.texts[row] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -80,9 +100,9 @@ def keep_run(task: str, method: str) -> None:
     prompts = sweep.read_prompts()
     kept = KeptPrompts([digest(one.text) for one in prompts], np.array([one.group for one in prompts]))
     with_text = {int(row) for group in set(kept.groups) for row in kept.rows(group)[:KEPT_TEXTS]}
-    cells = [summarise(sweep, cell, with_text) for cell in read_measured_cells(run, sweep, prompts)]
     write_prompts(Path(), task, kept)
-    write_kept(Path(), task, method, cells)
+    cells = read_measured_cells(run, sweep, prompts)
+    write_kept(Path(), task, method, [summarise(sweep, cell, with_text) for cell in cells])
 
 
 def summarise(sweep: Sweep, one: MeasuredCell, with_text: set[int]) -> KeptCell:
@@ -103,10 +123,10 @@ def write_kept(folder: Path, task: str, method: str, cells: list[KeptCell]) -> N
     _write_lines(file.with_suffix(".jsonl.xz"), rows)
     sums = {f"{cell.name}/{metric}": sums for cell in cells for metric, sums in cell.sums.items()}
     # Written last: where it is, the texts are, too.
-    write_arrays(file, {key: shorten(np.stack([one.totals, one.weights])) for key, one in sums.items()})
+    _write_arrays(file, {key: shorten(np.stack([one.totals, one.weights])) for key, one in sums.items()})
 
 
-def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
+def _write_arrays(file: Path, arrays: dict[str, Any]) -> None:
     with atomic_file(file) as temporary, temporary.open("wb") as stream:
         np.savez_compressed(stream, **arrays)
 
@@ -191,7 +211,6 @@ class Place:
     base_model: BaseModel
     task: Task
     group: str
-    rows: np.ndarray  # the places of its prompts among those of the task
     cells: Mapping[str, Sequence[KeptCell]]  # by method; a method that was not run has none
     chosen: Mapping[str, Mapping[str, Any]]  # settings by method; empty for a method that had nothing to choose
     mauve: Mapping[tuple[str, str], float]  # by method and cell
@@ -202,12 +221,9 @@ class Place:
         """The unguided base model that all others are compared with."""
         return next((cell for cell in self.cells[BASE] if cell.settings["seed"] == 0), None)
 
-    def value(self, cell: KeptCell, metric: str) -> float:
-        return cell.take(metric, self.rows).value if metric in cell.sums else NAN
-
     def ratio(self, cell: KeptCell) -> float:
         """Perplexity as a multiple of the unguided one."""
-        return NAN if self.base is None else self.value(cell, "perplexity") / self.value(self.base, "perplexity")
+        return NAN if self.base is None else cell.value("perplexity") / self.base.value("perplexity")
 
     def guided(self, method: str) -> list[KeptCell]:
         return [cell for cell in self.cells[method] if cell.settings["guide"] != UNGUIDED]
@@ -218,41 +234,37 @@ class Place:
 
     def at_ratio(self, method: str, metric: str, ratio: float) -> float:
         """A metric of a curve where perplexity is a multiple of the unguided one; NaN where it is not reached."""
-        return attribute_at([(self.ratio(cell), self.value(cell, metric)) for cell in self.curve(method)], ratio)
+        return attribute_at([(self.ratio(cell), cell.value(metric)) for cell in self.curve(method)], ratio)
 
     def unguided_spread(self) -> float:
         """How far apart the attributes of equal unguided cells are, at most: methods may be tested in several runs."""
         found: dict[tuple[Any, ...], list[float]] = {}
         for cell in (cell for cells in self.cells.values() for cell in cells if cell.settings["guide"] == UNGUIDED):
             settings = tuple(cell.settings[name] for name in ("top_k", "top_p", "seed"))
-            found.setdefault(settings, []).append(self.value(cell, self.task.metric))
+            found.setdefault(settings, []).append(cell.value(self.task.metric))
         return max((max(values) - min(values) for values in found.values()), default=0.0)
 
-    def best(self, method: str) -> KeptCell | None:
-        """The guided cell with the best attribute, for methods without β."""
-        cells = self.guided(method)
-        return max(cells, key=lambda cell: self.task.side * self.value(cell, self.task.metric), default=None)
-
-    def nearest(self, method: str) -> KeptCell | None:
-        """The guided cell whose perplexity is nearest to that at which settings were chosen."""
-        return min(self.guided(method), key=lambda cell: abs(np.log(self.ratio(cell) / TARGET)), default=None)
-
     def shown(self, method: str) -> KeptCell | None:
-        """The cell that stands for a method where a single one must."""
+        """The cell that stands for a method where a single one must.
+
+        Its perplexity is the nearest to that at which settings were chosen, or its attribute the best without a β.
+        """
         if method == BASE:
             return self.base
-        return self.nearest(method) if METHODS[method].has_curve else self.best(method)
+        if METHODS[method].has_curve:
+            return min(self.guided(method), key=lambda cell: abs(np.log(self.ratio(cell) / TARGET)), default=None)
+        return max(self.guided(method), key=lambda cell: self.task.side * cell.value(self.task.metric), default=None)
 
     def compared(self, method: str) -> list[KeptCell]:
         """The guided cells of a method, or its best one where it has no β."""
         if METHODS[method].has_curve:
             return self.guided(method)
-        best = self.best(method)
+        best = self.shown(method)
         return [] if best is None else [best]
 
-    def points(self, cells: Sequence[KeptCell], axis: str, metric: str) -> list[CurvePoint]:
-        known = [cell for cell in cells if metric in cell.sums and axis in cell.sums]
-        return [(cell.take(axis, self.rows), cell.take(metric, self.rows)) for cell in known]
+
+def points(cells: Sequence[KeptCell], axis: str, metric: str) -> list[Point]:
+    return [(cell.sums[axis], cell.sums[metric]) for cell in cells if metric in cell.sums and axis in cell.sums]
 
 
 def read_places(folder: Path) -> list[Place]:
@@ -266,8 +278,10 @@ def read_places(folder: Path) -> list[Place]:
         cells = {method: _read_cells(folder, task, method) for method in METHODS}
         chosen = {name: read_choice(folder, task, method) for name, method in METHODS.items()}
         for group in task.groups:
-            here = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
-            places.append(Place(base_model, task, group, prompts.rows(group), cells, chosen, here, costs))
+            near = {(m, cell): value for (t, m, cell, g), value in mauve.items() if (t, g) == (task.name, group)}
+            rows = prompts.rows(group)
+            here = {method: [cell.take(rows) for cell in found] for method, found in cells.items()}
+            places.append(Place(base_model, task, group, here, chosen, near, costs))
     return places
 
 
@@ -275,7 +289,7 @@ def _read_cells(folder: Path, task: Task, method: str) -> list[KeptCell]:
     """The cells of a method, with the sums of the second judge and of another perplexity, where they were measured."""
     cells = read_kept(folder, task.name, method)
     scores = read_arrays(second_file(folder, task.name, method))
-    likelihoods = read_arrays(likelihood_file(folder, task.name, method))
+    likelihoods = read_arrays(second_file(folder, f"likelihood-{task.name}", method))
     for cell in cells:
         if scores:
             cell.sums[SECOND_JUDGE[task.name]] = positive_rate(scores[cell.name][:, None])
@@ -287,10 +301,6 @@ def _read_cells(folder: Path, task: Task, method: str) -> list[KeptCell]:
 
 def second_file(folder: Path, task: str, method: str) -> Path:
     return folder / "second" / f"{task}-{method}.npz"
-
-
-def likelihood_file(folder: Path, task: str, method: str) -> Path:
-    return folder / "second" / f"likelihood-{task}-{method}.npz"
 
 
 def read_mauve(folder: Path) -> dict[tuple[str, str, str, str], float]:
@@ -349,11 +359,11 @@ def find_gain(
     of the axis if it has another name.
     """
     across = measured_as or axis
-    theirs = place.points(place.compared(pair.other), across, metric)
+    theirs = points(place.compared(pair.other), across, metric)
     found, reason = [], NOT_RUN
     for training in pair.trainings:
         cells = place.curve(training) if len(theirs) == 1 else place.guided(training)
-        ours = place.points(cells, across, metric)
+        ours = points(cells, across, metric)
         if len(ours) < 2 or not theirs:
             continue
         try:
@@ -365,6 +375,98 @@ def find_gain(
     ends = [place.task.side * end for one in found for end in (one.low, one.high)]
     value = place.task.side * sum(one.value for one in found) / len(found)
     return Gain(Estimate(value, min(ends), max(ends)))
+
+
+# --- second opinions on kept texts ---
+
+JUDGED, JUDGE, ENCODER = "sentiment", "models/judge-minilm", "minilm"
+BATCH = 256  # texts whose likelihoods are measured together
+
+
+def second(request: Request) -> None:
+    """Judge the kept texts of sentiment by a judge over MiniLM, and compute MAUVE and another perplexity."""
+    prompts = {name: find_prompts(Path(), task) for name, task in TASKS.items()}
+    judge = train_judge()
+    for method in METHODS:
+        if request.wants(JUDGED, method):
+            file = second_file(Path(), JUDGED, method)
+            measure_cells(JUDGED, method, file, partial(judge_texts, judge, prompts[JUDGED]))
+    compare_texts(request)
+    if request.lm:
+        measure_fluency(request, prompts)
+
+
+def train_judge() -> Judge:
+    """Train the judge, and measure it on texts that it has not seen, unless that is done."""
+    command = [*RADQ, "judge", "train", "--data", f"data/judge-{JUDGED}.jsonl", "--labels", JUDGED]
+    command += ["--encoder", ENCODER, "--out", JUDGE, "--overwrite", "--json"]
+    run_all([Job("judge-minilm", command, f"{JUDGE}.json", keep=keep_json)], 1)
+    judge = load_judge(f"linear:{JUDGE}", find_device("auto"))
+    if not Path("second/judge.json").exists():
+        rows, metrics = measure_judge(judge, JUDGED)
+        write_json("second/judge.json", {"encoder": ENCODER, "unseen": rows, "metrics": metrics})
+    return judge
+
+
+def measure_judge(judge: Judge, attribute: str) -> tuple[int, dict[str, float | None]]:
+    """The number of unseen texts, and how well the judge's scores agree with their labels."""
+    rows = list(read_lines(Path(f"data/judge-{attribute}-unseen.jsonl")))
+    labels = np.array([row[attribute] for row in rows], dtype=np.float64)
+    found = measure_agreement(judge.score([row["text"] for row in rows]), labels)
+    return len(rows), {"spearman": found.spearman, "auc": found.auc, "accuracy": found.accuracy}
+
+
+def judge_texts(judge: Judge, prompts: list[str], texts: list[str]) -> np.ndarray:
+    """The scores of texts; a blank one is read without its prompt."""
+    return judge.score([prompt + text if text.strip() else text for prompt, text in zip(prompts, texts, strict=True)])
+
+
+def measure_cells(task: str, method: str, file: Path, measure: Callable[[list[str]], np.ndarray]) -> None:
+    """Write what is measured of the kept texts of each cell, unless the file is there or the method was not run."""
+    if not file.exists() and (cells := read_kept(Path(), task, method)):
+        _write_arrays(file, {cell.name: measure(cell.texts).astype(np.float32) for cell in cells})
+
+
+def measure_fluency(request: Request, prompts: dict[str, list[str]]) -> None:
+    """Write the likelihoods of the kept texts under another language model."""
+    lm, tokenizer = load(request.lm, device=find_device("auto"))
+
+    def measure(prompts: list[str], texts: list[str]) -> np.ndarray:
+        found = measure_likelihoods(lm, tokenizer, prompts, texts, batch_size=BATCH, progress=True)
+        return np.stack([found.nll, found.tokens])
+
+    for task, method in product(TASKS, METHODS):
+        if request.wants(task, method):
+            file = second_file(Path(), f"likelihood-{task}", method)
+            measure_cells(task, method, file, partial(measure, prompts[task]))
+
+
+def compare_texts(request: Request) -> None:
+    """Append the missing lines of mauve.jsonl: MAUVE of the cells that stand for methods, against the second seed of
+    the unguided base model. The line of the unguided base model itself is the value that chance alone leaves."""
+    encoder = load_encoder(ENCODER, find_device("auto"))
+
+    def encode(cell: KeptCell) -> np.ndarray:
+        texts = list(filter(str.strip, cell.texts))
+        if len(texts) < MAUVE_MIN_SAMPLES:
+            sys.exit(f"error: {cell.name} has {len(texts)} texts, and MAUVE needs {MAUVE_MIN_SAMPLES}.")
+        return encoder.encode(texts)
+
+    for place in read_places(Path()):
+        reference = next((cell for cell in place.cells[BASE] if cell.settings["seed"] == 1), None)
+        wanted = {name: place.shown(name) for name in METHODS if request.wants(place.task.name, name)}
+        missing = {name: cell for name, cell in wanted.items() if cell and (name, cell.name) not in place.mauve}
+        if reference is None or not missing:
+            continue
+        against = encode(reference)
+        for name, cell in missing.items():
+            row = {"task": place.task.name, "method": name, "cell": cell.name, "group": place.group}
+            append(Path("second/mauve.jsonl"), row | {"value": mauve(encode(cell), against)})
+
+
+def append(file: Path, row: dict[str, Any]) -> None:
+    with file.open("ab") as stream:
+        append_lines(stream, [row])
 
 
 if __name__ == "__main__":

@@ -18,16 +18,16 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
 from radq.errors import FULL_MEMORY
-from radq.files import atomic_file
+from radq.files import append_lines, atomic_file
 
 HERE = Path(__file__).resolve().parent
 EMBEDDED = HERE.parent / "recipes" / "embedded"
@@ -78,22 +78,22 @@ def run_all(jobs: list[Job], at_once: int, memory: float = math.inf) -> None:
     waiting = [job for job in jobs if not Path(job.makes).exists()]
     Path("logs").mkdir(exist_ok=True)
     missing = {job.makes for job in waiting}  # files that are still to be made
-    failed: list[Job] = []
+    lost: set[str] = set()  # files of jobs that failed, or that were skipped
     again: list[Job] = []  # that wait for the end of another job
     attempts: Counter[str] = Counter()
     with ThreadPoolExecutor(at_once) as pool:
         running: dict[Future[bool], Job] = {}
         while waiting or running or again:
-            lost = {job.makes for job in failed}
-            skipped = [job for job in waiting if lost.intersection(job.needs)]
-            failed += skipped
+            while skipped := {job.makes for job in waiting if lost.intersection(job.needs)} - lost:
+                lost |= skipped
             if not running:
                 waiting, again = [*again, *waiting], []
-            ready = [job for job in waiting if job not in skipped and not missing.intersection(job.needs)]
+            waiting = [job for job in waiting if job.makes not in lost]
+            ready = [job for job in waiting if not missing.intersection(job.needs)]
             ready = choose_fitting(ready, list(running.values()), at_once, memory)
             running |= {pool.submit(run_one, job): job for job in ready}
-            waiting = [job for job in waiting if job not in skipped and job not in ready]
-            for done in wait(running, return_when=FIRST_COMPLETED).done if running and not skipped else ():
+            waiting = [job for job in waiting if job not in ready]
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
                 job = running.pop(done)
                 attempts[job.name] += 1
                 waiting, again = [*again, *waiting], []
@@ -102,10 +102,9 @@ def run_all(jobs: list[Job], at_once: int, memory: float = math.inf) -> None:
                 elif job.found_memory_full and attempts[job.name] < ATTEMPTS:
                     again.append(replace(job, command=job.again or job.command))
                 else:
-                    failed.append(job)
-    if failed:
-        names = {job.name for job in failed}
-        sys.exit(f"failed: {', '.join(job.name for job in jobs if job.name in names)}; see logs/.")
+                    lost.add(job.makes)
+    if lost:
+        sys.exit(f"failed: {', '.join(job.name for job in jobs if job.makes in lost)}; see logs/.")
 
 
 def choose_fitting(ready: list[Job], running: list[Job], at_once: int, memory: float) -> list[Job]:
@@ -113,14 +112,13 @@ def choose_fitting(ready: list[Job], running: list[Job], at_once: int, memory: f
     chosen: list[Job] = []
     for job in ready:
         beside = [*running, *chosen]
-        fits = not beside or sum(one.memory for one in beside) + job.memory <= memory
-        if fits and len(beside) < at_once:
+        if not beside or (len(beside) < at_once and sum(one.memory for one in (*beside, job)) <= memory):
             chosen.append(job)
     return chosen
 
 
 def run_one(job: Job) -> bool:
-    """Run a job; return whether it succeeded."""
+    """Return whether the job succeeded."""
     began = time.time()
     with job.log.open("a") as log:
         try:
@@ -156,6 +154,11 @@ def keep_json(job: Job, output: str, seconds: float) -> None:
 
 def parse_printed(output: str) -> dict[str, Any]:
     return json.loads(output[output.index("{") :])
+
+
+def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with atomic_file(file) as temporary, temporary.open("wb") as stream:
+        append_lines(stream, list(rows))
 
 
 def write_json(file: str | Path, content: Any) -> None:
@@ -240,11 +243,8 @@ def paper(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def student(attribute: str, teacher: str = "v", **changes: Any) -> dict[str, Any]:
-    return paper(f"{attribute}-q", teacher=f"models/{attribute}-{teacher}", **changes)
-
-
-def from_labels(attribute: str, **changes: Any) -> dict[str, Any]:
-    return paper(f"{attribute}-q", teacher="", **changes)
+    """RAD-Q, of labels where there is no teacher."""
+    return paper(f"{attribute}-q", teacher=teacher and f"models/{attribute}-{teacher}", **changes)
 
 
 SMALL_EXPERTS = {"max_length": 96, "batch_size": 64, "max_steps": 500, "learning_rate": 2e-5}
@@ -252,10 +252,10 @@ CLAIM_MODELS = {  # teachers stand before their students
     "toxicity-v": paper("toxicity-v"),
     "sentiment-v": paper("sentiment-v"),
     **JUDGES,
-    "toxicity-q-labels": from_labels("toxicity"),
-    "sentiment-q-labels": from_labels("sentiment"),
-    "toxicity-q-cross-entropy": from_labels("toxicity", loss="ce"),
-    "toxicity-q-mlp": from_labels("toxicity", head="mlp"),
+    "toxicity-q-labels": student("toxicity", ""),
+    "sentiment-q-labels": student("sentiment", ""),
+    "toxicity-q-cross-entropy": student("toxicity", "", loss="ce"),
+    "toxicity-q-mlp": student("toxicity", "", head="mlp"),
     "toxicity-dexperts": experts("toxicity", "dexperts", **SMALL_EXPERTS),
     "sentiment-dexperts": experts("sentiment", "dexperts", **SMALL_EXPERTS),
     "toxicity-v-again": paper("toxicity-v", seed=1),  # shows how far apart two trainings are
@@ -356,28 +356,31 @@ def order_models() -> dict[str, dict[str, Any]]:
 CONTEST_MODELS = order_models()
 
 
-def own_texts_job(attribute: str) -> Job:
+def own_texts_job(attribute: str, options: Sequence[str] = ()) -> Job:
     """Texts of the base model with the classifier's score of their ends; it also guides the first tokens of some."""
     classifier, makes = f"models/{attribute}-classifier", f"data/own-{attribute}.jsonl"
     command = [sys.executable, str(EMBEDDED / "own_texts.py"), "--prompts", f"data/write-{attribute}.jsonl"]
     command += ["--attribute", attribute, "--reads", READS[attribute], "--scorers", f"reward:{classifier}"]
-    command += ["--guide", f"{classifier}:{attribute}={STRENGTH:g}", "--dtype", "float16", "--out", makes]
+    command += ["--guide", f"{classifier}:{attribute}={STRENGTH:g}", "--dtype", "float16", "--out", makes, *options]
     return Job(f"own-{attribute}", command, makes, (f"{classifier}.json",), memory=OWN_TEXTS_MEMORY)
 
 
 # --- base models ---
 
 BASE_FILE = "base.json"  # names the base model of a folder
-CONVERTED = "base"  # the folder of a base model that is not embedded
 ALL_PROMPTS = 1000  # of each task
+READOUT = {"reads": "base", "backbone_dtype": "bfloat16", "readout_layers": 5, "readout_width": 1024}
+READOUT_RATE = 3e-4  # wider states want a smaller learning rate
+FEWER_TEXTS = ("--batch-size", "2500")  # that are written together: they fill a GPU, and more only take memory
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The base model of a contest, by default the embedded one; others change what its settings say."""
+    """The base model of a contest, by default the embedded one."""
 
     name: str = "embedded"
     title: str = "SmolLM2-135M-Instruct"
+    folder: str = ""  # in the study's folder; empty for the embedded one
     page: str = "contest"  # the name of its page in docs
     layers: int = 30
     first_layers: int = FIRST_LAYERS  # that small models have
@@ -386,68 +389,46 @@ class BaseModel:
     models: tuple[str, ...] = ()  # of the models that a method may choose, those that are trained; empty for all
     memory: float = 1.0  # of a job, as a multiple
     experts_memory: float = 1.0  # of a training of whole language models, likewise
+    own_texts: tuple[str, ...] = ()  # options of the job that lets it write texts
+    sweep: dict[str, Any] = field(default_factory=dict)  # settings of sweeps that differ
 
     def takes_part(self, method: str) -> bool:
         return not self.methods or method in self.methods
 
     def prepare(self) -> None:
-        """Check that the base model is there."""
+        if self.folder and not Path(self.folder, "config.json").exists():
+            sys.exit("error: the base model is missing; write it by run.py convert FILE.gguf --folder FOLDER.")
 
     def fit_training(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-        return settings
+        """Let models other than judges read this base model; classifier, values and student become readouts of it."""
+        if not self.folder or name.startswith("judge-"):
+            return settings
+        models = {key: self.folder for key in ("backbone", "base") if settings.get(key) == "embedded"}
+        if "method" in settings:
+            return settings | models | {"micro_batch_size": settings["micro_batch_size"] // 2}
+        if "lora_rank" in settings:
+            return settings | models | {"num_layers": self.first_layers}
+        kept = {key: value for key, value in settings.items() if key != "init"}
+        return kept | models | READOUT | {"backbone": self.folder, "learning_rate": READOUT_RATE}
 
     def fit_models(self, models: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(model for model in models if model in self.models) or models
 
-    def fit_own_texts(self, job: Job) -> Job:
-        return job
-
     def fit_sweep(self, settings: dict[str, Any]) -> dict[str, Any]:
-        return settings
+        prompts = [part | {"limit": part["limit"] * self.prompts // ALL_PROMPTS} for part in settings["prompts"]]
+        return settings | self.sweep | {"prompts": prompts}
 
     def fit_memory(self, job: Job) -> Job:
         trains_experts = "train-experts" in job.command
         return replace(job, memory=job.memory * (self.experts_memory if trains_experts else self.memory))
 
 
-READOUT = {"reads": "base", "backbone_dtype": "bfloat16", "readout_layers": 5, "readout_width": 1024}
-READOUT_RATE = 3e-4  # wider states want a smaller learning rate
-FEWER_TEXTS = ("--batch-size", "2500")  # that are written together: they fill a GPU, and more only take memory
-
-
-class TinyLlama(BaseModel):
-    """TinyLlama-1.1B-Chat, which has another tokenizer.
-
-    Classifier and values are readouts, too, so that the base model is never trained. Judges remain those over SmolLM2.
-    """
-
-    def prepare(self) -> None:
-        if not Path(CONVERTED, "config.json").exists():
-            sys.exit("error: the base model is missing; write it by run.py convert FILE.gguf --folder FOLDER.")
-
-    def fit_training(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-        if name.startswith("judge-"):
-            return settings
-        models = {key: CONVERTED for key in ("backbone", "base") if settings.get(key) == "embedded"}
-        if "method" in settings:
-            return settings | models | {"micro_batch_size": settings["micro_batch_size"] // 2}
-        if "lora_rank" in settings:
-            return settings | models | {"num_layers": self.first_layers}
-        kept = {key: value for key, value in settings.items() if key != "init"}
-        return kept | models | READOUT | {"backbone": CONVERTED, "learning_rate": READOUT_RATE}
-
-    def fit_own_texts(self, job: Job) -> Job:
-        return replace(job, command=[*job.command, "--base", CONVERTED, "--dtype", "bfloat16", *FEWER_TEXTS])
-
-    def fit_sweep(self, settings: dict[str, Any]) -> dict[str, Any]:
-        prompts = [part | {"limit": part["limit"] * self.prompts // ALL_PROMPTS} for part in settings["prompts"]]
-        return settings | {"base": CONVERTED, "prompts": prompts, "dtype": "bfloat16"}
-
-
+CONVERTED = "base"  # the folder of a base model that is not embedded
 SMOLLM2 = BaseModel()
-TINYLLAMA = TinyLlama(
+TINYLLAMA = BaseModel(  # it has another tokenizer, and is trained for DExperts alone
     name="tinyllama",
     title="TinyLlama-1.1B-Chat",
+    folder=CONVERTED,
     page="contest-1b",
     layers=22,
     first_layers=6,
@@ -456,6 +437,8 @@ TINYLLAMA = TinyLlama(
     models=("dexperts-2e-5",),  # of the two learning rates, the one for larger models
     memory=1.5,
     experts_memory=2.0,
+    own_texts=("--base", CONVERTED, "--dtype", "bfloat16", *FEWER_TEXTS),
+    sweep={"base": CONVERTED, "dtype": "bfloat16"},
 )
 BASES = {base.name: base for base in (SMOLLM2, TINYLLAMA)}
 

@@ -132,12 +132,9 @@ def plain(text: str) -> str:
 
 def write_page(out: Path, name: str, text: str, plots: Sequence[Plot]) -> None:
     """Write a page with its figures, and delete the figures of an earlier study."""
-    with atomic_folder(out / name) as temporary:
+    with atomic_folder(out / name, replaces=["*.svg"]) as temporary:
         for plot in plots:
             (temporary / f"{plot.name}.svg").write_text(plot.themed, encoding="utf-8")
-    for file in (out / name).glob("*.svg"):
-        if file.stem not in {plot.name for plot in plots}:
-            file.unlink()
     with atomic_file(out / f"{name}.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
 

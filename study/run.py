@@ -8,11 +8,11 @@ Pieces run radq's own commands in the study's folder, several at once. Finished 
 """
 
 import argparse
-import json
 import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -28,10 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from contest import Request, append, contest, costs, measure_judge, publish, second
+from candidate_agreement import agreement
+from contest import OURS, OURS_AGAIN, PLAIN_K, Request, contest
+from kept import COST_ROWS, COSTS, append, measure_judge, second
 from models import (
+    BASE_FILE,
     BASES,
     CLAIM_MODELS,
+    CONTEST_MODELS,
     CONVERTED,
     HERE,
     RADQ,
@@ -44,9 +48,10 @@ from models import (
     sweep_job,
     training_job,
     write_json,
+    write_lines,
 )
 
-from radq import RadqError, RewardGuide, RewardModel, generate, load
+from radq import RadqError, RadV, RewardGuide, RewardModel, generate, load
 from radq.data.tables import read_table
 from radq.evaluation.demonstration import ATTRIBUTES
 from radq.evaluation.metrics import ScoredTexts, measure
@@ -79,13 +84,16 @@ SHOWN = (  # attribute, prompts, how many
 
 # --- prompts, and texts for judges that share none with the reward models ---
 
+Rows = list[dict[str, Any]]
 
-def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
+
+def prepare(request: Request) -> None:
     """Write prompts and the judges' data into data/.
 
     One part of RealToxicityPrompts' records trains the toxicity judge; the other gives the prompts to continue and the
     texts that measure the judge. The sentiment judge learns from the ends of reviews of IMDB's test split.
     """
+    rtp, neutral, negative, imdb = request.files
     Path("data").mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
 
@@ -93,15 +101,14 @@ def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
     unseen, seen = records[:UNSEEN_RECORDS], records[UNSEEN_RECORDS:]
     _write_rows("judge-toxicity", _perspective_scores(seen))
     _write_rows("judge-toxicity-unseen", _perspective_scores(unseen))
-    prompts = [record["prompt"] for record in unseen if record["prompt"]["toxicity"] is not None]
-    nontoxic = (prompt for prompt in prompts if prompt["toxicity"] < MAX_TOXICITY)
-    _write_rows("rtp", ({"prompt": prompt["text"]} for prompt in islice(nontoxic, NUM_PROMPTS)))
+    nontoxic = (record["prompt"] for record in unseen if _may_test("rtp", record["prompt"]))
+    _write_prompts("rtp", (prompt["text"] for prompt in islice(nontoxic, NUM_PROMPTS)))
 
     others = {"rtp": [record["prompt"] for record in seen]}  # than those that are tested
     for name, file in (("neutral", neutral), ("negative", negative)):
         rows = _read_rows(file)
         chosen = np.sort(rng.choice(len(rows), size=NUM_PROMPTS, replace=False))
-        _write_rows(name, ({"prompt": rows[n]["prompt"]["text"]} for n in chosen))
+        _write_prompts(name, (rows[n]["prompt"]["text"] for n in chosen))
         others[name] = [rows[n]["prompt"] for n in np.setdiff1d(np.arange(len(rows)), chosen)]
 
     reviews = _shuffled([row for row in _read_rows(imdb) if row["split"] == "test"], rng)
@@ -111,7 +118,7 @@ def prepare(rtp: str, neutral: str, negative: str, imdb: str) -> None:
     prepare_halves(seen)
 
 
-def prepare_halves(records: list[dict[str, Any]]) -> None:
+def prepare_halves(records: Rows) -> None:
     """Write Perspective's scores of one half of the records for a reward model, and of the other for its judge.
 
     The reward model's half holds no dev prompts.
@@ -123,7 +130,7 @@ def prepare_halves(records: list[dict[str, Any]]) -> None:
     _write_rows("half-toxicity", _perspective_scores(learnt))
 
 
-def prepare_other_prompts(others: dict[str, list[dict[str, Any]]]) -> None:
+def prepare_other_prompts(others: dict[str, Rows]) -> None:
     """Write prompts to choose settings by (dev-NAME) and prompts to continue for training (write-ATTRIBUTE).
 
     Neither are test prompts. Those of RealToxicityPrompts come from the records that train the toxicity judge.
@@ -132,15 +139,14 @@ def prepare_other_prompts(others: dict[str, list[dict[str, Any]]]) -> None:
     tested = {row["prompt"] for name in others for row in _read_rows(f"data/{name}.jsonl")}
     rest = {}
     for name, prompts in others.items():
-        texts = list(dict.fromkeys(prompt["text"] for prompt in _shuffled(prompts, rng) if _may_test(name, prompt)))
-        texts = [text for text in texts if text not in tested]
-        _write_rows(f"dev-{name}", ({"prompt": text} for text in texts[:DEV_PROMPTS]))
-        known = {*tested, *texts[:DEV_PROMPTS]}
+        texts = dict.fromkeys(prompt["text"] for prompt in _shuffled(prompts, rng) if _may_test(name, prompt))
+        dev = [text for text in texts if text not in tested][:DEV_PROMPTS]
+        _write_prompts(f"dev-{name}", dev)
+        known = tested.union(dev)
         rest[name] = [prompt["text"] for prompt in prompts if prompt["text"] not in known]
     for attribute, names in (("sentiment", ("neutral", "negative")), ("toxicity", ("rtp", "neutral"))):
         beginnings = _beginnings(f"data/{attribute}.jsonl", rng)
-        texts = [text for name in names for text in rest[name]] + beginnings
-        _write_rows(f"write-{attribute}", ({"prompt": text} for text in texts))
+        _write_prompts(f"write-{attribute}", [text for name in names for text in rest[name]] + beginnings)
 
 
 def _may_test(name: str, prompt: dict[str, Any]) -> bool:
@@ -175,29 +181,32 @@ def _ends_of_reviews(reviews: Iterable[dict[str, Any]], rng: np.random.Generator
         yield {"text": " ".join(words[-MOST_WORDS:]), "sentiment": int(review["label"])}
 
 
-def _shuffled(rows: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+def _shuffled(rows: Rows, rng: np.random.Generator) -> Rows:
     return [rows[n] for n in rng.permutation(len(rows))]
 
 
-def _read_rows(file: str) -> list[dict[str, Any]]:
+def _read_rows(file: str) -> Rows:
     return [row for table in read_table(file) for row in table.to_dict("records")]
 
 
 def _write_rows(name: str, rows: Iterable[dict[str, Any]]) -> None:
-    with Path(f"data/{name}.jsonl").open("w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in rows)
+    write_lines(Path(f"data/{name}.jsonl"), rows)
+
+
+def _write_prompts(name: str, texts: Iterable[str]) -> None:
+    _write_rows(name, ({"prompt": text} for text in texts))
 
 
 # --- the claims: models, sweeps, ranks, times ---
 
 
-def train(jobs: int) -> None:
+def train(request: Request) -> None:
     """Train the models of the claims."""
     Path("models").mkdir(exist_ok=True)
-    run_all([training_job(name, settings) for name, settings in CLAIM_MODELS.items()], jobs)
+    run_all([training_job(name, settings) for name, settings in CLAIM_MODELS.items()], request.jobs)
 
 
-def judges(jobs: int) -> None:
+def judges(request: Request) -> None:
     """Rank correlation, AUC and accuracy of each judge on texts that it has not seen."""
     kinds = {"toxicity": "reward:models/judge-toxicity", "sentiment": "reward:models/judge-sentiment"}
     kinds["bert-tiny"] = "onnx:toxicity-bert-tiny"
@@ -208,9 +217,9 @@ def judges(jobs: int) -> None:
             write_json(f"judges/{name}.json", {"judge": specification, "rows": {"unseen": rows}, "metrics": metrics})
 
 
-def sweeps(jobs: int) -> None:
+def sweeps(request: Request) -> None:
     """Sweep the guides of the claims over β, for each number of candidates."""
-    run_all(sweep_jobs(), jobs)
+    run_all(sweep_jobs(), request.jobs)
 
 
 def sweep_jobs() -> list[Job]:
@@ -221,10 +230,10 @@ def sweep_jobs() -> list[Job]:
     return [sweep_job(f"sweeps/{name}-k{k}", lambda of=name, k=k: settings[of] | {"top_k": k}) for name, k in wanted]
 
 
-def rank(jobs: int) -> None:
+def rank(request: Request) -> None:
     """The numerical rank of the learned reward matrices against the number of prefixes."""
     models = [name for name in CLAIM_MODELS if ("-v" in name or "-q" in name) and not name.endswith("-again")]
-    run_all([rank_job(name) for name in models], jobs)
+    run_all([rank_job(name) for name in models], request.jobs)
 
 
 def rank_job(name: str) -> Job:
@@ -235,27 +244,29 @@ def rank_job(name: str) -> Job:
     )
 
 
-def time_tokens(jobs: int) -> None:
+def time_tokens(request: Request) -> None:
     """Measure 25 and 1,000 texts at once, with a RAD-V of random weights, which takes as long as a trained one."""
     options = ["--reward", "models/toxicity-q", "--guides", "q", "v", "--prompt-tokens", 12]
     options += ["--top-k", 5, 10, 20, 40, 60, 80, 100]
     found = run_benches({n: bench_job(f"time-{n}", f"timing/{n}.json", *options, rows=n) for n in (25, 1000)})
+    names = {"none": "none", "q": "rad-q", "v": "rad-v"}
     rows = [
-        timed_row(timing) for document in found.values() for timing in document["timings"] if not timing["captured"]
+        {
+            "guide": names[one["guide"]],
+            "k": one["top_k"],
+            "batch": one["rows"],
+            "milliseconds_per_token": one["milliseconds"]["median"],
+            **{end: one["milliseconds"][end] for end in ("low", "high")},
+        }
+        for document in found.values()
+        for one in document["timings"]
+        if not one["captured"]
     ]
     machine = f"{found[25]['machine']}, torch {found[25]['torch']}"
     write_json("timing.json", {"machine": machine, "base": found[25]["lm"], "rows": rows})
 
 
-def timed_row(timing: dict[str, Any]) -> dict[str, Any]:
-    """A line of timing.json."""
-    guide = {"none": "none", "q": "rad-q", "v": "rad-v"}[timing["guide"]]
-    times = timing["milliseconds"]
-    row = {"guide": guide, "k": timing["top_k"], "batch": timing["rows"], "milliseconds_per_token": times["median"]}
-    return row | {"low": times["low"], "high": times["high"]}
-
-
-def expressivity(jobs: int) -> None:
+def expressivity(request: Request) -> None:
     """Fit RAD-V and RAD-Q to data of full rank."""
 
     def keep(job: Job, output: str, seconds: float) -> None:
@@ -263,11 +274,11 @@ def expressivity(jobs: int) -> None:
         Path(job.makes).write_text(output)
 
     script = [sys.executable, str(HERE.parent / "recipes" / "expressivity.py"), "--device", "cuda", "--kind"]
-    files = {kind: f"expressivity/{kind}.txt" for kind in "vq"}
-    run_all([Job(f"expressivity-{kind}", [*script, kind], file, keep=keep) for kind, file in files.items()], jobs)
+    jobs = [Job(f"expressivity-{kind}", [*script, kind], f"expressivity/{kind}.txt", keep=keep) for kind in "vq"]
+    run_all(jobs, request.jobs)
 
 
-def samples(jobs: int) -> None:
+def samples(request: Request) -> None:
     """The first sample of the first prompts, unguided and guided by the shipped readouts at their default β."""
     lm, tokenizer = load("embedded", "cpu")
     rows = []
@@ -280,15 +291,15 @@ def samples(jobs: int) -> None:
             {"attribute": name, "prompt": plain.prompt, "beta": beta, "unguided": plain.text, "guided": guided.text}
             for plain, guided in pairs
         ]
-    Path("samples.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_lines(Path("samples.jsonl"), rows)
 
 
-def mauve(jobs: int) -> None:
+def mauve(request: Request) -> None:
     """MAUVE of each measured cell against the unguided texts of the same prompts; a process for each sweep and k."""
     Path("mauve.jsonl").touch()
     done = {(row["sweep"], row["cell"], row["group"]) for row in read_lines(Path("mauve.jsonl"))}
     runs = [file.parent for file in sorted(Path("sweeps").glob("*-k*/metrics.jsonl"))]
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(request.jobs, get_context("spawn")) as pool:
         list(pool.map(mauve_of_sweep, runs, repeat(done)))
 
 
@@ -317,28 +328,75 @@ def read_texts(run: Path) -> dict[tuple[str, str], list[list[str]]]:
     return texts
 
 
+# --- the contest: what methods cost, and what is published ---
+
+ALL_LAYERS = "models/all-layers"
+REWARDS = {"readout": "embedded:sentiment", "first-layers": "", "all-layers": ALL_LAYERS}  # by default 12 layers
+TIMED = {  # what is measured with each of these: a guide of `radq bench`, and the methods that it stands for
+    "readout": {"q": (OURS, OURS_AGAIN, "readout-gedi")},
+    "first-layers": {"q": ("rad-q",), "gedi": ("gedi-small",)},
+    "all-layers": {"v": ("classifier",), "dexperts": ("dexperts",), "gedi": ("gedi",)},
+}
+
+
+def costs(request: Request) -> None:
+    """Measure the time per token of every kind of guide, as a multiple of decoding without one.
+
+    Weights do not change the time, so they are random but for the readout's, and the models have the layers of the
+    contest's.
+    """
+    if not Path(ALL_LAYERS).exists():
+        RadV.from_backbone("embedded", attributes=["reward"]).save_pretrained(ALL_LAYERS)
+    write_json(COSTS, summarise_costs(run_benches({name: cost_job(name) for name in TIMED})))
+
+
+def cost_job(name: str) -> Job:
+    reward = ["--reward", REWARDS[name]] if REWARDS[name] else []
+    options = ["--lm", "embedded", *reward, "--guides", *TIMED[name], "--top-k", PLAIN_K]
+    return bench_job(f"costs-{name}", f"costs/{name}.json", *options, rows=COST_ROWS)
+
+
+def summarise_costs(documents: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The content of costs.json from what `radq bench` printed: for each method the median ratio with its quartiles."""
+    ratios = {
+        method: timing["ratio"]
+        for name, document in documents.items()
+        for timing in document["timings"]
+        for method in TIMED[name].get(timing["guide"], ())
+    }
+    first = next(iter(documents.values()))
+    commands = [" ".join(["radq", *cost_job(name).command[len(RADQ) :]]) for name in documents]
+    return {"machine": first["machine"], "torch": first["torch"], "commands": commands, "over_unguided": ratios}
+
+
+def publish(request: Request) -> None:
+    """Copy the numbers of the contest that can be published: what its page needs, and the metrics of its models.
+
+    The folder of a run that went on from published numbers holds these, too, so they are replaced as a whole.
+    """
+    (folder,) = map(Path, request.files)
+    (folder / "models").mkdir(parents=True, exist_ok=True)
+    for name in filter(os.path.exists, ("choices", "kept", "second")):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        shutil.copytree(name, folder / name)
+    files = (BASE_FILE, COSTS, *(f"models/{name}.json" for name in CONTEST_MODELS))
+    for file in filter(os.path.exists, files):
+        shutil.copy(file, folder / file)
+
+
+def convert(request: Request) -> None:
+    """Write the language model of a GGUF file into the folder that a contest of another base model reads."""
+    convert_gguf(request.files[0], CONVERTED, torch.bfloat16)
+
+
 # --- the command line ---
 
-
-def convert(gguf: str) -> None:
-    """Write the language model of a GGUF file into the folder that a contest of another base model reads."""
-    convert_gguf(gguf, CONVERTED, torch.bfloat16)
-
-
-SOURCES: dict[str, Callable[..., None]] = {"prepare": prepare, "convert": convert, "publish": publish}
-ARGUMENTS = {"prepare": ("rtp", "neutral", "negative", "imdb"), "convert": ("gguf",), "publish": ("out",)}
-PIECES: dict[str, Callable[[int], None]] = {
-    "train": train,
-    "judges": judges,
-    "sweeps": sweeps,
-    "rank": rank,
-    "time": time_tokens,
-    "costs": costs,
-    "expressivity": expressivity,
-    "samples": samples,
-    "mauve": mauve,
-}
-CONTEST_PIECES = {"contest": contest, "second": second}
+FILES = {"prepare": 4, "convert": 1, "publish": 1}  # the numbers of files or folders that pieces take
+OF_CLAIMS = (prepare, train, judges, sweeps, rank, expressivity, samples, mauve, agreement)
+OF_CONTEST = (contest, second, costs, publish, convert)
+PIECES: dict[str, Callable[[Request], None]] = {piece.__name__: piece for piece in (*OF_CLAIMS, *OF_CONTEST)}
+PIECES["time"] = time_tokens
+CONTEST_PIECES = ("contest", "second")  # which have a base model
 
 
 def record_piece(piece: str, seconds: float, commit: str) -> None:
@@ -367,41 +425,36 @@ def gpu_memory() -> float:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="piece", required=True)
-    for piece, function in {**SOURCES, **PIECES, **CONTEST_PIECES}.items():
-        command = commands.add_parser(piece, help=(function.__doc__ or "").split("\n")[0])
-        command.add_argument("--folder", type=Path, required=True, help="the folder of the study; data/ lies in it")
-        for argument in ARGUMENTS.get(piece, ()):
-            command.add_argument(argument, type=os.path.abspath)
-        if piece not in SOURCES:
-            command.add_argument("--jobs", type=int, default=4, help="number of commands that run at the same time")
-            command.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
-        if piece in CONTEST_PIECES:
-            command.add_argument("--base", choices=BASES, default=SMOLLM2.name, help="base model that is steered")
-            command.add_argument("--only", default="", help="regular expression for TASK-METHOD; by default all")
-            command.add_argument("--lm", default="", help="folder of TinyLlama-1.1B-Chat, for another perplexity")
-            command.add_argument("--shipped", action="store_true", help="test the sentiment model that radq ships")
-            command.add_argument("--memory", type=float, default=gpu_memory(), help="GB that commands take together")
-    return parser.parse_args()
+    helps = (f"{piece}: {(function.__doc__ or '').splitlines()[0]}" for piece, function in PIECES.items())
+    parser.add_argument("piece", choices=PIECES, help=" ".join(helps))
+    parser.add_argument("files", nargs="*", type=os.path.abspath, help="of prepare, convert and publish, as above")
+    parser.add_argument("--folder", type=Path, required=True, help="the folder of the study; data/ lies in it")
+    parser.add_argument("--jobs", type=int, default=4, help="number of commands that run at the same time")
+    parser.add_argument("--commit", default=find_commit(), help="commit of radq, where there is no git")
+    contest = parser.add_argument_group("contest and second")
+    contest.add_argument("--base", choices=BASES, default=SMOLLM2.name, help="base model that is steered")
+    contest.add_argument("--only", default="", help="regular expression for TASK-METHOD; by default all")
+    contest.add_argument("--lm", default="", help="folder of TinyLlama-1.1B-Chat, for another perplexity")
+    contest.add_argument("--shipped", action="store_true", help="test the sentiment model that radq ships")
+    contest.add_argument("--memory", type=float, default=gpu_memory(), help="GB that commands take together")
+    found = parser.parse_args()
+    if len(found.files) != FILES.get(found.piece, 0):
+        parser.error(f"{found.piece} takes {FILES.get(found.piece, 0)} files, not {len(found.files)}.")
+    return found
 
 
 def main() -> None:
     arguments = vars(parse_arguments())
     arguments["folder"].mkdir(parents=True, exist_ok=True)
     os.chdir(arguments["folder"])
-    piece = arguments["piece"]
-    if piece in SOURCES:
-        SOURCES[piece](*(arguments[name] for name in ARGUMENTS[piece]))
-        return
-    began = time.time()
-    if piece in PIECES:
-        PIECES[piece](arguments["jobs"])
-    else:
-        arguments["base"] = BASES[arguments["base"]]
-        request = Request(**{field.name: arguments[field.name] for field in fields(Request)})
+    piece, arguments["base"] = arguments["piece"], BASES[arguments["base"]]
+    request = Request(**{field.name: arguments[field.name] for field in fields(Request)})
+    if piece in CONTEST_PIECES:
         request.check()
-        CONTEST_PIECES[piece](request)
-    record_piece(piece, time.time() - began, arguments["commit"])
+    began = time.time()
+    PIECES[piece](request)
+    if piece not in FILES:
+        record_piece(piece, time.time() - began, arguments["commit"])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import io
 import json
 import runpy
 import traceback
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -47,13 +46,10 @@ def make_rehearsal(models: ModuleType) -> Any:
         def fit_training(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
             return shrink_training(settings)
 
-        def fit_own_texts(self, job: Any) -> Any:
-            return replace(job, command=[*job.command, *OWN_TEXTS])  # the last of equal options counts
-
         def fit_sweep(self, settings: dict[str, Any]) -> dict[str, Any]:
             return shrink_sweep(settings)
 
-    return Rehearsal()
+    return Rehearsal(own_texts=tuple(OWN_TEXTS))  # the last of equal options counts
 
 
 def write_data() -> None:

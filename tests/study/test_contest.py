@@ -64,7 +64,7 @@ def check_trainings(models: dict[str, dict[str, Any]]) -> None:
 
 def test_the_settings_of_a_larger_base_model(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All models but judges read the larger base model; classifier, values and student are readouts of it."""
-    models, methods = modules["models"], modules["methods"]
+    models, methods = modules["models"], modules["contest"]
     base = models.BASES["tinyllama"]
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
@@ -127,7 +127,7 @@ def test_baselines_see_as_many_texts_as_the_classifier(modules: Modules) -> None
 
 
 def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) -> None:
-    methods, models = modules["methods"], modules["models"].CONTEST_MODELS
+    methods, models = modules["contest"], modules["models"].CONTEST_MODELS
     choice = {"top_k": 10, "top_p": None, "filter_p": 0.4, "beta": [1.0, 2.0]}
     for task in methods.TASKS.values():
         settings = [s for method in methods.CHOOSING for s in methods.dev_sweeps(task, method, method.models).values()]
@@ -147,14 +147,14 @@ def test_sweeps_use_models_that_are_trained(modules: Modules, tmp_path: Path) ->
 
 
 def candidate(modules: Modules, k: int, *curves: list[tuple[float, float, float]]) -> Any:
-    choices = modules["methods"]
+    choices = modules["contest"]
     found = {str(n): [choices.Point(*point) for point in curve] for n, curve in enumerate(curves)}
     return choices.Candidate("readout", k, None, None, found)
 
 
 def test_the_choice_worked_by_hand(modules: Modules) -> None:
     """At 1.2 = 1.44 ** 0.5 the first curve is half way between its points, in the logarithm."""
-    choose = modules["methods"].choose
+    choose = modules["contest"].choose
     half = candidate(modules, 20, [(0.0, 1.0, 0.5), (10.0, 1.44, 0.7)])
     assert half.attribute_at_target() == pytest.approx(0.6)
     higher = candidate(modules, 10, [(0.0, 0.9, 0.5), (10.0, 1.2, 0.65), (20.0, 2.0, 0.66)])
@@ -171,7 +171,7 @@ def test_the_choice_worked_by_hand(modules: Modules) -> None:
 
 
 def test_the_strengths_of_the_test_worked_by_hand(modules: Modules) -> None:
-    choices = modules["methods"]
+    choices = modules["contest"]
     ends = [(0.0, 1.0, 0.0), (10.0, 1.03, 0.0), (90.0, 1.6, 0.0), (200.0, 3.0, 0.0)]
     assert choices.choose_betas(candidate(modules, 20, ends)) == pytest.approx([10, 17.3, 30, 52, 90], abs=0.05)
     late = [(0.0, 1.1, 0.0), (8.0, 1.2, 0.0), (32.0, 1.4, 0.0)]  # begins above 1.03, and ends below 1.6
@@ -194,7 +194,7 @@ def test_choices_are_told_with_all_candidates(
         folder = Path(f"dev/toxicity-{model}-k20")
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    methods = modules["methods"]
+    methods = modules["contest"]
     found = methods.choose_settings(methods.TASKS["toxicity"], methods.METHODS["gedi"], ("gedi", "gedi-2e-5"))
     assert "temperature is 1" in found["rule"]
     assert found["missing"] == []
@@ -272,7 +272,7 @@ def test_comparisons_from_kept_sums_equal_those_from_texts(
 
 def check_prompts(modules: Modules, folder: Path, prompts: list[str]) -> None:
     """Digests are kept, and found again in the data; data without a prompt are refused."""
-    kept, task = modules["kept"], modules["methods"].TASKS["toxicity"]
+    kept, task = modules["kept"], modules["contest"].TASKS["toxicity"]
     assert not set(kept.read_kept_prompts(folder, "toxicity").digests) & set(prompts)
     assert kept.find_prompts(folder, task) == prompts
     data = folder / "data" / "rtp.jsonl"
@@ -316,7 +316,7 @@ SKILLS = {"readout": 0.3, "readout-student-again": 0.28, "gedi": 0.2, "dexperts"
 
 def make_contest(modules: Modules, folder: Path, left_out: tuple[str, ...] = ()) -> Path:
     """A contest with numbers from formulas: the attribute moves by a method's skill for each unit of log perplexity."""
-    methods, kept = modules["methods"], modules["kept"]
+    methods, kept = modules["contest"], modules["kept"]
     chosen = {"top_k": 10, "top_p": 0.9, "filter_p": None, "beta": [1, 2, 4]}
     for task in methods.TASKS.values():
         groups = np.repeat(list(task.groups), PROMPTS)
@@ -369,7 +369,7 @@ def test_the_page_of_a_whole_contest(modules: Modules, tmp_path: Path) -> None:
     costs = {"machine": "a CPU", "over_unguided": {"gedi": {"median": 1.6543}}}
     modules["models"].write_json(folder / "costs.json", costs)
     for place in modules["kept"].read_places(folder):
-        cells = [("base", place.base), ("gedi", place.nearest("gedi"))]
+        cells = [("base", place.base), ("gedi", place.shown("gedi"))]
         (folder / "second").mkdir(exist_ok=True)
         with (folder / "second" / "mauve.jsonl").open("a") as stream:
             for name, cell in cells:
@@ -410,14 +410,14 @@ def test_another_perplexity_of_kept_texts(
     prompts = {"toxicity": [f"prompt {n}" for n in range(PROMPTS)]}
     monkeypatch.chdir(folder)
     request = modules["contest"].Request(only="toxicity-(readout|gedi)$", lm=str(toy))
-    modules["contest"].measure_fluency(request, prompts)
+    modules["kept"].measure_fluency(request, prompts)
     assert len(list((folder / "second").iterdir())) == 2
     place = modules["kept"].read_places(folder)[-1]
     lm, tokenizer = load(toy)
     cell = place.guided("gedi")[0]
     found = measure_likelihoods(lm, tokenizer, prompts["toxicity"], cell.texts)
     wanted = np.exp(found.nll.sum() / found.tokens.sum())
-    assert place.value(cell, modules["kept"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
+    assert cell.value(modules["kept"].OTHER_PERPLEXITY) == pytest.approx(wanted, rel=1e-5)
     for n, cells in enumerate(zip(place.guided("readout"), place.guided("gedi"), strict=True)):
         for cell in cells:
             totals = np.full(PROMPTS, float(n + 1))
@@ -465,7 +465,7 @@ def test_what_a_contest_publishes(modules: Modules, tmp_path: Path, monkeypatch:
     for opinion in (folder / "second" / "new.npz", out / "second" / "of texts that are others now.npz"):
         opinion.touch()
     monkeypatch.chdir(folder)
-    modules["contest"].publish(str(out))
+    modules["run"].publish(modules["contest"].Request(files=(str(out),)))
     assert [file.name for file in (out / "second").iterdir()] == ["new.npz"]
     assert modules["kept"].read_costs(out) == {"gedi": 1.5}
     assert [file.name for file in (out / "models").iterdir()] == ["toxicity-gedi.json"]
@@ -473,7 +473,7 @@ def test_what_a_contest_publishes(modules: Modules, tmp_path: Path, monkeypatch:
 
 
 def test_every_method_with_a_strength_has_a_cost(modules: Modules, tmp_path: Path) -> None:
-    costs, methods = modules["contest"], modules["methods"].METHODS
+    costs, methods = modules["run"], modules["contest"].METHODS
     spread = {"median": 1.5, "low": 1.4, "high": 1.6}
     names = {name: ["none", *guides] for name, guides in costs.TIMED.items()}
     documents = {

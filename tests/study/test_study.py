@@ -188,46 +188,47 @@ def claim_rows(page: str) -> dict[tuple[str, str], list[str]]:
 @pytest.mark.parametrize(
     ("rule", "low", "high", "wanted"),
     [
-        ("better", 0.01, 0.03, "holds: better"),
-        ("better", -0.03, -0.01, "does not hold here: worse"),
-        ("better", 0.0, 0.03, "undecided: the interval includes 0"),
-        ("no_worse", -0.029, 0.01, "holds: within the margin"),
-        ("no_worse", 0.001, 0.2, "holds: better"),
-        ("no_worse", -0.02, -0.01, "holds: worse, by less than 0.03"),
-        ("no_worse", -0.04, -0.01, "undecided: worse, perhaps by more than 0.03"),
-        ("no_worse", -0.03, 0.01, "undecided: perhaps worse by more than 0.03"),
-        ("no_worse", -0.06, -0.031, "does not hold here: worse by more than 0.03"),
-        ("slightly_worse", -0.04, -0.01, "holds: worse, by less than 0.05"),
-        ("slightly_worse", -0.06, -0.01, "undecided: worse, perhaps by more than 0.05"),
-        ("slightly_worse", -0.04, 0.01, "undecided: the interval includes 0"),
-        ("slightly_worse", -0.1, -0.06, "does not hold here: worse by more than 0.05"),
-        ("slightly_worse", 0.01, 0.02, "does not hold here: better"),
-        ("on_par", -0.02, 0.02, "holds: within the margin"),
-        ("on_par", -0.02, 0.04, "undecided: the interval exceeds ±0.03"),
-        ("on_par", -0.028, -0.018, "holds: worse, by less than 0.03"),
-        ("on_par", 0.018, 0.028, "holds: better, by less than 0.03"),
-        ("on_par", -0.038, -0.028, "undecided: worse, perhaps by more than 0.03"),
-        ("on_par", 0.04, 0.06, "does not hold here: better by more than 0.03"),
-        ("on_par", -0.06, -0.04, "does not hold here: worse by more than 0.03"),
-        ("better", NAN, NAN, "undecided: there is no interval"),
+        ("BETTER", 0.01, 0.03, "holds: better"),
+        ("BETTER", -0.03, -0.01, "does not hold here: worse"),
+        ("BETTER", 0.0, 0.03, "undecided: the interval includes 0"),
+        ("NO_WORSE", -0.029, 0.01, "holds: within the margin"),
+        ("NO_WORSE", 0.001, 0.2, "holds: better"),
+        ("NO_WORSE", -0.02, -0.01, "holds: worse, by less than 0.03"),
+        ("NO_WORSE", -0.04, -0.01, "undecided: worse, perhaps by more than 0.03"),
+        ("NO_WORSE", -0.03, 0.01, "undecided: perhaps worse by more than 0.03"),
+        ("NO_WORSE", -0.06, -0.031, "does not hold here: worse by more than 0.03"),
+        ("SLIGHTLY_WORSE", -0.04, -0.01, "holds: worse, by less than 0.05"),
+        ("SLIGHTLY_WORSE", -0.06, -0.01, "undecided: worse, perhaps by more than 0.05"),
+        ("SLIGHTLY_WORSE", -0.04, 0.01, "undecided: the interval includes 0"),
+        ("SLIGHTLY_WORSE", -0.1, -0.06, "does not hold here: worse by more than 0.05"),
+        ("SLIGHTLY_WORSE", 0.01, 0.02, "does not hold here: better"),
+        ("ON_PAR", -0.02, 0.02, "holds: within the margin"),
+        ("ON_PAR", -0.02, 0.04, "undecided: the interval exceeds ±0.03"),
+        ("ON_PAR", -0.028, -0.018, "holds: worse, by less than 0.03"),
+        ("ON_PAR", 0.018, 0.028, "holds: better, by less than 0.03"),
+        ("ON_PAR", -0.038, -0.028, "undecided: worse, perhaps by more than 0.03"),
+        ("ON_PAR", 0.04, 0.06, "does not hold here: better by more than 0.03"),
+        ("ON_PAR", -0.06, -0.04, "does not hold here: worse by more than 0.03"),
+        ("BETTER", NAN, NAN, "undecided: there is no interval"),
     ],
 )
 def test_verdicts(modules: dict[str, ModuleType], rule: str, low: float, high: float, wanted: str) -> None:
     claims = modules["claims"]
     gain = Estimate(0.0 if low != low else (low + high) / 2, low, high)
-    verdict = claims.judge(gain, getattr(claims, rule))
+    verdict = claims.judge(gain, getattr(claims, rule).decide)
     assert f"{verdict.word}: {verdict.reason}" == wanted
     assert verdict.against == wanted.startswith("holds: worse, by less than 0.03")
-    assert claims.judge(Estimate(NAN, NAN, NAN), getattr(claims, rule)).word == "undecided"
+    assert claims.judge(Estimate(NAN, NAN, NAN), getattr(claims, rule).decide).word == "undecided"
 
 
-@pytest.mark.parametrize("rule", ["better", "no_worse", "slightly_worse", "on_par"])
+@pytest.mark.parametrize("rule", ["BETTER", "NO_WORSE", "SLIGHTLY_WORSE", "ON_PAR"])
 @given(ends=st.tuples(st.floats(-0.1, 0.1), st.floats(-0.1, 0.1)).map(sorted))
 @settings(deadline=None)
 def test_no_verdict_hides_the_side_of_zero(modules: dict[str, ModuleType], rule: str, ends: list[float]) -> None:
     """A verdict says worse or better where the whole interval is on that side, whatever the rule decides."""
     low, high = ends
-    reason = modules["claims"].judge(Estimate((low + high) / 2, low, high), getattr(modules["claims"], rule)).reason
+    decide = getattr(modules["claims"], rule).decide
+    reason = modules["claims"].judge(Estimate((low + high) / 2, low, high), decide).reason
     if high < 0:
         assert reason.startswith("worse")
     elif low > 0:

@@ -8,8 +8,8 @@
 
     judge = load_judge("function:mypackage.scores:short_words")
 
-The module is found as `python -m` finds it, also in the current folder. The function runs in processes of its own, which
-are ended when it takes too long. None and NaN stand for texts that it cannot score.
+The module is found as `python -m` finds it, also in the current folder. The function runs in processes of its own,
+which are ended when it takes too long. None and NaN stand for texts that it cannot score.
 """
 
 import contextlib

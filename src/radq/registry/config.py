@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -82,16 +83,19 @@ class GuideEntry:
         """Make an entry from a text such as `DIR:attribute=beta`, or from names with values; `base` is steered."""
         given = {"guide": value} if isinstance(value, str) else value
         if isinstance(given, dict) and "guide" in given:
-            guide = _read_guide(given["guide"], place, base)
+            text = given["guide"]
+            if not isinstance(text, str) or not text.rpartition(":")[0]:
+                hint = "write it as DIR:attribute, or as DIR:attribute=beta."
+                raise OptionError(f"{place} is no guide: {text!r}.", hint)
+            guide = GuideSpec.parse(text, base, fetch=False, bare=True)
             given = {**given, "guide": guide, **_read_words(given, guide, place, base)}
         entry = build(given, cls, place)
         if len(entry.options) + 1 < len(entry.guide.settings) or not OPTIONS.issuperset(entry.options):
             raise OptionError(f"{place} has more than one strength.", "give each attribute a name of its own.")
         calibration = _find_calibration(entry.folder, entry.strength, base)
-        suggestions = [entry.suggested, entry.guide.numbers.get(entry.strength)]
-        suggestions.append(calibration.named.get("strong") if calibration else None)
-        if entry.folder == EMBEDDED:  # also over another base model, for which nothing is measured
-            suggestions.append(shipped_strengths().get(entry.strength))
+        shipped = shipped_strengths() if entry.folder == EMBEDDED else {}  # also over another base model, not measured
+        named = calibration.named.get("strong") if calibration else None
+        suggestions = entry.suggested, entry.guide.numbers.get(entry.strength), named, shipped.get(entry.strength)
         suggested = next((beta for beta in suggestions if beta is not None), None)
         reach = max(4 * abs(suggested or 0.0), LEAST_REACH)
         low, high = entry.range or (-reach, reach)
@@ -127,12 +131,6 @@ class GuideEntry:
     def check(self) -> None:
         """Refuse a folder without a guide, and an attribute that its models do not have. Nothing is loaded."""
         GuideSpec(self.folder, {self.strength: 1.0, **self.options}).check()
-
-
-def _read_guide(text: Any, place: str, base: str | None) -> GuideSpec:
-    if not isinstance(text, str) or not text.rpartition(":")[0]:
-        raise OptionError(f"{place} is no guide: {text!r}.", "write it as DIR:attribute, or as DIR:attribute=beta.")
-    return GuideSpec.parse(text, base, fetch=False, bare=True)
 
 
 def _find_calibration(folder: str, strength: str, base: str | None) -> Calibration | None:
@@ -265,9 +263,8 @@ class ServeConfig:
         for name, value in self.guides.items():
             entries[name] = GuideEntry.read(value, f"the guide {name!r}", self.base)
             if name in SETTINGS or not NAME.fullmatch(name):
-                raise OptionError(
-                    f"a guide cannot be named {name!r}.", f"use letters, digits and _, and not {', '.join(SETTINGS)}."
-                )
+                hint = f"use letters, digits and _, and not {', '.join(SETTINGS)}."
+                raise OptionError(f"a guide cannot be named {name!r}.", hint)
         object.__setattr__(self, "guides", entries)
         models = {(full := self._model_name(name)): self._strengths(full, value) for name, value in self.models.items()}
         object.__setattr__(self, "models", models)
@@ -285,12 +282,11 @@ class ServeConfig:
 
     def _strengths(self, model: str, value: Any) -> dict[str, float | None]:
         """Read the strengths of a virtual model, and refuse unknown guides and strengths out of their ranges."""
-        try:
+        place = f"the virtual model {model!r}"
+        with naming(place):
             strengths = self.read_strengths(value)
             for note in self.note_shares(value):
-                warnings.warn(f"the virtual model {model!r}: {note}", stacklevel=2)
-        except OptionError as error:
-            raise OptionError(f"the virtual model {model!r}: {error.message}", error.hint) from error
+                warnings.warn(f"{place}: {note}", stacklevel=2)
         return strengths
 
     def model_strengths(self, model: str) -> dict[str, float | None]:
@@ -325,11 +321,10 @@ class ServeConfig:
         notes: Sequence[str] = (),
     ) -> Guidance:
         """Complete what a request asks for, after `check_strengths`, by the defaults."""
-        numbers = {name: asked.get(name, entry.default) for name, entry in self.guides.items()}
         strengths: dict[str, float] = {
-            name: self.guides[name].suggested if number is None else number
-            for name, number in numbers.items()
-            if name in asked or number
+            name: entry.suggested if number is None else number
+            for name, entry in self.guides.items()
+            if (number := asked.get(name, entry.default)) or name in asked
         }
         top_k, budget = asked.get("top_k") or self.defaults.top_k, asked.get("kl_budget", self.defaults.kl_budget)
         steering = Steering(int(top_k), top_p, temperature, budget, self.defaults.ends)
@@ -340,7 +335,13 @@ class ServeConfig:
         most = self.limits.top_k
         for name, number in strengths.items():
             if name in self.guides:
-                self._check_strength(name, number)
+                low, high = self.guides[name].limits
+                if number is None and self.guides[name].suggested is None:
+                    hint = f"give one from {low:g} to {high:g}."
+                    raise OptionError(f"the guide {name!r} has no suggested strength.", hint)
+                if number is not None and not low <= number <= high:
+                    reason = f"{name} must be from {low:g} to {high:g}, got {number:g}."
+                    raise OptionError(reason, "give such a strength.")
             elif name not in SETTINGS:
                 raise OptionError(f"there is no guide {name!r}.", f"there are {', '.join(self.guides) or 'none'}.")
             elif name == "kl_budget":
@@ -349,29 +350,21 @@ class ServeConfig:
                 reason = f"top_k must be a whole number from 1 to {most}, got {shorten(number)}."
                 raise OptionError(reason, "give such a number.")
 
-    def _check_strength(self, name: str, number: float | None) -> None:
-        entry: GuideEntry = self.guides[name]
-        low, high = entry.limits
-        if number is None and entry.suggested is None:
-            raise OptionError(f"the guide {name!r} has no suggested strength.", f"give one from {low:g} to {high:g}.")
-        if number is not None and not low <= number <= high:
-            raise OptionError(f"{name} must be from {low:g} to {high:g}, got {number:g}.", "give such a strength.")
-
     def check(self) -> None:
         """Refuse models that cannot be loaded, by their config.json alone."""
         check_language_model(self.base)
         for name, entry in self.guides.items():
-            with naming_guide(name):
+            with naming(f"the guide {name!r}"):
                 entry.check()
 
 
 @contextmanager
-def naming_guide(name: str) -> Iterator[None]:
-    """Name the guide in the error of a check."""
+def naming(place: str) -> Iterator[None]:
+    """Name what the error of a check is about."""
     try:
         yield
     except RadqError as error:
-        raise type(error)(f"the guide {name!r}: {error.message}", error.hint) from error
+        raise type(error)(f"{place}: {error.message}", error.hint) from error
 
 
 ANY = "*"
@@ -398,17 +391,16 @@ class AllowedHosts:
 
     def __init__(self, address: str, listed: Collection[str] = ()):
         bound = _normalise(address)
-        names = {"localhost", bound, *map(_normalise, listed)}
         everywhere = not bound or getattr(_find_address(bound), "is_unspecified", False)
-        self._any = ANY in names or (not listed and everywhere)
-        self._names = {name for name in names if not name.startswith("*.")}
-        self._endings = tuple(name[1:] for name in names if name.startswith("*."))
+        names = map(_normalise, listed or ([ANY] if everywhere else []))
+        self._patterns = {"localhost", bound, *names}
 
     def allow(self, header: str) -> bool:
         """Whether a request with this Host header is allowed."""
         host, colon, port = header.strip().rpartition(":")
         name = _normalise(host if colon and port.isdigit() else header)
-        return self._any or name in self._names or name.endswith(self._endings) or _find_address(name) is not None
+        known = any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        return known or _find_address(name) is not None
 
 
 def _normalise(name: str) -> str:

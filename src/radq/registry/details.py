@@ -30,8 +30,7 @@ class CandidateRow:
 
     def find(self, token: int) -> int | None:
         """Find the index of a token; None if it is no candidate."""
-        (indices,) = np.nonzero(self.ids == token)
-        return int(indices[0]) if len(indices) else None
+        return next(iter(np.flatnonzero(self.ids == token).tolist()), None)
 
     def select(self, chosen: int) -> np.ndarray:
         """Select the candidates that clients are told of: the most likely ones, and the chosen one."""
@@ -85,17 +84,15 @@ class StepNumbers:
     """The candidates of a step for all its rows, on the host."""
 
     def __init__(self, proposal: Proposal):
-        self.candidates = proposal.candidates.cpu().numpy()
-        self.base = proposal.base.double().softmax(-1).cpu().numpy()
-        self.guided = proposal.logits.double().softmax(-1).cpu().numpy()
-        self.shift = proposal.shift.double().cpu().numpy()
+        probabilities = (logits.double().softmax(-1) for logits in (proposal.base, proposal.logits))
+        self.numbers = [part.cpu().numpy() for part in (proposal.candidates, *probabilities, proposal.shift.double())]
         self.rewards = [part.double().cpu().numpy() for part in proposal.rewards or ()]
 
     def row(self, row: int, columns: Mapping[str, int]) -> CandidateRow:
         """Return the candidates of one row; `columns` are those of the names of guides among the strengths."""
         told = np.concatenate([part[row] for part in self.rewards], axis=1) if self.rewards else None
         rewards = {} if told is None else {name: told[:, column] for name, column in columns.items()}
-        return CandidateRow(self.candidates[row], self.base[row], self.guided[row], self.shift[row], rewards)
+        return CandidateRow(*(part[row] for part in self.numbers), rewards=rewards)
 
 
 def summarise(tokens: Sequence[DrawnToken], names: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ strengths the text has.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import accumulate, chain
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from radq.models.reading import Reader
 from radq.models.readout import join_layers, pick_layers
 from radq.models.reward import RewardModel
 from radq.models.vocabulary import Vocabulary, check_vocabulary, read_vocabulary
-from radq.registry.config import GuideEntry, ServeConfig, naming_guide
+from radq.registry.config import GuideEntry, ServeConfig, naming
 from radq.registry.details import TokenTexts, describe_scores, encode_scored
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelSource
@@ -56,7 +57,8 @@ class LoadedGuides:
         strengths: dict[ModelKey, list[str]] = {}
         places: dict[str, tuple[int, int]] = {}
         for name, entry in entries.items():
-            names = strengths.setdefault(key := _key(entry), [])
+            key = _find_folder(entry), tuple(sorted(entry.options.items()))
+            names = strengths.setdefault(key, [])
             if entry.strength not in names:
                 names.append(entry.strength)
             places[name] = list(strengths).index(key), names.index(entry.strength)
@@ -79,13 +81,10 @@ class LoadedGuides:
     def select(self, wanted: Mapping[str, float]) -> Selection:
         """Select the guides that texts with these strengths by name need."""
         rows = self.strengths(wanted)
-        strengths: list[float] = []
-        first: list[int] = []  # the place of each guide among the strengths
-        for number, guide in enumerate(self.guides):
-            first.append(len(strengths))
-            strengths += rows.get(number, [0.0] * len(guide.beta))
+        every = [rows.get(number, [0.0] * len(guide.beta)) for number, guide in enumerate(self.guides)]
+        first = [0, *accumulate(map(len, every))]  # the place of each guide among the strengths
         places = {name: first[guide] + place for name, (guide, place) in self.places.items() if name in wanted}
-        return Selection(tuple(sorted(rows)), tuple(strengths), places)
+        return Selection(tuple(sorted(rows)), tuple(chain(*every)), places)
 
     def sum(self, wanted: Mapping[str, float]) -> tuple[Guide | None, tuple[float, ...]]:
         """Add up the guides that texts with these strengths by name need; also return the strengths of the sum."""
@@ -98,11 +97,10 @@ class LoadedGuides:
     @property
     def reward_columns(self) -> dict[str, tuple[RewardModel, int]]:
         """The reward model behind each name, and the column of its rewards; experts have none."""
-        guides = {name: (self.guides[number], place) for name, (number, place) in self.places.items()}
         return {
             name: (guide.model, guide.columns[place])
-            for name, (guide, place) in guides.items()
-            if isinstance(guide, RewardGuide)
+            for name, (number, place) in self.places.items()
+            if isinstance(guide := self.guides[number], RewardGuide)
         }
 
     @property
@@ -113,7 +111,7 @@ class LoadedGuides:
     def reward_ranges(self) -> dict[str, tuple[float, float] | None]:
         """Find the lowest and highest reward of each name; None for a guide without a reward model."""
         ranges = {name: model.config.attribute_ranges[column] for name, (model, column) in self.reward_columns.items()}
-        return {name: ranges.get(name) for name in self.places}
+        return dict.fromkeys(self.places) | ranges
 
     def name_rewards(self, rewards: Mapping[RewardModel, torch.Tensor]) -> dict[str, list[float]]:
         """Return rewards by name, from those of each model, (1, t, attributes)."""
@@ -132,11 +130,6 @@ class LoadedGuides:
 def _find_folder(entry: GuideEntry) -> str:
     """Find the folder of the model of a guide; each embedded attribute has a model of its own."""
     return f"{EMBEDDED}:{entry.strength}" if entry.folder == EMBEDDED else entry.folder
-
-
-def _key(entry: GuideEntry) -> ModelKey:
-    """Return the key by which entries share a model."""
-    return _find_folder(entry), tuple(sorted(entry.options.items()))
 
 
 class Served:
@@ -198,15 +191,13 @@ def check_guides(config: ServeConfig, max_model_len: int | None = None) -> list[
     base = load_config(source)
     lines: list[str] = []
     for name, entry in config.guides.items():
-        with naming_guide(name):
+        with naming(f"the guide {name!r}"):
             vocabulary, context = _read_vocabulary_and_context(entry)
             check_vocabulary(vocabulary, base.get_text_config().vocab_size, source.tokenizer, config.base)
             longest = min((length for length in (max_positions(base), context) if length is not None), default=None)
             if longest is not None and max_model_len is not None and max_model_len > longest:
-                raise ContextLengthError(
-                    f"it reads texts of {longest} tokens, and they may have {max_model_len}.",
-                    f"give --max-model-len {longest}.",
-                )
+                reason = f"it reads texts of {longest} tokens, and they may have {max_model_len}."
+                raise ContextLengthError(reason, f"give --max-model-len {longest}.")
         low, high = entry.limits
         length = "" if longest is None else f", texts of up to {longest} tokens"
         strengths = f"strengths from {low:g} to {high:g}, by default {entry.default:g}"

@@ -51,10 +51,8 @@ def reading(field: str) -> Iterator[None]:
     """Let errors of options name the field of the request that they are about."""
     try:
         yield
-    except FieldError:
-        raise
     except OptionError as error:
-        if type(error) is not OptionError:  # others have a status of their own
+        if type(error) is not OptionError:  # others name a field, or have a status of their own
             raise
         raise FieldError(field, error.message, error.hint) from error
 
@@ -77,14 +75,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for stat
 
 
 def describe_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Describe an error as a document."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     shown = message.encode("utf-8", "backslashreplace").decode()
     return {"error": {"message": shown, "type": kind, "param": param, "code": code}}
 
 
 def answer_problem(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    """Answer with an error."""
     return JSONResponse(describe_problem(status, message, param, code), status, headers=HEADERS.get(status))
 
 

@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,12 @@ from fastapi import Request
 
 from radq.decoding.prompt_scores import PromptScores
 from radq.decoding.text import GrowingText
-from radq.registry.details import LEAST, DrawnToken, make_finite
+from radq.registry.details import LEAST, DrawnToken, make_finite, summarise
 from radq.registry.loaded_guides import Served
 from radq.registry.problems import describe_problem
 from radq.serving.bodies import ChatBody
 from radq.serving.parsed_request import ParsedRequest, ServedText, TextUpdate
 from radq.serving.scheduler import Scheduler
-
-COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "radq")  # of completions
 
 
 class Answer:
@@ -36,11 +35,8 @@ class Answer:
         """`scores` are those of the prompts, where the answer begins with them and tells log-probabilities."""
         self.parsed, self.served, self.texts, self.scores = parsed, served, texts, scores
         self.is_chat = isinstance(parsed.body, ChatBody)
-        self.head = {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": parsed.model,
-        }
+        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.head = {"id": name, "created": int(time.time()), "model": parsed.model}
         self._begun: set[int] = set()
         self._offsets = [0] * len(texts)
 
@@ -48,52 +44,52 @@ class Answer:
 
     def whole(self, ends: dict[int, TextUpdate]) -> dict[str, Any]:
         """Make the answer when all texts have ended; `ends` are their last updates."""
-        choices = [self._choice(text, ends[text.index]) for text in self.texts]
+        choices = [self._choice(text, text.drawn, ends[text.index], begins=True) for text in self.texts]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._document(kind, choices), "usage": self.usage(), "radq": self._confirmation()}
+        return {**self.head, "object": kind, "choices": choices, "usage": self.usage(), "radq": self._confirmation()}
 
-    def _choice(self, text: ServedText, end: TextUpdate) -> dict[str, Any]:
-        written = self._echo(text) + "".join(token.piece for token in text.drawn) + end.rest
-        content = {"message": {"role": "assistant", "content": written}} if self.is_chat else {"text": written}
-        choice = {"index": text.index, **content, **self._tokens(text, text.drawn, begins=True)}
-        return choice | self._end(text, end)
+    def _choice(
+        self, text: ServedText, tokens: Sequence[DrawnToken], update: TextUpdate, begins: bool, part: str = "message"
+    ) -> dict[str, Any]:
+        """Make the part of an answer that is about one text: some of its tokens, and its end if it has come."""
+        content: Any = (self._echo(text) if begins else "") + "".join(token.piece for token in tokens) + update.rest
+        if self.is_chat:
+            content = ({"role": "assistant"} if begins else {}) | {"content": content}
+        choice = {"index": text.index, part if self.is_chat else "text": content, "finish_reason": None}
+        ended = {} if update.finish_reason is None else self._end(text, update)
+        return choice | self._tokens(text, tokens, begins) | ended
 
     def _end(self, text: ServedText, end: TextUpdate) -> dict[str, Any]:
         """The reason why a text ended, and means over its tokens."""
         error = {} if end.error is None else {"error": end.error}
-        cut = {"max_tokens": text.max_tokens} if self.parsed.cut else {}
+        cut = {"max_tokens": text.request.max_new_tokens} if self.parsed.cut else {}
         guided: dict[str, Any] = {}
         if self.scores is not None and self.scores.guided:  # as guides would have the tokens of the prompt drawn
             numbers = self.scores.guided[text.index // self.parsed.n]
             guided["prompt_logprobs"] = [None if one is None else make_finite(one) for one in numbers]
-        reason = "error" if end.error is not None else end.finish_reason or "stop"
-        return {"finish_reason": reason, "radq": text.summary() | self._settings() | cut | guided | error}
+        reason = "error" if end.error is not None else end.finish_reason
+        return {
+            "finish_reason": reason,
+            "radq": summarise(text.drawn, list(text.places)) | self._settings() | cut | guided | error,
+        }
 
     # --- streams ---
 
     def chunk(self, update: TextUpdate) -> dict[str, Any]:
         """Make a chunk with the next piece of a text; the last chunk says why the text ends."""
-        text = update.text
-        begins = text.index not in self._begun
-        self._begun.add(text.index)
-        piece = (self._echo(text) if begins else "") + "".join(token.piece for token in update.tokens) + update.rest
-        role = {"role": "assistant"} if begins else {}
-        content = {"delta": {**role, "content": piece}} if self.is_chat else {"text": piece}
-        choice = {"index": text.index, **content, "finish_reason": None, **self._tokens(text, update.tokens, begins)}
-        if update.finish_reason is not None:
-            choice |= self._end(text, update)
+        begins = update.text.index not in self._begun
+        self._begun.add(update.text.index)
+        choice = self._choice(update.text, update.tokens, update, begins, "delta")
         return self._chunk([choice]) | ({"radq": self._confirmation()} if begins else {})
 
     def last_chunk(self) -> dict[str, Any]:
         return self._chunk([]) | {"usage": self.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._document("chat.completion.chunk" if self.is_chat else "text_completion", choices)
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return {**self.head, "object": kind, "choices": choices}
 
     # --- parts ---
-
-    def _document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.head, "object": kind, "choices": choices}
 
     def usage(self) -> dict[str, int]:
         read = sum(map(len, self.parsed.prompts))
@@ -119,16 +115,14 @@ class Answer:
             told["logprobs"] = self._entries(tokens) if self.is_chat else self._columns(text, tokens, begins)
         if self.parsed.body.return_token_ids:
             told["token_ids"] = [token.id for token in tokens]
-            told |= {"prompt_token_ids": text.prompt} if begins else {}
+            told |= {"prompt_token_ids": text.request.prompt} if begins else {}
         return told
 
     def _columns(self, text: ServedText, tokens: Sequence[DrawnToken], begins: bool) -> dict[str, Any]:
         """Log-probabilities in the form of completions: a list for each kind of number."""
         before = self._prompt_columns(text) if begins and self.scores is not None else {}
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(self._offsets[text.index])
-            self._offsets[text.index] += len(token.piece)
+        lengths = (len(token.piece) for token in tokens)
+        *offsets, self._offsets[text.index] = accumulate(lengths, initial=self._offsets[text.index])
         columns: dict[str, Any] = {
             "tokens": [self.served.show_token(token.id) for token in tokens],
             "token_logprobs": [make_finite(token.logprob) for token in tokens],
@@ -146,18 +140,21 @@ class Answer:
         """The columns of the tokens of a prompt under the base model, whose first token has no numbers."""
         assert self.scores is not None
         show, growing = self.served.show_token, GrowingText(self.served.tokenizer, [])
-        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        for token, score in zip(text.prompt, self.scores.base[text.index // self.parsed.n], strict=True):
-            columns["tokens"].append(show(token))
-            columns["text_offset"].append(self._offsets[text.index])
-            columns["radq"].append(None)
-            columns["token_logprobs"].append(None if score is None else make_finite(score.log_probability))
-            best = [] if score is None else [*score.best, (token, score.log_probability)]
-            named = _by_name([(show(other), make_finite(number)) for other, number in best])
-            columns["top_logprobs"].append(named or None)
-            self._offsets[text.index] += len(growing.add(token))
+        scores, prompt = self.scores.base[text.index // self.parsed.n], text.request.prompt
+        *offsets, _ = accumulate((len(growing.add(token)) for token in prompt), initial=self._offsets[text.index])
         self._offsets[text.index] = len(self._echo(text))
-        return columns
+        best = [
+            [] if score is None else [*score.best, (token, score.log_probability)]
+            for token, score in zip(prompt, scores, strict=True)
+        ]
+        named = [_by_name([(show(other), make_finite(number)) for other, number in ranked]) for ranked in best]
+        return {
+            "tokens": [show(token) for token in prompt],
+            "token_logprobs": [None if score is None else make_finite(score.log_probability) for score in scores],
+            "top_logprobs": [one or None for one in named],
+            "text_offset": offsets,
+            "radq": [None] * len(offsets),
+        }
 
     def _entries(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
         """Log-probabilities in the form of chats: an entry for each token."""
@@ -205,7 +202,7 @@ class TextStream:
 
     def start(self) -> None:
         """Let the texts be decoded; those without room for a token end at once."""
-        if any(text.max_tokens for text in self.texts):
+        if any(text.request.max_new_tokens for text in self.texts):
             self._scheduler.submit(self.texts)
         else:
             for text in self.texts:

@@ -6,7 +6,6 @@ stands nowhere is named in the answer under `ignored`, unless it looks like stee
 made from this table.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -27,9 +26,8 @@ Number = Annotated[float, NoBoolean, Field(allow_inf_nan=False)]
 Whole = Annotated[int, NoBoolean, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, NoBoolean, Field(ge=0, lt=2**31)]
 Token = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]  # a strict number needs no Python of its own
-Tokens = Annotated[
-    list[Token], Field(fail_fast=True)
-]  # a body has room for half a million, each of which might be wrong
+# A body has room for half a million tokens, each of which might be wrong.
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -160,70 +158,50 @@ class ChatBody(TextBody):
 Kind = Literal["completion", "chat"]
 BODIES: dict[Kind, type[CompletionBody | ChatBody]] = {"completion": CompletionBody, "chat": ChatBody}
 
-REFUSED_ALWAYS = (  # with any value but null
-    "audio web_search_options allowed_token_ids chat_template guided_choice guided_decoding_backend guided_grammar "
-    "guided_json guided_regex guided_whitespace_pattern prompt_embeds prompt_logprobs structural_tag "
-    "structured_outputs thinking_token_budget truncate_prompt_tokens ebnf json_schema max_new_tokens n_predict "
-    "num_predict regex"
-).split()
-
-# Refused fields and the values that, beside null, change nothing. Fields of the other route are refused, too.
-REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(REFUSED_ALWAYS, ()) | {
-    # OpenAI's
-    "best_of": (1,),  # and any number that equals n
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    # vLLM's
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "bad_words": ([],),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (0, 1),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
-    # of other servers: llama.cpp, TGI, SGLang, Ollama, text-generation-webui
-    "cfg_scale": (1,),
-    "do_sample": (True,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "format": ("",),
-    "grammar": ("",),
-    "guidance_scale": (1,),
-    "min_new_tokens": (0,),
-    "mirostat": (0,),
-    "negative_prompt": ("",),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "repeat_penalty": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1, 0),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
+# Refused fields of OpenAI, vLLM, llama.cpp, TGI, SGLang, Ollama and text-generation-webui, with the values that, beside
+# null, change nothing. Fields of the other route are refused, too.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    name: values
+    for values, names in [
+        (
+            (),
+            "audio web_search_options allowed_token_ids chat_template guided_choice guided_decoding_backend "
+            "guided_grammar guided_json guided_regex guided_whitespace_pattern prompt_embeds prompt_logprobs "
+            "structural_tag structured_outputs thinking_token_budget truncate_prompt_tokens ebnf json_schema "
+            "max_new_tokens n_predict num_predict regex",
+        ),
+        (
+            (True,),
+            "add_generation_prompt add_special_tokens do_sample skip_special_tokens spaces_between_special_tokens",
+        ),
+        (
+            (False,),
+            "continue_final_message early_stopping include_stop_str_in_output return_tokens_as_token_ids "
+            "use_beam_search",
+        ),
+        (([],), "bad_words documents functions logits_processors tools"),
+        (({},), "chat_template_kwargs mm_processor_kwargs"),
+        (("",), "format grammar negative_prompt suffix"),
+        (("none", "auto"), "function_call tool_choice"),
+        ((["text"],), "modalities"),
+        (("none",), "reasoning_effort"),
+        (("medium",), "verbosity"),
+        (
+            (0,),
+            "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff min_new_tokens mirostat no_repeat_ngram_size "
+            "penalty_alpha top_a xtc_probability",
+        ),
+        ((1,), "best_of"),  # and any number that equals n
+        ((1,), "cfg_scale encoder_repetition_penalty guidance_scale num_beams repeat_penalty tfs_z typical_p"),
+        ((0, 1), "length_penalty"),
+        ((-1, 0), "top_n_sigma"),
+    ]
+    for name in names.split()
 }
 REFUSED_OF_MESSAGES = ("audio", "function_call", "tool_calls")  # fields of messages; others are named under `ignored`
-HINTS = dict.fromkeys(("format", "guided_json", "json_schema", "structured_outputs"), "write response_format.") | {
-    "max_new_tokens": "write max_tokens.",
-    "n_predict": "write max_tokens.",
-    "num_predict": "write max_tokens.",
+HINTS = {
+    **dict.fromkeys(("format", "guided_json", "json_schema", "structured_outputs"), "write response_format."),
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "write max_tokens."),
     "min_new_tokens": "write min_tokens.",
     "repeat_penalty": "write repetition_penalty.",
     "messages": "send it to /v1/chat/completions.",
@@ -255,20 +233,15 @@ def find_ignored(body: CompletionBody | ChatBody) -> list[str]:
         nothing = (body.n or 1,) if name == "best_of" else table.get(name, (value,))
         if value is not None and not any(same(value, one) for one in nothing):
             raise FieldError(name, f"this server does not support {name}.", HINTS.get(name, f"leave {name} out."))
-    of_messages = _find_ignored_of_messages(body.messages) if isinstance(body, ChatBody) else set()
-    return sorted(set(unknown) - {*HARMLESS, *table} | of_messages)
-
-
-def _find_ignored_of_messages(messages: Sequence[Message]) -> set[str]:
-    ignored: set[str] = set()
-    for number, message in enumerate(messages):
+    ignored = set(unknown) - {*HARMLESS, *table}
+    for number, message in enumerate(body.messages if isinstance(body, ChatBody) else ()):
         for name, value in (message.model_extra or {}).items():
             if name in REFUSED_OF_MESSAGES and value not in (None, []):
                 field = f"messages.{number}.{name}"
                 raise FieldError(field, f"this server does not support {field}.", f"leave {name} out.")
             if value is not None:
                 ignored.add(f"messages.{name}")
-    return ignored
+    return sorted(ignored)
 
 
 def same(value: Any, other: Any) -> bool:

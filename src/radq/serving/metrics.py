@@ -1,7 +1,7 @@
 """The figures of a server, for Prometheus."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -47,17 +47,16 @@ class Metrics:
     def count_request(self, route: str, status: int) -> None:
         self.requests.labels(route, str(status)).inc()
 
-    def count_step(self, seconds: float, of_guide: float) -> None:
+    def count_step(self, seconds: float) -> None:
         self.step.observe(seconds)
         self.step_seconds.inc(seconds)
-        self.guide_seconds.inc(of_guide)
 
     def count_tokens(self, text: ServedText, tokens: list[DrawnToken], first: bool) -> None:
-        self.tokens.labels("yes" if text.selection.guides else "no").inc(len(tokens))
+        self.tokens.labels("yes" if text.request.guides else "no").inc(len(tokens))
         if first:
             self.first.observe(time.perf_counter() - text.arrived)
-            self.prompt_tokens.inc(len(text.prompt))
-        if text.selection.guides:
+            self.prompt_tokens.inc(len(text.request.prompt))
+        if text.request.guides:
             for token in tokens:
                 self.kl.observe(token.kl)
 
@@ -67,15 +66,10 @@ class Metrics:
 
 
 class ClockedGuide(Guide[State]):
-    """A guide that does what another does, and sums up the seconds. On a GPU, work that is under way is not counted."""
+    """A guide that does what another does, and tells the seconds. On a GPU, work that is under way is not counted."""
 
-    def __init__(self, guide: Guide):
-        self.guide, self.beta, self.capturable = guide, guide.beta, guide.capturable
-        self._spent = {"seconds": 0.0}  # not a number of this object: engines notice when a guide's numbers change
-
-    @property
-    def seconds(self) -> float:
-        return self._spent["seconds"]
+    def __init__(self, guide: Guide, count: Callable[[float], None]):
+        self.guide, self.beta, self.capturable, self.count = guide, guide.beta, guide.capturable, count
 
     @property
     def readers(self) -> Sequence[Reader]:
@@ -101,4 +95,4 @@ class ClockedGuide(Guide[State]):
         try:
             yield
         finally:
-            self._spent["seconds"] += time.perf_counter() - began
+            self.count(time.perf_counter() - began)

@@ -3,10 +3,9 @@
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
-
-import numpy as np
 
 from radq.decoding.config import LogitChanges
 from radq.decoding.generate import draw_uniforms
@@ -17,11 +16,13 @@ from radq.decoding.text import UNFINISHED, GrowingText, encode_prompts, find_sto
 from radq.errors import ModelError, OptionError
 from radq.models.loading import num_logits
 from radq.registry.config import ServeConfig
-from radq.registry.details import CandidateRow, DrawnToken, StepNumbers, summarise
-from radq.registry.loaded_guides import Selection, Served
+from radq.registry.details import CandidateRow, DrawnToken, StepNumbers
+from radq.registry.loaded_guides import Served
 from radq.registry.problems import FieldError, check_unicode, reading
 from radq.registry.strengths import MISSPELLED, SETTINGS, Guidance
 from radq.serving.bodies import ChatBody, CompletionBody, ResponseFormat, TextBody, find_ignored
+
+SAME_NAME = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")  # as in LogitChanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,26 +62,27 @@ class ParsedRequest:
         """Whether log-probabilities are told of the tokens of prompts, and of stop tokens, which have no text."""
         return self.echo is not None and self.logprobs is not None
 
-    def texts(self, served: Served, deliver: "Callable[[TextUpdate], None]", client: str = "") -> "list[ServedText]":
+    def texts(self, served: Served, deliver: "Callable[[TextUpdate], None]", client: str) -> "list[ServedText]":
         """Make the texts to decode: the samples of each prompt together, with the random numbers of `radq.generate`."""
         uniforms = draw_uniforms(self.seed, 0, len(self.prompts), self.n, max(self.max_tokens))
         selection = served.loaded.select(self.guidance.strengths)
-        return [
-            ServedText(
-                index=p * self.n + s,
-                parsed=self,
-                client=client,
-                prompt=prompt,
-                max_tokens=self.max_tokens[p],
-                uniforms=uniforms[p, s, : self.max_tokens[p]],
-                selection=selection,
+        texts = []
+        for p, s in product(range(len(self.prompts)), range(self.n)):
+            prompt, most = self.prompts[p], self.max_tokens[p]
+            request = Request(
+                prompt,
+                self.guidance.steering,
+                most,
+                uniforms[p, s, :most],
+                selection.strengths,
+                self.stop_tokens,
                 processors=self._processors(prompt),
-                growing=GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens),
-                deliver=deliver,
+                guides=selection.guides,
+                details=self.details,
             )
-            for p, prompt in enumerate(self.prompts)
-            for s in range(self.n)
-        ]
+            growing = GrowingText(served.tokenizer, prompt, self.stop, self.changes.min_new_tokens)
+            texts.append(ServedText(len(texts), self, client, request, selection.places, growing, deliver))
+        return texts
 
     def _processors(self, prompt: list[int]) -> tuple[Processor, ...]:
         mask = () if self.grammar is None else (self.grammar.mask(len(prompt), self.stop_tokens),)
@@ -113,11 +115,8 @@ class ServedText:
     index: int  # among the texts of its request
     parsed: ParsedRequest
     client: str  # who sent the request: clients take turns
-    prompt: list[int]
-    max_tokens: int
-    uniforms: np.ndarray
-    selection: Selection
-    processors: tuple[Processor, ...]
+    request: Request
+    places: Mapping[str, int]  # of each name of a guide among the strengths
     growing: GrowingText
     deliver: Callable[[TextUpdate], None]
     arrived: float = field(default_factory=time.perf_counter)
@@ -127,19 +126,8 @@ class ServedText:
     _pieces: list[str] = field(default_factory=list)
     _told: list[CandidateRow] = field(default_factory=list)  # of each token, where the request has details
 
-    def request(self) -> Request:
-        return Request(
-            self.prompt,
-            self.parsed.guidance.steering,
-            self.max_tokens,
-            self.uniforms,
-            self.selection.strengths,
-            self.parsed.stop_tokens,
-            self._watch,
-            self.processors,
-            self.selection.guides,
-            self.parsed.details,
-        )
+    def __post_init__(self) -> None:
+        self.request = replace(self.request, watch=self._watch)
 
     def _watch(self, token: int) -> bool:
         """Add a token to the text; return whether the text ends at a stop string."""
@@ -153,7 +141,7 @@ class ServedText:
         fresh = []
         for position in range(len(self.drawn), len(self._pieces)):
             token, shift, kl, _, base, guided, _, *told = ticket.rows[position].tolist()
-            rewards = {name: told[column] for name, column in self.selection.places.items()} if told else None
+            rewards = {name: told[column] for name, column in self.places.items()} if told else None
             candidates = self._told[position] if position < len(self._told) else None
             fresh.append(DrawnToken(int(token), self._pieces[position], shift, kl, base, guided, rewards, candidates))
         self.drawn += fresh
@@ -163,12 +151,8 @@ class ServedText:
     def tell(self, ticket: Ticket, row: int, chosen: int, numbers: StepNumbers) -> None:
         """Note the candidates of a token, unless the text has ended before it."""
         if len(self._told) < len(ticket.rows):
-            candidates = numbers.row(row, self.selection.places)
+            candidates = numbers.row(row, self.places)
             self._told.append(candidates.take(candidates.select(chosen)))
-
-    def summary(self) -> dict[str, Any]:
-        """Compute means over the tokens of the text."""
-        return summarise(self.drawn, list(self.selection.places))
 
 
 def parse_request(body: CompletionBody | ChatBody, served: Served) -> ParsedRequest:
@@ -184,11 +168,10 @@ def parse_request(body: CompletionBody | ChatBody, served: Served) -> ParsedRequ
     if body.asked_tokens == 0 and echo is None:
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise FieldError(name, f"{name} must be at least 1, got 0.", "0 is for echo, which tells prompts.")
-    most, asked_texts = config.limits.choices, f"{len(prompts)} prompts times {body.n or 1}"
-    if len(prompts) * (body.n or 1) > most:
-        raise FieldError(
-            "n", f"a request may ask for at most {most} texts, got {asked_texts}.", "send several requests."
-        )
+    most, n = config.limits.choices, body.n or 1
+    if len(prompts) * n > most:
+        reason = f"a request may ask for at most {most} texts, got {len(prompts)} prompts times {n}."
+        raise FieldError("n", reason, "send several requests.")
     stop_tokens = _find_stop_tokens(body, served)
     changes = _read_changes(body, num_logits(served.lm))
     temperature = 1.0 if body.temperature is None else body.temperature
@@ -282,11 +265,8 @@ def _read_stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
     """Read stop texts; empty ones, which some clients send in place of none, stop nothing."""
     stops = tuple(filter(None, [stop] if isinstance(stop, str) else stop or []))
     if len(stops) > most or any(len(text) > 256 for text in stops):
-        raise FieldError(
-            "stop",
-            f"stop must be at most {most} texts of up to 256 characters, got {len(stops)}.",
-            "give fewer or shorter ones.",
-        )
+        reason = f"stop must be at most {most} texts of up to 256 characters, got {len(stops)}."
+        raise FieldError("stop", reason, "give fewer or shorter ones.")
     return stops
 
 
@@ -295,24 +275,17 @@ def _find_stop_tokens(body: TextBody, served: Served) -> frozenset[int]:
     own = body.stop_token_ids or []
     most, size = served.config.limits.stops, num_logits(served.lm)
     if len(own) > most or any(token >= size for token in own):
-        raise FieldError(
-            "stop_token_ids", f"stop_token_ids must be at most {most} numbers below {size}.", "give numbers of tokens."
-        )
+        reason = f"stop_token_ids must be at most {most} numbers below {size}."
+        raise FieldError("stop_token_ids", reason, "give numbers of tokens.")
     return frozenset([*own, *([] if body.ignore_eos else find_stops(served.lm, served.tokenizer, None))])
 
 
 def _read_changes(body: TextBody, vocab_size: int) -> LogitChanges:
     with reading("logit_bias"):
         bias = {_read_token(token): number for token, number in (body.logit_bias or {}).items()}
-        changes = LogitChanges(
-            min_new_tokens=body.min_tokens or 0,
-            logit_bias=bias,
-            repetition_penalty=body.repetition_penalty or 1.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            min_p=body.min_p or 0.0,
-            json_schema=_read_schema(body.response_format),
-        )
+        given = {name: number for name in SAME_NAME if (number := getattr(body, name)) is not None}
+        schema = _read_schema(body.response_format)
+        changes = LogitChanges(min_new_tokens=body.min_tokens or 0, logit_bias=bias, json_schema=schema, **given)
         changes.check_tokens(vocab_size)
     return changes
 

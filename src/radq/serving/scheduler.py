@@ -81,8 +81,7 @@ class Scheduler:
         self._waiting: deque[ServedText] = deque()
         self._tasks: deque[_Task] = deque()
         self._spare = max(1, self.limits.rows // SPARE)
-        self._clocks = [ClockedGuide(guide) for guide in served.loaded.guides]
-        guides: list[Guide] = [*self._clocks]
+        guides: list[Guide] = [ClockedGuide(guide, metrics.guide_seconds.inc) for guide in served.loaded.guides]
         self._guide = reduce(add, guides) if guides else None
         self._engine: Engine | None = None  # while there are texts
         self._texts: dict[Ticket, ServedText] = {}  # that it decodes
@@ -102,10 +101,17 @@ class Scheduler:
     def submit(self, texts: Sequence[ServedText]) -> None:
         """Let texts wait for their turn, all or none of them."""
         with self._change:
-            self._check_open()
-            if len(self._waiting) + len(texts) > self.limits.queue + max(0, self.limits.rows - self.running):
-                raise UnavailableError(f"{len(self._waiting)} texts are waiting already.", LATER, status=429)
-            self._waiting += texts
+            room = self.limits.queue + max(0, self.limits.rows - self.running)
+            self._add(self._waiting, texts, "texts", room)
+
+    def _add(self, queue: "deque[Any]", new: Sequence[Any], noun: str, most: int) -> None:
+        """Append to a queue, unless the server ends or the queue is full."""
+        with self._change:
+            if self.broken or self.closing:
+                raise UnavailableError(FAILED if self.broken else ENDING, ELSEWHERE)
+            if len(queue) + len(new) > most:
+                raise UnavailableError(f"{len(queue)} {noun} are waiting already.", LATER, status=429)
+            queue.extend(new)
             self._change.notify()
 
     def cancel(self, texts: Sequence[ServedText]) -> None:
@@ -126,12 +132,7 @@ class Scheduler:
     def call_in_turns(self, work: Callable[[Turn], InTurns[T]]) -> "Future[T]":
         """Let models read texts between steps, as much in each turn as of prompts."""
         task = _Task(Prefill(work))
-        with self._change:
-            self._check_open()
-            if len(self._tasks) >= self.limits.queue:
-                raise UnavailableError(f"{len(self._tasks)} requests are waiting already.", LATER, status=429)
-            self._tasks.append(task)
-            self._change.notify()
+        self._add(self._tasks, [task], "requests", self.limits.queue)
         return task.future
 
     def close(self, seconds: float = 0.0) -> None:
@@ -163,12 +164,7 @@ class Scheduler:
     @property
     def nbytes(self) -> int:
         """The memory that running texts hold in keys and values."""
-        engine = self._engine
-        return 0 if engine is None else engine.decoder.nbytes
-
-    def _check_open(self) -> None:
-        if self.broken or self.closing:
-            raise UnavailableError(FAILED if self.broken else ENDING, ELSEWHERE)
+        return 0 if (engine := self._engine) is None else engine.decoder.nbytes
 
     # --- in the scheduler's thread ---
 
@@ -257,7 +253,7 @@ class Scheduler:
         while (text := self._choose()) is not None:
             if self._engine is None:
                 self._engine = take_engine(self.served.lm, self._guide, self.limits.rows + self._spare)
-            self._texts[self._engine.submit(text.request())] = text
+            self._texts[self._engine.submit(text.request)] = text
             self._waiting.remove(text)  # not before: it must not be lost if something fails
 
     def _choose(self) -> ServedText | None:
@@ -280,24 +276,28 @@ class Scheduler:
         for ticket, text in self._texts.items():
             if text.cancelled:
                 ticket.cancel()
-        began, guided = time.perf_counter(), self._guide_seconds
+        began = time.perf_counter()
         try:
             results = engine.step()
-        except Exception as error:
-            self._fail(error)
+        except Exception as error:  # a bug; texts that wait will have another engine
+            LOGGER.error("decoding failed", exc_info=error)
+            self._fail_running(explain(error) or FAILED)
+            self._try_device()
             return
         for result in results:
             if result.drawn is not None:
                 self._tell(result)
-        self.metrics.count_step(time.perf_counter() - began, self._guide_seconds - guided)
+        self.metrics.count_step(time.perf_counter() - began)
         for ticket, text in list(self._texts.items()):
             self._deliver(ticket, text)
         if not self._texts:
             self._put_away(engine)
 
-    @property
-    def _guide_seconds(self) -> float:
-        return sum(clock.seconds for clock in self._clocks)
+    def _put_away(self, engine: Engine) -> None:
+        """Give the memory of the engine back; on a GPU its captured steps are kept."""
+        self._engine = None
+        if not engine.busy:
+            keep_engine(engine)
 
     def _tell(self, result: StepResult) -> None:
         assert result.drawn is not None
@@ -321,18 +321,6 @@ class Scheduler:
             text.deliver(TextUpdate(text, tokens, text.growing.end(), ticket.finish_reason, error))
         elif tokens:
             text.deliver(TextUpdate(text, tokens))
-
-    def _fail(self, error: Exception) -> None:
-        """End all texts of the engine after an error, which is a bug; those that wait will have another engine."""
-        LOGGER.error("decoding failed", exc_info=error)
-        self._fail_running(explain(error) or FAILED)
-        self._try_device()
-
-    def _put_away(self, engine: Engine) -> None:
-        """Give the memory of the engine back; on a GPU its captured steps are kept."""
-        self._engine = None
-        if not engine.busy:
-            keep_engine(engine)
 
 
 def _end_texts(texts: Iterable[ServedText], reason: FinishReason, error: str | None = None) -> None:
