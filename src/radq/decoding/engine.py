@@ -239,10 +239,7 @@ class Engine:
         for place, ticket in enumerate(self.running):
             ticket.place = place
         self._look_at_running()
-        if rows:
-            self.decoder.keep(rows)
-        else:
-            self.decoder.empty()
+        self.decoder.keep(rows)
 
     def _room(self) -> int:
         """The number of rows that may run together."""

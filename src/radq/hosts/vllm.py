@@ -26,7 +26,7 @@ from radq.decoding.text import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import OPTIONS, GuideSpec
 from radq.hosts.base_states import reads_shown, show_layers
-from radq.hosts.batching import Steerer, update_slots
+from radq.hosts.batching import Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.follower import DeviceRequest, HostRequest
 from radq.hosts.guidance import LOGGER, SEED, TICKET, find_config, find_config_for_client, read_guidance
@@ -78,10 +78,11 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         draws_own = parallel.tensor_parallel_size == 1 or parallel.enable_batch_sharded_sampling
         self.answers = draws_own or parallel_state.get_tensor_model_parallel_rank() == 0
         size = (vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
-        self._drafts = None
-        if vllm_config.speculative_config is not None:
-            self._drafts = DraftSteerer(loaded, *size, device, 1 + vllm_config.num_speculative_tokens, shown)
-        self.steerer = self._drafts or Steerer(loaded, *size, device, shown)
+        self.tells_details = vllm_config.speculative_config is None  # drafts are not recorded
+        if self.tells_details:
+            self.steerer = Steerer(loaded, *size, device, shown)
+        else:
+            self.steerer = DraftSteerer(loaded, *size, device, 1 + vllm_config.num_speculative_tokens, shown)
         _check_memory(self.steerer, vllm_config)
         if "raw" in str(model.logprobs_mode):
             LOGGER.info(
@@ -89,11 +90,6 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
                 "--logprobs-mode processed_logprobs gives those of the guided distribution."
             )
         PROCESSORS.add(self)
-
-    @property
-    def tells_details(self) -> bool:
-        """Whether tokens are recorded for requests with details."""
-        return self._drafts is None
 
     def read_guidance(self, params: Any) -> Guidance | None:
         """Read the guidance that a request's SamplingParams ask for; None if it is not guided."""
@@ -108,26 +104,20 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         return False
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        if self._drafts is not None:
-            drafts = Drafts(ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.input_ids, ctx.pos)
-            self._drafts.steer_drafts(logits, {one.slot: one for one in self._read_context(ctx).values()}, drafts)
-            return logits
         requests = self._requests if ctx is None else self._read_context(ctx)
+        tokens: Any = None if ctx is None else ctx.input_ids
+        if ctx is not None and not self.tells_details:
+            requests = {request.slot: request for request in requests.values()}
+            tokens = Drafts(ctx.expanded_idx_mapping, ctx.expanded_local_pos, tokens, ctx.pos)
         if requests:
-            self.steerer.steer(logits, requests, None if ctx is None else ctx.input_ids)
+            self.steerer.steer(logits, requests, tokens)
         return logits
 
     # --- the first runner: requests stand at the rows of the batch, and move between them ---
 
     def update_state(self, batch_update: Any) -> None:
         if batch_update is not None:
-            swap = first_runner.MoveDirectionality.SWAP
-            update_slots(
-                self._requests,
-                batch_update.removed,
-                [(slot, self._make_request(*texts)) for slot, *texts in batch_update.added],
-                [(source, target, direction is swap) for source, target, direction in batch_update.moved],
-            )
+            first_runner.process_dict_updates(self._requests, batch_update, self._make_request)
             self.steerer.retain(self._requests.values())
 
     def _make_request(self, params: Any, prompt: list[int] | None, output: list[int]) -> HostRequest | None:
@@ -137,13 +127,14 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
     # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        self._requests.pop(req_idx, None)
         guidance = self.read_guidance(sampling_params)
-        request = None
-        if guidance is not None:
-            make = partial(DraftRequest, lengths=self._states.total_len) if self._drafts else DeviceRequest
-            request = make(guidance, self._states.all_token_ids, req_idx, **self._find_options(sampling_params))
-        update_slots(self._requests, [], [(req_idx, request)], [])
-        return request is not None
+        if guidance is None:
+            return False
+        make = DeviceRequest if self.tells_details else partial(DraftRequest, lengths=self._states.total_len)
+        options = self._find_options(sampling_params)
+        self._requests[req_idx] = make(guidance, self._states.all_token_ids, req_idx, **options)
+        return True
 
     def _read_context(self, ctx: Any) -> dict[int, Any]:
         """Find the guided requests of this step by their rows. A prompt that is read in part draws no token yet."""
