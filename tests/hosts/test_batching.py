@@ -486,7 +486,7 @@ def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: boo
     rng, most = random.Random(seed), 3
     chosen = {kind: guides[kind] for kind in ("q", "dexperts")}
     check_drafts(list(chosen.values()), VOCAB)
-    steerer = DraftSteerer(make_loaded(chosen), 5, LENGTH, "cpu", most)
+    steerer = DraftSteerer(make_loaded(chosen), 5, LENGTH, most=most)
     if prepared:
         prepare_steps(steerer)
     tokens, lengths = torch.zeros(5, LENGTH, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
@@ -513,7 +513,7 @@ def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: boo
             rows += [(slot, place, text + drafted[:place]) for place in range(len(drafted) + 1)]
             tokens[slot, int(lengths[slot]) : int(lengths[slot]) + len(drafted)] = torch.tensor(drafted).int()
             if (known := requests[slot]) is not None:
-                known.bound = len(text) + most - 1
+                known.size = len(text) + most - 1
         shown = {slot: one for slot, _, _ in rows if (one := requests[slot]) is not None}
         base = torch.stack([base_logits(text) for _, _, text in rows])
         logits = base.clone()

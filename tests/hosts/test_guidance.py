@@ -58,6 +58,15 @@ def test_several_guides_add_up_in_one_text() -> None:
         assert free.steering.kl_budget is None
 
 
+@pytest.mark.parametrize("arguments", [{"radq": "sentiment=strong"}, {"radq_guide": "sentiment", "radq_beta": "60%"}])
+def test_a_budget_may_stand_beside_a_calibrated_strength(arguments: dict[str, Any]) -> None:
+    """In place of the one that the strength was calibrated with."""
+    found = read_guidance(ServeConfig.embedded(), {**arguments, "radq_kl_budget": 0.25}, 1.0)
+    assert found is not None
+    assert found.steering.kl_budget == 0.25
+    assert found.strengths["sentiment"] > 1
+
+
 def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:
     guides = {"toxicity": {"guide": "models/tox:toxicity", "default": -30}, "praise": "models/praise:praise=4"}
     config = ServeConfig(guides=guides)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
-from radq.decoding.guide_rows import Advisers, GuideRows, Started, count_siblings, list_columns
+from radq.decoding.guide_rows import Advisers, GuideRows, Started, TextStates, count_siblings, list_columns
 from radq.decoding.request import Request
 from radq.decoding.steering import Plan, Proposal, RowSettings, choose, propose
 from radq.guides import Guide, SumGuide
@@ -34,6 +34,7 @@ from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import Tokens, enlarge, log_probabilities, pad_left
 
+Read = tuple[Reading, list[Started]]  # what base model and guides know of prompts whose rows are still to be added
 Process = Callable[[Float[Tensor, "b v"]], Float[Tensor, "b v"]]
 
 LOGGER = logging.getLogger(__name__)
@@ -52,21 +53,9 @@ class Drawn:
     tokens: Tokens
     numbers: Float[Tensor, "b n"]  # in the order of `NUMBERS`, then the reward behind each strength, if guides tell
 
-    def copy(self, rows: int) -> "Drawn":
-        """Copy the first rows into memory of their own, which the next step does not change."""
-
-        def copy(values: Tensor) -> Tensor:
-            return values[:rows].clone()
-
-        return Drawn(self.proposal.map(copy), copy(self.choice), copy(self.tokens), copy(self.numbers))
-
-
-@dataclass(frozen=True)
-class Read:
-    """Prompts that were read before their rows are added."""
-
-    base: Reading
-    states: list[Started]  # of each guide
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Drawn":
+        """Return the same tokens with changed tensors, such as some of their rows."""
+        return Drawn(self.proposal.map(change), *map(change, (self.choice, self.tokens, self.numbers)))
 
 
 class Decoder:
@@ -79,20 +68,18 @@ class Decoder:
         layers = join_layers([reader.base_layers for reader in asked])
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
         readers = [self.reader, *(reader for reader in asked if not reader.base_layers)]
-        models = [reader.model for reader in readers]
         dtypes = [reader.model.dtype for reader in asked] or [torch.float64]
         self._precision = reduce(torch.promote_types, dtypes, torch.float32)  # of β, so that no step has to convert it
-        self.captures = Captures(models, guide, captures and self.device.type == "cuda")
+        self.captures = Captures([reader.model for reader in readers], guide, captures and self.device.type == "cuda")
         self._prompts = PromptGraphs([reader.model for reader in readers if self.captures.on and takes_slots(reader)])
         self.compile = compile
         self._compiled = {
             reader.model: torch.compile(reader.model.forward, dynamic=False) for reader in readers if compile
         }
-        self.base: Reading | None = None
+        self.base = TextStates(range(0))
         parts = () if guide is None else guide.guides if isinstance(guide, SumGuide) else (guide,)
         self.members = [GuideRows(part, self._take_states, self.reader.vocabulary.size, self.device) for part in parts]
         self._columns = list_columns(parts)
-        self.count = 0  # rows
         # Of all slots; there are none yet.
         beta, size = () if guide is None else guide.beta, self.reader.vocabulary.size
         self._rows = RowSettings.stack([Steering()], [beta], size, self.device, self._precision).map(
@@ -119,7 +106,7 @@ class Decoder:
         for number, member in enumerate(self.members):
             wanted = {row for row, request in zip(rows, requests, strict=True) if request.asks_for(number)}
             states.append((yield from member.start(prompts, wanted, turn)))
-        return Read(base, states)
+        return base, states
 
     @torch.no_grad()
     def add(
@@ -142,20 +129,16 @@ class Decoder:
         self._plan = Plan.of(self._steerings)
         first, last = self.count, self.count + len(rows)
         turn = Turn(self._prompts if self.captures.on else None)
-        base = read.base if read else finish(self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn))
+        base = read[0] if read else finish(self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn))
         base = _choose(base, rows, range(len(prompts)), self.device)
-        if self.base is None:
-            self.base = self._settle(base, capacity, width)
-        else:
-            self._resize_base(self.count)
-            self.base = self.base.join([self.base, base])
+        self.base.add(base, partial(self._settle, capacity=capacity, width=width))
         for number, member in enumerate(self.members):
             own = [row for row, request in enumerate(requests) if request.asks_for(number)]
             joining = [first + row for row in own]
             member.widest = Plan.of([self._steerings[row] for row in [*member.rows, *joining]]).widest
             if own:  # after the base model has joined: a graph may write to the same memory
                 wanted = {rows[row] for row in own}
-                places, state = read.states[number] if read else finish(member.start(prompts, wanted, turn))
+                places, state = read[1][number] if read else finish(member.start(prompts, wanted, turn))
                 assert state is not None
                 state = _choose(state, [rows[row] for row in own], places, self.device)
                 settle = partial(self._settle, capacity=capacity, width=width, widest=member.widest)
@@ -170,7 +153,7 @@ class Decoder:
             (settings if values.dim() == 1 else settings[:, : values.shape[1]])[:] = values
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
         self._done[first:last] = 0
-        self.count = last
+        self.base.rows = range(last)
         self._place_guides()
 
     def _place_guides(self) -> None:
@@ -179,13 +162,14 @@ class Decoder:
 
     def _take_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
         """Return the outputs of layers of the base model at the last token of each row, side by side."""
-        assert self.base is not None
-        assert self.base.notes is not None
-        return pick_layers(self.base.notes, self.reader.layers, layers)
+        assert self._base_reading.notes is not None
+        return pick_layers(self._base_reading.notes, self.reader.layers, layers)
 
-    def _resize_base(self, rows: int) -> None:
-        if isinstance(self.base, SlotReading):
-            self.base.resize(rows)
+    @property
+    def _base_reading(self) -> Reading:
+        """The base model's reading of all texts."""
+        (reading,) = self.base.readings
+        return reading
 
     def _settle(self, reading: Reading, capacity: int, width: int, widest: int | None = None) -> Reading:
         settled = settle(reading, capacity, width, count_siblings(reading.reader, widest))
@@ -214,20 +198,17 @@ class Decoder:
 
         If there are none, slots stay for others, and captured steps with them.
         """
-        if self.base is None or not (rows or self._in_slots):
+        if not (rows or self._in_slots):
             self.clear()
             return
-        index = torch.tensor(rows, dtype=torch.long)
-        self._resize_base(self.count)
         for member in self.members:
             member.keep(rows)
-        self.base = self.base.select(index)
-        index = index.to(self.device)
-        for values in (*vars(self._rows).values(), self._uniforms, self._done):
-            if isinstance(values, Tensor):
-                values[: len(rows)] = values[index]
+        self.base.select(rows)
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        for values in (*self._rows.columns.values(), self._uniforms, self._done):
+            values[: len(rows)] = values[index]
         self._steerings = [self._steerings[row] for row in rows]
-        self.count = len(rows)
+        self.base.rows = range(len(rows))
         if self._tokens is not None:
             self._tokens = self._tokens[index]
         self._place_guides()
@@ -242,21 +223,24 @@ class Decoder:
         self.__init__(self.lm, self.guide, self.captures.on, self.compile)
 
     @property
+    def count(self) -> int:
+        """The number of rows."""
+        return len(self.base.rows)
+
+    @property
     def capacity(self) -> int:
         """The number of rows for which there is room."""
         return len(self._done)
 
     @property
     def nbytes(self) -> int:
-        """The memory that the slots hold."""
         return sum(reading.nbytes for reading in self.slots)
 
     # --- steps ---
 
     @property
     def _readings(self) -> list[Reading]:
-        base = [] if self.base is None else [self.base]
-        return [*base, *(reading for member in self.members for reading in member.readings)]
+        return [reading for texts in (self.base, *self.members) for reading in texts.readings]
 
     @property
     def _active(self) -> list[GuideRows]:
@@ -265,7 +249,6 @@ class Decoder:
 
     @property
     def _in_slots(self) -> bool:
-        """Whether all models work with slots."""
         return len(self.slots) == len(self._readings)
 
     @property
@@ -285,18 +268,13 @@ class Decoder:
         self._reserve(rows, alive, all_rows=captured or (self.compile and self._in_slots))
         self._current = None
         if captured:
-            active = [reading for member in self._active for reading in member.slots]
-            shape = (rows, *((reading.window, reading.epoch) for reading in [self.base, *active]))
+            slots = [reading for texts in (self.base, *self._active) for reading in texts.slots]
+            shape = (rows, *((reading.window, reading.epoch) for reading in slots))
             # A captured step holds for guides whose rows need the same work, whatever their strengths are.
             needs = tuple((member.every, member.widest) if member.rows else None for member in self.members)
             kind = (self._plan, needs, shape if self.compile else None)  # compiled in its first step
-
-            def capture() -> Capture[Drawn]:
-                return self.captures.capture(
-                    lambda: self._draw(rows), lambda drawn, side: self._read(drawn.tokens, side)
-                )
-
-            self._current = self.captures.find(kind, shape, capture)
+            halves = partial(self._draw, rows), lambda drawn, side: self._read(drawn.tokens, side)
+            self._current = self.captures.find(kind, shape, partial(self.captures.capture, *halves))
         if self._current is None:
             drawn = self._draw(rows, process)
         else:
@@ -310,8 +288,8 @@ class Decoder:
         """Make room for a token of every row. Guides compute as many rows as the base model where steps are captured,
         so that the number of rows that ask for each makes no further shapes.
         """
-        if isinstance(self.base, SlotReading):
-            self.base.make_room(self.count, rows).reserve(alive)
+        for reading in self.base.slots:
+            reading.make_room(self.count, rows).reserve(alive)
         for member in self._active:
             texts = len(member.rows)
             member.resize(rows if all_rows else texts)
@@ -321,13 +299,17 @@ class Decoder:
                 reading.reserve(own, count_siblings(reading.reader, member.widest))
 
     @torch.no_grad()
-    def read(self) -> None:
-        """Let both models read the tokens that were drawn."""
-        assert self._tokens is not None
+    def read(self, tokens: Tokens | None = None) -> None:
+        """Let both models read the tokens that were drawn, or others in their place if steps are not captured."""
+        if tokens is not None:
+            for reading in self.slots:
+                reading.drop_siblings()  # among which they need not be
+        tokens = self._tokens if tokens is None else tokens
+        assert tokens is not None
         if self._current is not None:
             self._current.read.replay()
         else:
-            self._read(self._tokens)
+            self._read(tokens)
             seconds = time.perf_counter() - self._began
             if self.compile and seconds > COMPILING:  # in the first step of a shape
                 took = "torch.compile took %.0f s; the next %d texts at once take none."
@@ -344,9 +326,8 @@ class Decoder:
         return min(-(-self.count // step) * step, self.capacity)
 
     def _draw(self, rows: int, process: Process | None = None) -> Drawn:
-        assert self.base is not None
         strengths = self._rows.map(lambda values: values[:rows], self._plan)
-        logits = self.base.last
+        logits = self._base_reading.last
         members = {number: member.advise for number, member in enumerate(self.members) if member.rows}
         advisers = Advisers(members, self._columns) if members else None
         proposal = propose(logits if process is None else process(logits), advisers, None, strengths)
@@ -360,10 +341,9 @@ class Decoder:
 
     def _read(self, tokens: Tokens, side: torch.cuda.Stream | None = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
-        assert self.base is not None
         guides = self._active
         if side is None or not any(member.reads for member in guides):
-            self.base = self.base.read(tokens)
+            self.base.state = self._base_reading.read(tokens)
             for member in guides:
                 member.advance(tokens)
         else:
@@ -372,7 +352,7 @@ class Decoder:
             with torch.cuda.stream(side):
                 for member in guides:
                     member.advance(tokens)
-            self.base = self.base.read(tokens)
+            self.base.state = self._base_reading.read(tokens)
             torch.cuda.current_stream().wait_stream(side)
             del before
 

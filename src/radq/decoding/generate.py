@@ -211,7 +211,7 @@ def _make_generation(ticket: Ticket, prompt: str, text: str, budget: float | Non
     greedy = ticket.request.steering.temperature == 0  # the best token is certain
     return Generation(
         prompt=prompt,
-        text=watch.text.text if isinstance(watch, _StopTexts) and watch.text.stopped else text,  # up to a stop text
+        text=watch.text if isinstance(watch, GrowingText) and watch.stopped else text,  # up to a stop text
         token_ids=ticket.tokens,
         shifts=numbers[:, 1].tolist(),
         finish_reason=ticket.finish_reason or "",
@@ -308,7 +308,7 @@ def _submit(
             length = len(encoded[p])
             own = (*make_processors(changes, length, ends), *processors)
             for s in range(samples):
-                watch = _StopTexts(GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens)) if stop else None
+                watch = GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens) if stop else None
                 masks = () if grammar is None else (grammar.mask(length, ends),)
                 numbers, processing = (uniforms[p, s], strengths), (*masks, *own)
                 request = Request(
@@ -316,17 +316,6 @@ def _submit(
                 )
                 tickets[p * samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
-
-
-@dataclass(frozen=True)
-class _StopTexts:
-    """Adds tokens to a text, and says whether it has reached a stop text."""
-
-    text: GrowingText
-
-    def __call__(self, token: int) -> bool:
-        self.text.add(token)
-        return self.text.stopped
 
 
 def stream_text(

@@ -36,18 +36,16 @@ def count_siblings(reader: Reader, widest: int | None) -> int:
     return min(SIBLINGS_PER_FORWARD, widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
 
 
-class GuideTexts(Generic[R]):
-    """A guide, and its state of the texts that it follows."""
+class TextStates(Generic[R]):
+    """The state of a model or guide after some texts, each of which has a row."""
 
-    rows: R  # one for each text
-
-    def __init__(self, guide: Guide):
-        self.guide = guide
+    def __init__(self, rows: R):
+        self.rows = rows
         self.state: State | None = None
 
     @property
     def readings(self) -> list[Reading]:
-        """The readings of the guide's own transformers."""
+        """The readings of models that run for this state alone."""
         return [] if self.state is None else list_readings(self.state)
 
     @property
@@ -55,7 +53,6 @@ class GuideTexts(Generic[R]):
         return [reading for reading in self.readings if isinstance(reading, SlotReading)]
 
     def resize(self, rows: int) -> None:
-        """Compute so many rows."""
         for reading in self.slots:
             reading.resize(rows)
 
@@ -65,22 +62,20 @@ class GuideTexts(Generic[R]):
         self.state = new.map_readings(settle) if self.state is None else self.state.join([self.state, new])
 
     def select(self, order: Sequence[int]) -> None:
-        """Keep the texts in these rows, in this order."""
         self.resize(len(self.rows))
         if self.state is not None:
             self.state = self.state.select(torch.tensor(order, dtype=torch.long))
 
 
-class GuideRows(GuideTexts[list[int]]):
+class GuideRows(TextStates[list[int]]):
     """A guide, its state of the texts that it follows, and their rows in the decoder."""
 
     def __init__(self, guide: Guide, base: Callable[[tuple[int, ...]], Tensor], num_tokens: int, device: torch.device):
         """`base` takes outputs of the base model for all rows."""
-        super().__init__(guide)
-        self.device = device
+        super().__init__([])
+        self.guide, self.device = guide, device
         self.base = BaseStates(lambda layers: self.take(base(layers)), num_tokens)
         self.reads = any(not reader.base_layers for reader in guide.readers)  # whether it runs transformers of its own
-        self.rows = []
         self.every = True  # whether these are all rows of the decoder, in its order
         self.widest: int | None = None  # the candidates that one of its rows asks for; None for the whole vocabulary
         self.computed = 0  # rows, of which a captured step has some that are not in use
@@ -91,7 +86,6 @@ class GuideRows(GuideTexts[list[int]]):
     # --- rows ---
 
     def start(self, prompts: Sequence[Sequence[int]], wanted: Iterable[int], turn: Turn) -> InTurns[Started]:
-        """Read some of the prompts."""
         if not (numbers := sorted(wanted)):
             return numbers, None
         own = pad_left([prompts[number] for number in numbers], device=self.device)
@@ -171,7 +165,6 @@ def spread_advice(advice: Advice, spread: Callable[[Tensor], Tensor], take: Call
 
 
 def list_columns(guides: Sequence[Guide]) -> list[slice]:
-    """The columns of each guide among the strengths of all."""
     ends = accumulate(len(guide.beta) for guide in guides)
     return [slice(end - len(guide.beta), end) for guide, end in zip(guides, ends, strict=True)]
 

@@ -131,7 +131,6 @@ class GrammarMask:
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def _find_allowed(self, text: list[int], vocab_size: int) -> np.ndarray:
-        """Find the tokens that may follow a text, which mostly goes on from the last one."""
         if text[: len(self._read)] != self._read:
             self._matcher, self._read = self._first.deep_copy(), []
         self._matcher.consume_tokens(text[len(self._read) :])

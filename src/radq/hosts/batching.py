@@ -8,7 +8,7 @@ Axes: b requests, k candidates, v vocabulary, s strengths.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from radq.decoding.guide_rows import Advisers, list_columns, spread_advice
 from radq.decoding.steering import Proposal, RowSettings, propose
-from radq.guides import Guide
 from radq.guides.base import Advice
 from radq.hosts.base_states import ShownFollower, reads_shown
 from radq.hosts.details import RecordedRow, Records
@@ -60,7 +59,6 @@ class Figures:
             self._tickets.popitem(last=False)
 
     def take(self, ticket: str) -> Sums | None:
-        """The sums of a request, which are then forgotten."""
         return self._tickets.pop(ticket, None)
 
 
@@ -95,13 +93,14 @@ class Steerer:
         length: int,
         device: torch.device | str = "cpu",
         shown: tuple[int, ...] = (),
+        make: Callable[..., Follower] = Follower,
     ):
         """The engine runs at most `capacity` requests of `length` tokens at once, and shows some layers' states."""
         self.loaded, self.device, self.capacity = loaded, torch.device(device), capacity
         self.followers = [
             ShownFollower(guide, capacity, length, self.device, shown)
             if reads_shown(guide, shown)
-            else self._make_follower(guide, length)
+            else make(guide, capacity, length, self.device)
             for guide in loaded.guides
         ]
         self.columns = list_columns(loaded.guides)
@@ -109,15 +108,11 @@ class Steerer:
         self._plan: tuple[Any, list[_Group]] = (None, [])
         self._steps = 0  # since the figures were counted
 
-    def _make_follower(self, guide: Guide, length: int) -> Follower:
-        return Follower(guide, self.capacity, length, self.device)
-
     @property
     def nbytes(self) -> int:
         return sum(follower.nbytes for follower in self.followers)
 
     def plan_bytes(self) -> int:
-        """Compute the largest number of bytes that the guides' states take up."""
         return sum(follower.plan_bytes() for follower in self.followers)
 
     @property
@@ -260,7 +255,6 @@ class Steerer:
         return _Group(requests, places, settings, ends, guides, sums, told)
 
     def _stack(self, requests: Iterable[GuidedRequest], vocab_size: int) -> RowSettings:
-        """Make the settings of requests, with their strengths of all guides."""
         steerings, betas, stops = [], [], []
         for request in requests:
             steering = request.guidance.steering

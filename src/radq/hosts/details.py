@@ -49,14 +49,14 @@ class RecordedRow:
 
     def draw(self, token: int, piece: str) -> DrawnToken | None:
         """Return the numbers about a token that was drawn; None if it was not drawn from these candidates."""
-        index = self.candidates.find(token)
+        told = self.settle(token)
+        candidates, index = told.candidates, told.candidates.find(token)
         if index is None or self.token not in (None, token):
             return None
         with np.errstate(divide="ignore"):
-            logprob = float(np.log(self.candidates.guided[index]))
-        shift, base = float(self.candidates.shift[index]), float(self.base_logprobs[index])
-        rewards, told = self.candidates.rewards_of(index), self.candidates.take(self.candidates.select(index))
-        return DrawnToken(token, piece, shift, self.kl, base, logprob, rewards, told)
+            logprob = float(np.log(candidates.guided[index]))
+        shift, base = float(candidates.shift[index]), float(told.base_logprobs[index])
+        return DrawnToken(token, piece, shift, self.kl, base, logprob, candidates.rewards_of(index), candidates)
 
     def pack(self) -> PackedRow:
         rewards = {name: values.tolist() for name, values in self.candidates.rewards.items()}
@@ -92,7 +92,6 @@ class Records:
             self.count -= len(forgotten)
 
     def take(self, ticket: str) -> list[PackedRow]:
-        """Return the rows of a request, and forget them."""
         rows = self._tickets.pop(ticket, {})
         self.count -= len(rows)
         return [{**row.pack(), "choice": choice, "position": position} for (choice, position), row in rows.items()]

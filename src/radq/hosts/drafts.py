@@ -6,7 +6,7 @@ Axes: r rows of logits, b texts, n drafted tokens and one more, k candidates, s 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,15 +25,18 @@ from radq.hosts.follower import DeviceRequest, Follower, GuidedRequest
 from radq.models.reading import OutputReading
 from radq.models.slots import SlotReading, takes_slots
 from radq.numerics import Candidates, Strengths
-from radq.registry.loaded_guides import LoadedGuides
+
+# The guided requests of a step, on the device, by which all its rows of logits find their own numbers: the place of
+# each slot's request among these, or −1; their settings; the tokens that end them; and for each guide, its row of each
+# slot's text, or −1.
+_Table = tuple[Tensor, RowSettings, Tensor, dict[int, Tensor]]
 
 
 @dataclass(eq=False)
 class DraftRequest(DeviceRequest):
-    """A request whose length only the device knows."""
+    """A request whose length only the device knows; `size` is the most tokens that it may have, drafts included."""
 
     lengths: Any = None  # the engine's: `lengths.gpu` has a number for each slot
-    bound: int = field(default=0, init=False)  # the most tokens that the text may have, drafts included
 
     @property
     def length(self) -> int:
@@ -54,7 +57,6 @@ class Drafts:
 
 
 def check_drafts(guides: Sequence[Guide], vocab_size: int) -> None:
-    """Raise if a guide cannot follow drafts."""
     for guide in guides:
         state = guide.start(torch.zeros(1, 2, dtype=torch.long))
         noted = [reading.notes is not None for reading in list_readings(state)]
@@ -80,7 +82,7 @@ class DraftFollower(Follower):
 
     def _bounds(self) -> list[int]:
         """Also of drafts, behind which there is room for those that belong to no text."""
-        return [max(one.length, getattr(one.text, "bound", 0)) + self.most for one in self._followed]
+        return [max(one.length, getattr(one.text, "size", 0)) + self.most for one in self._followed]
 
     def advise_drafts(
         self, texts: Int[Tensor, " r"], drafts: Drafts, candidates: Int[Tensor, "r k"], beta: Float[Tensor, "r s"]
@@ -113,21 +115,10 @@ class DraftFollower(Follower):
 class DraftSteerer(Steerer):
     """Steers all rows of logits of guided requests, which `steer` takes by their slots, together with the drafts."""
 
-    def __init__(
-        self,
-        loaded: LoadedGuides,
-        capacity: int,
-        length: int,
-        device: torch.device | str,
-        most: int,
-        shown: tuple[int, ...] = (),
-    ):
-        self.most = most
-        super().__init__(loaded, capacity, length, device, shown)
+    def __init__(self, *settings: Any, most: int):
+        """The settings are those of other steerers; a request has at most so many rows of logits."""
+        super().__init__(*settings, make=partial(DraftFollower, most=most))
         self._table: tuple[Any, Any] = (None, None)
-
-    def _make_follower(self, guide: Guide, length: int) -> DraftFollower:
-        return DraftFollower(guide, self.capacity, length, self.device, self.most)
 
     def _steer(self, logits: Float[Tensor, "r v"], requests: Mapping[int, Any], tokens: Drafts) -> None:
         """Steer the rows of requests, which are given by their slots.
@@ -137,14 +128,15 @@ class DraftSteerer(Steerer):
         running = self._follow(requests, None)
         if not running:
             return
-        table, slots = self._find_table(running, logits.shape[1]), tokens.slots.long()
-        which = table.places[slots]
+        places, every, ends, texts = self._find_table(running, logits.shape[1])
+        slots = tokens.slots.long()
+        which = places[slots]
         rows = which.clamp(min=0)
-        settings = table.settings.map(lambda values: values[rows])
-        members = {number: partial(self._advise, number, texts[slots], tokens) for number, texts in table.texts.items()}
+        settings = every.map(lambda values: values[rows])
+        members = {number: partial(self._advise, number, own[slots], tokens) for number, own in texts.items()}
         guides = Advisers(members, self.columns) if members else None
         proposal = propose(logits.float(), guides, None, settings)
-        guided = self._write(logits, proposal, settings, table.ends[rows][:, None])
+        guided = self._write(logits, proposal, settings, ends[rows][:, None])
         logits.copy_(torch.where((which >= 0)[:, None], guided, logits))
 
     def _advise(
@@ -163,7 +155,7 @@ class DraftSteerer(Steerer):
         ended = torch.full_like(logits[:1], -torch.inf).index_fill_(1, self._index([end]), 0.0)
         logits.copy_(torch.where((tokens.slots == row)[:, None], ended, logits))
 
-    def _find_table(self, requests: Mapping[int, GuidedRequest], vocab_size: int) -> "_Table":
+    def _find_table(self, requests: Mapping[int, GuidedRequest], vocab_size: int) -> _Table:
         """Return the table of these requests; that of the last step, if nothing has changed since then."""
         key = (tuple(requests.items()), tuple(follower.layout for follower in self.followers))
         if self._table[0] != key:
@@ -177,18 +169,8 @@ class DraftSteerer(Steerer):
             }
             places = self._by_slot({slot: place for place, slot in enumerate(requests)})
             ends = self._index([request.end for request in listed])
-            self._table = (key, _Table(places, self._stack(listed, vocab_size), ends, texts))
+            self._table = (key, (places, self._stack(listed, vocab_size), ends, texts))
         return self._table[1]
 
     def _by_slot(self, numbers: Mapping[int, int]) -> Int[Tensor, " slots"]:
         return self._index([numbers.get(slot, -1) for slot in range(self.capacity)])
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The guided requests of a step, on the device, by which all its rows of logits find their own numbers."""
-
-    places: Int[Tensor, " slots"]  # of each slot's request among these, or −1
-    settings: RowSettings  # of these requests
-    ends: Int[Tensor, " b"]  # the tokens that end texts which cannot be guided
-    texts: dict[int, Int[Tensor, " slots"]]  # for each guide, its row of each slot's text, or −1

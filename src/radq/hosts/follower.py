@@ -8,7 +8,7 @@ Axes: b texts, k candidates, s strengths.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from radq.decoding.capture import find_hindrance
-from radq.decoding.guide_rows import GuideTexts, count_siblings, fill_gaps, spread_advice
+from radq.decoding.guide_rows import TextStates, count_siblings, fill_gaps, spread_advice
 from radq.errors import DataError
 from radq.guides import Guide
 from radq.guides.base import Advice, list_readings
@@ -127,16 +127,15 @@ class _Followed:
     missed: int = 0  # steps in a row
 
 
-class Follower(GuideTexts[dict[GuidedRequest, int]]):
+class Follower(TextStates[dict[GuidedRequest, int]]):
     """One guide, and its state of the texts that it follows."""
 
     def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device):
         """The engine runs at most `capacity` texts of `length` tokens at once."""
-        super().__init__(guide)
-        self.capacity, self.length, self.device = capacity, length, device
+        super().__init__({})  # the rows of texts, in which they stand in the same order
+        self.guide, self.capacity, self.length, self.device = guide, capacity, length, device
         self.reads_candidates = any(reader.reads_candidates for reader in guide.readers)
         self.layout = 0  # changes whenever texts change their rows
-        self.rows = {}  # of the state, in which texts stand in the same order
         self._followed: list[_Followed] = []
         models = [reader.model for reader in guide.readers]
         captures = device.type == "cuda" and not self.reads_candidates and find_hindrance(models, guide) is None
@@ -163,10 +162,9 @@ class Follower(GuideTexts[dict[GuidedRequest, int]]):
 
     # --- texts ---
 
-    def retain(self, texts: Iterable[GuidedRequest]) -> None:
+    def retain(self, texts: Collection[GuidedRequest]) -> None:
         """Forget all other texts, and give the memory back if none are left."""
-        staying = set(texts)
-        self._keep([row for text, row in self.rows.items() if text in staying])
+        self._keep([row for text, row in self.rows.items() if text in texts])
 
     def clear(self) -> None:
         """Forget all texts and give their memory back."""

@@ -117,7 +117,6 @@ def is_page_path(path: str) -> bool:
 
 
 def make_page_app(server: VllmServer) -> FastAPI:
-    """Make the application that answers requests for these routes."""
 
     async def describe() -> dict[str, Any]:
         facts = await server.find_facts()
