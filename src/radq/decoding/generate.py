@@ -29,7 +29,7 @@ from radq.decoding.config import (
 )
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine, keep_engine, take_engine
-from radq.decoding.processors import Grammar, make_processors
+from radq.decoding.processors import GrammarMask, compile_grammar, make_processors
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
 from radq.decoding.text import UNFINISHED, GrowingText, Prompt, decode_texts, encode_prompts, find_stops
@@ -298,7 +298,7 @@ def _submit(
     check_width(steering.top_k, num_logits(lm))
     changes.check_tokens(num_logits(lm))
     schema = changes.json_schema
-    grammar = None if schema is None else Grammar(tokenizer, num_logits(lm), schema)
+    grammar = None if schema is None else compile_grammar(tokenizer, num_logits(lm), schema)
     uniforms = draw_uniforms(seed, first_prompt, len(encoded), samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
@@ -309,7 +309,7 @@ def _submit(
             own = (*make_processors(changes, length, ends), *processors)
             for s in range(samples):
                 watch = GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens) if stop else None
-                masks = () if grammar is None else (grammar.mask(length, ends),)
+                masks = () if grammar is None else (GrammarMask(grammar, length, ends),)
                 numbers, processing = (uniforms[p, s], strengths), (*masks, *own)
                 request = Request(
                     encoded[p], steering, max_new_tokens, *numbers, ends, watch, processing, details=details

@@ -221,18 +221,12 @@ class Steerer:
             self._forget_plan()
             kinds: dict[int, dict[int, GuidedRequest]] = {}
             for row, request in requests.items():
-                kinds.setdefault(self._kind(request), {})[row] = request
+                # A guide that reads candidates reads those of all its texts at once, so these texts are of one kind.
+                reads = any(self.followers[number].reads_candidates for number in self._select(request).guides)
+                kind = -1 if reads else sum(request.width > limit for limit in (NARROW, WIDE))
+                kinds.setdefault(kind, {})[row] = request
             self._plan = (key, [self._make_group(rows, vocab_size) for rows in kinds.values()])
         return self._plan[1]
-
-    def _kind(self, request: GuidedRequest) -> int:
-        """Number the kind of a request; requests of one kind are one group.
-
-        A guide that reads candidates reads those of all its texts at once, so these texts are of one kind.
-        """
-        if any(self.followers[number].reads_candidates for number in self._select(request).guides):
-            return -1
-        return sum(request.width > limit for limit in (NARROW, WIDE))
 
     def _make_group(self, rows: Mapping[int, GuidedRequest], vocab_size: int) -> _Group:
         requests = list(rows.values())

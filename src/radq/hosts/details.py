@@ -176,7 +176,13 @@ class AnswerDetails:
         # Else it ends by its length or by a text.
         ends_by_token = choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str)
         told = text.add(tokens, rows, written, ends_by_token)
-        _put(choice, [None if token is None else token.describe(self.texts.show) for token in told])
+        details = [None if token is None else token.describe(self.texts.show) for token in told]
+        logprobs = choice.get("logprobs") or {}
+        if "content" in logprobs:  # of a chat, entry by entry
+            for entry, detail in zip(logprobs["content"] or [], details, strict=False):
+                entry["radq"] = detail
+        elif logprobs:
+            logprobs["radq"] = details
         if choice.get("finish_reason") is not None:
             summary = summarise(text.drawn, list(self.guidance.strengths))
             choice["radq"] = summary | describe_guidance(self.guidance) | ({"error": LOST} if text.lost else {})
@@ -224,15 +230,3 @@ class _Choice:
             self._written = upto
         self._written = end
         return pieces
-
-
-def _put(choice: dict[str, Any], details: list[dict[str, Any] | None]) -> None:
-    """Put details beside log-probabilities: as a list in completions, entry by entry in chats."""
-    logprobs = choice.get("logprobs")
-    if not logprobs:
-        return
-    if "content" not in logprobs:
-        logprobs["radq"] = details
-        return
-    for entry, detail in zip(logprobs["content"] or [], details, strict=False):
-        entry["radq"] = detail
