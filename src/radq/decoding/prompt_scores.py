@@ -22,11 +22,10 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
 from radq.decoding.request import Request
-from radq.decoding.steering import Proposal
 from radq.guides import Guide
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, evaluating
-from radq.numerics import Tokens, at_least_float32, pad_right
+from radq.numerics import at_least_float32, pad_right
 
 PART = 128  # tokens of a prompt that the base model reads at once
 FEW = 16  # tokens; a forward of fewer takes as long
@@ -98,9 +97,11 @@ class PromptScores:
         self.guided = [[None] for _ in first]
         for place in range(1, longest):
             proposal = decoder.draw(np.ones(n, dtype=bool)).proposal
-            for row, found in enumerate(_find(proposal, texts[:, place]).tolist()):
+            others = proposal.candidates != texts[:, place, None]
+            found = proposal.log_probabilities.masked_fill(others, -torch.inf).amax(-1)  # −∞ for one that is none
+            for row, number in enumerate(found.tolist()):
                 if place < len(self.prompts[row]):
-                    self.guided[row].append(found)
+                    self.guided[row].append(number)
             yield max(n, FEW)
             if place + 1 < longest:
                 decoder.read(texts[:, place])
@@ -111,9 +112,3 @@ def _score(logits: Float[Tensor, "t v"], following: Int[Tensor, " t"], top: int)
     values, tokens = log_p.topk(top)
     columns = log_p.gather(1, following[:, None])[:, 0].tolist(), tokens.tolist(), values.tolist()
     return [BaseScore(one, list(zip(*best, strict=True))) for one, *best in zip(*columns, strict=True)]
-
-
-def _find(proposal: Proposal, tokens: Tokens) -> Float[Tensor, " b"]:
-    """Find the log-probability of a token of each row among the candidates; −∞ for one that is none."""
-    same = proposal.candidates == tokens[:, None]
-    return proposal.log_probabilities.masked_fill(~same, -torch.inf).amax(-1)

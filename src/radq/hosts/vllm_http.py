@@ -185,13 +185,9 @@ class Rewrite:
     """Sends a response, and changes its whole body, or the events of a stream, on their way. Errors pass unchanged."""
 
     def __init__(
-        self,
-        send: Send,
-        change: Callable[[bytes], Awaitable[bytes]],
-        change_event: Callable[[bytes], Awaitable[bytes]] | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, send: Send, change: Callable[[bytes], Awaitable[bytes]], headers: Mapping[str, str] | None = None
     ):
-        self._send, self._change, self._change_event, self._headers = send, change, change_event, headers or {}
+        self._send, self._change, self._headers = send, change, headers or {}
         self._start: Message = {}
         self._pass: Send = send  # what the parts of the body go through
         self._content = b""  # that was not sent yet
@@ -206,12 +202,10 @@ class Rewrite:
         headers = MutableHeaders(raw=list(message["headers"]))
         headers.update(self._headers)
         self._start = {**message, "headers": headers.raw}
-        if message["status"] == 200 and not is_stream(message):
-            self._pass = self._pass_whole
-            return
-        if message["status"] == 200 and self._change_event is not None:
-            self._pass = self._pass_events
-        await self._send(self._start)
+        if message["status"] == 200:
+            self._pass = self._pass_events if is_stream(message) else self._pass_whole
+        if self._pass != self._pass_whole:
+            await self._send(self._start)
 
     async def _pass_whole(self, message: Message) -> None:
         self._content += message.get("body", b"")
@@ -223,11 +217,13 @@ class Rewrite:
         await self._send({"type": "http.response.body", "body": content})
 
     async def _pass_events(self, message: Message) -> None:
-        assert self._change_event is not None
         *events, self._content = (self._content + message.get("body", b"")).split(EVENT_END)
         changed = [await self._change_event(event) + EVENT_END for event in events]
         rest = b"" if message.get("more_body") else self._content
         await self._send({**message, "body": b"".join([*changed, rest])})
+
+    async def _change_event(self, event: bytes) -> bytes:
+        return event
 
 
 def is_stream(start: Message) -> bool:
@@ -263,7 +259,7 @@ class _Confirmation(Rewrite):
         self._server, self._ticket, self._details = server, ticket, details
         self._applied = describe_guidance(guidance)
         self._sums: Counter[str] = Counter()  # figures of the tokens that have come
-        super().__init__(send, self._confirm, self._confirm_event, {HEADER: json.dumps(self._applied)})
+        super().__init__(send, self._confirm, {HEADER: json.dumps(self._applied)})
 
     async def _confirm(self, content: bytes) -> bytes:
         document = json.loads(content)
@@ -271,7 +267,7 @@ class _Confirmation(Rewrite):
             await self._add(document, ends=True)
         return json.dumps(document).encode()
 
-    async def _confirm_event(self, event: bytes) -> bytes:
+    async def _change_event(self, event: bytes) -> bytes:
         if not event.startswith(DATA + b"{") or not (self._details is not None or ENDS in event):
             return event
         document = json.loads(event[len(DATA) :])
